@@ -1,0 +1,34 @@
+"""DiffEqFormer against GPT on English text, small enough for a CPU: the models of RESULTS.md.
+
+  python launch/compare.py --config=configs/english.py --rows=diffeq,gpt --workdir=runs/english
+
+The text is read from data/english/train*.jsonl* and data/english/validation*.jsonl*, key `text`.
+"""
+
+import ml_collections
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import presets
+
+
+def get_config(choice: str = "") -> ml_collections.ConfigDict:
+  """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
+  config = config_lib.default()
+  model = config.model
+  model.num_steps = 6
+  model.embed_dim = 128
+  model.num_heads = 4
+  model.vocab_size = 4096
+  model.seq_len = 128
+  model.dtype = "float32"
+  model.time.sinusoidal_dim = 32
+  model.time.time_embed_dim = 16
+  config.optimizer.peak_rate = 2e-3
+  config.train.steps = 600
+  config.train.batch_size = 16
+  config.train.remat = "none"
+  config.eval.every = 600
+  config.eval.max_batches = 64
+  config.checkpoint.every = 600
+  presets.select(config, choice, default_corpus="english")
+  return config

@@ -1,0 +1,161 @@
+"""The vector fields: pure functions of the state and the weights at one time.
+
+B batch, L positions, D embed_dim, H query heads, K key/value heads, G = H / K, C head_dim, F mlp_dim.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.weights import BlockSpecs, LeafSpec
+
+Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
+
+STD = 0.02  # of a plain model's kernels and embeddings (GPT-2)
+ROPE_BASE = 10000.0
+
+
+def layer_norm(x_D: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float = 1e-5) -> jax.Array:
+  """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
+  wide = x_D.astype(jnp.promote_types(x_D.dtype, jnp.float32))
+  centred = wide - wide.mean(-1, keepdims=True)
+  normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+  return (normed * scale_D + shift_D).astype(x_D.dtype)
+
+
+def rms_norm(x_D: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
+  """RMSNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
+  wide = x_D.astype(jnp.promote_types(x_D.dtype, jnp.float32))
+  normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+  return (normed * scale_D).astype(x_D.dtype)
+
+
+def rotate(x_BxLxHxC: jax.Array, positions_L: jax.Array) -> jax.Array:
+  """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2."""
+  wide = jnp.promote_types(x_BxLxHxC.dtype, jnp.float32)
+  C = x_BxLxHxC.shape[-1]
+  angles_LxC = positions_L[:, None].astype(wide) * ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)
+  cos_Lx1xC, sin_Lx1xC = jnp.cos(angles_LxC)[:, None], jnp.sin(angles_LxC)[:, None]
+  first, second = jnp.split(x_BxLxHxC.astype(wide), 2, axis=-1)
+  turned = jnp.concatenate([first * cos_Lx1xC - second * sin_Lx1xC, second * cos_Lx1xC + first * sin_Lx1xC], -1)
+  return turned.astype(x_BxLxHxC.dtype)
+
+
+def _out_std(model: config_lib.ModelConfig) -> float:
+  """Spread of the two projections that write to the state: smaller, as 2 n of them add up (GPT-2)."""
+  return STD / (2 * model.num_steps) ** 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTField:
+  """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
+  num_heads: int
+  head_dim: int
+  learned_positions: ClassVar[bool] = True
+  tied_head: ClassVar[bool] = True
+
+  @staticmethod
+  def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
+    """The arrays of one norm."""
+    return {"scale": LeafSpec((embed_dim,), start=1.0), "shift": LeafSpec((embed_dim,))}
+
+  @staticmethod
+  def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]."""
+    return layer_norm(x_BxLxD, w["scale"], w["shift"])
+
+  @staticmethod
+  def specs(model: config_lib.ModelConfig) -> BlockSpecs:
+    """Every array of the block at one time.
+
+    qkv is [D, K, G + 2, C]: for each key/value head its G query heads, the key, the value, so that it
+    can be split over K.
+    """
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    qkv = (K, H // K + 2, C)
+    norm = GPTField.norm_specs(D)
+    return {
+        "attention_norm": norm,
+        "qkv": {"kernel": LeafSpec((D, *qkv), STD), "bias": LeafSpec(qkv)},
+        "out": {"kernel": LeafSpec((H, C, D), _out_std(model)), "bias": LeafSpec((D,))},
+        "mlp_norm": norm,
+        "up": {"kernel": LeafSpec((D, F), STD), "bias": LeafSpec((F,))},
+        "down": {"kernel": LeafSpec((F, D), _out_std(model)), "bias": LeafSpec((D,))},
+    }
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
+    B, L, _ = x_BxLxD.shape
+    normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
+    qkv_BxLxKxSxC = jnp.einsum("bld,dksc->blksc", normed_BxLxD, w["qkv"]["kernel"]) + w["qkv"]["bias"]
+    q_BxLxHxC = qkv_BxLxKxSxC[..., :-2, :].reshape(B, L, self.num_heads, self.head_dim)
+    out_BxLxHxC = attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :])
+    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"]) + w["out"]["bias"]
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"])
+    hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"]
+    return jax.nn.gelu(hidden_BxLxF, approximate=True) @ w["down"]["kernel"] + w["down"]["bias"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaField:
+  """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases."""
+  num_heads: int
+  head_dim: int
+  learned_positions: ClassVar[bool] = False
+  tied_head: ClassVar[bool] = False
+
+  @staticmethod
+  def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
+    """The arrays of one norm."""
+    return {"scale": LeafSpec((embed_dim,), start=1.0)}
+
+  @staticmethod
+  def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]; its eps is 1e-5, unlike the block's."""
+    return rms_norm(x_BxLxD, w["scale"], eps=1e-5)
+
+  @staticmethod
+  def specs(model: config_lib.ModelConfig) -> BlockSpecs:
+    """Every array of the block at one time."""
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    return {
+        "attention_norm": LlamaField.norm_specs(D),
+        "query": {"kernel": LeafSpec((D, H, C), STD)},
+        "key": {"kernel": LeafSpec((D, K, C), STD)},
+        "value": {"kernel": LeafSpec((D, K, C), STD)},
+        "out": {"kernel": LeafSpec((H, C, D), _out_std(model))},
+        "mlp_norm": LlamaField.norm_specs(D),
+        "gate": {"kernel": LeafSpec((D, F), STD)},
+        "up": {"kernel": LeafSpec((D, F), STD)},
+        "down": {"kernel": LeafSpec((F, D), _out_std(model))},
+    }
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
+    positions_L = jnp.arange(x_BxLxD.shape[1])
+    q_BxLxHxC = rotate(jnp.einsum("bld,dhc->blhc", normed_BxLxD, w["query"]["kernel"]), positions_L)
+    k_BxLxKxC = rotate(jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["key"]["kernel"]), positions_L)
+    v_BxLxKxC = jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["value"]["kernel"])
+    return jnp.einsum("blhc,hcd->bld", attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), w["out"]["kernel"])
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"])
+    gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
+    return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
+
+
+FIELDS = {"gpt": GPTField, "llama": LlamaField}
+
+
+def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
+  """The vector field that `model.field` names."""
+  return FIELDS[model.field](model.num_heads, model.head_dim)

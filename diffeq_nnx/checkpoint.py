@@ -1,0 +1,142 @@
+"""Checkpoints of a run: saved in the background, restored bit for bit, the last ones and the best kept."""
+
+import os
+import shutil
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.report import say
+from diffeq_nnx.train_step import State
+
+FOLDER = "checkpoints"
+DAMAGED = "checkpoints_damaged"
+
+
+class Checkpoints:
+  """The checkpoints of one work directory.
+
+  Each holds five items: params, optimizer and counters (step, random key) as arrays; data (the position in
+  the batches) and run (config and tokenizer hash) as JSON.
+  """
+
+  def __init__(self, workdir: str, config: Config, tokenizer_hash: str):
+    self._workdir = os.path.abspath(workdir)
+    self._folder = os.path.join(self._workdir, FOLDER)
+    self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
+    self._keep = config.checkpoint.keep
+    self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    best = checkpoint_managers.BestN(get_metric_fn=lambda m: -m["loss"], n=1, keep_checkpoints_without_metrics=False)
+    return ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+            [checkpoint_managers.LatestN(self._keep), best])))
+
+  def steps(self) -> list[int]:
+    """Steps with a finished checkpoint, in order."""
+    return sorted(self._manager.all_steps())
+
+  def best_step(self) -> int | None:
+    """The step of the lowest validation loss among the checkpoints that are kept."""
+    losses = {step: (self._manager.metrics(step) or {}).get("loss") for step in self.steps()}
+    losses = {step: loss for step, loss in losses.items() if loss is not None}
+    return min(losses, key=losses.get) if losses else None
+
+  def save(self, state: State, data_state: dict[str, Any], validation_loss: float | None) -> None:
+    """Starts to save the state under its own step, and returns once the arrays are copied off the device.
+
+    Raises:
+      RunError: this save or the one before could not be written.
+    """
+    step = int(state["step"])
+    save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
+    items = ocp.args.Composite(data=json_save(data_state), run=json_save(self._run),
+                               **{name: save(item) for name, item in _items(state).items()})
+    with self._told("save", step):
+      self._manager.save(step, args=items,
+                         metrics=None if validation_loss is None else {"loss": validation_loss})
+
+  def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
+    """The newest state that can be read, and its position in the data; None if nothing was saved yet.
+
+    A damaged checkpoint is moved to the folder checkpoints_damaged, and the one before is tried.
+
+    Args:
+      abstract: the state's shapes, from `jax.eval_shape`, with shardings where they matter.
+
+    Raises:
+      UserError: there are checkpoints, and none can be read.
+    """
+    found = self.steps()
+    for step in reversed(found):
+      try:
+        restore = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
+        items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **restore))
+        return _state(items), items["data"]
+      except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
+        self._set_aside(step, error)
+    if found:
+      raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
+                      f"{DAMAGED}; remove the directory to start anew")
+    return None
+
+  def _set_aside(self, step: int, error: Exception) -> None:
+    os.makedirs(os.path.join(self._workdir, DAMAGED), exist_ok=True)
+    target = os.path.join(self._workdir, DAMAGED, str(step))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.move(os.path.join(self._folder, str(step)), target)
+    reason = next(iter(str(error).splitlines()), "")[:200]
+    say(f"the checkpoint of step {step} is damaged ({type(error).__name__}: {reason}); moved to {target}; "
+        "trying the one before")
+    self._manager.reload()
+
+  def close(self) -> None:
+    """Waits for the save under way.
+
+    Raises:
+      RunError: it could not be written.
+    """
+    with self._told("finish saving"):
+      self._manager.wait_until_finished()
+      self._manager.close()
+
+  def _told(self, what: str, step: int | None = None) -> "_Told":
+    return _Told(f"could not {what} the checkpoint" + ("" if step is None else f" of step {step}"), self)
+
+
+class _Told:
+  """Turns whatever a save raises into one line that says which checkpoints there still are."""
+
+  def __init__(self, what: str, checkpoints: Checkpoints):
+    self._what, self._checkpoints = what, checkpoints
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, error, traceback):
+    if isinstance(error, Exception):
+      reason = next(iter(str(error).splitlines()), "")[:300]
+      folder = self._checkpoints._folder
+      kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+      raise RunError(f"{self._what} ({kind.__name__}: {reason}); checkpoints of steps {kept} are untouched; make "
+                     "room or mend the directory, and run the same command to go on from there") from error
+    return False
+
+
+def _items(state: State) -> dict[str, Any]:
+  """The state as orbax items; a typed random key as its numbers."""
+  key = state["key"]
+  data = jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
+  return {"params": state["params"], "optimizer": state["opt_state"], "counters": {"step": state["step"], "key": data}}
+
+
+def _state(items: Any) -> State:
+  counters = items["counters"]
+  return {"params": items["params"], "opt_state": items["optimizer"], "step": counters["step"],
+          "key": jax.random.wrap_key_data(counters["key"])}

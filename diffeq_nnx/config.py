@@ -1,0 +1,310 @@
+"""Every key of an experiment: its type, its default and its rule.
+
+A config file returns an `ml_collections.ConfigDict` made by `default()`; `from_config_dict` turns it into
+the frozen dataclasses below, which the rest of the package reads. All validation is here.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from diffeq_nnx.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeConfig:
+  """How a time becomes the features that the weights are made from; read by generated weights only."""
+  embedding: str = "fixed"  # fixed | learned (its frequencies are parameters) | shared_mlp (one MLP for all)
+  sinusoidal_dim: int = 128  # m: the number of frequencies
+  time_embed_dim: int = 48  # T: the size of e(t)
+  scale: float = 1000.0  # radians that the fastest wave turns from t = 0 to t = 1
+  constant: bool = False  # hold t at 0: the control that has the parameters but not the time
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Three independent choices (weights, field, solver) and their sizes."""
+  weights: str = "generated"  # generated | stored (one set a step) | shared (one set for all steps)
+  field: str = "gpt"  # gpt | llama
+  solver: str = "euler"  # euler (parallel branches) | sequential (attention, then feed-forward)
+  initialization: str = "plain"  # plain (W(t) spreads like a plain model's weights) | published
+  num_steps: int = 12
+  horizon: float | None = None  # dt = horizon / num_steps; None: num_steps, so that dt = 1
+  embed_dim: int = 768
+  num_heads: int = 12
+  num_kv_heads: int | None = None  # None: num_heads
+  mlp_dim: int | None = None  # None: 4 embed_dim
+  vocab_size: int = 50257
+  seq_len: int = 1024
+  dropout: float = 0.0  # on the embeddings and on both residual branches
+  dtype: str = "bfloat16"  # of the computation; parameters are float32
+  time: TimeConfig = TimeConfig()
+
+  @property
+  def kv_heads(self) -> int:
+    """Key and value heads, the default filled in."""
+    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+  @property
+  def head_dim(self) -> int:
+    """Width of one head."""
+    return self.embed_dim // self.num_heads
+
+  @property
+  def hidden_dim(self) -> int:
+    """Width inside the feed-forward branch, the default filled in."""
+    return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+  @property
+  def total_time(self) -> float:
+    """The horizon, the default filled in."""
+    return float(self.num_steps) if self.horizon is None else self.horizon
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Which text, and how it becomes tokens."""
+  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB
+  validation: str | None = None  # a source; None: documents held out of `source`
+  validation_fraction: float = 0.05  # of the documents, when `validation` is None
+  tokenizer: str = "train"  # train (a sentencepiece model on the training part) | a sentencepiece file
+  cache_dir: str = "~/.cache/diffeq_nnx"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW with a linear warm-up and a cosine decay."""
+  peak_rate: float = 3e-4
+  final_fraction: float = 0.1  # of the peak, at the last step
+  warmup_fraction: float = 0.01  # of the steps
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """The train loop."""
+  steps: int = 1000
+  batch_size: int = 32  # sequences an optimizer step, over all devices and micro-batches
+  accumulation: int = 1  # micro-batches an optimizer step
+  step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
+  remat: str = "full"  # none | dots (keep matrix products) | full
+  remat_every: int = 1  # solver steps between two kept states; read unless remat is none
+  loss_chunks: int = 16  # slices of the sequence whose logits exist at one time
+  log_every: int = 10
+  peak_tflops: float | None = None  # of one device, for utilisation; None: from its kind, or measured
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Validation, while training and as a job."""
+  every: int = 500
+  batch_size: int = 32
+  max_batches: int | None = None  # None: the whole validation part
+  num_steps: int | None = None  # None: model.num_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """What stays on disk: the last `keep` and the best by validation loss."""
+  every: int = 500
+  keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One experiment."""
+  seed: int = 0
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  eval: EvalConfig = EvalConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+CHOICES = {
+    "model.weights": ("generated", "stored", "shared"),
+    "model.field": ("gpt", "llama"),
+    "model.solver": ("euler", "sequential"),
+    "model.initialization": ("plain", "published"),
+    "model.dtype": ("bfloat16", "float32", "float64"),
+    "model.time.embedding": ("fixed", "learned", "shared_mlp"),
+    "train.remat": ("none", "dots", "full"),
+}
+POSITIVE = (
+    "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
+    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.time.sinusoidal_dim",
+    "model.time.time_embed_dim", "model.time.scale", "optimizer.peak_rate", "optimizer.eps",
+    "optimizer.clip_norm", "train.steps", "train.batch_size", "train.accumulation", "train.remat_every",
+    "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
+    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep")
+FRACTIONS = {  # key: (may be 0, may be 1)
+    "model.dropout": (True, False), "data.validation_fraction": (False, False),
+    "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),
+    "optimizer.b1": (True, False), "optimizer.b2": (True, False)}
+
+
+def default() -> ml_collections.ConfigDict:
+  """Every key with its default, optional ones as typed placeholders, ready for a config file to change."""
+  return _to_config_dict(Config())
+
+
+def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
+  """Checks a ConfigDict whole and freezes it.
+
+  Raises:
+    UserError: an unknown key, a wrong type, a value outside its rule, or two keys that don't fit.
+  """
+  config = _freeze(Config, raw, "")
+  _check_values(config)
+  _check_model(config.model)
+  _check_training(config)
+  return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
+  return {k: list(v) if isinstance(v, tuple) else v for k, v in _items(dataclasses.asdict(config))}
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested dicts as one dict of dotted keys."""
+  flat = {}
+  for name, value in nested.items():
+    key = f"{prefix}{name}"
+    flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
+  return flat
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+  """What to write instead of `name`, as the end of an error line."""
+  names = list(names)
+  close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+  return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
+
+
+def _items(nested: dict[str, Any]):
+  for name, value in nested.items():
+    if isinstance(value, dict):
+      value = {k: list(v) if isinstance(v, tuple) else v for k, v in _items(value)}
+    yield name, value
+
+
+def _to_config_dict(section: Any) -> ml_collections.ConfigDict:
+  made = ml_collections.ConfigDict()
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      made[field.name] = _to_config_dict(value)
+    elif value is None:
+      made[field.name] = config_dict.placeholder(_plain_type(field.type))
+    else:
+      made[field.name] = value
+  return made
+
+
+def _plain_type(annotation: Any) -> type:
+  """int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
+  if isinstance(annotation, types.UnionType):
+    annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+  return typing.get_origin(annotation) or annotation
+
+
+def _freeze(cls: type, raw: Any, prefix: str) -> Any:
+  fields = {f.name: f for f in dataclasses.fields(cls)}
+  for name in raw:
+    if name not in fields:
+      raise UserError(f"{prefix}{name}: unknown key; {nearest(name, fields)}")
+  values = {}
+  for name, field in fields.items():
+    key = f"{prefix}{name}"
+    if name not in raw:
+      raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
+    value = raw[name]
+    values[name] = (_freeze(field.type, value, f"{key}.") if dataclasses.is_dataclass(field.type)
+                    else _typed(key, value, field.type))
+  return cls(**values)
+
+
+def _typed(key: str, value: Any, annotation: Any) -> Any:
+  if value is None and isinstance(annotation, types.UnionType):
+    return None
+  wanted = _plain_type(annotation)
+  if wanted is tuple:
+    if isinstance(value, (tuple, list)) and all(type(v) is int for v in value):
+      return tuple(value)
+    raise UserError(f"{key}={value!r}: must be a tuple of whole numbers; write it as '(4, 6, 8)'")
+  if wanted is float and type(value) is int:
+    return float(value)
+  if type(value) is not wanted:
+    raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}")
+  return value
+
+
+def _check_values(config: Config) -> None:
+  flat = flatten(dataclasses.asdict(config))
+  for key, choices in CHOICES.items():
+    if flat[key] not in choices:
+      raise UserError(f"{key}={flat[key]!r}: must be one of {', '.join(choices)}; {nearest(flat[key], choices)}")
+  for key in POSITIVE:
+    if flat[key] is not None and not flat[key] > 0:
+      raise UserError(f"{key}={flat[key]}: must be above 0")
+  for key, (zero, one) in FRACTIONS.items():
+    value = flat[key]
+    if not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
+      raise UserError(f"{key}={value}: must lie between 0 ({'included' if zero else 'excluded'}) "
+                      f"and 1 ({'included' if one else 'excluded'})")
+  for key in ("seed", "optimizer.weight_decay"):
+    if not flat[key] >= 0:
+      raise UserError(f"{key}={flat[key]}: must be 0 or above")
+
+
+def _divisors(number: int) -> str:
+  return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def _check_divides(key: str, value: int, of_key: str, of: int) -> None:
+  if of % value:
+    raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {_divisors(of)}")
+
+
+def _check_model(model: ModelConfig) -> None:
+  _check_divides("model.num_heads", model.num_heads, "model.embed_dim", model.embed_dim)
+  _check_divides("model.num_kv_heads", model.kv_heads, "model.num_heads", model.num_heads)
+  if model.field == "llama" and model.head_dim % 2:
+    raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
+                    f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+  if model.time.constant and model.weights != "generated":
+    raise UserError(f"model.time.constant=True: only generated weights depend on time; set it to False or "
+                    f"model.weights={model.weights!r} to 'generated'")
+
+
+def _check_training(config: Config) -> None:
+  model, train = config.model, config.train
+  _check_divides("train.accumulation", train.accumulation, "train.batch_size", train.batch_size)
+  _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
+  counts = {"model.num_steps": model.num_steps} if not train.step_counts else {
+      f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
+  for key, count in counts.items():
+    if count <= 0:
+      raise UserError(f"{key}={count}: must be above 0")
+    if train.remat != "none":
+      _check_divides("train.remat_every", train.remat_every, key, count)
+    _check_stored_count(model, key, count)
+  if config.eval.num_steps is not None:
+    _check_stored_count(model, "eval.num_steps", config.eval.num_steps)
+
+
+def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:
+  if model.weights == "stored" and count != model.num_steps:
+    raise UserError(f"{key}={count}: stored weights exist for model.num_steps={model.num_steps} steps only; "
+                    "use that count, or model.weights='generated' or 'shared'")

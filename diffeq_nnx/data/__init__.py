@@ -1,0 +1,18 @@
+"""Text to batches: sources of documents, a lossless tokenizer, a cached token corpus."""
+
+from diffeq_nnx.data.corpus import Corpus, Split, eval_batches, load, num_eval_batches, train_batches
+from diffeq_nnx.data.sources import documents, fingerprint
+from diffeq_nnx.data.tokenizer import Tokenizer, train
+
+__all__ = [
+  "Corpus",
+  "Split",
+  "Tokenizer",
+  "documents",
+  "eval_batches",
+  "fingerprint",
+  "load",
+  "num_eval_batches",
+  "train",
+  "train_batches",
+]

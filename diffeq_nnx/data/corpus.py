@@ -1,0 +1,340 @@
+"""A corpus as two runs of tokens, tokenised once and kept on disk, and the batches cut from them."""
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
+
+import grain
+import numpy as np
+import sentencepiece
+import tqdm
+
+from diffeq_nnx.data import sources, tokenizer as tokenizer_lib
+from diffeq_nnx.data.tokenizer import Tokenizer
+from diffeq_nnx.errors import UserError
+
+FORMAT_VERSION = 1  # part of the cache's key: raise it when the files or the tokenisation change
+_BATCH_CHARS = 1 << 21  # text tokenised and written at a time
+_SPLITS = ("train", "validation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """One side of a corpus.
+
+  Attributes:
+    tokens: [num_tokens] uint16 or uint32, memory-mapped: the documents, each followed by the end-of-text id.
+    num_bytes: UTF-8 bytes of the text, end-of-text marks excluded.
+    num_documents: Number of documents.
+  """
+
+  tokens: np.ndarray
+  num_bytes: int
+  num_documents: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """A tokenizer and what it made of the training and the validation documents."""
+
+  tokenizer: Tokenizer
+  train: Split
+  validation: Split
+
+
+def load(config: Any, vocab_size: int, seed: int) -> Corpus:
+  """Tokenises a corpus, or opens it where an earlier call left it under `config.cache_dir`.
+
+  The cache is complete or absent: a killed run or several at once leave no half-made one, and one whose files
+  have the wrong size is made anew. Neither the text nor the tokens are held in memory.
+
+  Args:
+    config: An object with the attributes
+      `source`: the documents to train on (see `sources.documents`);
+      `validation`: a source of its own, or None to hold out documents of `source`;
+      `validation_fraction`: the share of documents held out when `validation` is None, by a hash of the seed
+        and the document's index, at least one on each side;
+      `tokenizer`: "train" for one trained on the training documents, or the path of a sentencepiece model;
+      `cache_dir`: a directory; `~` expands.
+    vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
+    seed: Chooses the documents held out.
+
+  Returns:
+    The tokenizer and both splits.
+
+  Raises:
+    UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
+  """
+  if config.tokenizer == "train":
+    tokenizer = None
+  else:
+    tokenizer = Tokenizer.load(config.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+      raise UserError(
+        f"model.vocab_size={vocab_size}: smaller than the {tokenizer.vocab_size} ids of "
+        f"data.tokenizer={config.tokenizer}; set it to {tokenizer.vocab_size} or more"
+      )
+  cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
+  inputs = _cache_inputs(config, vocab_size, seed, tokenizer)
+  key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+  final = os.path.join(cache_dir, key)
+  corpus = _open(final)
+  if corpus is not None:
+    return corpus
+  part = os.path.join(cache_dir, f".{key}.{uuid.uuid4().hex}")
+  try:
+    try:
+      os.makedirs(part)
+      _remove_abandoned(cache_dir, key)
+      _build(part, config, vocab_size, seed, tokenizer)
+      if _cache_inputs(config, vocab_size, seed, tokenizer) != inputs:
+        raise UserError(f"data.source={config.source}: files changed while they were read; start again")
+      return _publish(part, final)
+    finally:
+      shutil.rmtree(part, ignore_errors=True)
+  except OSError as error:  # the sources' own are told as UserError by then
+    reason = error.strerror or str(error)
+    raise UserError(
+      f"data.cache_dir={config.cache_dir}: can't be written ({reason}); give a writable directory with space"
+    ) from error
+
+
+def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """All that the cached files depend on."""
+  if config.validation is None:
+    if not 0 < config.validation_fraction < 1:
+      raise UserError(
+        f"data.validation_fraction={config.validation_fraction}: must lie between 0 and 1, both excluded; "
+        "use for example 0.05, or give data.validation"
+      )
+    validation = {"fraction": config.validation_fraction, "seed": seed}
+  else:
+    validation = sources.fingerprint(config.validation, "data.validation")
+  return {
+    "format": FORMAT_VERSION,
+    "sentencepiece": sentencepiece.__version__,
+    "source": sources.fingerprint(config.source),
+    "validation": validation,
+    "tokenizer": tokenizer.hash if tokenizer else "train",
+    "vocab_size": vocab_size,
+  }
+
+
+def _open(directory: str) -> Corpus | None:
+  """The corpus in a cache directory, or None if it isn't there or isn't whole."""
+  try:
+    with open(os.path.join(directory, "meta.json"), encoding="utf-8") as file:
+      meta = json.load(file)
+    tokenizer = Tokenizer.load(os.path.join(directory, "tokenizer.model"))
+    if tokenizer.hash != meta["tokenizer"]:
+      return None
+    splits = {}
+    for name in _SPLITS:
+      path, dtype, info = os.path.join(directory, f"{name}.bin"), np.dtype(meta["dtype"]), meta[name]
+      if os.path.getsize(path) != info["num_tokens"] * dtype.itemsize:
+        return None
+      splits[name] = Split(np.memmap(path, dtype, mode="r"), info["num_bytes"], info["num_documents"])
+  except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError
+    return None
+  return Corpus(tokenizer, **splits)
+
+
+def _remove_abandoned(cache_dir: str, key: str) -> None:
+  """Deletes what killed runs left of this cache: temporary directories untouched for a day."""
+  for directory in glob.glob(os.path.join(glob.escape(cache_dir), f".{key}.*")):
+    with contextlib.suppress(OSError):
+      newest = max(os.path.getmtime(path) for path in [directory, *glob.glob(f"{glob.escape(directory)}/*")])
+      if time.time() - newest > 86400:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _publish(part: str, final: str) -> Corpus:
+  """Moves a finished directory to its place, unless another run was first."""
+  while True:
+    try:
+      os.rename(part, final)
+    except OSError:
+      if not os.path.lexists(final):
+        raise
+    corpus = _open(final)
+    if corpus is not None:
+      return corpus
+    # Something damaged is in the way: renaming is the one step that can't be seen half-done.
+    broken = f"{part}.broken"
+    with contextlib.suppress(FileNotFoundError):
+      os.rename(final, broken)
+    if os.path.isdir(broken):
+      shutil.rmtree(broken, ignore_errors=True)
+    elif os.path.lexists(broken):
+      os.remove(broken)
+
+
+def _build(directory: str, config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> None:
+  """Writes tokenizer.model, train.bin, validation.bin and meta.json."""
+  if config.validation is None:
+    held_out = _held_out(config, seed)
+    passes: dict[str, Callable[[], Iterator[str]]] = {
+      "train": lambda: (text for text, out in zip(sources.documents(config.source), held_out) if not out),
+      "validation": lambda: (text for text, out in zip(sources.documents(config.source), held_out) if out),
+    }
+    totals = {"train": len(held_out) - int(held_out.sum()), "validation": int(held_out.sum())}
+  else:
+    passes = {
+      "train": lambda: sources.documents(config.source),
+      "validation": lambda: sources.documents(config.validation, "data.validation"),
+    }
+    totals = {}
+  if tokenizer is None:
+    bar = _progress(passes["train"](), "training the tokenizer", totals.get("train"))
+    tokenizer = Tokenizer(tokenizer_lib.train(bar, vocab_size))
+  dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+  meta = {"tokenizer": tokenizer.hash, "dtype": dtype.name}
+  for name in _SPLITS:
+    bar = _progress(passes[name](), f"tokenising ({name})", totals.get(name))
+    with open(os.path.join(directory, f"{name}.bin"), "wb") as file:
+      meta[name] = _write_tokens(file, bar, tokenizer, dtype)
+  with open(os.path.join(directory, "tokenizer.model"), "wb") as file:
+    file.write(tokenizer.model_bytes)
+  with open(os.path.join(directory, "meta.json"), "w", encoding="utf-8") as file:
+    json.dump(meta, file, indent=2)
+
+
+def _held_out(config: Any, seed: int) -> np.ndarray:
+  """Which documents of the source go to validation: [num_documents] bool, some but not all of them."""
+  scores = []
+  for index, _ in enumerate(_progress(sources.documents(config.source), "counting documents")):
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    scores.append(int.from_bytes(digest, "little") / 2**64)
+  if len(scores) < 2:
+    raise UserError(
+      f"data.source={config.source}: {len(scores)} document can't be shared between training and validation; "
+      "give at least 2 documents, or data.validation"
+    )
+  ordered = np.array(scores)
+  held_out = ordered < config.validation_fraction
+  held_out[ordered.argmin()] = True
+  held_out[ordered.argmax()] = False
+  return held_out
+
+
+def _progress(documents: Iterator[str], description: str, total: int | None = None) -> Iterable[str]:
+  hidden = not sys.stderr.isatty()
+  return tqdm.tqdm(
+    documents, desc=description, total=total, unit=" documents", delay=2, leave=False, disable=hidden
+  )
+
+
+def _write_tokens(
+  file: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype
+) -> dict[str, int]:
+  """Streams documents to a file as tokens; returns the counts."""
+  end = np.array([tokenizer.eos_id], dtype)
+  counts = {"num_tokens": 0, "num_bytes": 0, "num_documents": 0}
+
+  def write(batch: list[str]) -> None:
+    for text, ids in zip(batch, tokenizer.encode_batch(batch)):
+      file.write(ids.astype(dtype).tobytes() + end.tobytes())
+      counts["num_tokens"] += len(ids) + 1
+      counts["num_bytes"] += len(text.encode())
+      counts["num_documents"] += 1
+
+  batch, size = [], 0
+  for text in documents:
+    batch.append(text)
+    size += len(text)
+    if size >= _BATCH_CHARS:
+      write(batch)
+      batch, size = [], 0
+  write(batch)
+  return counts
+
+
+class _Windows:
+  """Random access to the windows of `seq_len + 1` tokens that start every `seq_len` tokens."""
+
+  def __init__(self, tokens: np.ndarray, seq_len: int):
+    self._tokens, self._seq_len = tokens, seq_len
+
+  def __len__(self) -> int:
+    return (len(self._tokens) - 1) // self._seq_len
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    start = int(index) * self._seq_len
+    return self._tokens[start : start + self._seq_len + 1]
+
+  def __repr__(self) -> str:
+    return f"Windows(num_tokens={len(self._tokens)}, seq_len={self._seq_len})"
+
+
+def train_batches(split: Split, *, seq_len: int, batch_size: int, seed: int) -> grain.MapDataset:
+  """Endless training batches; which one belongs to a step depends on the seed and the step alone.
+
+  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch; every window
+  appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
+
+  Args:
+    split: The tokens.
+    seq_len: L, tokens in a row.
+    batch_size: B, rows in a batch.
+    seed: Of the shuffle; taken modulo 2**32.
+
+  Returns:
+    A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [B, L], where the
+    targets are the inputs one token later.
+
+  Raises:
+    UserError: If the split is shorter than one window.
+  """
+  if len(split.tokens) < seq_len + 1:
+    raise UserError(
+      f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
+      f"use at most {len(split.tokens) - 1}, or more text"
+    )
+
+  def to_batch(windows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    tokens_BxL1 = np.stack(windows).astype(np.int32)
+    return {"inputs": tokens_BxL1[:, :-1], "targets": tokens_BxL1[:, 1:]}
+
+  dataset = grain.MapDataset.source(_Windows(split.tokens, seq_len)).seed(seed % 2**32).shuffle().repeat()
+  return dataset.batch(batch_size, batch_fn=to_batch)
+
+
+def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
+  """How many batches `eval_batches` yields when nothing limits it."""
+  num_windows = -(-(len(split.tokens) - 1) // seq_len)
+  return -(-num_windows // batch_size)
+
+
+def eval_batches(
+  split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+  """Yields the split in order; each token after the first is a target exactly once.
+
+  Args:
+    split: The tokens.
+    seq_len: L, tokens in a row.
+    batch_size: B, rows in a batch.
+    max_batches: Stop after so many batches; None for all.
+
+  Yields:
+    "inputs" and "targets", int32 [B, L], and "mask", float32 [B, L]: 1 where the target counts, 0 in the
+    padding of the last window and in the rows that fill the last batch. All batches have this shape.
+  """
+  total = num_eval_batches(split, seq_len, batch_size)
+  span = batch_size * seq_len
+  for number in range(total if max_batches is None else min(total, max_batches)):
+    tokens = np.asarray(split.tokens[number * span : (number + 1) * span + 1], np.int32)
+    padded = np.zeros((3, span), np.int32)
+    count = len(tokens) - 1
+    padded[0, :count], padded[1, :count], padded[2, :count] = tokens[:-1], tokens[1:], 1
+    inputs_BxL, targets_BxL, mask_BxL = padded.reshape(3, batch_size, seq_len)
+    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL.astype(np.float32)}

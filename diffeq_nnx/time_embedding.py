@@ -1,0 +1,29 @@
+"""From a time to the features that every weight is made from.
+
+S solver steps, M frequencies, P = 2 M + 1 features.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def fixed_frequencies(num_frequencies: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+  """Frequencies w_k = 10000^(-k/m) [M], from 1 downwards, as in sinusoidal position embeddings."""
+  k_M = jnp.arange(num_frequencies, dtype=dtype)
+  return jnp.asarray(10000.0, dtype) ** (-k_M / num_frequencies)
+
+
+def sinusoidal_features(times_S: jax.Array, frequencies_M: jax.Array, scale: float) -> jax.Array:
+  """s(t) = [t, sin(scale t w), cos(scale t w)] (Tong et al. 2025, section 3.1), shape [S, 2 M + 1].
+
+  Computed in the dtype of `frequencies_M`, which is float32 or wider whatever the model computes in: the
+  angle reaches 1000 radians, and bfloat16 tells neighbours there apart by 4 radians at best.
+
+  Args:
+    times_S: times between 0 and 1.
+    frequencies_M: w_k.
+    scale: radians that the fastest wave turns from t = 0 to t = 1.
+  """
+  times_S = times_S.astype(frequencies_M.dtype)
+  angles_SxM = scale * times_S[:, None] * frequencies_M[None, :]
+  return jnp.concatenate([times_S[:, None], jnp.sin(angles_SxM), jnp.cos(angles_SxM)], axis=1)

@@ -1,0 +1,169 @@
+"""The train loop: from a config and a work directory to a trained model."""
+
+import dataclasses
+import math
+import time
+from typing import Any, Iterator
+
+import grain
+import jax
+import numpy as np
+
+from diffeq_nnx import data
+from diffeq_nnx import flops
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.checkpoint import Checkpoints
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError
+from diffeq_nnx.evaluate import Evaluator, bits_per_byte, perplexity
+from diffeq_nnx.report import Reporter, parameter_table, say
+from diffeq_nnx.train_step import State, init_state, make_train_step
+
+
+def train(config: Config, workdir: str) -> dict[str, float]:
+  """Trains, or goes on training, and returns the last validation values.
+
+  Raises:
+    UserError: the text, the work directory or the checkpoints don't fit the config.
+    RunError: a loss or gradient that is not finite, or a checkpoint that can't be written.
+  """
+  corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+  batches = batch_iterator(config, corpus.train)
+  workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
+  checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+  state = start_state(config, checkpoints, batches)
+  start = int(state["step"])
+  reporter = Reporter(workdir, start, config.train.steps)
+  try:
+    return _loop(config, corpus, batches, state, start, checkpoints, reporter)
+  finally:
+    reporter.close()
+
+
+def batch_iterator(config: Config, split: data.Split) -> grain.DatasetIterator:
+  """Batches of the train part for ever, read ahead by a thread; its state is a small dict."""
+  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
+                               seed=config.seed)
+  return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def start_state(config: Config, checkpoints: Checkpoints, batches: grain.DatasetIterator) -> State:
+  """The newest checkpoint's state, with `batches` moved to its place, or the state at step 0."""
+  restored = checkpoints.restore(jax.eval_shape(lambda: init_state(config)))
+  if restored is None:
+    state = jax.jit(init_state, static_argnums=0)(config)
+    say(parameter_table(state["params"]))
+    return state
+  state, data_state = restored
+  batches.set_state(data_state)
+  say(f"going on from the checkpoint of step {int(state['step'])}")
+  return state
+
+
+def steps_of_solver(config: Config, step: int) -> int:
+  """Solver steps of train step `step`: drawn from train.step_counts by seed and step alone."""
+  if not config.train.step_counts:
+    return config.model.num_steps
+  return int(np.random.default_rng((config.seed, step)).choice(config.train.step_counts))
+
+
+def _loop(config: Config, corpus: data.Corpus, batches: Iterator, state: State, start: int,
+          checkpoints: Checkpoints, reporter: Reporter) -> dict[str, float]:
+  train_step = make_train_step(config)
+  evaluator = Evaluator(config, corpus)
+  watch = _Watch(config, corpus.train, reporter)
+  steps = config.train.steps
+  values: dict[str, float] = {}
+  for step in range(start, steps):
+    num_steps = steps_of_solver(config, step)
+    batch = jax.device_put(next(batches))
+    with jax.transfer_guard("disallow"):
+      state, metrics = train_step(state, batch, num_steps)
+    watch.after(step + 1, num_steps, metrics)
+    validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
+    save = (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
+    if validate or save:
+      watch.finish()  # so that nothing is saved after a step that was not finite
+      with watch.paused():
+        if validate:
+          values = evaluator(state["params"])
+          reporter.validation(step + 1, values)
+        if save:
+          checkpoints.save(state, batches.get_state(), values["loss"] if validate else None)
+  checkpoints.close()
+  if start >= steps:
+    say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
+        "raise train.steps to go on")
+    values = evaluator(state["params"])
+  return values
+
+
+@dataclasses.dataclass
+class _Paused:
+  """Time that is not training."""
+  watch: "_Watch"
+  since: float = 0.0
+
+  def __enter__(self):
+    self.since = time.perf_counter()
+
+  def __exit__(self, *unused):
+    self.watch.not_training += time.perf_counter() - self.since
+
+
+class _Watch:
+  """Looks at each step's metrics one step late, so that the device never waits for the host."""
+
+  def __init__(self, config: Config, split: data.Split, reporter: Reporter):
+    self._config, self._split, self._reporter = config, split, reporter
+    peak, source = flops.peak_tflops(config)
+    self._peak = peak * 1e12 * jax.device_count()
+    say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
+    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+    self._flops = self._generator_flops = 0.0
+    self._steps, self._since, self.not_training = 0, None, 0.0
+
+  def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
+    """Takes the metrics of the step just sent off, and checks and reports those of the one before."""
+    self._look()
+    self._pending = (step, metrics)
+    self._steps += 1
+    self._flops += flops.model_flops(self._config, num_steps)
+    self._generator_flops += flops.generator_flops(self._config.model, num_steps)
+
+  def finish(self) -> None:
+    """Waits for the last step's metrics."""
+    self._look()
+
+  def paused(self) -> _Paused:
+    """A context whose time does not count as training."""
+    return _Paused(self)
+
+  def _look(self) -> None:
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    for name in ("loss", "gradient_norm"):
+      if not math.isfinite(values[name]):
+        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
+                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest")
+    if self._since is None:  # the first step compiles
+      self._restart_clock()
+    elif step % self._config.train.log_every == 0:
+      self._log(step, values)
+
+  def _log(self, step: int, values: dict[str, float]) -> None:
+    train = self._config.train
+    seconds = max(time.perf_counter() - self._since - self.not_training, 1e-9)
+    self._reporter.train(step, {
+        **values, "perplexity": perplexity(values["loss"]),
+        "bits_per_byte": bits_per_byte(values["loss"], self._split),
+        "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
+        "utilization": self._flops / seconds / self._peak,
+        "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak})
+    self._restart_clock()
+
+  def _restart_clock(self) -> None:
+    self._since, self.not_training = time.perf_counter(), 0.0
+    self._steps, self._flops, self._generator_flops = 0, 0.0, 0.0

@@ -1,0 +1,129 @@
+"""The state of a run and the one function that moves it on.
+
+B batch, L positions, A micro-batches, S solver steps.
+"""
+
+import functools
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+
+from diffeq_nnx import optimizer as optimizer_lib
+from diffeq_nnx import solvers
+from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.loss import chunked_cross_entropy
+from diffeq_nnx.model import Model
+
+Params = dict[str, Any]  # a pure dict of the model's parameters
+State = dict[str, Any]  # params, opt_state, step [], key: everything that a checkpoint holds
+Batch = dict[str, jax.Array]  # inputs [B, L], targets [B, L]
+
+
+def graph(config: ModelConfig) -> nnx.GraphDef:
+  """The model without its arrays: `nnx.merge(graph(config), params)` is the model."""
+  return nnx.split(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))))[0]
+
+
+def init_state(config: Config) -> State:
+  """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
+  model_key, dropout_key = jax.random.split(jax.random.key(config.seed))
+  params = nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(params=model_key)), nnx.Param))
+  opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
+  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": dropout_key}
+
+
+def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.Grid, params: Params,
+                       batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
+  """Mean loss in nats a token, and its gradient.
+
+  The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
+  respect to them add up over micro-batches, and the generator is differentiated once.
+  """
+  source = params["weight_source"]
+  rest = {name: value for name, value in params.items() if name != "weight_source"}
+  generate = lambda p: nnx.merge(model_graph, {**rest, "weight_source": p}).block_weights(grid)
+  block_weights, pull_back = jax.vjp(generate, source)
+  remat = solvers.Remat(config.train.remat, config.train.remat_every)
+
+  def microbatch_loss(block_weights, rest, batch, key):
+    model = nnx.merge(model_graph, {**rest, "weight_source": source})
+    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid, dropout_key=key, remat=remat)
+    mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
+    return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
+                                 config.train.loss_chunks)
+
+  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+  loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
+      config.train.accumulation, functools.partial(gradient, block_weights, rest), batch, key)
+  weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
+  (source_gradients,) = pull_back(weight_gradients)
+  return loss, {**rest_gradients, "weight_source": source_gradients}
+
+
+def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch, key: jax.Array):
+  """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32."""
+  if count == 1:
+    return gradient(batch, key)
+  batch = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+  keys = jax.random.split(key, count)
+  widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+  shapes = jax.eval_shape(gradient, jax.tree.map(lambda a: a[0], batch), keys[0])
+  zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), shapes)
+
+  def add(total, args):
+    return jax.tree.map(lambda t, g: t + widen(g) / count, total, gradient(*args)), None
+
+  return jax.lax.scan(add, zeros, (batch, keys))[0]
+
+
+def make_train_step(config: Config) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
+  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
+
+  `num_steps` is the number of solver steps, a static argument: each count is compiled once. Metrics are
+  scalars on the device: loss (nats a token), gradient_norm (before clipping), learning_rate.
+  """
+  model_graph = graph(config.model)
+  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
+
+  @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+  def train_step(state: State, batch: Batch, num_steps: int):
+    grid = solvers.uniform_grid(num_steps, config.model.total_time)
+    key = jax.random.fold_in(state["key"], state["step"])
+    loss, gradients = loss_and_gradients(config, model_graph, grid, state["params"], batch, key)
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+    metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradients),
+               "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32)}
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state,
+            "step": state["step"] + 1, "key": state["key"]}, metrics
+
+  return train_step
+
+
+def make_eval_step(config: Config, num_steps: int) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
+  """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
+
+  Generate `block_weights` once with `make_generate` and use them for every batch.
+  """
+  model_graph = graph(config.model)
+  grid = solvers.uniform_grid(num_steps, config.model.total_time)
+
+  @jax.jit
+  def eval_step(params: Params, block_weights, batch: Batch):
+    model = nnx.merge(model_graph, params)
+    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid)
+    total = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"],
+                                  config.train.loss_chunks)
+    return total, batch["mask"].sum()
+
+  return eval_step
+
+
+def make_generate(config: Config, num_steps: int) -> Callable[[Params], Any]:
+  """A jitted `generate(params) -> BlockWeights` for a uniform grid of `num_steps`."""
+  model_graph = graph(config.model)
+  grid = solvers.uniform_grid(num_steps, config.model.total_time)
+  return jax.jit(lambda params: nnx.merge(model_graph, params).block_weights(grid))

@@ -1,0 +1,78 @@
+"""Whose a work directory is: the config and the tokenizer that it was started with.
+
+run.json and tokenizer.model in the directory say so; another model or tokenizer is turned away.
+"""
+
+import json
+import os
+from typing import Any
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
+
+RUN_FILE = "run.json"
+TOKENIZER_FILE = "tokenizer.model"
+
+
+def identity(config: Config) -> dict[str, Any]:
+  """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key."""
+  whole = config_lib.to_dict(config)
+  flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
+  del flat["data.cache_dir"]
+  return flat
+
+
+def claim(workdir: str, config: Config, tokenizer_hash: str, tokenizer_model: bytes) -> None:
+  """Makes the work directory ours, or checks that it already is.
+
+  Raises:
+    UserError: the directory can't be written, or belongs to another model or tokenizer; the line names the
+      keys that differ.
+  """
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    known = _read(workdir)
+    if known is None:
+      _write(os.path.join(workdir, TOKENIZER_FILE), tokenizer_model)
+      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
+      _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+    else:
+      _write(os.path.join(workdir, ".writable"), b"")
+      os.remove(os.path.join(workdir, ".writable"))
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+  if known is not None:
+    check(workdir, known, config, tokenizer_hash)
+
+
+def check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
+  """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
+  ours = identity(config)
+  flat = config_lib.flatten(known["config"])
+  theirs = {key: flat.get(key) for key in ours}
+  differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
+  if tokenizer_hash not in (None, known["tokenizer_hash"]):
+    differing.append(f"the tokenizer is {known['tokenizer_hash'][:12]} there and {tokenizer_hash[:12]} here")
+  if differing:
+    raise UserError(f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
+                    "or the config that it was started with")
+
+
+def _read(workdir: str) -> dict[str, Any] | None:
+  path = os.path.join(workdir, RUN_FILE)
+  if not os.path.exists(path):
+    return None
+  try:
+    with open(path, encoding="utf-8") as file:
+      known = json.load(file)
+    known["config"], known["tokenizer_hash"]
+    return known
+  except (json.JSONDecodeError, KeyError, TypeError) as error:
+    raise UserError(f"{path}: damaged; remove it if the directory is this run's, or choose another workdir") from error
+
+
+def _write(path: str, content: bytes) -> None:
+  with open(path + ".new", "wb") as file:
+    file.write(content)
+  os.replace(path + ".new", path)

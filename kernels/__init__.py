@@ -1,0 +1,1 @@
+"""Operations with more than one implementation, one folder each; imported as `diffeq_nnx.kernels`."""

@@ -1,0 +1,29 @@
+"""Installs diffeq_nnx; `pip install -e '.[test]'` for working on it."""
+
+import setuptools
+
+setuptools.setup(
+    name="diffeq-nnx",
+    version="0.1.0",
+    description="Neural ODE Transformers (DiffEqFormer) in Flax NNX",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
+    install_requires=[
+        "absl-py",
+        "clu>=0.0.12",
+        "flax>=0.12.8",
+        "grain>=0.2.18",
+        "jax>=0.10.2",
+        "matplotlib",
+        "ml_collections>=1.0",
+        "numpy",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.12.6",
+        "sentencepiece>=0.2.1",
+        "tensorboardX",
+        "tqdm",
+    ],
+    extras_require={"test": ["pytest", "pytest-timeout"]},
+)

@@ -1,0 +1,399 @@
+"""What the data pipeline promises: nothing lost or repeated, the same batches every time, one-line errors."""
+
+import concurrent.futures
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import random
+import shutil
+import types
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from diffeq_nnx import data
+from diffeq_nnx.data import corpus as corpus_lib, tokenizer as tokenizer_lib
+from diffeq_nnx.errors import UserError
+
+WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
+
+
+def prose(num_documents, seed=0):
+  rng = random.Random(seed)
+  return [" ".join(rng.choices(WORDS, k=rng.randint(5, 80))) + "\n" for _ in range(num_documents)]
+
+
+def write_jsonl(path, texts):
+  path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+  return f"jsonl:{path}"
+
+
+def config_of(tmp_path, **changes):
+  settings = {"source": "builtin", "validation": None, "validation_fraction": 0.1, "tokenizer": "train"}
+  return types.SimpleNamespace(**settings | {"cache_dir": str(tmp_path / "cache")} | changes)
+
+
+def split_of(num_tokens):
+  return data.Split(np.arange(num_tokens, dtype=np.uint16), num_bytes=0, num_documents=1)
+
+
+def sentencepiece_model(**changes):
+  model = io.BytesIO()
+  options = dict(sentence_iterator=iter(prose(50)), model_writer=model, vocab_size=290, byte_fallback=True)
+  sentencepiece.SentencePieceTrainer.train(**options | changes, minloglevel=2)
+  return model.getvalue()
+
+
+def told(call):
+  """The one line of the UserError that a call raises."""
+  with pytest.raises(UserError) as caught:
+    call()
+  message = str(caught.value)
+  assert "\n" not in message and message
+  return message
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+  return data.Tokenizer(data.train(data.documents("builtin"), 1024))
+
+
+def test_compressed_and_plain_files_read_alike_in_sorted_order(tmp_path):
+  texts = ["one\r\ntwo", "drei \u2581 ü", "\U0001f642"]
+  for index, (text, opener) in enumerate(zip(texts, (open, gzip.open, lzma.open))):
+    suffix = ("", ".gz", ".xz")[index]
+    with opener(tmp_path / f"{index}.txt{suffix}", "wb") as file:
+      file.write(text.encode())
+    with opener(tmp_path / f"{index}.jsonl{suffix}", "wb") as file:
+      file.write(json.dumps({"text": text, "other": 1}).encode() + b"\n\n")
+  assert list(data.documents(f"text:{tmp_path}/*.txt*")) == texts
+  assert list(data.documents(f"jsonl:{tmp_path}/2.jsonl*, {tmp_path}/[01].jsonl*")) == texts
+
+
+def test_home_expands_and_documents_are_read_lazily(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "a.jsonl").write_text('{"text": "first"}\nbroken\n')
+  documents = data.documents("jsonl:~/a.jsonl")
+  assert next(documents) == "first"
+  assert "line 2" in told(lambda: next(documents))
+
+
+def test_builtin_stays_the_same_and_fingerprints_follow_the_files(tmp_path):
+  documents = list(data.documents("builtin"))
+  assert len(documents) > 50 and all(documents) and documents == list(data.documents("builtin"))
+  source = write_jsonl(tmp_path / "a.jsonl", ["x"])
+  before = data.fingerprint(source)
+  assert before == data.fingerprint(source) != data.fingerprint(f"text:{tmp_path}/a.jsonl")
+  assert data.fingerprint("builtin") == data.fingerprint("builtin") != before
+  write_jsonl(tmp_path / "a.jsonl", ["xy"])
+  assert data.fingerprint(source) != before
+
+
+NOISE, FIRST = random.Random(0).randbytes(1000), b'{"text": "x"}\n'
+BAD_FILES = {
+  "empty.text": (b"", "is empty"), "empty.jsonl": (b"", "is empty"),
+  "latin.text": (b"fine\ncaf\xe9\n", "line 2: not UTF-8"),
+  "cut.text.gz": (gzip.compress(NOISE)[:500], "can't be read"),
+  "cut.text.xz": (lzma.compress(NOISE)[:500], "can't be read"),
+  "plain.text.gz": (b"plain", "can't be read"), "plain.text.xz": (b"plain", "can't be read"),
+  "broken.jsonl": (FIRST + b"{", "line 2: not JSON"),
+  "list.jsonl": (FIRST + b"[1]", "line 2: of type list, not an object"),
+  "key.jsonl": (FIRST + b'{"txt": "x"}', """line 2: no key "text" (its keys: 'txt')"""),
+  "type.jsonl": (FIRST + b'{"text": 3}', 'line 2: "text" is of type int'),
+  "latin.jsonl": (FIRST + b'{"text": "\xe9"}', "line 2: not UTF-8"),
+  "half.jsonl": (FIRST + b'{"text": "\\ud800"}', 'line 2: "text" holds a lone surrogate'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_errors_in_files_name_key_value_file_and_line(tmp_path, name):
+  content, part = BAD_FILES[name]
+  (tmp_path / name).write_bytes(content)
+  source = f"{name.split('.')[1]}:{tmp_path}/{name}"
+  message = told(lambda: list(data.documents(source, "data.validation")))
+  assert message.startswith(f"data.validation={source}: {tmp_path}/{name} {part}")
+
+
+@pytest.mark.parametrize(
+  ("source", "part"),
+  [
+    ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB; nearest: builtin"),
+    ("", "unknown kind"), ("text:", "no file matches"), ("text:{}", "{} is a directory"),
+    ("text:{}/a.jsonl,{}/*.none", "no file matches {}/*.none"),
+    ("text:{}/loop", "{}/loop can't be read (Too many levels"),
+    ("jsonl:{}/a.jsonl", "holds no text at all"),
+  ],
+)  # fmt: skip
+def test_errors_in_sources_name_key_value_and_rule(tmp_path, source, part):
+  (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
+  (tmp_path / "loop").symlink_to(tmp_path / "loop")
+  source, part = source.replace("{}", str(tmp_path)), part.replace("{}", str(tmp_path))
+  message = told(lambda: list(data.documents(source)))
+  assert message.startswith(f"data.source={source}: {part}")
+
+
+def random_texts(count):
+  rng = random.Random(0)
+  common = "\u2581 \n\r\tabc.\u00e9e\u0301\U0001f642\0\u5b57\ufb01\u00a0<|>\u2028\ufeff\u2047"
+  for _ in range(count):
+    rare = [chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(6)]
+    yield "".join(rng.choice(common if rng.random() < 0.8 else rare) for _ in range(rng.randrange(40)))
+
+
+EDGE_TEXTS = [
+  "", "\n", "\u2581", " ", "  two  spaces ", "\r\n\r\n", "\t", "<|endoftext|>", "<unk>", "<0x0A>", "\0",
+  "a\u2581b\n", "x" * 5000, "long line of words " * 400, "no newline \u5b57" * 300, "\n" * 3000,
+]  # fmt: skip
+
+
+def test_tokenizer_loses_nothing(tokenizer):
+  texts = [*EDGE_TEXTS, *random_texts(2000)]
+  batch = tokenizer.encode_batch(texts)
+  for text, ids in zip(texts, batch):
+    assert ids.dtype == np.int32 and ids.ndim == 1 and tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == text
+    np.testing.assert_array_equal(tokenizer.encode(text), ids)
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}])
+def test_models_trained_elsewhere_lose_nothing_either(changes):
+  other = data.Tokenizer(sentencepiece_model(**changes))
+  for text in [*EDGE_TEXTS, *random_texts(300)]:
+    assert other.decode(other.encode(text)) == text
+
+
+def test_long_texts_survive_the_cuts(tokenizer, monkeypatch):
+  text = "".join(random_texts(300)) + "word " * 500
+  monkeypatch.setattr(tokenizer_lib, "_GROUP_CHARS", 700)
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+  lines = "a short line\n" * 500
+  np.testing.assert_array_equal(tokenizer.encode(lines), np.tile(tokenizer.encode("a short line\n"), 500))
+
+
+def test_training_is_deterministic_and_fills_the_vocabulary(tokenizer):
+  assert data.train(data.documents("builtin"), 1024) == tokenizer.model_bytes
+  assert (tokenizer.vocab_size, tokenizer.eos_id, len(tokenizer.hash)) == (1024, 1, 64)
+  assert data.Tokenizer(tokenizer.model_bytes).hash == tokenizer.hash
+  assert len(tokenizer.encode("the end of the statement")) < 12
+
+
+def test_training_sample_is_bounded_and_evenly_spread():
+  lines = [f"{index:07d}" for index in range(20_000)]
+  sample = tokenizer_lib._sample(["\n".join(lines[:5000]), *lines[5000:]], 20_000)
+  assert 17_000 <= sum(map(len, sample)) <= 20_000 and sample == sorted(sample)
+  gaps = np.diff([int(line) for line in sample])
+  assert gaps.max() < 3 * gaps.mean()
+
+
+def test_odd_ids_decode_and_a_lone_surrogate_is_refused(tokenizer):
+  assert tokenizer.decode([tokenizer.vocab_size + 5, -1]) == tokenizer.decode([0, 0])
+  assert tokenizer.decode([tokenizer.eos_id]) == ""
+  with pytest.raises(UnicodeEncodeError):
+    tokenizer.encode("\ud800")
+
+
+@pytest.mark.parametrize(("vocab_size", "part"), [(100_000, "at most"), (100, "at least"), (0, "from 512")])
+def test_vocabulary_errors_name_key_value_and_a_bound_that_works(vocab_size, part):
+  message = told(lambda: data.train(prose(20), vocab_size))
+  assert message.startswith(f"model.vocab_size={vocab_size}:") and part in message
+  assert "no text" in told(lambda: data.train([], vocab_size))
+  if vocab_size:
+    bound = int(message.rsplit(" ", 1)[1])
+    assert data.Tokenizer(data.train(prose(20), bound)).vocab_size == bound
+
+
+BAD_MODELS = {
+  "can't be read": lambda: None,
+  "not a sentencepiece model": lambda: b"not a model" * 50,
+  "not a sentencepiece model; give": lambda: b"",
+  "no byte fallback": lambda: sentencepiece_model(byte_fallback=False, vocab_size=30),
+  "no end-of-text id": lambda: sentencepiece_model(eos_id=-1),
+}
+
+
+@pytest.mark.parametrize("part", BAD_MODELS)
+def test_tokenizer_file_errors_name_key_and_path(tmp_path, part):
+  path = tmp_path / "bad.model"
+  if (content := BAD_MODELS[part]()) is not None:
+    path.write_bytes(content)
+  message = told(lambda: data.Tokenizer.load(str(path)))
+  assert message.startswith(f"data.tokenizer={path}:") and part in message
+
+
+def test_each_document_is_followed_by_the_mark(tmp_path):
+  texts, held = prose(60), ["\u2581 first\n", "second  one"]
+  source = write_jsonl(tmp_path / "a.jsonl", texts)
+  validation = write_jsonl(tmp_path / "b.jsonl", held)
+  corpus = data.load(config_of(tmp_path, source=source, validation=validation), 320, seed=0)
+  for split, documents in ((corpus.train, texts), (corpus.validation, held)):
+    assert isinstance(split.tokens, np.memmap) and split.tokens.dtype == np.uint16
+    ends = np.flatnonzero(split.tokens == corpus.tokenizer.eos_id)
+    runs = np.split(split.tokens, ends + 1)
+    assert [corpus.tokenizer.decode(run) for run in runs] == [*documents, ""] and len(runs[-1]) == 0
+    assert split.num_documents == len(documents)
+    assert split.num_bytes == sum(len(text.encode()) for text in documents)
+
+
+def test_held_out_documents_depend_on_the_seed_and_lose_none(tmp_path):
+  texts = prose(200)
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", texts), validation_fraction=0.2)
+  contents = []
+  for seed in (0, 1):
+    corpus = data.load(config, 320, seed)
+    splits = (corpus.train, corpus.validation)
+    sides = [corpus.tokenizer.decode(split.tokens).splitlines(True) for split in splits]
+    assert sorted(sides[0] + sides[1]) == sorted(texts) and 20 < len(sides[1]) < 60
+    contents.append(sides[1])
+  assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_each_side_gets_a_document_and_large_vocabularies_four_bytes(tmp_path, fraction, monkeypatch):
+  monkeypatch.setattr(data.Tokenizer, "vocab_size", 70_000)
+  source = write_jsonl(tmp_path / "a.jsonl", ["a dog " * 50, "a cat " * 50])
+  corpus = data.load(config_of(tmp_path, source=source, validation_fraction=fraction), 270, seed=3)
+  assert corpus.train.num_documents == corpus.validation.num_documents == 1
+  assert corpus.train.tokens.dtype == np.uint32  # too many ids for two bytes
+
+
+def test_the_second_load_reads_the_cache(tmp_path, monkeypatch, capfd):
+  first = data.load(config_of(tmp_path), 512, seed=0)
+  assert capfd.readouterr() == ("", "")
+
+  def refuse(*_, **__):
+    raise AssertionError("the cache was not used")
+
+  monkeypatch.setattr(tokenizer_lib, "train", refuse)
+  monkeypatch.setattr(corpus_lib, "_build", refuse)
+  second = data.load(config_of(tmp_path), 512, seed=0)
+  np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
+  assert (second.train.num_bytes, second.tokenizer.hash) == (first.train.num_bytes, first.tokenizer.hash)
+  for vocab_size, seed, changes in ((513, 0, {}), (512, 1, {}), (512, 0, {"validation_fraction": 0.2})):
+    with pytest.raises(AssertionError):
+      data.load(config_of(tmp_path, **changes), vocab_size, seed)
+
+
+@pytest.mark.parametrize("damage", ["train.bin", "validation.bin", "tokenizer.model", "meta.json", "", "/"])
+def test_a_damaged_cache_is_made_anew_and_old_leftovers_go(tmp_path, damage):
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(30)))
+  expected = np.array(data.load(config, 320, 0).train.tokens)
+  (directory,) = (tmp_path / "cache").iterdir()
+  old, new = (directory.with_name(f".{directory.name}.{age}") for age in ("old", "new"))
+  old.mkdir(), new.mkdir()
+  os.utime(old, (0, 0))
+  if damage == "":
+    (directory / "train.bin").unlink()
+  elif damage == "/":
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+  else:
+    os.truncate(directory / damage, os.path.getsize(directory / damage) // 2)
+  np.testing.assert_array_equal(data.load(config, 320, 0).train.tokens, expected)
+  assert set((tmp_path / "cache").iterdir()) == {directory, new}
+
+
+def test_concurrent_loads_agree_on_one_cache(tmp_path):
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(200)))
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    results = list(pool.map(lambda _: data.load(config, 320, 0), range(4)))
+  assert len(list((tmp_path / "cache").iterdir())) == 1
+  for corpus in results[1:]:
+    np.testing.assert_array_equal(corpus.train.tokens, results[0].train.tokens)
+
+
+def test_a_given_tokenizer_is_used_and_may_be_smaller_than_the_model(tmp_path, tokenizer):
+  path = tmp_path / "given.model"
+  path.write_bytes(tokenizer.model_bytes)
+  config = config_of(tmp_path, tokenizer=str(path))
+  assert data.load(config, 5000, seed=0).tokenizer.hash == tokenizer.hash
+  message = told(lambda: data.load(config, 1023, seed=0))
+  assert message.startswith("model.vocab_size=1023:") and "1024" in message and str(path) in message
+
+
+@pytest.mark.parametrize(
+  ("changes", "start", "part"),
+  [
+    ({"source": "text:/none"}, "data.source=text:/none:", "no file"),
+    ({"validation": "text:/none"}, "data.validation=text:/none:", "no file"),
+    ({"source": "ONE"}, "data.source=", "at least 2 documents"),
+    ({"validation_fraction": 1.5}, "data.validation_fraction=1.5:", "between 0 and 1"),
+    ({"tokenizer": "/none"}, "data.tokenizer=/none:", "can't be read"),
+    ({"cache_dir": "/dev/null"}, "data.cache_dir=/dev/null:", "can't be written"),
+  ],
+)
+def test_corpus_errors_name_key_and_value(tmp_path, changes, start, part):
+  one = write_jsonl(tmp_path / "one.jsonl", ["alone"])
+  changes = {key: one if value == "ONE" else value for key, value in changes.items()}
+  message = told(lambda: data.load(config_of(tmp_path, **changes), 512, seed=0))
+  assert message.startswith(start) and part in message
+
+
+@pytest.mark.parametrize("trouble", ["killed", "changed"])
+def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch, trouble):
+  source = write_jsonl(tmp_path / "a.jsonl", prose(30))
+  write = corpus_lib._write_tokens
+
+  def write_badly(*args):
+    if trouble == "killed":
+      raise KeyboardInterrupt
+    write_jsonl(tmp_path / "a.jsonl", prose(31))
+    return write(*args)
+
+  monkeypatch.setattr(corpus_lib, "_write_tokens", write_badly)
+  with pytest.raises(KeyboardInterrupt if trouble == "killed" else UserError, match="change|^$"):
+    data.load(config_of(tmp_path, source=source), 320, seed=0)
+  assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_every_window_once_an_epoch_in_a_new_order():
+  seq_len, batch_size = 5, 3
+  dataset = data.train_batches(split_of(64), seq_len=seq_len, batch_size=batch_size, seed=7)
+  num_windows, starts = (64 - 1) // seq_len, []
+  for step in range(3 * num_windows // batch_size):
+    batch = dataset[step]
+    assert batch["inputs"].shape == batch["targets"].shape == (batch_size, seq_len)
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
+    np.testing.assert_array_equal(batch["inputs"], batch["inputs"][:, :1] + np.arange(seq_len))
+    np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
+    starts.extend(batch["inputs"][:, 0].tolist())
+  epochs = [starts[i : i + num_windows] for i in range(0, len(starts), num_windows)]
+  assert [sorted(epoch) for epoch in epochs] == [list(range(0, 60, seq_len))] * 3
+  assert len(set(map(tuple, epochs))) == 3
+
+
+def test_batches_depend_on_seed_and_step_alone():
+  def batch(seed, step):
+    return data.train_batches(split_of(500), seq_len=8, batch_size=4, seed=seed)[step]["inputs"].tolist()
+
+  stream = data.train_batches(split_of(500), seq_len=8, batch_size=4, seed=1).to_iter_dataset()
+  in_order = [item["inputs"].tolist() for item in itertools.islice(stream, 40)]
+  assert [batch(1, step) for step in reversed(range(40))] == in_order[::-1]
+  assert batch(1, 0) != batch(2, 0) and batch(1, 0) != batch(1, 1)
+  assert batch(-1, 3) == batch(2**32 - 1, 3)
+
+
+def test_a_split_shorter_than_a_window_is_refused():
+  data.train_batches(split_of(9), seq_len=8, batch_size=4, seed=0)[100]
+  message = told(lambda: data.train_batches(split_of(8), seq_len=8, batch_size=4, seed=0))
+  assert message.startswith("data.seq_len=8:") and "at most 7" in message
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 16, 17, 31, 32, 33, 100])
+def test_evaluation_covers_every_target_once(num_tokens):
+  split = split_of(num_tokens)
+  batches = list(data.eval_batches(split, seq_len=5, batch_size=3))
+  assert len(batches) == data.num_eval_batches(split, 5, 3)
+  targets = []
+  for batch in batches:
+    assert [batch[name].dtype for name in ("inputs", "targets", "mask")] == [np.int32, np.int32, np.float32]
+    assert {array.shape for array in batch.values()} == {(3, 5)}
+    counted = batch["mask"] == 1
+    np.testing.assert_array_equal(batch["mask"], counted)
+    np.testing.assert_array_equal(batch["inputs"][counted] + 1, batch["targets"][counted])
+    targets.extend(batch["targets"][counted].tolist())
+  assert targets == list(range(1, num_tokens))
+  assert len(list(data.eval_batches(split, seq_len=5, batch_size=3, max_batches=2))) == min(2, len(batches))
