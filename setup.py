@@ -19,7 +19,7 @@ setuptools.setup(
         "matplotlib",
         "ml_collections>=1.0",
         "numpy",
-        "optax>=0.2.5",
+        "optax>=0.2.8",
         "orbax-checkpoint>=0.12.6",
         "sentencepiece>=0.2.1",
         "tensorboardX",

@@ -2,7 +2,7 @@
 
   python launch/compare.py --config=configs/english.py --rows=diffeq,gpt --workdir=runs/english
 
-The text is read from data/english/train*.jsonl* and data/english/validation*.jsonl*, key `text`.
+The text is read from data/english/*train*.jsonl* and data/english/*validation*.jsonl*, key `text`.
 """
 
 import ml_collections

@@ -19,29 +19,31 @@ STD = 0.02  # of a plain model's kernels and embeddings (GPT-2)
 ROPE_BASE = 10000.0
 
 
-def layer_norm(x_D: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float = 1e-5) -> jax.Array:
+def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float = 1e-5) -> jax.Array:
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
-  wide = x_D.astype(jnp.promote_types(x_D.dtype, jnp.float32))
-  centred = wide - wide.mean(-1, keepdims=True)
-  normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-  return (normed * scale_D + shift_D).astype(x_D.dtype)
+  wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
+  centred_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
+  normed_BxLxD = centred_BxLxD * jax.lax.rsqrt(jnp.square(centred_BxLxD).mean(-1, keepdims=True) + eps)
+  return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
-def rms_norm(x_D: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
+def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
   """RMSNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
-  wide = x_D.astype(jnp.promote_types(x_D.dtype, jnp.float32))
-  normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-  return (normed * scale_D).astype(x_D.dtype)
+  wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
+  normed_BxLxD = wide_BxLxD * jax.lax.rsqrt(jnp.square(wide_BxLxD).mean(-1, keepdims=True) + eps)
+  return (normed_BxLxD * scale_D[None, None]).astype(x_BxLxD.dtype)
 
 
 def rotate(x_BxLxHxC: jax.Array, positions_L: jax.Array) -> jax.Array:
   """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2."""
   wide = jnp.promote_types(x_BxLxHxC.dtype, jnp.float32)
   C = x_BxLxHxC.shape[-1]
-  angles_LxC = positions_L[:, None].astype(wide) * ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)
-  cos_Lx1xC, sin_Lx1xC = jnp.cos(angles_LxC)[:, None], jnp.sin(angles_LxC)[:, None]
+  frequencies_R = ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)  # R = C / 2
+  angles_1xLx1xR = (positions_L.astype(wide)[:, None] * frequencies_R[None])[None, :, None]
+  cos_1xLx1xR, sin_1xLx1xR = jnp.cos(angles_1xLx1xR), jnp.sin(angles_1xLx1xR)
   first, second = jnp.split(x_BxLxHxC.astype(wide), 2, axis=-1)
-  turned = jnp.concatenate([first * cos_Lx1xC - second * sin_Lx1xC, second * cos_Lx1xC + first * sin_Lx1xC], -1)
+  turned = jnp.concatenate([first * cos_1xLx1xR - second * sin_1xLx1xR,
+                            second * cos_1xLx1xR + first * sin_1xLx1xR], -1)
   return turned.astype(x_BxLxHxC.dtype)
 
 
@@ -91,16 +93,17 @@ class GPTField:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, _ = x_BxLxD.shape
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
-    qkv_BxLxKxSxC = jnp.einsum("bld,dksc->blksc", normed_BxLxD, w["qkv"]["kernel"]) + w["qkv"]["bias"]
+    qkv_BxLxKxSxC = jnp.einsum("bld,dksc->blksc", normed_BxLxD, w["qkv"]["kernel"]) + w["qkv"]["bias"][None, None]
     q_BxLxHxC = qkv_BxLxKxSxC[..., :-2, :].reshape(B, L, self.num_heads, self.head_dim)
     out_BxLxHxC = attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :])
-    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"]) + w["out"]["bias"]
+    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"]) + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"])
-    hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"]
-    return jax.nn.gelu(hidden_BxLxF, approximate=True) @ w["down"]["kernel"] + w["down"]["bias"]
+    hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"][None, None]
+    hidden_BxLxF = jax.nn.gelu(hidden_BxLxF, approximate=True)
+    return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
 
 
 @dataclasses.dataclass(frozen=True)

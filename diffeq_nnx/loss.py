@@ -64,7 +64,7 @@ def _forward(hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks):
     total, head_gradient_VxD = carry
     hidden_BxCxD, targets_BxC, mask_BxC = args
     loss, logits_BxCxV, normalizer_BxC = _chunk_loss(head_VxD, *args)
-    hits_BxCxV = targets_BxC[..., None] == jnp.arange(head_VxD.shape[0])
+    hits_BxCxV = targets_BxC[..., None] == jnp.arange(head_VxD.shape[0])[None, None]
     delta_BxCxV = (jnp.exp(logits_BxCxV - normalizer_BxC[..., None]) - hits_BxCxV) * mask_BxC[..., None]
     delta_BxCxV = delta_BxCxV.astype(hidden_BxLxD.dtype)
     hidden_gradient_BxCxD = jnp.einsum("bcv,vd->bcd", delta_BxCxV, head_VxD, preferred_element_type=wide)

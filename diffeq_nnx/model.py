@@ -71,7 +71,7 @@ class Model(nnx.Module):
     if self.positions is not None:
       if L > self.config.seq_len:
         raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-      x_BxLxD = x_BxLxD + self.positions[...][:L].astype(dtype)
+      x_BxLxD = x_BxLxD + self.positions[...][None, :L].astype(dtype)
     dropout = _no_dropout if dropout_key is None or not self.config.dropout else self._dropout
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     x_BxLxD = solvers.solve(self.config.solver, self.field, dropout(embed_key, x_BxLxD), block_weights,

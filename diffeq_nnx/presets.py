@@ -57,8 +57,8 @@ def _builtin(config: ml_collections.ConfigDict) -> None:
 
 def _files(name: str) -> Change:
   def change(config: ml_collections.ConfigDict) -> None:
-    config.data.source = f"jsonl:data/{name}/train*.jsonl*"
-    config.data.validation = f"jsonl:data/{name}/validation*.jsonl*"
+    config.data.source = f"jsonl:data/{name}/*train*.jsonl*"
+    config.data.validation = f"jsonl:data/{name}/*validation*.jsonl*"
 
   return change
 

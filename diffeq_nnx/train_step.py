@@ -95,7 +95,7 @@ def make_train_step(config: Config) -> Callable[[State, Batch, int], tuple[State
     key = jax.random.fold_in(state["key"], state["step"])
     loss, gradients = loss_and_gradients(config, model_graph, grid, state["params"], batch, key)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-    metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradients),
+    metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients),
                "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32)}
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state,
             "step": state["step"] + 1, "key": state["key"]}, metrics

@@ -21,7 +21,7 @@ def attention_reference(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: j
   scores_BxKxGxSxT = scores_BxKxGxSxT * D**-0.5
   if causal:
     seen_SxT = jnp.arange(S)[:, None] >= jnp.arange(T)[None, :]
-    scores_BxKxGxSxT = jnp.where(seen_SxT, scores_BxKxGxSxT, jnp.finfo(wide).min)
+    scores_BxKxGxSxT = jnp.where(seen_SxT[None, None, None], scores_BxKxGxSxT, jnp.finfo(wide).min)
   weights_BxKxGxSxT = jax.nn.softmax(scores_BxKxGxSxT, axis=-1).astype(v_BxTxKxD.dtype)
   out_BxSxKxGxD = jnp.einsum("bkgst,btkd->bskgd", weights_BxKxGxSxT, v_BxTxKxD, preferred_element_type=wide)
   return out_BxSxKxGxD.reshape(B, S, H, D).astype(q_BxSxHxD.dtype)

@@ -1,0 +1,72 @@
+"""What every test runs under: the CPU, no silent rank promotion, and a small model to build on."""
+
+import functools
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import graph
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)  # tests compile more than they compute
+
+# every row of the model table, as changes to a ModelConfig
+ROWS = {
+    "diffeq": {},
+    "published": {"initialization": "published", "horizon": 1.0},
+    "baseline": {"weights": "stored", "solver": "sequential"},
+    "parallel": {"weights": "stored"},
+    "shared": {"weights": "shared"},
+    "shared_sequential": {"weights": "shared", "solver": "sequential"},
+    "constant": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, constant=True)},
+    "learned": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")},
+    "shared_mlp": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="shared_mlp")},
+}
+
+
+def small_model(**changes) -> ModelConfig:
+  """A model that runs in milliseconds: 3 steps, width 24, 4 query and 2 key/value heads."""
+  values = dict(num_steps=3, embed_dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40, vocab_size=31, seq_len=12,
+                dtype="float32", time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5))
+  return ModelConfig(**{**values, **changes})
+
+
+@functools.cache
+def small_instance(config: ModelConfig) -> Model:
+  """A model of this config; jitted, since making the arrays one by one compiles for seconds."""
+  params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))()
+  return nnx.merge(graph(config), params)
+
+
+def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config:
+  """A whole experiment around `small_model`."""
+  values = dict(batch_size=4, loss_chunks=3, remat="none", steps=10)
+  return config_lib.Config(model=model or small_model(), train=config_lib.TrainConfig(**{**values, **train}))
+
+
+def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+  """Random inputs and targets [batch_size, seq_len]."""
+  tokens = np.random.default_rng(seed).integers(
+      config.model.vocab_size, size=(2, config.train.batch_size, config.model.seq_len)).astype(np.int32)
+  return {"inputs": tokens[0], "targets": tokens[1]}
+
+
+def perturb(tree, seed: int = 0, scale: float = 0.1):
+  """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value."""
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda a: a + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
+
+
+@pytest.fixture
+def x64():
+  """float64 for one test."""
+  with jax.enable_x64(True):
+    yield

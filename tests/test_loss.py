@@ -1,0 +1,63 @@
+"""The chunked cross-entropy: equal to the plain one, and small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx.loss import chunked_cross_entropy
+
+
+def plain_cross_entropy(hidden, head, targets, mask):
+  """All logits at one time."""
+  logits = jnp.einsum("bld,vd->blv", hidden, head)
+  picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+  return -jnp.sum(mask * picked)
+
+
+def example(dtype=jnp.float32, B=2, L=12, D=8, V=17):
+  """Random arguments."""
+  rng = np.random.default_rng(0)
+  return (jnp.asarray(rng.normal(size=(B, L, D)), dtype), jnp.asarray(rng.normal(size=(V, D)), dtype),
+          jnp.asarray(rng.integers(V, size=(B, L))), jnp.asarray(rng.random((B, L)), jnp.float32))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 4, 12])
+def test_value_and_gradient_are_those_of_the_plain_loss(num_chunks, x64):
+  arguments = example(jnp.float64)
+  plain = jax.value_and_grad(plain_cross_entropy, (0, 1))(*arguments)
+  chunked = jax.value_and_grad(lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3, (0, 1))(*arguments)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
+
+
+def test_bfloat16_accumulates_in_float32():
+  hidden, head, targets, mask = example(jnp.bfloat16, D=64, V=400)
+  loss, gradients = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))(hidden, head, targets, mask)
+  exact, exact_gradients = jax.value_and_grad(plain_cross_entropy, (0, 1))(
+      hidden.astype(jnp.float32), head.astype(jnp.float32), targets, mask)
+  assert loss.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
+  np.testing.assert_allclose(loss, exact, rtol=1e-5)
+  for ours, theirs in zip(gradients, exact_gradients):
+    error = jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)
+    assert error < 1e-2
+
+
+def test_chunks_that_do_not_divide_are_an_error():
+  with pytest.raises(ValueError, match="num_chunks=5: must divide the sequence length 12"):
+    chunked_cross_entropy(*example(), 5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_memory_stays_under_a_quarter_of_the_logits(dtype):
+  """At 2 x 1024 tokens and 32,000 words, beyond arguments and gradients, with the config's default chunks."""
+  B, L, D, V = 2, 1024, 256, 32_000
+  shapes = (jax.ShapeDtypeStruct((B, L, D), dtype), jax.ShapeDtypeStruct((V, D), dtype),
+            jax.ShapeDtypeStruct((B, L), jnp.int32), jax.ShapeDtypeStruct((B, L), jnp.float32))
+  step = jax.jit(jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 16), (0, 1)))
+  jax.config.update("jax_disable_most_optimizations", False)
+  try:
+    compiled = step.lower(*shapes).compile()
+  finally:
+    jax.config.update("jax_disable_most_optimizations", True)
+  extra = compiled.memory_analysis().temp_size_in_bytes
+  assert extra < 4 * B * L * V / 4, f"{extra / 2**20:.0f} MiB"

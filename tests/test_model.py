@@ -1,0 +1,191 @@
+"""The forward pass: against an independent float64 reference, causality, and identities between models."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx import solvers
+from diffeq_nnx.model import Model
+from tests import reference
+from tests.conftest import ROWS, perturb, small_instance, small_model
+
+
+def make(model_config, moved=True) -> Model:
+  """A model, its parameters moved off their initial values."""
+  model = small_instance(model_config)
+  if not moved:
+    return model
+  return nnx.merge(nnx.split(model)[0], perturb(nnx.to_pure_dict(nnx.state(model)), seed=1))
+
+
+def numpy_of(module) -> dict:
+  """Parameters as nested NumPy arrays."""
+  return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
+
+
+def reference_weights(model: Model, times) -> dict:
+  """BlockWeights by the reference, from the model's parameters."""
+  params, config = numpy_of(model.weight_source), model.config
+  if config.weights == "stored":
+    return params["stored"]
+  if config.weights == "shared":
+    return jax.tree.map(lambda a: np.stack([a] * len(times)), params["stored"])
+  times = np.zeros(len(times)) if config.time.constant else np.asarray(times)
+  frequencies = params.get("frequencies_M", reference.fixed_frequencies(config.time.sinusoidal_dim))
+  e_NxSxT = reference.time_vectors(reference.sinusoidal(times, frequencies, config.time.scale), params["time_mlp"])
+  made = {}
+  for n, (group, leaves) in enumerate(model.field.specs(config).items()):
+    e_SxT = e_NxSxT[n % len(e_NxSxT)]
+    made[group] = {}
+    for name, leaf in leaves.items():
+      basis = params["generator"][group][name]
+      constant = basis[-1] if name == "kernel" else np.full(leaf.shape, leaf.start)
+      made[group][name] = reference.generate(e_SxT, basis[:config.time.time_embed_dim], constant)
+  return made
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("row", ROWS)
+def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
+  config = small_model(field=field, dtype="float64", **ROWS[row])
+  model = make(config)
+  tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
+  params, grid = numpy_of(model), model.grid()
+  expected = reference.logits(
+      tokens, params["embedding"], params.get("positions"), reference_weights(model, grid.times_S), field,
+      grid.dts_S, config.solver == "sequential", params["final_norm"], params.get("head", params["embedding"]))
+  np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("solver", ["euler", "sequential"])
+def test_no_position_sees_a_later_one(field, solver):
+  model = make(small_model(field=field, solver=solver))
+  embedded = jax.random.normal(jax.random.key(0), (1, 12, 24))
+  weights = model.block_weights()
+
+  @jax.jit
+  def last_seen(x_BxLxD):
+    out = solvers.solve(solver, model.field, x_BxLxD, weights, model.grid(), dropout=lambda key, x: x,
+                        key=jax.random.key(0))
+    return out[0].sum(-1)
+
+  influence_LxL = np.abs(jax.jacobian(last_seen)(embedded)[:, 0]).sum(-1)
+  assert (influence_LxL[np.tril_indices(12)] > 0).all()
+  assert (influence_LxL[np.triu_indices(12, 1)] == 0).all()
+
+
+def with_stored_weights(model: Model, num_steps: int) -> Model:
+  """A stored model with the same embedding and norms, holding the weights that `model` generates."""
+  stored = small_instance(dataclasses.replace(model.config, weights="stored", num_steps=num_steps,
+                                              horizon=model.config.total_time))
+  weights = model.block_weights(model.grid(num_steps))
+  params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": weights}}
+  return nnx.merge(nnx.split(stored)[0], params)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
+  model = make(small_model(field=field))
+  tokens = jnp.arange(24).reshape(2, 12)
+  np.testing.assert_allclose(model(tokens, num_steps), with_stored_weights(model, num_steps)(tokens), atol=1e-5)
+
+
+def test_held_time_equals_one_shared_set():
+  model = make(small_model(**ROWS["constant"]))
+  weights = model.block_weights()
+  shared = small_instance(small_model(weights="shared"))
+  one = jax.tree.map(lambda a: a[0], weights)
+  params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}}
+  tokens = jnp.arange(24).reshape(2, 12)
+  np.testing.assert_allclose(model(tokens), nnx.merge(nnx.split(shared)[0], params)(tokens), atol=1e-6)
+
+
+def test_one_euler_step_is_the_parallel_block():
+  model = make(small_model(num_steps=1, horizon=0.5))
+  x = jax.random.normal(jax.random.key(1), (2, 12, 24))
+  weights = model.block_weights()
+  one = jax.tree.map(lambda a: a[0], weights)
+  solved = solvers.solve("euler", model.field, x, weights, model.grid(), dropout=lambda key, y: y,
+                         key=jax.random.key(0))
+  by_hand = x + 0.5 * (model.field.attention(x, one) + model.field.feedforward(x, one))
+  np.testing.assert_allclose(solved, by_hand, atol=1e-6)
+
+
+def test_euler_is_of_first_order(x64):
+  """On slow weights, halving dt halves the error against a fine grid."""
+  time = dataclasses.replace(small_model().time, scale=1.0)
+  model = make(small_model(dtype="float64", horizon=1.0, time=time))
+  tokens = jnp.arange(24).reshape(2, 12)
+  fine = model(tokens, 4096)
+  errors = [float(jnp.abs(model(tokens, n) - fine).max()) for n in (32, 64, 128)]
+  orders = np.log2(np.asarray(errors[:-1]) / np.asarray(errors[1:]))
+  assert (np.abs(orders - 1) < 0.1).all(), orders
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 49, 93, 99, 105])
+def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
+  grid = solvers.uniform_grid(num_steps, 1.0)
+  assert grid.num_steps == num_steps and grid.times_S[-1] == 1.0
+  assert sum(grid.dts_S) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 6])
+@pytest.mark.parametrize("kind", ["none", "dots", "full"])
+def test_rematerialisation_changes_neither_value_nor_gradient(kind, every):
+  model = make(small_model(num_steps=6))
+  tokens = jnp.arange(24).reshape(2, 12)
+
+  def norm(weights, remat):
+    return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), remat=remat)).mean()
+
+  plain = jax.value_and_grad(norm)(model.block_weights(), solvers.Remat())
+  again = jax.value_and_grad(norm)(model.block_weights(), solvers.Remat(kind, every))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+
+
+def test_dropout_differs_by_step_and_is_off_without_a_key():
+  config = small_model(dropout=0.5, num_steps=2)
+  seen = []
+
+  def dropout(key, x):
+    seen.append(key)
+    return x
+
+  model = make(config)
+  x = jax.random.normal(jax.random.key(1), (1, 12, 24))
+  with jax.disable_jit():
+    solvers.solve("euler", model.field, x, model.block_weights(), model.grid(), dropout=dropout, key=jax.random.key(0))
+  assert len({tuple(np.asarray(jax.random.key_data(key))) for key in seen}) == 4  # 2 steps, 2 branches
+  tokens, weights = jnp.arange(24).reshape(2, 12), model.block_weights()
+  assert (model.hidden(tokens, weights) == model.hidden(tokens, weights)).all()
+  dropped = [model.hidden(tokens, weights, dropout_key=jax.random.key(n)) for n in (0, 0, 1)]
+  assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
+
+
+def test_too_many_tokens_for_the_positions_is_an_error():
+  model = make(small_model())
+  with pytest.raises(ValueError, match="13 tokens: the model has 12 learned positions"):
+    model(jnp.zeros((1, 13), jnp.int32))
+
+
+def test_stored_weights_of_another_number_of_steps_is_an_error():
+  with pytest.raises(ValueError, match="asked for 4 steps: the weights of 3 are stored"):
+    make(small_model(weights="stored"))(jnp.zeros((1, 12), jnp.int32), 4)
+
+
+def test_bfloat16_computes_near_float32():
+  config = small_model()
+  model = make(config, moved=False)
+  low = nnx.merge(nnx.split(small_instance(dataclasses.replace(config, dtype="bfloat16")))[0],
+                  nnx.to_pure_dict(nnx.state(model)))
+  tokens = jnp.arange(24).reshape(2, 12)
+  assert low.block_weights()["up"]["kernel"].dtype == jnp.bfloat16
+  assert low(tokens).dtype == jnp.float32
+  difference = jnp.linalg.norm(low(tokens) - model(tokens)) / jnp.linalg.norm(model(tokens))
+  assert difference < 2e-2

@@ -1,0 +1,115 @@
+"""The train step: accumulation, decay, step counts, and that it learns."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diffeq_nnx import solvers
+from diffeq_nnx.config import OptimizerConfig
+from diffeq_nnx.optimizer import make_optimizer, schedule
+from diffeq_nnx.train import steps_of_solver
+from diffeq_nnx.train_step import graph, init_state, loss_and_gradients, make_train_step
+from tests.conftest import ROWS, perturb, random_batch, small_config, small_model
+
+
+def gradients_of(config, batch, dtype="float32"):
+  """Loss and gradients at moved parameters."""
+  grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
+  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
+  return jax.jit(lambda p, b: loss_and_gradients(config, graph(config.model), grid, p, b, jax.random.key(0)))(
+      params, batch)
+
+
+@pytest.mark.parametrize("row", ["diffeq", "baseline", "shared"])
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_equals_the_large_batch(row, accumulation, x64):
+  config = small_config(small_model(dtype="float64", **ROWS[row]))
+  batch = random_batch(config)
+  whole = gradients_of(config, batch)
+  parts = gradients_of(small_config(config.model, accumulation=accumulation), batch)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), whole, parts)
+
+
+def test_under_accumulation_the_generator_runs_once():
+  """Its products stand outside the loop over micro-batches, however many there are."""
+  def lines(accumulation):
+    config = small_config(accumulation=accumulation)
+    state = jax.eval_shape(lambda: init_state(config))
+    grid = solvers.uniform_grid(3, 3.0)
+    jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, graph(config.model), grid, p, b, k))(
+        state["params"], random_batch(config), jax.random.key(0))
+    basis = "f32[6,24,40]"  # F of `up`: [T + 1, D, F]
+    products = [e for e in jaxpr.jaxpr.eqns if basis in str([v.aval.str_short() for v in e.invars])
+                or "custom_vjp" in e.primitive.name]
+    inside = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan"
+              and any(v.aval.shape == (6, 24, 40) for v in e.invars)]
+    return len(products), len(inside)
+
+  assert lines(1)[1] == lines(4)[1] == 0
+  assert lines(1)[0] == lines(4)[0] > 0
+
+
+def test_what_decays():
+  optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0), 10)
+
+  def shrunk(row):
+    params = jax.tree.map(jnp.ones_like, init_state(small_config(small_model(**ROWS[row])))["params"])
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, u in
+            jax.tree_util.tree_leaves_with_path(updates) if (u != 0).any()}
+
+  assert shrunk("diffeq") == {"embedding", "positions"}
+  stored = {f"weight_source/stored/{name}/kernel" for name in ("qkv", "out", "up", "down")}
+  assert shrunk("baseline") == shrunk("shared") == {"embedding", "positions"} | stored
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+  rate = schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=0.1), 100)
+  assert rate(0) == 0 and rate(5) == pytest.approx(1.0) and rate(10) == pytest.approx(2.0)
+  assert rate(100) == pytest.approx(0.2)
+
+
+def test_the_gradient_is_clipped_before_adam():
+  optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, weight_decay=0.0), 10)
+  params = {"embedding": jnp.zeros(4)}
+  _, state = optimizer.update({"embedding": jnp.full(4, 50.0)}, optimizer.init(params), params)
+  first_moment = next(s.mu for s in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+  assert float(optax.tree.norm(first_moment)) == pytest.approx(0.1, rel=1e-3)  # (1 - b1) of a unit vector
+
+
+@pytest.mark.parametrize("row", ["diffeq", "baseline"])
+def test_a_batch_is_learnt(row):
+  optimizer = OptimizerConfig(peak_rate=1e-2, warmup_fraction=0.0, weight_decay=0.0)
+  config = dataclasses.replace(small_config(small_model(**ROWS[row]), steps=60), optimizer=optimizer)
+  step, batch = make_train_step(config), random_batch(config)
+  state = jax.jit(init_state, static_argnums=0)(config)
+  losses = []
+  for _ in range(60):
+    state, metrics = step(state, batch, 3)
+    losses.append(float(metrics["loss"]))
+  assert losses[0] == pytest.approx(np.log(31), rel=0.05)
+  assert losses[-1] < 0.3 * losses[0]
+  assert int(state["step"]) == 60
+
+
+def test_each_step_count_is_compiled_once():
+  config = small_config(step_counts=(2, 3))
+  step, batch = make_train_step(config), random_batch(config)
+  state = jax.jit(init_state, static_argnums=0)(config)
+  for n in (2, 3, 2, 3, 2):
+    state, _ = step(state, batch, n)
+  assert step._cache_size() == 2
+
+
+def test_drawn_step_counts_depend_on_seed_and_step_alone():
+  config = small_config(step_counts=(4, 6, 8))
+  drawn = [steps_of_solver(config, step) for step in range(60)]
+  assert drawn == [steps_of_solver(config, step) for step in range(60)]
+  assert set(drawn) == {4, 6, 8}
+  other = dataclasses.replace(config, seed=1)
+  assert drawn != [steps_of_solver(other, step) for step in range(60)]
+  assert {steps_of_solver(small_config(), step) for step in range(5)} == {3}

@@ -1,0 +1,97 @@
+"""The weight sources: the spread they start with, their times, and the generator's gradient."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.time_embedding import fixed_frequencies, sinusoidal_features
+from tests.conftest import perturb, small_instance, small_model
+
+WIDE = dict(num_steps=6, embed_dim=64, num_heads=4, vocab_size=32, seq_len=8, dtype="float32",
+            time=TimeConfig(sinusoidal_dim=32, time_embed_dim=16))
+
+
+def spreads(model_config: ModelConfig) -> dict[str, float]:
+  """Standard deviation of each kernel over all of the model's times."""
+  weights = small_instance(model_config).block_weights()
+  return {group: float(leaves["kernel"].std()) for group, leaves in weights.items() if "kernel" in leaves}
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("embedding", ["fixed", "learned", "shared_mlp"])
+def test_generated_weights_start_with_the_spread_of_a_plain_model(field, embedding):
+  time = TimeConfig(sinusoidal_dim=32, time_embed_dim=16, embedding=embedding)
+  plain = spreads(ModelConfig(**{**WIDE, "field": field, "weights": "stored"}))
+  generated = spreads(ModelConfig(**{**WIDE, "field": field, "time": time}))
+  assert plain.keys() == generated.keys()
+  for group in plain:
+    assert generated[group] == pytest.approx(plain[group], rel=0.05), group
+
+
+def test_published_weights_start_many_times_smaller():
+  plain = spreads(ModelConfig(**{**WIDE, "weights": "stored"}))
+  published = spreads(ModelConfig(**{**WIDE, "initialization": "published"}))
+  assert plain["up"] / published["up"] > 8
+
+
+def test_norms_and_biases_start_as_a_plain_models():
+  weights = small_instance(small_model()).block_weights()
+  assert (weights["mlp_norm"]["scale"] == 1).all() and (weights["mlp_norm"]["shift"] == 0).all()
+  assert (weights["up"]["bias"] == 0).all()
+
+
+def test_features_are_float32_whatever_the_model_computes_in():
+  """In bfloat16 neighbouring times would share features: 1000 t is told apart by 4 radians at best."""
+  times = (np.arange(24) + 1) / 24
+  features = sinusoidal_features(jnp.asarray(times), fixed_frequencies(128), 1000.0)
+  exact = np.sin(1000.0 * times[:, None] * 10000.0 ** (-np.arange(128) / 128)[None])
+  assert features.dtype == jnp.float32 and features.shape == (24, 257)
+  np.testing.assert_allclose(features[:, 1:129], exact, atol=2e-4)
+  source = small_instance(small_model(dtype="bfloat16")).weight_source
+  assert source.time_vectors(times).dtype == jnp.float32
+
+
+def test_learned_frequencies_start_at_the_fixed_ones_and_get_a_gradient():
+  fixed = small_instance(small_model())
+  learned = small_instance(small_model(time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")))
+  np.testing.assert_array_equal(learned.weight_source.frequencies_M[...], fixed_frequencies(6))
+  for a, b in zip(jax.tree.leaves(learned.block_weights()), jax.tree.leaves(fixed.block_weights())):
+    np.testing.assert_array_equal(a, b)
+  graph, state = nnx.split(learned)
+  gradient = jax.grad(lambda p: jnp.square(nnx.merge(graph, p).block_weights()["up"]["kernel"]).sum())(
+      nnx.to_pure_dict(state))
+  assert (gradient["weight_source"]["frequencies_M"] != 0).any()
+
+
+@pytest.mark.parametrize("embedding", ["fixed", "learned", "shared_mlp"])
+def test_the_generators_gradient_agrees_with_finite_differences(embedding, x64):
+  time = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding=embedding, scale=10.0)
+  graph, state = nnx.split(small_instance(small_model(dtype="float64", time=time)))
+  params = perturb(nnx.to_pure_dict(state))
+  shapes = jax.eval_shape(lambda p: nnx.merge(graph, p).block_weights(), params)
+  cotangents = perturb(jax.tree.map(lambda a: jnp.zeros(a.shape), shapes), seed=7, scale=1.0)
+
+  def pairing(params):
+    made = nnx.merge(graph, params).block_weights()
+    return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(cotangents)))
+
+  gradient = jax.grad(pairing)(params)
+  for seed in range(3):
+    direction = perturb(jax.tree.map(jnp.zeros_like, params), seed=seed, scale=1.0)
+    moved = lambda h: pairing(jax.tree.map(lambda p, d: p + h * d, params, direction))
+    numeric = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    exact = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction)))
+    np.testing.assert_allclose(exact, numeric, rtol=1e-6)
+
+
+def test_one_call_reads_each_basis_once():
+  """In the compiled step no product runs once a solver step: the generator's count doesn't grow with steps."""
+  def products(num_steps: int) -> int:
+    graph, state = nnx.split(small_instance(small_model(num_steps=num_steps)))
+    lowered = jax.jit(lambda p: nnx.merge(graph, p).block_weights()).lower(nnx.to_pure_dict(state))
+    return lowered.as_text().count("dot_general")
+
+  assert products(2) == products(9) > 0
