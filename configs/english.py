@@ -27,6 +27,7 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.train.steps = 600
   config.train.batch_size = 16
   config.train.remat = "none"
+  config.train.loss_chunks = 16
   config.eval.every = 600
   config.eval.max_batches = 64
   config.checkpoint.every = 600

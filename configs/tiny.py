@@ -29,6 +29,7 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.train.steps = 400
   config.train.batch_size = 16
   config.train.remat = "none"
+  config.train.loss_chunks = 16
   config.eval.every = 100
   config.checkpoint.every = 100
   presets.select(config, choice, default_corpus="builtin")

@@ -98,7 +98,7 @@ class TrainConfig:
   step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
   remat: str = "full"  # none | dots (keep matrix products) | full
   remat_every: int = 1  # solver steps between two kept states; read unless remat is none
-  loss_chunks: int = 16  # slices of the sequence whose logits exist at one time
+  loss_chunks: int = 32  # slices of the sequence whose logits exist at one time
   log_every: int = 10
   peak_tflops: float | None = None  # of one device, for utilisation; None: from its kind, or measured
 

