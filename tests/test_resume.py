@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -33,7 +34,6 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   found = {}
   for item in ("params", "optimizer", "counters"):
     tree = ocp.StandardCheckpointer().restore(os.path.abspath(workdir / "checkpoints" / str(step) / item))
-    import jax
     found |= {item + jax.tree_util.keystr(path): np.asarray(leaf)
               for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
   return found
