@@ -1,0 +1,120 @@
+"""Configs: every shipped one parses, shapes and counts right; every key is read; every mistake is one line."""
+
+import ast
+import dataclasses
+import glob
+import importlib.util
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import presets
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.train_step import init_state
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))
+
+
+def raw_config(name: str, choice: str = ""):
+  """What configs/NAME.py:choice returns."""
+  spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config(choice)
+
+
+def changed(**settings):
+  """The default config with dotted keys changed (`__` for a dot)."""
+  raw = config_lib.default()
+  for key, value in settings.items():
+    section = raw
+    *parents, name = key.split("__")
+    for parent in parents:
+      section = section[parent]
+    with section.ignore_type(), section.unlocked():
+      section[name] = value
+  return raw
+
+
+def num_parameters(config) -> int:
+  """Parameters of the model, by shape alone."""
+  params = jax.eval_shape(lambda: init_state(config))["params"]
+  return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("row", presets.ROWS)
+@pytest.mark.parametrize("name", FILES)
+def test_every_config_parses_and_shapes_in_every_row(name, row):
+  config = config_lib.from_config_dict(raw_config(name, row))
+  assert num_parameters(config) > 0
+
+
+@pytest.mark.parametrize("name,choice,millions", [
+    ("gpt_small", "gpt", 124), ("gpt_medium", "gpt", 355), ("gpt_large", "gpt", 774), ("llama1b", "llama", 1205)])
+def test_baselines_have_the_papers_parameter_counts(name, choice, millions):
+  assert round(num_parameters(config_lib.from_config_dict(raw_config(name, choice))) / 1e6) == millions
+
+
+@pytest.mark.parametrize("name,choice,expected", [
+    ("gpt_small", "openwebtext", (512, 20_000, 20, 6e-4, 0.999)),
+    ("gpt_small", "wikitext103", (256, 10_001, 20, 6e-4, 0.999)),
+    ("gpt_medium", "wikitext103", (256, 10_001, 48, 3e-4, 0.999)),
+    ("gpt_medium", "openwebtext", (256, 40_001, 96, 3e-4, 0.999)),
+    ("gpt_large", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
+    ("llama1b", "openwebtext", (256, 40_001, 96, 3e-4, 0.95))])
+def test_the_papers_hyper_parameters(name, choice, expected):
+  config = config_lib.from_config_dict(raw_config(name, choice))
+  assert (config.train.batch_size, config.train.steps, config.model.time.time_embed_dim,
+          config.optimizer.peak_rate, config.optimizer.b2) == expected
+
+
+def test_no_key_that_nothing_reads():
+  read = set()
+  for path in (ROOT / "diffeq_nnx").rglob("*.py"):
+    if path.name in ("config.py", "presets.py"):
+      tree = ast.parse(path.read_text())  # of config.py, only the properties that fill in defaults
+      nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.decorator_list]
+    else:
+      nodes = [ast.parse(path.read_text())]
+    for node in nodes:
+      read |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+  keys = {key.rsplit(".", 1)[-1] for key in config_lib.flatten(dataclasses.asdict(config_lib.Config()))}
+  assert keys <= read, keys - read
+
+
+@pytest.mark.parametrize("settings,parts", [
+    ({"model__num_heads": 7}, ["model.num_heads=7", "must divide model.embed_dim=768", "8, 12"]),
+    ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
+    ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
+    ({"model__time__embedding": "x"}, ["model.time.embedding='x'", "fixed, learned, shared_mlp"]),
+    ({"model__dropout": 1.0}, ["model.dropout=1.0", "between 0"]),
+    ({"train__steps": 0}, ["train.steps=0", "above 0"]),
+    ({"train__steps": "ten"}, ["train.steps='ten'", "type int, not str"]),
+    ({"train__step_counts": (4, 0)}, ["train.step_counts[1]=0", "above 0"]),
+    ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
+    ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
+    ({"train__accumulation": 3}, ["train.accumulation=3", "must divide train.batch_size=32"]),
+    ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
+    ({"train__step": 3}, ["train.step: unknown key", "did you mean 'steps'?"]),
+    ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),
+    ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "stored weights exist for"]),
+    ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "stored weights"]),
+    ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
+])
+def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
+  with pytest.raises(UserError) as error:
+    config_lib.from_config_dict(changed(**settings))
+  assert "\n" not in str(error.value)
+  for part in parts:
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])
+def test_a_config_argument_that_means_nothing_is_told(choice):
+  with pytest.raises(UserError, match="write CORPUS,ROW; "):
+    raw_config("gpt_small", choice)
