@@ -185,6 +185,16 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   return flat
 
 
+def key_types(cls: type = Config, prefix: str = "") -> dict[str, type]:
+  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
+  found = {}
+  for field in dataclasses.fields(cls):
+    key = f"{prefix}{field.name}"
+    found |= (key_types(field.type, f"{key}.") if dataclasses.is_dataclass(field.type)
+              else {key: _plain_type(field.type)})
+  return found
+
+
 def nearest(name: str, names: typing.Iterable[str]) -> str:
   """What to write instead of `name`, as the end of an error line."""
   names = list(names)

@@ -1,5 +1,7 @@
 """python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=evaluate]"""
 
+import os
+import re
 import sys
 
 from absl import app
@@ -29,16 +31,45 @@ def run(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> list[str]:
   """absl's flag parsing, with every mistake as one line."""
+  logging.set_verbosity(logging.ERROR)  # ml_collections warns of each place where it found no config file
   try:
+    _check_overrides(argv)
     return flags.FLAGS(argv)
   except (flags.Error, UserError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-    raise SystemExit(fail(error, 2)) from None
+    raise SystemExit(fail(_cause(error), 2)) from None
 
 
-def fail(error: BaseException, code: int) -> int:
+def _check_overrides(argv: list[str]) -> None:
+  """Every `--config.KEY=VALUE` against the known keys and their types, before any file is read."""
+  types = config_lib.key_types()
+  for argument in argv[1:]:
+    name, _, value = argument.lstrip("-").partition("=")
+    path = value.partition(":")[0]
+    if name == "config" and not os.path.isfile(path):
+      raise UserError(f"--config={value}: there is no file {path!r}; give the path of a config file, e.g. "
+                      "configs/tiny.py")
+    if not argument.startswith("-") or not name.startswith("config."):
+      continue
+    key = name.removeprefix("config.")
+    if key not in types:
+      raise UserError(f"{key}: unknown key; {config_lib.nearest(key, types)}")
+    if types[key] in (int, float):
+      try:
+        types[key](value)
+      except ValueError:
+        raise UserError(f"{key}={value!r}: must be of type {types[key].__name__}; write --config.{key}="
+                        f"{'10' if types[key] is int else '0.1'}, say") from None
+
+
+def _cause(error: BaseException) -> BaseException | str:
+  """The UserError that a config file raised, which ml_collections hides in the text of a traceback."""
+  found = re.search(r"UserError: (.*)$", str(error), re.MULTILINE)
+  return found[1] if found else error
+
+
+def fail(error: BaseException | str, code: int) -> int:
   """Prints the error as one line on stderr."""
-  text = error.args[0] if isinstance(error, KeyError) and error.args else error
-  print("error: " + " ".join(str(text).split()), file=sys.stderr, flush=True)
+  print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
   return code
 
 
