@@ -120,8 +120,8 @@ class _Watch:
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
-    self._flops = self._generator_flops = 0.0
-    self._steps, self._since, self.not_training = 0, None, 0.0
+    self._compiled = False
+    self._restart_clock()
 
   def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
     """Takes the metrics of the step just sent off, and checks and reports those of the one before."""
@@ -148,10 +148,11 @@ class _Watch:
       if not math.isfinite(values[name]):
         raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
                        "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest")
-    if self._since is None:  # the first step compiles
-      self._restart_clock()
-    elif step % self._config.train.log_every == 0:
+    if step % self._config.train.log_every == 0:
       self._log(step, values)
+    elif not self._compiled:  # rates are those of compiled steps, but where the first one is logged itself
+      self._restart_clock()
+    self._compiled = True
 
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
