@@ -4,11 +4,14 @@ A config file returns an `ml_collections.ConfigDict` made by `default()`; `from_
 the frozen dataclasses below, which the rest of the package reads. All validation is here.
 """
 
+import ast
 import dataclasses
 import difflib
+import importlib.util
+import os
 import types
 import typing
-from typing import Any
+from typing import Any, Sequence
 
 import ml_collections
 from ml_collections import config_dict
@@ -171,9 +174,38 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   return config
 
 
+def load(name: str, settings: Sequence[str] = ()) -> Config:
+  """The experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
+
+  Raises:
+    UserError: no such file, an unknown key, or what `from_config_dict` raises.
+  """
+  path, _, argument = name.partition(":")
+  if not os.path.isfile(path):
+    raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
+  spec = importlib.util.spec_from_file_location("experiment", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  raw = module.get_config(argument)
+  for setting in settings:
+    key, _, text = setting.partition("=")
+    if key not in key_types():
+      raise UserError(f"{key}: unknown key; {nearest(key, key_types())}")
+    try:
+      value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      value = text
+    try:
+      raw.update_from_flattened_dict({key: value})
+    except TypeError:
+      raise UserError(f"{key}={value!r}: must be of type {key_types()[key].__name__}, not "
+                      f"{type(value).__name__}") from None
+  return from_config_dict(raw)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
   """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
-  return {k: list(v) if isinstance(v, tuple) else v for k, v in _items(dataclasses.asdict(config))}
+  return _plain(dataclasses.asdict(config))
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -202,11 +234,10 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
-def _items(nested: dict[str, Any]):
-  for name, value in nested.items():
-    if isinstance(value, dict):
-      value = {k: list(v) if isinstance(v, tuple) else v for k, v in _items(value)}
-    yield name, value
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _plain(inner) for name, inner in value.items()}
+  return list(value) if isinstance(value, tuple) else value
 
 
 def _to_config_dict(section: Any) -> ml_collections.ConfigDict:

@@ -1,7 +1,6 @@
 """What `--job` can be: each a function of a config and a work directory."""
 
 import json
-import os
 
 import jax
 
@@ -21,10 +20,9 @@ def evaluate(config: Config, workdir: str) -> dict:
   Raises:
     UserError: no checkpoint in the work directory, or one of another model or tokenizer.
   """
-  if not os.path.exists(os.path.join(workdir, workdir_lib.RUN_FILE)):
-    raise UserError(f"workdir={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+  known = workdir_lib.require(workdir, config)
   corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-  workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
+  workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)
   restored = Checkpoints(workdir, config, corpus.tokenizer.hash).restore(jax.eval_shape(lambda: init_state(config)))
   if restored is None:
     raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")

@@ -59,13 +59,20 @@ class Reporter:
     say(f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
         f"{values['bits_per_byte']:.4f} bits per byte")
 
-  def close(self) -> None:
-    """Closes the files and draws loss.png."""
-    self._file.close()
-    self._tensorboard.close()
-    if self._bar is not None:
-      self._bar.close()
-    plot_losses(self._workdir)
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused) -> None:
+    """Closes the files and draws loss.png; an error on the way does not hide the one that ended the run."""
+    try:
+      self._file.close()
+      self._tensorboard.close()
+      plot_losses(self._workdir)
+    except OSError as error:
+      say(f"workdir={self._workdir}: the last records or loss.png can't be written ({error.strerror or error})")
+    finally:
+      if self._bar is not None:
+        self._bar.close()
 
   def _record(self, step: int, split: str, values: dict[str, float]) -> None:
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}

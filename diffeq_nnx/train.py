@@ -25,7 +25,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the text, the work directory or the checkpoints don't fit the config.
-    RunError: a loss or gradient that is not finite, or a checkpoint that can't be written.
+    RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
   corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   batches = batch_iterator(config, corpus.train)
@@ -33,11 +33,12 @@ def train(config: Config, workdir: str) -> dict[str, float]:
   checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
   state = start_state(config, checkpoints, batches)
   start = int(state["step"])
-  reporter = Reporter(workdir, start, config.train.steps)
   try:
-    return _loop(config, corpus, batches, state, start, checkpoints, reporter)
-  finally:
-    reporter.close()
+    with Reporter(workdir, start, config.train.steps) as reporter:
+      return _loop(config, corpus, batches, state, start, checkpoints, reporter)
+  except OSError as error:
+    raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
+                   "they are; make room, and run the same command to go on from the newest") from error
 
 
 def batch_iterator(config: Config, split: data.Split) -> grain.DatasetIterator:

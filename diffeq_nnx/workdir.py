@@ -46,6 +46,19 @@ def claim(workdir: str, config: Config, tokenizer_hash: str, tokenizer_model: by
     check(workdir, known, config, tokenizer_hash)
 
 
+def require(workdir: str, config: Config) -> dict[str, Any]:
+  """The run.json of a work directory that holds a run of this config; writes nothing.
+
+  Raises:
+    UserError: it holds none, or one of another model.
+  """
+  known = _read(workdir)
+  if known is None:
+    raise UserError(f"workdir={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+  check(workdir, known, config, None)
+  return known
+
+
 def check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
   ours = identity(config)

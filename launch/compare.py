@@ -9,31 +9,13 @@ the same command goes on after an interruption. Results are in results.json of t
 """
 
 import argparse
-import ast
-import importlib.util
 import json
 import os
 import statistics
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.errors import RunError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.train import train
-
-
-def load_config(path: str, choice: str, settings: list[str]) -> config_lib.Config:
-  """The config file's experiment with `key=value` settings on top."""
-  spec = importlib.util.spec_from_file_location("experiment", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  raw = module.get_config(choice)
-  for setting in settings:
-    key, _, text = setting.partition("=")
-    try:
-      value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-      value = text
-    raw.update_from_flattened_dict({key: value})
-  return config_lib.from_config_dict(raw)
 
 
 class Runs:
@@ -53,7 +35,7 @@ class Runs:
     name = f"{row}_rate{rate:g}_seed{seed}"
     if name not in self.losses:
       settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}", *self._args.set]
-      config = load_config(self._args.config, row, settings)
+      config = config_lib.load(f"{self._args.config}:{row}", settings)
       print(f"-- {name}", flush=True)
       try:
         self.losses[name] = train(config, os.path.join(self._args.workdir, name))["loss"]
@@ -78,7 +60,7 @@ def numbers(kind):
   return lambda text: [kind(part) for part in text.split(",")]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", required=True)
@@ -88,7 +70,7 @@ def main() -> None:
   parser.add_argument("--all-seeds", action="store_true")
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
   runs = Runs(args)
   lines = ["| row | peak rate | mean validation loss | by seed | by rate |", "| --- | --- | --- | --- | --- |"]
   for row in args.rows:
@@ -99,4 +81,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None

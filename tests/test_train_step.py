@@ -57,8 +57,9 @@ def test_what_decays():
   optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0), 10)
 
   def shrunk(row):
-    params = jax.tree.map(jnp.ones_like, init_state(small_config(small_model(**ROWS[row])))["params"])
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
+    params = jax.tree.map(lambda a: jnp.ones(a.shape), shapes)
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, u in
             jax.tree_util.tree_leaves_with_path(updates) if (u != 0).any()}
 

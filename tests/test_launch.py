@@ -1,0 +1,52 @@
+"""The programs in launch/ on small sizes: what they print, not how fast they are."""
+
+import json
+
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.errors import UserError
+from launch import benchmark, compare
+
+SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
+         "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
+
+
+@pytest.mark.parametrize("what", ["train_step", "loss_and_gradients"])
+def test_benchmark_prints_a_row_a_config(what, capsys):
+  benchmark.main(["--configs=configs/benchmark.py:builtin,parallel,configs/benchmark.py:diffeq", f"--what={what}",
+                  "--rounds=3", *SMALL])
+  header, _, *table = capsys.readouterr().out.strip().splitlines()
+  assert header.startswith(f"{what}, median of 3 interleaved rounds, ")
+  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+  assert [row[0] for row in rows] == ["configs/benchmark.py:builtin,parallel", "configs/benchmark.py:diffeq"]
+  assert rows[0][-1] == "1.000 (1.000 to 1.000)"
+  for row in rows:
+    milliseconds, tokens = float(row[1]), float(row[2].replace(",", ""))
+    assert tokens == pytest.approx(2 * 16 / milliseconds * 1e3, rel=0.2)  # both are rounded
+    assert float(row[4]) >= float(row[3])
+
+
+def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):
+  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--rates=1e-30,3e-2", "--seeds=0,1",
+               f"--workdir={tmp_path}/runs", *SMALL, "--set=train.steps=8", "--set=eval.max_batches=1",
+               "--set=model.vocab_size=512", f"--set=data.cache_dir={tmp_path}/cache"]
+  compare.main(arguments)
+  line = capsys.readouterr().out.strip().splitlines()[-1]
+  assert line.startswith("| gpt | 0.03 | ")
+  losses = json.loads((tmp_path / "runs" / "results.json").read_text())
+  assert set(losses) == {"gpt_rate1e-30_seed0", "gpt_rate0.03_seed0", "gpt_rate0.03_seed1"}
+  compare.main(arguments)
+  out = capsys.readouterr().out
+  assert out.strip().splitlines()[-1] == line and "--" not in out.splitlines()[0]
+
+
+@pytest.mark.parametrize("name,settings,part", [
+    ("configs/nope.py:gpt", [], "there is no file 'configs/nope.py'"),
+    ("configs/tiny.py", ["train.step=1"], "train.step: unknown key; did you mean 'train.steps'?"),
+    ("configs/tiny.py", ["train.steps=many"], "train.steps='many': must be of type int, not str"),
+])
+def test_a_config_that_cannot_be_loaded_is_one_line(name, settings, part):
+  with pytest.raises(UserError) as told:
+    config_lib.load(name, settings)
+  assert part in str(told.value)

@@ -1,0 +1,222 @@
+"""Whole runs on a small model: what they leave behind, and how they meet trouble."""
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+from absl import flags
+import pytest
+
+from diffeq_nnx import data, jobs, main  # main defines the flags
+from diffeq_nnx.checkpoint import DAMAGED
+from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimizerConfig, TrainConfig
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.report import read_metrics
+from diffeq_nnx.train import train
+from tests.conftest import small_model
+
+
+pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
+    "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collected():
+  """Such leftovers are collected within the test that made them."""
+  yield
+  gc.collect()
+
+
+def config_of(folder, steps=20, **optimizer) -> Config:
+  """A run of a second: 20 steps, validation and checkpoints every 4."""
+  return Config(
+      model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
+      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+      optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
+      train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
+      eval=EvalConfig(every=4, batch_size=4, max_batches=2),
+      checkpoint=CheckpointConfig(every=4, keep=2))
+
+
+def kept(workdir) -> list[int]:
+  """Steps with a checkpoint."""
+  return sorted(int(name) for name in os.listdir(workdir / "checkpoints") if name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """(config, work directory) of a run of 20 steps; not to be changed."""
+  folder = tmp_path_factory.mktemp("text")
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  workdir = folder / "run"
+  train(config_of(folder), str(workdir))
+  return config_of(folder), workdir
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+  """The same, as a copy to spoil, to be taken on to 28 steps."""
+  config, workdir = finished
+  shutil.copytree(workdir, tmp_path / "run")
+  return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=28)), tmp_path / "run"
+
+
+def test_what_a_run_leaves_behind(finished):
+  config, workdir = finished
+  assert [r["step"] for r in read_metrics(workdir, "train")] == [5, 10, 15, 20]
+  validation = read_metrics(workdir, "validation")
+  assert [r["step"] for r in validation] == [4, 8, 12, 16, 20]
+  assert validation[-1]["loss"] < validation[0]["loss"] < math.log(300) + 0.1
+  last = read_metrics(workdir, "train")[-1]
+  assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+  assert 0 < last["utilization"] < last["utilization_with_generator"]
+  assert {"loss", "bits_per_byte", "gradient_norm", "learning_rate", "tokens_per_second"} < last.keys()
+  assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+  assert any("tfevents" in name for name in os.listdir(workdir / "tensorboard"))
+  assert json.loads((workdir / "run.json").read_text())["tokenizer_hash"]
+
+
+def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):
+  config, workdir = finished
+  split = data.load(config.data, config.model.vocab_size, config.seed).validation
+  record = read_metrics(workdir, "validation")[-1]
+  tokens_a_byte = len(split.tokens) / split.num_bytes
+  assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2) * tokens_a_byte)
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(finished, tmp_path):
+  config, workdir = finished
+  losses = {r["step"]: r["loss"] for r in read_metrics(workdir, "validation")}
+  best = min(losses, key=losses.get)
+  assert kept(workdir) == sorted({16, 20, best})
+  # a run that gets worse from its eighth step on keeps the eighth
+  worse = dataclasses.replace(config, optimizer=OptimizerConfig(peak_rate=3.0, warmup_fraction=0.4))
+  train(worse, str(tmp_path / "worse"))
+  losses = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "worse", "validation")}
+  best = min(losses, key=losses.get)
+  assert best < 16, losses
+  assert kept(tmp_path / "worse") == [best, 16, 20]
+
+
+def test_evaluate_prints_one_json_line_equal_to_the_last_validation(finished, capsys):
+  config, workdir = finished
+  jobs.JOBS["evaluate"](config, str(workdir))
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 1
+  result, last = json.loads(lines[0]), read_metrics(workdir, "validation")[-1]
+  assert result["step"] == 20 and result["num_steps"] == 2
+  assert result["loss"] == last["loss"] and result["bits_per_byte"] == last["bits_per_byte"]
+
+
+def test_the_command_line_knows_every_job():
+  assert set(flags.FLAGS["job"].parser.enum_values) == set(jobs.JOBS)
+
+
+def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):
+  with pytest.raises(UserError, match="holds no run; train with --workdir"):
+    jobs.JOBS["evaluate"](finished[0], str(tmp_path / "nothing"))
+  assert not (tmp_path / "nothing").exists()
+
+
+def remove_a_file(checkpoint):
+  """The largest file of the parameters is gone."""
+  files = [path for path in (checkpoint / "params").rglob("*") if path.is_file()]
+  max(files, key=lambda path: path.stat().st_size).unlink()
+
+
+def truncate_a_file(checkpoint):
+  """The largest file is cut to half, as after a crash of the machine."""
+  largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+  os.truncate(largest, largest.stat().st_size // 2)
+
+
+def remove_an_item(checkpoint):
+  """The position in the data is gone."""
+  shutil.rmtree(checkpoint / "data")
+
+
+def empty(checkpoint):
+  """Nothing is left but the folder."""
+  shutil.rmtree(checkpoint)
+  checkpoint.mkdir()
+
+
+@pytest.mark.parametrize("damage", [remove_a_file, truncate_a_file, remove_an_item, empty])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage, capfd):
+  config, workdir = run
+  damage(workdir / "checkpoints" / "20")
+  train(config, str(workdir))
+  told = capfd.readouterr().err
+  assert "the checkpoint of step 20 is damaged" in told and "going on from the checkpoint of step 16" in told
+  assert (workdir / DAMAGED / "20").is_dir()
+  assert kept(workdir)[-1] == 28
+  assert [r["step"] for r in read_metrics(workdir, "validation")] == [4, 8, 12, 16, 20, 24, 28]
+
+
+def test_no_checkpoint_that_can_be_read_is_told(run):
+  config, workdir = run
+  for step in kept(workdir):
+    remove_a_file(workdir / "checkpoints" / str(step))
+  with pytest.raises(UserError, match="none of its checkpoints .* can be read"):
+    train(config, str(workdir))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(run):
+  config, workdir = run
+  before = kept(workdir)
+  config = dataclasses.replace(config, optimizer=OptimizerConfig(peak_rate=1e30, clip_norm=1e30))
+  with pytest.raises(RunError, match=r"^step 2[1-4]: the (loss|gradient norm) is (nan|inf)"):
+    train(config, str(workdir))
+  assert kept(workdir) == before
+
+
+def test_a_directory_of_another_model_or_tokenizer_names_the_keys(run, tmp_path):
+  config, workdir = run
+  other = dataclasses.replace(config, model=dataclasses.replace(config.model, num_steps=3, embed_dim=32))
+  with pytest.raises(UserError) as told:
+    train(other, str(workdir))
+  assert "model.num_steps is 2 there and 3 here" in str(told.value)
+  assert "model.embed_dim is 16 there and 32 here" in str(told.value)
+  assert "model.num_heads" not in str(told.value)
+  record = json.loads((workdir / "run.json").read_text())
+  (workdir / "run.json").write_text(json.dumps({**record, "tokenizer_hash": "0" * 64}))
+  with pytest.raises(UserError, match="the tokenizer is 000000000000 there and"):
+    train(config, str(workdir))
+
+
+def test_a_directory_that_cannot_be_written_is_told(finished, tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match=r"workdir=.*can't be written"):
+    train(finished[0], str(tmp_path / "file" / "run"))
+
+
+FULL = """
+import resource, sys
+from diffeq_nnx.errors import RunError
+from diffeq_nnx.train import train
+from tests import test_run
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)  # a write beyond fails, as on a full disk
+try:
+  train(test_run.config_of(sys.argv[1], steps=28), sys.argv[2])
+except RunError as error:
+  print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [9_000, 0])  # bytes a file: too few for the arrays; none at all
+def test_a_full_disk_loses_no_earlier_checkpoint(run, finished, limit, capfd):
+  config, workdir = run
+  text = str(finished[1].parent)
+  done = subprocess.run([sys.executable, "-c", FULL, text, str(workdir), str(limit)], text=True, capture_output=True,
+                        timeout=200)
+  assert done.returncode == 0, done.stderr
+  assert len(done.stdout.splitlines()) == 1 and "run the same command to go on" in done.stdout, done.stdout
+  train(config, str(workdir))
+  assert "going on from the checkpoint of step 20" in capfd.readouterr().err
+  assert kept(workdir)[-1] == 28
