@@ -1,5 +1,6 @@
 """Checkpoints of a run: saved in the background, restored bit for bit, the last ones and the best kept."""
 
+import math
 import os
 import shutil
 from typing import Any
@@ -33,20 +34,16 @@ class Checkpoints:
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
-    best = checkpoint_managers.BestN(get_metric_fn=lambda m: -m["loss"], n=1, keep_checkpoints_without_metrics=False)
+    score = lambda metrics: -metrics["loss"]
+    best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     return ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(
+        best_fn=score,  # the policy below decides what stays; without this the losses would not be written
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
             [checkpoint_managers.LatestN(self._keep), best])))
 
   def steps(self) -> list[int]:
     """Steps with a finished checkpoint, in order."""
     return sorted(self._manager.all_steps())
-
-  def best_step(self) -> int | None:
-    """The step of the lowest validation loss among the checkpoints that are kept."""
-    losses = {step: (self._manager.metrics(step) or {}).get("loss") for step in self.steps()}
-    losses = {step: loss for step, loss in losses.items() if loss is not None}
-    return min(losses, key=losses.get) if losses else None
 
   def save(self, state: State, data_state: dict[str, Any], validation_loss: float | None) -> None:
     """Starts to save the state under its own step, and returns once the arrays are copied off the device.
@@ -59,8 +56,7 @@ class Checkpoints:
     items = ocp.args.Composite(data=json_save(data_state), run=json_save(self._run),
                                **{name: save(item) for name, item in _items(state).items()})
     with self._told("save", step):
-      self._manager.save(step, args=items,
-                         metrics=None if validation_loss is None else {"loss": validation_loss})
+      self._manager.save(step, args=items, metrics={"loss": math.inf if validation_loss is None else validation_loss})
 
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
