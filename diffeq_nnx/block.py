@@ -57,6 +57,7 @@ class GPTField:
   """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
   num_heads: int
   head_dim: int
+  implementation: str  # of attention, as in model.attention
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
 
@@ -95,7 +96,8 @@ class GPTField:
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
     qkv_BxLxKxSxC = jnp.einsum("bld,dksc->blksc", normed_BxLxD, w["qkv"]["kernel"]) + w["qkv"]["bias"][None, None]
     q_BxLxHxC = qkv_BxLxKxSxC[..., :-2, :].reshape(B, L, self.num_heads, self.head_dim)
-    out_BxLxHxC = attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :])
+    out_BxLxHxC = attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :],
+                            implementation=self.implementation)
     return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"]) + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -111,6 +113,7 @@ class LlamaField:
   """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases."""
   num_heads: int
   head_dim: int
+  implementation: str  # of attention, as in model.attention
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 
@@ -147,7 +150,8 @@ class LlamaField:
     q_BxLxHxC = rotate(jnp.einsum("bld,dhc->blhc", normed_BxLxD, w["query"]["kernel"]), positions_L)
     k_BxLxKxC = rotate(jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["key"]["kernel"]), positions_L)
     v_BxLxKxC = jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["value"]["kernel"])
-    return jnp.einsum("blhc,hcd->bld", attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), w["out"]["kernel"])
+    out_BxLxHxC = attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation=self.implementation)
+    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"])
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
@@ -161,4 +165,4 @@ FIELDS = {"gpt": GPTField, "llama": LlamaField}
 
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
-  return FIELDS[model.field](model.num_heads, model.head_dim)
+  return FIELDS[model.field](model.num_heads, model.head_dim, model.attention)

@@ -46,6 +46,7 @@ class ModelConfig:
   seq_len: int = 1024
   dropout: float = 0.0  # on the embeddings and on both residual branches
   dtype: str = "bfloat16"  # of the computation; parameters are float32
+  attention: str = "auto"  # auto | reference | pallas | cudnn: how it is computed; kernels/README.md
   time: TimeConfig = TimeConfig()
 
   @property
@@ -139,6 +140,7 @@ CHOICES = {
     "model.field": ("gpt", "llama"),
     "model.solver": ("euler", "sequential"),
     "model.initialization": ("plain", "published"),
+    "model.attention": ("auto", "reference", "pallas", "cudnn"),
     "model.dtype": ("bfloat16", "float32", "float64"),
     "model.time.embedding": ("fixed", "learned", "shared_mlp"),
     "train.remat": ("none", "dots", "full"),

@@ -49,11 +49,16 @@ def peak_tflops(config: Config) -> tuple[float, str]:
   """Peak rate of one device in TFLOP/s, and where the figure comes from."""
   if config.train.peak_tflops is not None:
     return config.train.peak_tflops, "train.peak_tflops"
+  return device_peak_tflops(config.model.dtype)
+
+
+def device_peak_tflops(dtype: str) -> tuple[float, str]:
+  """Peak rate of the first device in TFLOP/s, and where the figure comes from: a data sheet, or a measured product."""
   kind = jax.devices()[0].device_kind
   for part, peak in PEAK_TFLOPS.items():
     if part in kind:
       return float(peak), f"data sheet of {kind}, bfloat16"
-  return _measured_tflops(config.model.dtype), f"measured on {kind}: a {config.model.dtype} product of 1024 x 1024"
+  return _measured_tflops(dtype), f"measured on {kind}: a {dtype} product of 1024 x 1024"
 
 
 def _measured_tflops(dtype: str, size: int = 1024, repeats: int = 7) -> float:

@@ -7,15 +7,17 @@ from typing import Any, Iterator
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import data
 from diffeq_nnx import flops
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError
+from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator, bits_per_byte, perplexity
+from diffeq_nnx.kernels import attention
 from diffeq_nnx.report import Reporter, parameter_table, say
 from diffeq_nnx.train_step import State, init_state, make_train_step
 
@@ -27,6 +29,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     UserError: the text, the work directory or the checkpoints don't fit the config.
     RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
+  say_attention(config.model)
   corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   batches = batch_iterator(config, corpus.train)
   workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
@@ -39,6 +42,19 @@ def train(config: Config, workdir: str) -> dict[str, float]:
   except OSError as error:
     raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
                    "they are; make room, and run the same command to go on from the newest") from error
+
+
+def say_attention(model: ModelConfig) -> None:
+  """Tells which implementation of attention the run uses, and why.
+
+  Raises:
+    UserError: this backend lacks the one asked for.
+  """
+  try:
+    name, why = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim)
+  except ValueError as error:
+    raise UserError(f"model.attention={model.attention!r}: {error}") from error
+  say(f"attention: {name} ({why})")
 
 
 def batch_iterator(config: Config, split: data.Split) -> grain.DatasetIterator:

@@ -1,3 +1,3 @@
-"""Causal attention. So far one implementation, the reference in plain JAX."""
+"""Fused attention: `attention` picks the TPU kernel, cuDNN or the reference by the backend it runs on."""
 
-from diffeq_nnx.kernels.attention.reference import attention_reference as attention
+from diffeq_nnx.kernels.attention.dispatch import IMPLEMENTATIONS, attention, choose

@@ -1,0 +1,152 @@
+"""The public function: checks the arguments, and picks what computes them."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diffeq_nnx.kernels.attention.mask import Mask
+from diffeq_nnx.kernels.attention.reference import attention_reference
+from diffeq_nnx.kernels.attention.tpu import attention_tpu
+
+IMPLEMENTATIONS = ("auto", "reference", "pallas", "cudnn")
+
+
+def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unusual: str | None = None,
+           backend: str | None = None) -> tuple[str, str]:
+  """(implementation, why): what `attention` uses.
+
+  Args:
+    implementation: as asked for; None is auto.
+    dtype: of q.
+    head_dim: D.
+    unusual: what else is asked for that cuDNN lacks, in words.
+    backend: as JAX names it; None: the default one.
+
+  Raises:
+    ValueError: no such implementation, or it lacks something, or this backend lacks it.
+  """
+  backend = backend or jax.default_backend()
+  lacking = unusual
+  if dtype != jnp.bfloat16:
+    lacking = f"dtype {jnp.dtype(dtype)}"
+  elif head_dim % 8 or head_dim > 128:
+    lacking = f"head width {head_dim}"
+  if implementation in (None, "auto"):
+    if backend == "tpu" and dtype != jnp.float64:
+      return "pallas", "the backend is a TPU"
+    if backend == "gpu" and lacking is None:
+      return "cudnn", "the backend is a GPU"
+    return "reference", f"cuDNN has no {lacking}" if backend == "gpu" else f"no kernel for the backend {backend!r}"
+  if implementation not in (*IMPLEMENTATIONS, "pallas_tpu"):
+    raise ValueError(f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+  needed = {"pallas": "tpu", "cudnn": "gpu"}.get(implementation, backend)
+  if needed != backend:
+    raise ValueError(f"implementation={implementation!r}: the backend is {backend!r}, and that one needs "
+                     f"{needed!r}; use 'auto' or 'reference'")
+  if implementation == "cudnn" and lacking:
+    raise ValueError(f"implementation='cudnn': has no {lacking}; use 'auto' or 'reference'")
+  if implementation.startswith("pallas") and dtype == jnp.float64:
+    raise ValueError(f"implementation={implementation!r}: q has dtype float64; use 'reference', or another dtype")
+  return implementation, "it was asked for"
+
+
+def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, *, causal: bool = True,
+              window: int | None = None, segment_ids: Any = None, scale: float | None = None,
+              logits_soft_cap: float | None = None, return_lse: bool = False,
+              implementation: str | None = None) -> Any:
+  """softmax(scale q k^T) v over the keys that a query sees; differentiable once, in reverse mode.
+
+  Query head h reads key/value head h // (H / K). Softmax and sums are float32 (float64 for float64 input, which
+  only the reference takes). A row that sees nothing is zero.
+
+  Args:
+    q_BxSxHxD: queries, float32 or bfloat16.
+    k_BxTxKxD: keys; K divides H.
+    v_BxTxKxD: values.
+    causal: query i sees keys up to i.
+    window: query i sees keys above i - window, itself included; needs causal.
+    segment_ids: integers [B, S], or a pair ([B, S], [B, T]): a query sees keys of its own segment only.
+    scale: of the scores; None: D^-0.5.
+    logits_soft_cap: c: scaled scores s become c tanh(s / c).
+    return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf where a row sees
+      nothing.
+    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` is pallas without a look at the
+      backend, for compiling ahead.
+
+  Returns:
+    [B, S, H, D] in the dtype of q, and with `return_lse` a pair of that and the log-sum-exp.
+
+  Raises:
+    ValueError: arguments that don't fit, or an implementation that the backend lacks.
+  """
+  q_segments_BxS, kv_segments_BxT = _segments(segment_ids)
+  _check(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, window, scale, logits_soft_cap)
+  mask = Mask(causal, window)
+  scale = q_BxSxHxD.shape[-1]**-0.5 if scale is None else float(scale)
+  unusual = _what_cudnn_lacks(q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse)
+  chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unusual=unusual)
+  if chosen == "cudnn":
+    return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
+  function = attention_tpu if chosen.startswith("pallas") else attention_reference
+  out_BxSxHxD, lse_BxSxH = function(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, mask=mask,
+                                    scale=scale, logits_soft_cap=logits_soft_cap)
+  return (out_BxSxHxD, lse_BxSxH) if return_lse else out_BxSxHxD
+
+
+def _segments(segment_ids):
+  if segment_ids is None or not isinstance(segment_ids, (tuple, list)):
+    return segment_ids, segment_ids
+  if len(segment_ids) != 2:
+    raise ValueError(f"segment_ids: {len(segment_ids)} arrays; must be one [B, S], or a pair for queries and keys")
+  return tuple(segment_ids)
+
+
+def _check(q, k, v, q_segments, kv_segments, causal, window, scale, logits_soft_cap) -> None:
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.ndim != 4:
+      raise ValueError(f"{name}: shape {x.shape}; must have 4 axes: batch, position, head, head width")
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+      raise ValueError(f"{name}: dtype {x.dtype}; must be float32 or bfloat16")
+    if x.dtype != q.dtype:
+      raise ValueError(f"{name}: dtype {x.dtype}; must be that of q, {q.dtype}")
+    if 0 in x.shape:
+      raise ValueError(f"{name}: shape {x.shape}; no axis may be empty")
+  B, S, H, D = q.shape
+  T, K = k.shape[1:3]
+  for name, x, shape in (("k", k, (B, T, K, D)), ("v", v, (B, T, K, D))):
+    if x.shape != shape:
+      raise ValueError(f"{name}: shape {x.shape}; with q {q.shape} and k {k.shape} it must be {shape}")
+  if H % K:
+    raise ValueError(f"k: {K} heads; must divide the {H} heads of q")
+  if (q_segments is None) != (kv_segments is None):
+    raise ValueError("segment_ids: one of the pair is None; give both, or None for no segments")
+  for name, ids, shape in (("queries", q_segments, (B, S)), ("keys", kv_segments, (B, T))):
+    if ids is not None and (ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer)):
+      raise ValueError(f"segment_ids of {name}: {ids.dtype} {ids.shape}; must be integers {shape}")
+  if window is not None and not causal:
+    raise ValueError(f"window={window}: needs causal=True; a window looks back only")
+  if window is not None and (not isinstance(window, int) or window < 1):
+    raise ValueError(f"window={window!r}: must be a whole number of at least 1 (a query sees itself)")
+  for name, value in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+    if value is not None and not (math.isfinite(value) and value > 0):
+      raise ValueError(f"{name}={value}: must be above 0")
+
+
+def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, return_lse) -> str | None:
+  """The first unusual thing that jax.nn.dot_product_attention can't do with cuDNN, or None."""
+  if causal and q.shape[1] != k.shape[1]:
+    return f"causal mask over {q.shape[1]} queries and {k.shape[1]} keys"
+  if q_segments is not kv_segments:
+    return "segment ids of keys that differ from the queries'"
+  if logits_soft_cap is not None:
+    return "soft cap"
+  return "log-sum-exp" if return_lse else None
+
+
+def _cudnn(q, k, v, segments_BxS, mask: Mask, scale: float):
+  same_Bx1xSxS = None if segments_BxS is None else (segments_BxS[:, :, None] == segments_BxS[:, None, :])[:, None]
+  window = None if mask.window is None else (mask.window - 1, 0)
+  return jax.nn.dot_product_attention(q, k, v, mask=same_Bx1xSxS, scale=scale, is_causal=mask.causal,
+                                      local_window_size=window, implementation="cudnn")

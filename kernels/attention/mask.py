@@ -1,0 +1,89 @@
+"""Which query sees which key, one position at a time and one block at a time.
+
+S query positions, T key positions, Q = ceil(S / block_q) and N = ceil(T / block_kv) blocks.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+  """Query i sees key j if j <= i (causal), and if j > i - window (sliding window)."""
+  causal: bool
+  window: int | None
+
+  def seen(self, queries: Any, keys: Any) -> Any:
+    """Whether each query position sees each key position; shapes broadcast."""
+    seen = (queries >= keys) if self.causal else (queries >= 0) & (keys >= 0)
+    return seen if self.window is None else seen & (keys > queries - self.window)
+
+  def every_row_sees(self, S: int, T: int) -> bool:
+    """Whether each of S queries sees some of T keys."""
+    return self.window is None or S - self.window < T
+
+  def num_seen(self, S: int, T: int) -> int:
+    """Pairs of a query and a key that it sees: the work that is needed."""
+    rows = np.arange(S)
+    last = np.minimum(rows + 1, T) if self.causal else np.full(S, T)
+    first = np.maximum(rows - self.window + 1, 0) if self.window is not None else np.zeros(S, int)
+    return int(np.maximum(last - first, 0).sum())
+
+  def blocks(self, S: int, T: int, block_q: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks with anything seen, and blocks with everything seen: two boolean [Q, N]; rows beyond S don't count."""
+    first_row = np.arange(0, S, block_q)[:, None]
+    last_row = np.minimum(first_row + block_q, S) - 1
+    first_key = np.arange(0, T, block_kv)[None]
+    last_key = first_key + block_kv - 1
+    some = np.ones((math.ceil(S / block_q), math.ceil(T / block_kv)), bool)
+    every = some & (last_key < T)
+    if self.causal:
+      some, every = some & (first_key <= last_row), every & (last_key <= first_row)
+    if self.window is not None:
+      some = some & (np.minimum(last_key, T - 1) > first_row - self.window)
+      every = every & (first_key > last_row - self.window)
+    return some, every
+
+
+def _extremes(segments_BxS: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+  """Smallest and largest segment id of each block, [B, Q] each."""
+  B, S = segments_BxS.shape
+  padded = jnp.pad(segments_BxS, ((0, 0), (0, -S % block)), mode="edge").reshape(B, -1, block)
+  return padded.min(-1), padded.max(-1)
+
+
+def block_ranges(mask: Mask, S: int, T: int, block_q: int, block_kv: int, q_segments_BxS: jax.Array | None,
+                 kv_segments_BxT: jax.Array | None, *, by_key: bool = False) -> jax.Array:
+  """For each block of queries, the stretch of key blocks that it must visit, int32 [4, B, Q] (B = 1 if no segments).
+
+  The four rows are first, full_first, full_last, last: blocks first..last hold all that is seen; those in
+  full_first..full_last need no mask (upper ends excluded). For packed documents, whose segment ids never fall
+  along the sequence, no block of unrelated documents lies in the stretch; with ids in another order the
+  stretch may hold blocks that turn out masked whole.
+
+  Args:
+    by_key: for each block of keys the stretch of query blocks instead: [4, B, N].
+  """
+  some, every = (a[None] for a in mask.blocks(S, T, block_q, block_kv))
+  xp: Any = np
+  if q_segments_BxS is not None:
+    xp = jnp
+    q_low, q_high = (a[:, :, None] for a in _extremes(q_segments_BxS, block_q))
+    kv_low, kv_high = (a[:, None, :] for a in _extremes(kv_segments_BxT, block_kv))
+    some = some & (q_low <= kv_high) & (kv_low <= q_high)
+    every = every & (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+  if by_key:
+    some, every = xp.swapaxes(some, 1, 2), xp.swapaxes(every, 1, 2)
+  count = some.shape[-1]
+  first = xp.argmax(some, -1)
+  last = xp.where(some.any(-1), count - xp.argmax(some[..., ::-1], -1), first)
+  full_first = xp.where(every.any(-1), xp.argmax(every, -1), last)
+  ends = xp.concatenate([~every, xp.ones_like(every[..., :1])], -1) & (
+      np.arange(count + 1)[None, None] >= full_first[..., None])
+  full_last = xp.argmax(ends, -1)
+  return jnp.stack([jnp.asarray(a, jnp.int32) for a in (first, full_first, full_last, last)])

@@ -1,0 +1,244 @@
+"""Attention: one contract for every implementation that this machine can run, over named shapes and features.
+
+The TPU kernel runs in Pallas's interpreter here; tests/test_attention_compile.py gives it to the real compiler.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx.kernels import attention as public
+from diffeq_nnx.kernels.attention import dispatch
+from diffeq_nnx.kernels.attention.blocks import TPUBlocks
+from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
+from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
+from diffeq_nnx.kernels.attention.tpu import attention_tpu
+
+SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
+PLAIN = Shape(2, 300, 2, 2, 64)
+FEATURES = {
+    "plain": (PLAIN, {}),
+    "not_causal": (PLAIN, {"causal": False}),
+    "one_position": (dataclasses.replace(PLAIN, length=1), {}),
+    "whole_blocks": (dataclasses.replace(PLAIN, length=256), {}),
+    "grouped": (dataclasses.replace(PLAIN, heads=6), {}),
+    "one_kv_head": (dataclasses.replace(PLAIN, heads=4, kv_heads=1), {}),
+    "window": (dataclasses.replace(PLAIN, window=100), {}),
+    "window_of_one": (dataclasses.replace(PLAIN, window=1), {}),
+    "documents": (dataclasses.replace(PLAIN, documents=5), {}),
+    "documents_in_a_window": (dataclasses.replace(PLAIN, documents=3, window=70), {}),
+    "documents_not_causal": (dataclasses.replace(PLAIN, documents=5), {"causal": False}),
+    "soft_cap": (dataclasses.replace(PLAIN, logits_soft_cap=2.0), {}),
+    "scale": (PLAIN, {"scale": 0.3}),
+    "head_80": (dataclasses.replace(PLAIN, head_dim=80), {}),
+    "head_96": (dataclasses.replace(PLAIN, head_dim=96), {}),
+    "head_128": (dataclasses.replace(PLAIN, head_dim=128), {}),
+    "head_256": (dataclasses.replace(PLAIN, head_dim=256), {}),
+}
+
+
+def value_and_gradients(function, q, k, v):
+  """(out, lse, dq, dk, dv) for fixed random gradients of out and lse."""
+  (out, lse), pull_back = jax.vjp(function, q, k, v)
+  keys = jax.random.split(jax.random.key(7), 2)
+  dout = jax.random.normal(keys[0], out.shape, jnp.float32).astype(out.dtype)
+  seen = jnp.isfinite(lse)
+  dlse = jnp.where(seen, jax.random.normal(keys[1], lse.shape, jnp.float32), 0).astype(lse.dtype)
+  return (out, jnp.where(seen, lse, -1e3), *pull_back((dout, dlse)))
+
+
+def check(shape: Shape, dtype: str, blocks=None, segment_ids=None, inputs=None, **options):
+  """The interpreted TPU kernel against the reference in float64."""
+  q, k, v = inputs or shape.inputs(dtype)
+  segment_ids = shape.segment_ids() if segment_ids is None else segment_ids
+  pair = dispatch._segments(segment_ids)
+  options = {"window": shape.window, "logits_soft_cap": shape.logits_soft_cap, **options}
+  mask = Mask(options.get("causal", True), options["window"])
+  scale = options.get("scale") or shape.head_dim**-0.5
+  kernel = jax.jit(functools.partial(value_and_gradients, lambda *qkv: attention_tpu(
+      *qkv, *pair, mask=mask, scale=scale, logits_soft_cap=options["logits_soft_cap"], blocks=blocks, interpret=True)))
+  ours = kernel(q, k, v)
+  assert ours[0].dtype == ours[2].dtype == ours[3].dtype == jnp.dtype(dtype) and ours[1].dtype == jnp.float32
+  with jax.enable_x64(True):
+    reference = jax.jit(functools.partial(value_and_gradients, functools.partial(
+        public.attention, segment_ids=segment_ids, return_lse=True, implementation="reference", **options)))
+    exact = reference(*(jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v)))
+  limit = {"float32": 5e-6, "bfloat16": 1e-2}[dtype]  # of the norm: some tens of roundings of float32, two of bfloat16
+  for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, exact):
+    a, b = np.asarray(a, np.float64), np.asarray(b)
+    error = np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-2 * np.sqrt(b.size))
+    assert error < limit, f"{name}: {error:.2g}"
+    assert np.abs(a - b).max() < 30 * limit * max(1.0, np.abs(b).max()), name
+
+
+@pytest.mark.parametrize("feature,dtype", [
+    *((feature, "float32") for feature in FEATURES),
+    *((feature, "bfloat16") for feature in ("plain", "grouped", "documents", "soft_cap", "head_256"))])
+def test_every_feature_agrees_with_the_reference(feature, dtype):
+  shape, options = FEATURES[feature]
+  check(shape, dtype, SMALL_BLOCKS, **options)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_named_shape_agrees_with_the_reference(name):
+  """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions."""
+  shape = SHAPES[name]
+  length = min(shape.length, 1024)
+  window = shape.window and shape.window * length // shape.length
+  check(dataclasses.replace(shape, batch=1, length=length, window=window, kv_heads=1,
+                            heads=shape.heads // shape.kv_heads), "bfloat16")
+
+
+def lengths_differ(S, T):
+  """q over S positions, k and v over T."""
+  q, _, _ = Shape(2, S, 4, 2, 64).inputs("float32")
+  _, k, v = Shape(2, T, 4, 2, 64).inputs("float32", seed=1)
+  return q, k, v
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("S,T", [(100, 300), (300, 100)])
+def test_queries_and_keys_of_different_lengths(S, T, causal):
+  check(PLAIN, "float32", SMALL_BLOCKS, inputs=lengths_differ(S, T), causal=causal)
+
+
+def test_rows_that_see_nothing_are_zero():
+  """Segment 9 has no keys; behind a window, late queries have none left."""
+  q, k, v = lengths_differ(300, 100)
+  segments = (jnp.tile(jnp.where(jnp.arange(300) < 40, 9, 1)[None], (2, 1)), jnp.ones((2, 100), jnp.int32))
+  check(PLAIN, "float32", SMALL_BLOCKS, inputs=(q, k, v), segment_ids=segments, window=50)
+  for function in (functools.partial(public.attention, implementation="reference", return_lse=True),
+                   lambda *x, segment_ids, window: attention_tpu(
+                       *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None, interpret=True)):
+    out, lse = function(q, k, v, segment_ids=segments, window=50)
+    unseen = np.r_[0:40, 149:300]
+    assert (out[:, unseen] == 0).all() and (lse[:, unseen] == -jnp.inf).all()
+    assert (out[:, 40:149] != 0).any(-1).all() and jnp.isfinite(lse[:, 40:149]).all()
+
+
+def test_segment_ids_in_any_order():
+  ids = jax.random.randint(jax.random.key(3), (2, 300), 0, 4)
+  check(PLAIN, "float32", SMALL_BLOCKS, segment_ids=ids)
+
+
+def test_large_scores_do_not_overflow():
+  q, k, v = (10 * x for x in PLAIN.inputs("float32"))
+  out, _ = attention_tpu(q, k, v, None, None, mask=Mask(True, None), scale=1.0, logits_soft_cap=None,
+                         blocks=SMALL_BLOCKS, interpret=True)
+  assert jnp.isfinite(out).all()
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("documents", [None, 1, 4, 20])
+@pytest.mark.parametrize("causal,window", [(True, None), (True, 1), (True, 90), (False, None)])
+@pytest.mark.parametrize("S,T", [(200, 200), (100, 210), (210, 100)])
+def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, documents, by_key):
+  """The stretch holds every block with a seen pair and, documents being packed, no other; unmasked ones see all."""
+  block_q, block_kv, mask = 16, 32, Mask(causal, window)
+  if documents is not None and S != T:
+    pytest.skip("packed documents have one length")
+  segments = dataclasses.replace(PLAIN, batch=3, length=S, documents=documents).segment_ids()
+  seen = np.broadcast_to(mask.seen(np.arange(S)[:, None], np.arange(T)[None]), (3, S, T)).copy()
+  if segments is not None:
+    seen &= np.asarray(segments[:, :, None] == segments[:, None, :])
+  stretches = np.asarray(block_ranges(mask, S, T, block_q, block_kv, segments, segments, by_key=by_key))
+  if by_key:
+    seen, block_q, block_kv = seen.swapaxes(1, 2), block_kv, block_q
+  for b in range(stretches.shape[1]):
+    for i in range(stretches.shape[2]):
+      rows = seen[b, i * block_q:(i + 1) * block_q]
+      first, full_first, full_last, last = stretches[:, b, i]
+      assert first <= full_first <= full_last <= last
+      for j in range(-(-rows.shape[1] // block_kv)):
+        block = rows[:, j * block_kv:(j + 1) * block_kv]
+        assert (first <= j < last) == block.any(), (b, i, j)
+        if full_first <= j < full_last:
+          assert block.all()
+
+
+def small_attention(q, k, v):
+  """The interpreted kernel."""
+  return attention_tpu(q, k, v, None, None, mask=Mask(True, None), scale=0.125, logits_soft_cap=None,
+                       blocks=SMALL_BLOCKS, interpret=True)[0]
+
+
+def test_it_works_under_the_transformations_of_jax():
+  q, k, v = PLAIN.inputs("float32")
+  plain = jax.jit(small_attention)(q, k, v)
+  stacked = tuple(jnp.stack([x, 2 * x]) for x in (q, k, v))
+  np.testing.assert_allclose(jax.vmap(small_attention)(*stacked)[0], plain, atol=1e-6)
+  loss = lambda f: lambda q: jnp.square(f(q, k, v)).sum()
+  gradient = jax.grad(loss(small_attention))(q)
+  np.testing.assert_allclose(jax.grad(loss(jax.checkpoint(small_attention)))(q), gradient, atol=1e-5)
+  scanned = lambda q, k, v: jax.lax.scan(lambda c, _: (c, small_attention(c, k, v)), q, None, length=2)[1][1]
+  np.testing.assert_allclose(jax.grad(loss(scanned))(q), gradient, atol=1e-5)
+  again = jax.grad(loss(small_attention))(q)
+  assert (again == gradient).all()
+
+
+def test_it_works_under_shard_map_over_batch_and_heads():
+  q, k, v = PLAIN.inputs("float32")
+  mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  spec = jax.sharding.PartitionSpec("data", None, "model", None)
+  mapped = jax.shard_map(small_attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+  np.testing.assert_allclose(jax.jit(mapped)(q, k, v), small_attention(q, k, v), atol=1e-6)
+  jax.jit(jax.grad(lambda q: mapped(q, k, v).sum()))(q)
+
+
+def test_the_tpu_interpreter_finds_no_race():
+  pltpu = pytest.importorskip("jax.experimental.pallas.tpu")
+  try:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+    races = interpreter.races
+  except (ImportError, AttributeError):
+    races = None  # later versions raise
+  q, k, v = Shape(1, 200, 2, 1, 64, documents=2).inputs("float32")
+  function = functools.partial(attention_tpu, mask=Mask(True, None), scale=0.125, logits_soft_cap=None,
+                               blocks=SMALL_BLOCKS, interpret=pltpu.InterpretParams(detect_races=True))
+  jax.block_until_ready(jax.jit(jax.grad(lambda q: function(q, k, v, None, None)[0].sum()))(q))
+  assert races is None or not races.races_found
+
+
+@pytest.mark.parametrize("changes,part", [
+    ({"q": jnp.zeros((2, 8, 64))}, "q: shape (2, 8, 64); must have 4 axes"),
+    ({"k": jnp.zeros((2, 8, 3, 64)), "v": jnp.zeros((2, 8, 3, 64))}, "k: 3 heads; must divide the 4 heads of q"),
+    ({"v": jnp.zeros((2, 9, 2, 64))}, "v: shape (2, 9, 2, 64); with q"),
+    ({"k": jnp.zeros((2, 8, 2, 64), jnp.bfloat16)}, "k: dtype bfloat16; must be that of q, float32"),
+    ({"q": jnp.zeros((2, 8, 4, 64), jnp.float16)}, "q: dtype float16; must be float32 or bfloat16"),
+    ({"window": 4, "causal": False}, "window=4: needs causal=True"),
+    ({"window": 0}, "window=0: must be a whole number of at least 1"),
+    ({"scale": 0.0}, "scale=0.0: must be above 0"),
+    ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0: must be above 0"),
+    ({"segment_ids": jnp.zeros((2, 8))}, "segment_ids of queries: float32 (2, 8); must be integers (2, 8)"),
+    ({"segment_ids": jnp.zeros((2, 7), int)}, "segment_ids of queries: int32 (2, 7); must be integers (2, 8)"),
+    ({"segment_ids": (jnp.zeros((2, 8), int), None)}, "segment_ids: one of the pair is None"),
+    ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, cudnn"),
+    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', and that one needs 'tpu'"),
+    ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', and that one needs 'gpu'"),
+])
+def test_arguments_that_do_not_fit_are_told(changes, part):
+  arguments = {"q": jnp.zeros((2, 8, 4, 64)), "k": jnp.zeros((2, 8, 2, 64)), "v": jnp.zeros((2, 8, 2, 64)), **changes}
+  q, k, v = (arguments.pop(name) for name in "qkv")
+  with pytest.raises(ValueError) as told:
+    public.attention(q, k, v, **arguments)
+  assert part in str(told.value)
+
+
+@pytest.mark.parametrize("asked,backend,dtype,head_dim,unusual,chosen", [
+    ("auto", "cpu", "bfloat16", 64, None, "reference"),
+    (None, "tpu", "bfloat16", 64, None, "pallas"),
+    ("auto", "tpu", "float64", 64, None, "reference"),
+    ("auto", "gpu", "bfloat16", 128, None, "cudnn"),
+    ("auto", "gpu", "float32", 128, None, "reference"),
+    ("auto", "gpu", "bfloat16", 256, None, "reference"),
+    ("auto", "gpu", "bfloat16", 64, "soft cap", "reference"),
+    ("reference", "tpu", "bfloat16", 64, None, "reference"),
+    ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
+])
+def test_what_auto_chooses(asked, backend, dtype, head_dim, unusual, chosen):
+  name, why = public.choose(asked, dtype=jnp.dtype(dtype), head_dim=head_dim, unusual=unusual, backend=backend)
+  assert name == chosen and why
