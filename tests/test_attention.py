@@ -1,6 +1,7 @@
 """Attention: one contract for every implementation that this machine can run, over named shapes and features.
 
-The TPU kernel runs in Pallas's interpreter here; tests/test_attention_compile.py gives it to the real compiler.
+The TPU and the GPU kernel run in Pallas's interpreters here (the GPU's needs jax 0.11.2 or later);
+tests/test_attention_compile.py gives them to the real compilers.
 """
 
 import dataclasses
@@ -41,6 +42,20 @@ FEATURES = {
 }
 
 
+KERNELS = ["tpu", "gpu"]
+
+
+def kernel_of(name: str):
+  """An interpreted kernel, with the reference's arguments."""
+  if name == "tpu":
+    return functools.partial(attention_tpu, interpret=True)
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+  if not hasattr(plgpu, "InterpretGPUParams"):
+    pytest.skip(f"jax {jax.__version__} has no interpreter for GPU kernels; 0.11.2 has")
+  from diffeq_nnx.kernels.attention.gpu import attention_gpu
+  return functools.partial(attention_gpu, interpret=plgpu.InterpretGPUParams())
+
+
 def value_and_gradients(function, q, k, v):
   """(out, lse, dq, dk, dv) for fixed random gradients of out and lse."""
   (out, lse), pull_back = jax.vjp(function, q, k, v)
@@ -51,17 +66,16 @@ def value_and_gradients(function, q, k, v):
   return (out, jnp.where(seen, lse, -1e3), *pull_back((dout, dlse)))
 
 
-def check(shape: Shape, dtype: str, blocks=None, segment_ids=None, inputs=None, **options):
-  """The interpreted TPU kernel against the reference in float64."""
+def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **options):
+  """An interpreted kernel against the reference in float64."""
   q, k, v = inputs or shape.inputs(dtype)
   segment_ids = shape.segment_ids() if segment_ids is None else segment_ids
   pair = dispatch._segments(segment_ids)
   options = {"window": shape.window, "logits_soft_cap": shape.logits_soft_cap, **options}
   mask = Mask(options.get("causal", True), options["window"])
   scale = options.get("scale") or shape.head_dim**-0.5
-  kernel = jax.jit(functools.partial(value_and_gradients, lambda *qkv: attention_tpu(
-      *qkv, *pair, mask=mask, scale=scale, logits_soft_cap=options["logits_soft_cap"], blocks=blocks, interpret=True)))
-  ours = kernel(q, k, v)
+  ours = jax.jit(functools.partial(value_and_gradients, lambda *qkv: kernel(
+      *qkv, *pair, mask=mask, scale=scale, logits_soft_cap=options["logits_soft_cap"])))(q, k, v)
   assert ours[0].dtype == ours[2].dtype == ours[3].dtype == jnp.dtype(dtype) and ours[1].dtype == jnp.float32
   with jax.enable_x64(True):
     reference = jax.jit(functools.partial(value_and_gradients, functools.partial(
@@ -78,51 +92,62 @@ def check(shape: Shape, dtype: str, blocks=None, segment_ids=None, inputs=None, 
 @pytest.mark.parametrize("feature,dtype", [
     *((feature, "float32") for feature in FEATURES),
     *((feature, "bfloat16") for feature in ("plain", "grouped", "documents", "soft_cap", "head_256"))])
-def test_every_feature_agrees_with_the_reference(feature, dtype):
+def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtype):
   shape, options = FEATURES[feature]
-  check(shape, dtype, SMALL_BLOCKS, **options)
+  check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_named_shape_agrees_with_the_reference(name):
-  """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions."""
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature):
+  shape, options = FEATURES[feature]
+  check(dataclasses.replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1), "bfloat16",
+        kernel_of("gpu"), **options)
+
+
+@pytest.mark.parametrize("name,kernel", [(name, kernel) for kernel in KERNELS for name in SHAPES])
+def test_every_named_shape_agrees_with_the_reference(name, kernel):
+  """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions (512 for the slower one)."""
   shape = SHAPES[name]
-  length = min(shape.length, 1024)
+  length = min(shape.length, 1024 if kernel == "tpu" else 512)
   window = shape.window and shape.window * length // shape.length
   check(dataclasses.replace(shape, batch=1, length=length, window=window, kv_heads=1,
-                            heads=shape.heads // shape.kv_heads), "bfloat16")
+                            heads=shape.heads // shape.kv_heads), "bfloat16", kernel_of(kernel))
 
 
-def lengths_differ(S, T):
+def lengths_differ(S, T, dtype="bfloat16"):
   """q over S positions, k and v over T."""
-  q, _, _ = Shape(2, S, 4, 2, 64).inputs("float32")
-  _, k, v = Shape(2, T, 4, 2, 64).inputs("float32", seed=1)
+  q, _, _ = Shape(2, S, 2, 1, 64).inputs(dtype)
+  _, k, v = Shape(2, T, 2, 1, 64).inputs(dtype, seed=1)
   return q, k, v
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("S,T", [(100, 300), (300, 100)])
-def test_queries_and_keys_of_different_lengths(S, T, causal):
-  check(PLAIN, "float32", SMALL_BLOCKS, inputs=lengths_differ(S, T), causal=causal)
+def test_queries_and_keys_of_different_lengths(S, T, causal, kernel):
+  check(PLAIN, "bfloat16", kernel_of(kernel), inputs=lengths_differ(S, T), causal=causal)
 
 
-def test_rows_that_see_nothing_are_zero():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_see_nothing_are_zero(kernel):
   """Segment 9 has no keys; behind a window, late queries have none left."""
   q, k, v = lengths_differ(300, 100)
+  kernel = kernel_of(kernel)
   segments = (jnp.tile(jnp.where(jnp.arange(300) < 40, 9, 1)[None], (2, 1)), jnp.ones((2, 100), jnp.int32))
-  check(PLAIN, "float32", SMALL_BLOCKS, inputs=(q, k, v), segment_ids=segments, window=50)
+  check(PLAIN, "bfloat16", kernel, inputs=(q, k, v), segment_ids=segments, window=50)
   for function in (functools.partial(public.attention, implementation="reference", return_lse=True),
-                   lambda *x, segment_ids, window: attention_tpu(
-                       *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None, interpret=True)):
+                   lambda *x, segment_ids, window: kernel(
+                       *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None)):
     out, lse = function(q, k, v, segment_ids=segments, window=50)
     unseen = np.r_[0:40, 149:300]
     assert (out[:, unseen] == 0).all() and (lse[:, unseen] == -jnp.inf).all()
     assert (out[:, 40:149] != 0).any(-1).all() and jnp.isfinite(lse[:, 40:149]).all()
 
 
-def test_segment_ids_in_any_order():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_segment_ids_in_any_order(kernel):
   ids = jax.random.randint(jax.random.key(3), (2, 300), 0, 4)
-  check(PLAIN, "float32", SMALL_BLOCKS, segment_ids=ids)
+  check(PLAIN, "bfloat16", kernel_of(kernel), segment_ids=ids)
 
 
 def test_large_scores_do_not_overflow():
@@ -217,7 +242,9 @@ def test_the_tpu_interpreter_finds_no_race():
     ({"segment_ids": jnp.zeros((2, 7), int)}, "segment_ids of queries: int32 (2, 7); must be integers (2, 8)"),
     ({"segment_ids": (jnp.zeros((2, 8), int), None)}, "segment_ids: one of the pair is None"),
     ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, cudnn"),
-    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', and that one needs 'tpu'"),
+    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', and that one needs 'tpu' or 'gpu'"),
+    ({"implementation": "pallas_gpu"}, "implementation='pallas_gpu': has no dtype float32 on a GPU"
+     if jax.__version_info__ >= (0, 11, 2) else "implementation='pallas_gpu': needs jax 0.11.2 on a GPU"),
     ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', and that one needs 'gpu'"),
 ])
 def test_arguments_that_do_not_fit_are_told(changes, part):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.reference import attention_reference
-from diffeq_nnx.kernels.attention.tpu import attention_tpu
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas", "cudnn")
+AHEAD = ("pallas_tpu", "pallas_gpu")  # a kernel without a look at the backend, for compiling ahead
+GPU_KERNEL_HEAD_DIM = 256  # the widest head of the GPU kernel
 
 
 def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unusual: str | None = None,
@@ -39,17 +40,33 @@ def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unus
     if backend == "gpu" and lacking is None:
       return "cudnn", "the backend is a GPU"
     return "reference", f"cuDNN has no {lacking}" if backend == "gpu" else f"no kernel for the backend {backend!r}"
-  if implementation not in (*IMPLEMENTATIONS, "pallas_tpu"):
+  if implementation not in IMPLEMENTATIONS + AHEAD:
     raise ValueError(f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-  needed = {"pallas": "tpu", "cudnn": "gpu"}.get(implementation, backend)
-  if needed != backend:
-    raise ValueError(f"implementation={implementation!r}: the backend is {backend!r}, and that one needs "
-                     f"{needed!r}; use 'auto' or 'reference'")
-  if implementation == "cudnn" and lacking:
-    raise ValueError(f"implementation='cudnn': has no {lacking}; use 'auto' or 'reference'")
-  if implementation.startswith("pallas") and dtype == jnp.float64:
-    raise ValueError(f"implementation={implementation!r}: q has dtype float64; use 'reference', or another dtype")
+  needed = {"pallas": ("tpu", "gpu"), "cudnn": ("gpu",)}.get(implementation, (backend,))
+  problem = None
+  if backend not in needed:
+    problem = f"the backend is {backend!r}, and that one needs {' or '.join(map(repr, needed))}"
+  elif implementation == "cudnn" and lacking:
+    problem = f"has no {lacking}"
+  elif implementation.startswith("pallas") and dtype == jnp.float64:
+    problem = "has no dtype float64"
+  elif implementation == "pallas_gpu" or implementation == "pallas" and backend == "gpu":
+    problem = _what_the_gpu_kernel_lacks(dtype, head_dim, here=implementation == "pallas")
+  if problem:
+    raise ValueError(f"implementation={implementation!r}: {problem}; use 'auto' or 'reference'")
   return implementation, "it was asked for"
+
+
+def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | None:
+  """In words, or None; `here`: it is to run on this machine's GPU."""
+  if jax.__version_info__ < (0, 11, 2):
+    return f"needs jax 0.11.2 on a GPU; this is {jax.__version__}"
+  capability = str(getattr(jax.devices()[0], "compute_capability", "none")) if here else "9.0"
+  if not capability.startswith("9."):
+    return f"is made for Hopper, compute capability 9; this GPU's is {capability}"
+  if dtype != jnp.bfloat16:
+    return f"has no dtype {jnp.dtype(dtype)} on a GPU"
+  return f"has no head width {head_dim} on a GPU" if head_dim > GPU_KERNEL_HEAD_DIM else None
 
 
 def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, *, causal: bool = True,
@@ -72,8 +89,8 @@ def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
     return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf where a row sees
       nothing.
-    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` is pallas without a look at the
-      backend, for compiling ahead.
+    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` and `pallas_gpu` are pallas without a
+      look at the backend, for compiling ahead.
 
   Returns:
     [B, S, H, D] in the dtype of q, and with `return_lse` a pair of that and the log-sum-exp.
@@ -89,10 +106,20 @@ def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
   chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unusual=unusual)
   if chosen == "cudnn":
     return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
-  function = attention_tpu if chosen.startswith("pallas") else attention_reference
-  out_BxSxHxD, lse_BxSxH = function(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, mask=mask,
-                                    scale=scale, logits_soft_cap=logits_soft_cap)
+  out_BxSxHxD, lse_BxSxH = _function(chosen)(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
+                                             mask=mask, scale=scale, logits_soft_cap=logits_soft_cap)
   return (out_BxSxHxD, lse_BxSxH) if return_lse else out_BxSxHxD
+
+
+def _function(chosen: str):
+  """The implementation, imported only where it is used: each needs its own part of Pallas."""
+  if chosen == "reference":
+    return attention_reference
+  if chosen == "pallas_gpu" or (chosen == "pallas" and jax.default_backend() == "gpu"):
+    from diffeq_nnx.kernels.attention.gpu import attention_gpu
+    return attention_gpu
+  from diffeq_nnx.kernels.attention.tpu import attention_tpu
+  return attention_tpu
 
 
 def _segments(segment_ids):

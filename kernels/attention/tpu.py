@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
+from diffeq_nnx.kernels.attention.flash import flash_attention
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 LANES = 128
@@ -29,8 +30,8 @@ NN = (((1,), (0,)), ((), ()))  # a b
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-  """What a kernel is specialised for."""
+class TPUKernel:
+  """The kernels for one problem; `flash.Kernel` says what the methods do."""
   mask: Mask
   scale: float
   soft_cap: float | None
@@ -41,20 +42,33 @@ class Static:
   blocks: TPUBlocks
   interpret: bool
 
+  def forward(self, q, k, v, q_segments, kv_segments):
+    out, lse = _forward(*map(_heads_first, (q, k, v)), q_segments, kv_segments, self)
+    return _heads_first(out), lse
+
+  def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
+    q, k, v, dout = map(_heads_first, (q, k, v, dout))
+    return tuple(map(_heads_first, _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)))
+
+
+def _heads_first(x):
+  """[B, S, H, D] to [B, H, S, D], and back."""
+  return jnp.swapaxes(x, 1, 2)
+
 
 def _dot(a, b, dimensions):
   exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
   return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _scores(products, static: Static):
+def _scores(products, static: TPUKernel):
   """Scores from q k^T: scaled, capped, in units of log2 e."""
   if static.soft_cap is None:
     return products * (static.scale * LOG2_E)
   return jnp.tanh(products * (static.scale / static.soft_cap)) * (static.soft_cap * LOG2_E)
 
 
-def _seen(static: Static, first_query, first_key, shape, query_axis: int, segments):
+def _seen(static: TPUKernel, first_query, first_key, shape, query_axis: int, segments):
   """The mask of one block; `segments` are the ids of queries and keys, broadcast to the block, or None."""
   queries = first_query + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
   keys = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - query_axis)
@@ -74,7 +88,7 @@ def _columns(row_ref, width):
 
 
 def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
-                    max_ref, sum_ref, acc_ref, *, static: Static):
+                    max_ref, sum_ref, acc_ref, *, static: TPUKernel):
   """One block of queries against one chunk of keys; q, k, v refs are [rows, D]."""
   b, i, chunk = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   block_q, block_kv = static.blocks.block_q, static.blocks.block_kv
@@ -121,7 +135,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     lse_ref[...] = lse.T[0:1, :]
 
 
-def _visit_all(visit, static: Static, first, full_first, full_last, last):
+def _visit_all(visit, static: TPUKernel, first, full_first, full_last, last):
   """Calls `visit(j, masked)` on the stretch of blocks, with a mask only where one is needed."""
   def masked(j, _):
     visit(j, True)
@@ -135,7 +149,7 @@ def _visit_all(visit, static: Static, first, full_first, full_last, last):
 
 
 def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, do_ref,
-                     dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, static: Static):
+                     dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, static: TPUKernel):
   """One block of keys against one chunk of queries; scores are held transposed, [keys, queries]."""
   b, chunk, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   block_q, block_kv = static.blocks.block_q_back, static.blocks.block_kv_back
@@ -195,7 +209,7 @@ def _rows(segments_BxS, multiple):
   return _pad(segments_BxS.astype(jnp.int32)[:, None], 2, multiple)
 
 
-def _call(kernel, static: Static, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name, vmem):
+def _call(kernel, static: TPUKernel, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name, vmem):
   return pl.pallas_call(
       functools.partial(kernel, static=static), out_shape=out_shape, name=name, interpret=static.interpret,
       grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=grid, in_specs=in_specs,
@@ -204,7 +218,7 @@ def _call(kernel, static: Static, *, grid, in_specs, out_specs, out_shape, scrat
           dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem))
 
 
-def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, static: Static):
+def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, static: TPUKernel):
   """Heads before positions; returns out [B, H, S, D] and the log-sum-exp [B, H, S]."""
   B, H, S, D = q_BxHxSxD.shape
   blocks, G = static.blocks, static.G
@@ -232,7 +246,7 @@ def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, s
 
 
 def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, lse_BxHxS, delta_BxHxS, do_BxHxSxD,
-              static: Static):
+              static: TPUKernel):
   """Gradients of q, k and v, heads before positions."""
   B, H, S, D = q_BxHxSxD.shape
   K, T = k_BxKxTxD.shape[1:3]
@@ -270,27 +284,6 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
   return dq[:, :, :S], total(dk), total(dv)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q, k, v, q_segments, kv_segments, static: Static):
-  return _forward(q, k, v, q_segments, kv_segments, static)
-
-
-def _attention_forward(q, k, v, q_segments, kv_segments, static):
-  out, lse = _forward(q, k, v, q_segments, kv_segments, static)
-  return (out, lse), (q, k, v, q_segments, kv_segments, out, lse)
-
-
-def _attention_backward(static, residuals, gradients):
-  q, k, v, q_segments, kv_segments, out, lse = residuals
-  do, dlse = gradients
-  delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
-  dq, dk, dv = _backward(q, k, v, q_segments, kv_segments, lse, delta, do, static)
-  return dq, dk, dv, None, None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
 def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
                   q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask, scale: float,
                   logits_soft_cap: float | None, blocks: TPUBlocks | None = None,
@@ -304,8 +297,6 @@ def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   S, H, D = q_BxSxHxD.shape[1:]
   T, K = k_BxTxKxD.shape[1:3]
   blocks = blocks or TPUBlocks.tuned(S, T, D, q_BxSxHxD.dtype.itemsize)
-  static = Static(mask, scale, logits_soft_cap, S, T, H // K, q_segments_BxS is not None, blocks, interpret)
-  heads_first = lambda x: jnp.swapaxes(x, 1, 2)
-  out, lse = _attention(heads_first(q_BxSxHxD), heads_first(k_BxTxKxD), heads_first(v_BxTxKxD), q_segments_BxS,
-                        kv_segments_BxT, static)
-  return heads_first(out), heads_first(lse)
+  kernel = TPUKernel(mask, scale, logits_soft_cap, S, T, H // K, q_segments_BxS is not None, blocks, interpret)
+  out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -1,0 +1,454 @@
+"""Attention for NVIDIA Hopper GPUs, in Pallas (Mosaic GPU): forward, and two kernels going back.
+
+B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width. A block
+of threads is two warpgroups that compute, each on 64 rows of its own, and one that fetches: the side that is
+walked along arrives in a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
+
+Scores are kept in units of log2 e, so that the exponential is a plain power of two.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from diffeq_nnx.kernels.attention.flash import flash_attention
+from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
+
+LOG2_E = math.log2(math.e)
+MASKED = -1e30  # a score that is not seen: finite, so that MASKED - MASKED is 0 and not NaN
+UNSEEN_LSE = 1e30  # stands for -inf in the backward pass: 2^(score - UNSEEN_LSE) is 0 whatever the score
+ROWS = 64  # of one computing warpgroup: the height of one wgmma
+TILE = 2 * ROWS  # rows of a block of threads
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """Buffers for the side that is walked along."""
+  rows: int  # of a block, at least 64: wgmma sums over them
+  stages: int  # blocks under way
+
+
+# (forward, back), for heads up to so wide. In shared memory lie, of the 227 KiB that a Hopper block may have, a row
+# of bfloat16 being 256 and 512 bytes, and a ring holding two arrays:
+#   128  forward  q 128 rows = 32 KiB; ring 2 x 2 x 128 rows = 128 KiB: together 160 KiB
+#        back     two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB
+#   256  forward  64 KiB; 2 x 2 x 64 rows = 128 KiB: 192 KiB
+#        back     128 KiB; 2 x 1 x 64 rows = 64 KiB: 192 KiB
+# In 32-bit registers of a thread, 128 of them to the 64 rows:
+#   128  forward  scores 64, out 64, weights in bfloat16 32: 160
+#        back     dK and dV 2 x 64, scores and their gradient 2 x 32, both once more in bfloat16 2 x 16: 224
+#   256  forward  32 + 128 + 16: 176; back, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
+RINGS = {128: (Ring(128, 2), Ring(64, 2)), 256: (Ring(64, 2), Ring(64, 1))}
+COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40  # (2 x 232 + 40) x 128 threads = 64,512 of 65,536
+
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a [64, n] array in registers
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a column
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUKernel:
+  """The kernels for one problem; `flash.Kernel` says what the methods do."""
+  mask: Mask
+  scale: float
+  soft_cap: float | None
+  S: int
+  T: int
+  D: int
+  interpret: Any
+
+  @property
+  def rings(self) -> tuple[Ring, Ring]:
+    """Forward and back."""
+    return RINGS[128 if self.D <= 128 else 256]
+
+  def forward(self, q, k, v, q_segments, kv_segments):
+    return _forward(q, k, v, q_segments, kv_segments, self)
+
+  def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
+    return _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
+
+  def scores(self, products):
+    """Scores from q k^T: scaled, capped, in units of log2 e."""
+    if self.soft_cap is None:
+      return products * (self.scale * LOG2_E)
+    return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
+
+  def score_gradient(self, products, dscores):
+    """The soft cap's part of the chain rule."""
+    if self.soft_cap is None:
+      return dscores
+    bent = jnp.tanh(products * (self.scale / self.soft_cap))
+    return dscores * (1.0 - bent * bent)
+
+
+def _along_rows(row_values, shape):
+  return jax.lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def _along_columns(column_values, shape):
+  return jax.lax.broadcast_in_dim(column_values, shape, [1])
+
+
+def _product(a, b_transposed, shape):
+  """a b^T in fresh registers; operands in shared memory."""
+  def compute(acc_ref):
+    plgpu.wgmma(acc_ref, a, b_transposed.transpose((1, 0)))
+    return acc_ref[...]
+
+  return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+
+
+def _add_product(total, a, b, interpret):
+  """total + a b; a in registers, b in shared memory."""
+  if interpret:  # the interpreter has no wgmma from registers, and no accumulator that starts from a value
+    return total + jax.lax.dot(a, b[...], preferred_element_type=jnp.float32)
+
+  def compute(acc_ref):
+    plgpu.wgmma(acc_ref, a, b)
+
+  return pl.run_state(compute)(plgpu.ACC.init(total))
+
+
+def _zeros(shape):
+  return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _filled(value):
+  return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), _ROW)
+
+
+def _load(ref, index, layout):
+  """A stretch of a vector in the GPU's memory, to registers."""
+  return plgpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, segments):
+  """`scores` [rows, columns] with MASKED where nothing is seen; rows are queries, or keys if `by_key`."""
+  shape = scores.shape
+  rows = first_row + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+  columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+  queries, keys = (columns, rows) if by_key else (rows, columns)
+  seen = keys < static.T
+  if static.mask.causal:
+    seen = seen & (queries >= keys)
+  if static.mask.window is not None:
+    seen = seen & (keys > queries - static.mask.window)
+  if segments is not None:
+    seen = seen & (_along_rows(segments[0], shape) == _along_columns(segments[1], shape))
+  return jnp.where(seen, scores, MASKED)
+
+
+def _feed(first, last, stages, fetch, consumed):
+  """The fetching warpgroup: `fetch(j, slot)` for each block in first..last, as buffers come free."""
+  @pl.loop(first, last)
+  def _next(j):
+    turn = j - first
+    slot = jax.lax.rem(turn, stages)
+
+    @pl.when(turn >= stages)
+    def _wait():
+      plgpu.barrier_wait(consumed.at[slot])
+
+    fetch(j, slot)
+
+  @pl.loop(jnp.maximum(first, last - stages), last)
+  def _drain(j):  # so that nothing ends before the last buffers were read
+    plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, stages)])
+
+
+def _walk(stretch, stages, carry, visit, arrived, consumed):
+  """A computing warpgroup: carry = visit(j, slot, masked, carry) along the stretch of blocks."""
+  first, full_first, full_last, last = stretch
+
+  def step(masked):
+    def body(j, carry):
+      slot = jax.lax.rem(j - first, stages)
+      plgpu.barrier_wait(arrived.at[slot])
+      carry = visit(j, slot, masked, carry)
+      plgpu.barrier_arrive(consumed.at[slot])
+      return carry
+
+    return body
+
+  carry = jax.lax.fori_loop(first, full_first, step(True), carry)
+  carry = jax.lax.fori_loop(full_first, full_last, step(False), carry)
+  return jax.lax.fori_loop(full_last, last, step(True), carry)
+
+
+def _stretch(ranges_ref, b, i):
+  batch = b if ranges_ref.shape[1] > 1 else 0
+  return tuple(ranges_ref[n, batch, i] for n in range(4))
+
+
+def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
+                    q_smem, k_smem, v_smem, lse_smem, q_arrived, arrived, consumed, *, static: GPUKernel, G: int):
+  """128 queries of one head against all the keys that they see."""
+  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
+  wg = jax.lax.axis_index("wg")
+  D, ring = q_ref.shape[-1], static.rings[0]
+  walk = ring.rows
+  stretch = _stretch(ranges_ref, b, i)
+
+  @pl.when(wg < 2)
+  def _compute():
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    first_row = i * TILE + wg * ROWS
+    rows = pl.ds(first_row, ROWS)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_smem.at[wg], q_arrived.at[wg])
+    plgpu.barrier_wait(q_arrived.at[wg])
+    q_ids = None if q_segments_ref is None else _load(q_segments_ref, (b, rows), _ROW)
+
+    def visit(j, slot, masked, carry):
+      acc, top, total = carry
+      scores = static.scores(_product(q_smem.at[wg], k_smem.at[slot], (ROWS, walk)))
+      if masked:
+        segments = None if q_ids is None else (q_ids, _load(kv_segments_ref, (b, pl.ds(j * walk, walk)), _COLUMN))
+        scores = _masked(scores, static, first_row, j * walk, False, segments)
+      new_top = jnp.maximum(top, scores.max(axis=1))
+      weights = jnp.exp2(scores - _along_rows(new_top, scores.shape))
+      correction = jnp.exp2(top - new_top)
+      total = total * correction + weights.sum(axis=1)
+      acc = acc * _along_rows(correction, acc.shape)
+      return _add_product(acc, weights.astype(q_ref.dtype), v_smem.at[slot], static.interpret), new_top, total
+
+    acc, top, total = _walk(stretch, ring.stages, (_zeros((ROWS, D)), _filled(MASKED), _filled(0.0)), visit, arrived, consumed)
+    empty = top <= MASKED / 2
+    inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+    q_smem.at[wg][...] = (acc * _along_rows(inverse, acc.shape)).astype(out_ref.dtype)
+    lse = (top + jnp.log(jnp.where(empty, 1.0, total)) * LOG2_E) / LOG2_E
+    lse_smem.at[wg][...] = jnp.where(empty, -jnp.inf, lse)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_smem.at[wg], out_ref.at[b, rows, h])
+    plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, h, rows])
+    plgpu.wait_smem_to_gmem(0)
+
+  @pl.when(wg == 2)
+  def _fetch():
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+    def fetch(j, slot):
+      source = (b, pl.ds(j * walk, walk), jax.lax.div(h, G))
+      plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], arrived.at[slot])
+      plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], arrived.at[slot])
+
+    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+
+
+def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref, dq_ref,
+               q_smem, dout_smem, k_smem, v_smem, own_arrived, arrived, consumed, *, static: GPUKernel, G: int):
+  """The gradient of 128 queries of one head."""
+  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
+  wg = jax.lax.axis_index("wg")
+  D, ring = q_ref.shape[-1], static.rings[1]
+  walk = ring.rows
+  stretch = _stretch(ranges_ref, b, i)
+
+  @pl.when(wg < 2)
+  def _compute():
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    first_row = i * TILE + wg * ROWS
+    rows = pl.ds(first_row, ROWS)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_smem.at[wg], own_arrived.at[wg])
+    plgpu.copy_gmem_to_smem(dout_ref.at[b, rows, h], dout_smem.at[wg], own_arrived.at[wg])
+    plgpu.barrier_wait(own_arrived.at[wg])
+    lse, delta = (_load(ref, (b, h, rows), _ROW) for ref in (lse_ref, delta_ref))
+    q_ids = None if q_segments_ref is None else _load(q_segments_ref, (b, rows), _ROW)
+
+    def visit(j, slot, masked, dq):
+      products = _product(q_smem.at[wg], k_smem.at[slot], (ROWS, walk))
+      scores = static.scores(products)
+      if masked:
+        segments = None if q_ids is None else (q_ids, _load(kv_segments_ref, (b, pl.ds(j * walk, walk)), _COLUMN))
+        scores = _masked(scores, static, first_row, j * walk, False, segments)
+      weights = jnp.exp2(scores - _along_rows(lse, scores.shape))
+      dweights = _product(dout_smem.at[wg], v_smem.at[slot], (ROWS, walk))
+      dscores = static.score_gradient(products, weights * (dweights - _along_rows(delta, scores.shape)))
+      return _add_product(dq, dscores.astype(q_ref.dtype), k_smem.at[slot], static.interpret)
+
+    dq = _walk(stretch, ring.stages, _zeros((ROWS, D)), visit, arrived, consumed)
+    q_smem.at[wg][...] = (dq * static.scale).astype(dq_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_smem.at[wg], dq_ref.at[b, rows, h])
+    plgpu.wait_smem_to_gmem(0)
+
+  @pl.when(wg == 2)
+  def _fetch():
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+    def fetch(j, slot):
+      source = (b, pl.ds(j * walk, walk), jax.lax.div(h, G))
+      plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], arrived.at[slot])
+      plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], arrived.at[slot])
+
+    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+
+
+def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref,
+                *refs, wanted: tuple[bool, bool], static: GPUKernel, G: int):
+  """What one query head adds to the gradients of 128 keys and values; scores are held transposed, [keys, queries].
+
+  `wanted` says which of dK and dV to make; `refs` are those, then the scratch.
+  """
+  out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = refs[:sum(wanted)], refs[sum(wanted):]
+  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
+  wg = jax.lax.axis_index("wg")
+  D, ring = q_ref.shape[-1], static.rings[1]
+  walk = ring.rows
+  stretch = _stretch(ranges_ref, b, i)
+
+  @pl.when(wg < 2)
+  def _compute():
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    first_row = i * TILE + wg * ROWS
+    rows = pl.ds(first_row, ROWS)
+    source = (b, rows, jax.lax.div(h, G))
+    plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[wg], own_arrived.at[wg])
+    plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[wg], own_arrived.at[wg])
+    plgpu.barrier_wait(own_arrived.at[wg])
+    kv_ids = None if kv_segments_ref is None else _load(kv_segments_ref, (b, rows), _ROW)
+
+    def visit(j, slot, masked, carry):
+      dk, dv = carry
+      columns = pl.ds(j * walk, walk)
+      products = _product(k_smem.at[wg], q_smem.at[slot], (ROWS, walk))
+      scores = static.scores(products)
+      if masked:
+        segments = None if kv_ids is None else (kv_ids, _load(q_segments_ref, (b, columns), _COLUMN))
+        scores = _masked(scores, static, first_row, j * walk, True, segments)
+      weights = jnp.exp2(scores - _along_columns(_load(lse_ref, (b, h, columns), _COLUMN), scores.shape))
+      if wanted[1]:
+        dv = _add_product(dv, weights.astype(q_ref.dtype), dout_smem.at[slot], static.interpret)
+      if wanted[0]:
+        dweights = _product(v_smem.at[wg], dout_smem.at[slot], (ROWS, walk))
+        delta = _along_columns(_load(delta_ref, (b, h, columns), _COLUMN), scores.shape)
+        dscores = static.score_gradient(products, weights * (dweights - delta))
+        dk = _add_product(dk, dscores.astype(q_ref.dtype), q_smem.at[slot], static.interpret)
+      return dk, dv
+
+    start = tuple(_zeros((ROWS, D)) if want else None for want in wanted)
+    dk, dv = _walk(stretch, ring.stages, start, visit, arrived, consumed)
+    sums = [value for value, want in ((dk, wanted[0]), (dv, wanted[1])) if want]
+    factors = [factor for factor, want in ((static.scale, wanted[0]), (1.0, wanted[1])) if want]
+    for value, factor, out_ref, smem in zip(sums, factors, out_refs, (k_smem, v_smem)):
+      smem.at[wg][...] = (value * factor).astype(out_ref.dtype)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(smem.at[wg], out_ref.at[b, rows, h])
+    plgpu.wait_smem_to_gmem(0)
+
+  @pl.when(wg == 2)
+  def _fetch():
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+    def fetch(j, slot):
+      source = (b, pl.ds(j * walk, walk), h)
+      plgpu.copy_gmem_to_smem(q_ref.at[source], q_smem.at[slot], arrived.at[slot])
+      plgpu.copy_gmem_to_smem(dout_ref.at[source], dout_smem.at[slot], arrived.at[slot])
+
+    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+
+
+def _call(kernel, out_type, scratch, tiles, B, H, static: GPUKernel, G: int, arguments):
+  """Runs a kernel over heads, tiles and batch; an argument may be None."""
+  given = [a is not None for a in arguments]
+
+  def body(*refs):
+    inputs = iter(refs[:sum(given)])
+    spread = [next(inputs) if there else None for there in given]
+    kernel(*spread, *refs[sum(given):], static=static, G=G)
+
+  return plgpu.kernel(
+      body, out_type=out_type, scratch_types=scratch, grid=(H, tiles, B), grid_names=("heads", "tiles", "batch"),
+      num_threads=3, thread_name="wg", interpret=static.interpret,
+      compiler_params=plgpu.CompilerParams(approx_math=True))(*(a for a in arguments if a is not None))
+
+
+def _shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
+  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them."""
+  transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+  return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
+
+
+def _ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
+  """The two arrays that are walked along."""
+  return _shared(ring.stages, ring.rows, D, dtype), _shared(ring.stages, ring.rows, D, dtype)
+
+
+def _barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
+  """Arrival of a tile's own arrays (`own` copies), arrival of the ring's two arrays, and the ring's release."""
+  return (plgpu.Barrier(num_arrivals=own, num_barriers=2), plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+          plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages))
+
+
+def _pad(x, axis: int, multiple: int, value=0):
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, -x.shape[axis] % multiple)
+  return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
+
+
+def _padded(x):
+  """[B, S, H, D] with S a multiple of the tile and D of the 64 columns that shared memory is swizzled by."""
+  return _pad(_pad(x, 1, TILE), 3, 64)
+
+
+def _ids(segments):
+  return None if segments is None else _pad(segments.astype(jnp.int32), 1, TILE)
+
+
+def _forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: GPUKernel):
+  B, S, H, D = q_BxSxHxD.shape
+  G = H // k_BxTxKxD.shape[2]
+  ranges = block_ranges(static.mask, S, static.T, TILE, static.rings[0].rows, q_segments, kv_segments)
+  q, k, v = map(_padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD))
+  width, dtype = q.shape[3], q.dtype
+  out, lse = _call(
+      _forward_kernel, [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, H, q.shape[1]), jnp.float32)],
+      (_shared(2, ROWS, width, dtype), *_ring_buffers(static.rings[0], width, dtype),
+       plgpu.SMEM((2, ROWS), jnp.float32), *_barriers(1, static.rings[0])),
+      q.shape[1] // TILE, B, H, static, G, (ranges, q, k, v, _ids(q_segments), _ids(kv_segments)))
+  return out[:, :S, :, :D], lse[:, :, :S]
+
+
+def _backward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD,
+              static: GPUKernel):
+  B, S, H, D = q_BxSxHxD.shape
+  T, K = k_BxTxKxD.shape[1:3]
+  G = H // K
+  q, k, v, dout = map(_padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  width, dtype = q.shape[3], q.dtype
+  lse = _pad(jnp.where(jnp.isneginf(lse_BxHxS), UNSEEN_LSE, lse_BxHxS * LOG2_E), 2, TILE, UNSEEN_LSE)
+  delta = _pad(delta_BxHxS, 2, TILE)
+  rest = (q, k, v, _ids(q_segments), _ids(kv_segments), lse, delta, dout)
+  ring = static.rings[1]
+  scratch = (_shared(2, ROWS, width, dtype), _shared(2, ROWS, width, dtype), *_ring_buffers(ring, width, dtype),
+             *_barriers(2, ring))
+  ranges = functools.partial(block_ranges, static.mask, S, T, q_segments_BxS=q_segments, kv_segments_BxT=kv_segments)
+  (dq,) = _call(_dq_kernel, [jax.ShapeDtypeStruct(q.shape, dtype)], scratch, q.shape[1] // TILE, B, H, static, G,
+                (ranges(block_q=TILE, block_kv=ring.rows), *rest))
+  part = jax.ShapeDtypeStruct((B, k.shape[1], H, width), dtype)
+  by_key = (ranges(block_q=ring.rows, block_kv=TILE, by_key=True), *rest)
+  dkv = lambda *wanted: _call(functools.partial(_dkv_kernel, wanted=wanted), [part] * sum(wanted), scratch,
+                              k.shape[1] // TILE, B, H, static, G, by_key)
+  dk, dv = dkv(True, True) if width <= 128 else (*dkv(True, False), *dkv(False, True))
+  total = lambda x: x.reshape(B, -1, K, G, width).astype(jnp.float32).sum(3)[:, :T, :, :D].astype(dtype)
+  return dq[:, :S, :, :D], total(dk), total(dv)
+
+
+def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
+                  q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask, scale: float,
+                  logits_soft_cap: float | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+  """Attention's output [B, S, H, D] and log-sum-exp [B, S, H] (float32), like `attention_reference`.
+
+  Takes bfloat16 and D up to 256; needs jax 0.11.2.
+
+  Args:
+    interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
+  """
+  kernel = GPUKernel(mask, scale, logits_soft_cap, q_BxSxHxD.shape[1], k_BxTxKxD.shape[1],
+                     q_BxSxHxD.shape[3], interpret)
+  out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)
