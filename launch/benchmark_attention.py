@@ -54,8 +54,8 @@ def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
   if shape.length % block:
     return None
   mask = masks.CausalMask(length) if shape.window is None else masks.LocalMask(length, (shape.window - 1, 0), 0)
-  sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
-                             block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True)
+  sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_kv_compute=min(block, 512), block_q_dkv=block,
+                             block_kv_dkv=block, block_kv_dkv_compute=min(block, 512), use_fused_bwd_kernel=True)
   kernel = kernels.make_splash_mha(masks.MultiHeadMask([mask] * shape.heads), head_shards=1, q_seq_shards=1,
                                    block_sizes=sizes, attn_logits_soft_cap=shape.logits_soft_cap)
   ids = None if segments is None else kernels.SegmentIds(segments, segments)
