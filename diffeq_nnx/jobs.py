@@ -10,7 +10,7 @@ from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.train import train
+from diffeq_nnx.train import say_attention, train
 from diffeq_nnx.train_step import init_state
 
 
@@ -18,8 +18,9 @@ def evaluate(config: Config, workdir: str) -> dict:
   """Evaluates the newest checkpoint and prints one JSON line on stdout.
 
   Raises:
-    UserError: no checkpoint in the work directory, or one of another model or tokenizer.
+    UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or tokenizer.
   """
+  say_attention(config.model)
   known = workdir_lib.require(workdir, config)
   corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)

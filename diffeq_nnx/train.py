@@ -26,7 +26,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
   """Trains, or goes on training, and returns the last validation values.
 
   Raises:
-    UserError: the text, the work directory or the checkpoints don't fit the config.
+    UserError: the text, the work directory, the checkpoints or this backend don't fit the config.
     RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
   say_attention(config.model)

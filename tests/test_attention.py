@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
+from diffeq_nnx.solvers import uniform_grid
+from diffeq_nnx.train_step import graph, init_state, loss_and_gradients
+from tests.conftest import random_batch, small_config, small_model
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
@@ -214,8 +218,22 @@ def test_it_works_under_shard_map_over_batch_and_heads():
   jax.jit(jax.grad(lambda q: mapped(q, k, v).sum()))(q)
 
 
+def test_a_model_has_the_same_gradients_with_the_kernel(monkeypatch):
+  """The whole loss, in the solver's scan and rematerialised, with the kernel that a config on a TPU would name."""
+  def gradients(implementation):
+    config = small_config(small_model(attention=implementation), remat="full")
+    params = jax.jit(init_state, static_argnums=0)(config)["params"]
+    function = lambda p, b: loss_and_gradients(config, graph(config.model), uniform_grid(3, 3.0), p, b,
+                                               jax.random.key(0))
+    return jax.jit(function)(params, random_batch(config))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(dispatch, "_function", lambda chosen: {"pallas_tpu": kernel_of("tpu")}[chosen])
+    ours = gradients("pallas_tpu")
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), ours, gradients("reference"))
+
+
 def test_the_tpu_interpreter_finds_no_race():
-  pltpu = pytest.importorskip("jax.experimental.pallas.tpu")
   try:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
     races = interpreter.races

@@ -6,7 +6,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
-from launch import benchmark, compare
+from launch import benchmark, benchmark_attention, compare
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
          "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -25,6 +25,15 @@ def test_benchmark_prints_a_row_a_config(what, capsys):
     milliseconds, tokens = float(row[1]), float(row[2].replace(",", ""))
     assert tokens == pytest.approx(2 * 16 / milliseconds * 1e3, rel=0.2)  # both are rounded
     assert float(row[4]) >= float(row[3])
+
+
+def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
+  benchmark_attention.main(["--shapes=odd_length", "--batch=1", "--rounds=1"])
+  lines = capsys.readouterr().out.splitlines()
+  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| odd_length")]
+  assert {(row[1], row[2]) for row in rows} == {
+      (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")}
+  assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
 
 
 def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):

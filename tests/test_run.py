@@ -188,6 +188,18 @@ def test_a_directory_of_another_model_or_tokenizer_names_the_keys(run, tmp_path)
     train(config, str(workdir))
 
 
+@pytest.mark.parametrize("job", jobs.JOBS)
+def test_an_attention_that_this_backend_lacks_is_told(finished, job):
+  config = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, attention="pallas"))
+  with pytest.raises(UserError, match="model.attention='pallas': .*the backend is 'cpu'.*use 'auto'"):
+    jobs.JOBS[job](config, str(finished[1]))
+
+
+def test_the_run_says_which_attention_it_uses(run, capfd):
+  train(run[0], str(run[1]))
+  assert capfd.readouterr().err.count("attention: reference (no kernel for the backend 'cpu')") == 1
+
+
 def test_a_directory_that_cannot_be_written_is_told(finished, tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match=r"workdir=.*can't be written"):

@@ -34,6 +34,8 @@ def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unus
     lacking = f"dtype {jnp.dtype(dtype)}"
   elif head_dim % 8 or head_dim > 128:
     lacking = f"head width {head_dim}"
+  elif backend == "gpu" and _capability() < 8:
+    lacking = "fused attention for GPUs before Ampere"
   if implementation in (None, "auto"):
     if backend == "tpu" and dtype != jnp.float64:
       return "pallas", "the backend is a TPU"
@@ -57,13 +59,17 @@ def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unus
   return implementation, "it was asked for"
 
 
+def _capability() -> float:
+  """CUDA's compute capability of the first GPU: 8 for Ampere, 9 for Hopper; 9 where there is no GPU to ask."""
+  return float(getattr(jax.devices()[0], "compute_capability", 9.0))
+
+
 def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | None:
   """In words, or None; `here`: it is to run on this machine's GPU."""
   if jax.__version_info__ < (0, 11, 2):
     return f"needs jax 0.11.2 on a GPU; this is {jax.__version__}"
-  capability = str(getattr(jax.devices()[0], "compute_capability", "none")) if here else "9.0"
-  if not capability.startswith("9."):
-    return f"is made for Hopper, compute capability 9; this GPU's is {capability}"
+  if here and not 9 <= _capability() < 10:
+    return f"is made for Hopper, compute capability 9; this GPU's is {_capability()}"
   if dtype != jnp.bfloat16:
     return f"has no dtype {jnp.dtype(dtype)} on a GPU"
   return f"has no head width {head_dim} on a GPU" if head_dim > GPU_KERNEL_HEAD_DIM else None
