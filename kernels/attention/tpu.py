@@ -10,6 +10,7 @@ Scores are kept in units of log2 e, so that the exponential is a plain power of 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -40,7 +41,7 @@ class TPUKernel:
   G: int
   segments: bool
   blocks: TPUBlocks
-  interpret: bool
+  interpret: Any
 
   def forward(self, q, k, v, q_segments, kv_segments):
     out, lse = _forward(*map(_heads_first, (q, k, v)), q_segments, kv_segments, self)
@@ -123,7 +124,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
   low, high = chunk * chunk_blocks, (chunk + 1) * chunk_blocks
   first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b if static.segments else 0, i], low, high)
                                         for n in range(4))
-  _visit_all(visit, static, first, full_first, full_last, last)
+  _visit_all(visit, first, full_first, full_last, last)
 
   @pl.when(chunk == pl.num_programs(3) - 1)
   def _finish():
@@ -135,7 +136,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     lse_ref[...] = lse.T[0:1, :]
 
 
-def _visit_all(visit, static: TPUKernel, first, full_first, full_last, last):
+def _visit_all(visit, first, full_first, full_last, last):
   """Calls `visit(j, masked)` on the stretch of blocks, with a mask only where one is needed."""
   def masked(j, _):
     visit(j, True)
@@ -186,7 +187,7 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
   low, high = chunk * chunk_blocks, (chunk + 1) * chunk_blocks
   first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b if static.segments else 0, j], low, high)
                                         for n in range(4))
-  _visit_all(visit, static, first, full_first, full_last, last)
+  _visit_all(visit, first, full_first, full_last, last)
   dk_ref[...] = (dk_acc[...] * static.scale).astype(dk_ref.dtype)
   dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
@@ -287,12 +288,12 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
 def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
                   q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask, scale: float,
                   logits_soft_cap: float | None, blocks: TPUBlocks | None = None,
-                  interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+                  interpret: Any = False) -> tuple[jax.Array, jax.Array]:
   """Attention's output [B, S, H, D] and log-sum-exp [B, S, H] (float32), like `attention_reference`.
 
   Args:
     blocks: sizes; None: the tuned ones.
-    interpret: run in Pallas's interpreter, on any backend.
+    interpret: True, or a `pltpu.InterpretParams`: run in one of Pallas's interpreters, on any backend.
   """
   S, H, D = q_BxSxHxD.shape[1:]
   T, K = k_BxTxKxD.shape[1:3]
