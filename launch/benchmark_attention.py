@@ -80,12 +80,12 @@ def candidates(shape: Shape) -> dict[str, Callable]:
   """What can be tried, by name; None where it lacks a feature of the shape."""
   segments, backend = shape.segment_ids(), jax.default_backend()
   makers = {"reference": lambda: ours(shape, segments, "reference"), "xla": lambda: jax_nn(shape, segments, "xla")}
+  if backend != "cpu":
+    makers |= {"ours": lambda: ours(shape, segments, "pallas"), "tokamax": lambda: tokamax(shape, segments)}
   if backend == "tpu":
-    makers |= {"ours": lambda: ours(shape, segments, "pallas"), "splash": lambda: splash(shape, segments)}
+    makers["splash"] = lambda: splash(shape, segments)
   if backend == "gpu":
     makers["cudnn"] = lambda: jax_nn(shape, segments, "cudnn")
-  if backend != "cpu":
-    makers["tokamax"] = lambda: tokamax(shape, segments)
   found = {}
   for name, maker in makers.items():
     try:

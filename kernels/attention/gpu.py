@@ -56,7 +56,6 @@ class GPUKernel:
   mask: Mask
   scale: float
   soft_cap: float | None
-  S: int
   T: int
   D: int
   interpret: Any
@@ -448,7 +447,6 @@ def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   Args:
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
   """
-  kernel = GPUKernel(mask, scale, logits_soft_cap, q_BxSxHxD.shape[1], k_BxTxKxD.shape[1],
-                     q_BxSxHxD.shape[3], interpret)
+  kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
   out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

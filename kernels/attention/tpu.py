@@ -36,7 +36,6 @@ class TPUKernel:
   mask: Mask
   scale: float
   soft_cap: float | None
-  S: int
   T: int
   G: int
   segments: bool
@@ -298,6 +297,6 @@ def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   S, H, D = q_BxSxHxD.shape[1:]
   T, K = k_BxTxKxD.shape[1:3]
   blocks = blocks or TPUBlocks.tuned(S, T, D, q_BxSxHxD.dtype.itemsize)
-  kernel = TPUKernel(mask, scale, logits_soft_cap, S, T, H // K, q_segments_BxS is not None, blocks, interpret)
+  kernel = TPUKernel(mask, scale, logits_soft_cap, T, H // K, q_segments_BxS is not None, blocks, interpret)
   out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)
