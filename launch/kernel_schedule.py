@@ -87,7 +87,7 @@ def main() -> None:
     chip, name, who, block = args.child.split(",")
     compile_here(chip, name, who, int(block))
     return
-  print("| chip | shape | ours, forward: unmasked, masked | backward | splash 512: forward, backward | splash 1024 |\n"
+  print("| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | splash 1024 |\n"
         "| --- | --- | --- | --- | --- | --- |")
   for chip in args.chips:
     for name in args.shapes:
