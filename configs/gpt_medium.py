@@ -29,7 +29,7 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.optimizer.b2 = 0.999
   config.optimizer.eps = 1e-08
   config.optimizer.weight_decay = 0.1
-  config.train.accumulation = 16
+  config.train.device_batch_size = 16
   corpus, _ = presets.select(config, choice, default_corpus="openwebtext")
   config.train.batch_size = 256
   config.train.steps = 10_001 if corpus == "wikitext103" else 40_001

@@ -30,7 +30,7 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.optimizer.b2 = 0.95
   config.optimizer.eps = 1e-08
   config.optimizer.weight_decay = 1e-05
-  config.train.accumulation = 32
+  config.train.device_batch_size = 8
   corpus, _ = presets.select(config, choice, default_corpus="openwebtext")
   config.train.batch_size = 256
   config.train.steps = 10_001 if corpus == "wikitext103" else 40_001

@@ -1,15 +1,20 @@
 """The vector fields: pure functions of the state and the weights at one time.
 
 B batch, L positions, D embed_dim, H query heads, K key/value heads, G = H / K, C head_dim, F mlp_dim.
+
+Every kernel is a matrix [in, out], heads side by side, so that it fills a TPU's tiles and can be split along its
+first axis over any number of devices.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import sharding
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.weights import BlockSpecs, LeafSpec
 
@@ -52,10 +57,23 @@ def _out_std(model: config_lib.ModelConfig) -> float:
   return STD / (2 * model.num_steps) ** 0.5
 
 
+def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict[str, LeafSpec]:
+  """A kernel [in, out] and its bias."""
+  return {"kernel": LeafSpec((fan_in, fan_out), axes, std), "bias": LeafSpec((fan_out,), axes[1:])}
+
+
+def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array,
+                      implementation: str) -> jax.Array:
+  """Causal attention, each device with its own sequences and heads: a fused kernel can't be split by the compiler."""
+  run = functools.partial(attention, implementation=implementation)
+  return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC)
+
+
 @dataclasses.dataclass(frozen=True)
 class GPTField:
   """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
   num_heads: int
+  num_kv_heads: int
   head_dim: int
   implementation: str  # of attention, as in model.attention
   learned_positions: ClassVar[bool] = True
@@ -64,7 +82,7 @@ class GPTField:
   @staticmethod
   def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
     """The arrays of one norm."""
-    return {"scale": LeafSpec((embed_dim,), start=1.0), "shift": LeafSpec((embed_dim,))}
+    return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0), "shift": LeafSpec((embed_dim,), ("embed",))}
 
   @staticmethod
   def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -75,30 +93,30 @@ class GPTField:
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
     """Every array of the block at one time.
 
-    qkv is [D, K, G + 2, C]: for each key/value head its G query heads, the key, the value, so that it
+    qkv is [D, K (G + 2) C]: for each key/value head its G query heads, the key, the value, so that it
     can be split over K.
     """
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
-    qkv = (K, H // K + 2, C)
     norm = GPTField.norm_specs(D)
     return {
         "attention_norm": norm,
-        "qkv": {"kernel": LeafSpec((D, *qkv), STD), "bias": LeafSpec(qkv)},
-        "out": {"kernel": LeafSpec((H, C, D), _out_std(model)), "bias": LeafSpec((D,))},
+        "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD),
+        "out": _dense(H * C, D, ("heads", "embed"), _out_std(model)),
         "mlp_norm": norm,
-        "up": {"kernel": LeafSpec((D, F), STD), "bias": LeafSpec((F,))},
-        "down": {"kernel": LeafSpec((F, D), _out_std(model)), "bias": LeafSpec((D,))},
+        "up": _dense(D, F, ("embed", "mlp"), STD),
+        "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
   def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, _ = x_BxLxD.shape
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
-    qkv_BxLxKxSxC = jnp.einsum("bld,dksc->blksc", normed_BxLxD, w["qkv"]["kernel"]) + w["qkv"]["bias"][None, None]
+    qkv_BxLxN = normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None]
+    qkv_BxLxKxSxC = qkv_BxLxN.reshape(B, L, self.num_kv_heads, -1, self.head_dim)
     q_BxLxHxC = qkv_BxLxKxSxC[..., :-2, :].reshape(B, L, self.num_heads, self.head_dim)
-    out_BxLxHxC = attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :],
-                            implementation=self.implementation)
-    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"]) + w["out"]["bias"][None, None]
+    out_BxLxHxC = sharded_attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :],
+                                    self.implementation)
+    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
@@ -112,6 +130,7 @@ class GPTField:
 class LlamaField:
   """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases."""
   num_heads: int
+  num_kv_heads: int
   head_dim: int
   implementation: str  # of attention, as in model.attention
   learned_positions: ClassVar[bool] = False
@@ -120,7 +139,7 @@ class LlamaField:
   @staticmethod
   def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
     """The arrays of one norm."""
-    return {"scale": LeafSpec((embed_dim,), start=1.0)}
+    return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0)}
 
   @staticmethod
   def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -131,27 +150,29 @@ class LlamaField:
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
     """Every array of the block at one time."""
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
     return {
         "attention_norm": LlamaField.norm_specs(D),
-        "query": {"kernel": LeafSpec((D, H, C), STD)},
-        "key": {"kernel": LeafSpec((D, K, C), STD)},
-        "value": {"kernel": LeafSpec((D, K, C), STD)},
-        "out": {"kernel": LeafSpec((H, C, D), _out_std(model))},
+        "query": kernel((D, H * C), ("embed", "heads"), STD),
+        "key": kernel((D, K * C), ("embed", "heads"), STD),
+        "value": kernel((D, K * C), ("embed", "heads"), STD),
+        "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
         "mlp_norm": LlamaField.norm_specs(D),
-        "gate": {"kernel": LeafSpec((D, F), STD)},
-        "up": {"kernel": LeafSpec((D, F), STD)},
-        "down": {"kernel": LeafSpec((F, D), _out_std(model))},
+        "gate": kernel((D, F), ("embed", "mlp"), STD),
+        "up": kernel((D, F), ("embed", "mlp"), STD),
+        "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
     }
 
   def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
-    positions_L = jnp.arange(x_BxLxD.shape[1])
-    q_BxLxHxC = rotate(jnp.einsum("bld,dhc->blhc", normed_BxLxD, w["query"]["kernel"]), positions_L)
-    k_BxLxKxC = rotate(jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["key"]["kernel"]), positions_L)
-    v_BxLxKxC = jnp.einsum("bld,dkc->blkc", normed_BxLxD, w["value"]["kernel"])
-    out_BxLxHxC = attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation=self.implementation)
-    return jnp.einsum("blhc,hcd->bld", out_BxLxHxC, w["out"]["kernel"])
+    B, L, _ = x_BxLxD.shape
+    positions_L = jnp.arange(L)
+    project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
+    q_BxLxHxC = rotate(project("query", self.num_heads), positions_L)
+    k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions_L)
+    out_BxLxHxC = sharded_attention(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
+    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
@@ -165,4 +186,4 @@ FIELDS = {"gpt": GPTField, "llama": LlamaField}
 
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
-  return FIELDS[model.field](model.num_heads, model.head_dim, model.attention)
+  return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention)

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import distributed
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.report import say
@@ -71,25 +72,29 @@ class Checkpoints:
     """
     found = self.steps()
     for step in reversed(found):
+      problem = ""
       try:
         restore = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **restore))
-        return _state(items), items["data"]
       except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
-        self._set_aside(step, error)
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+      problem = next(filter(None, distributed.exchange(problem)), None)
+      if problem is None:
+        return _state(items), items["data"]
+      self._set_aside(step, problem)
     if found:
       raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
                       f"{DAMAGED}; remove the directory to start anew")
     return None
 
-  def _set_aside(self, step: int, error: Exception) -> None:
-    os.makedirs(os.path.join(self._workdir, DAMAGED), exist_ok=True)
+  def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED, str(step))
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.move(os.path.join(self._folder, str(step)), target)
-    reason = next(iter(str(error).splitlines()), "")[:200]
-    say(f"the checkpoint of step {step} is damaged ({type(error).__name__}: {reason}); moved to {target}; "
-        "trying the one before")
+    if distributed.leads():
+      os.makedirs(os.path.join(self._workdir, DAMAGED), exist_ok=True)
+      shutil.rmtree(target, ignore_errors=True)
+      shutil.move(os.path.join(self._folder, str(step)), target)
+    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
+    distributed.exchange("moved")
     self._manager.reload()
 
   def close(self) -> None:
@@ -128,7 +133,11 @@ class _Told:
 def _items(state: State) -> dict[str, Any]:
   """The state as orbax items; a typed random key as its numbers."""
   key = state["key"]
-  data = jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
+  if isinstance(key, jax.ShapeDtypeStruct):
+    data = jax.eval_shape(jax.random.key_data, key)
+    data = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)  # none: the one it was saved with
+  else:
+    data = jax.random.key_data(key)
   return {"params": state["params"], "optimizer": state["opt_state"], "counters": {"step": state["step"], "key": data}}
 
 

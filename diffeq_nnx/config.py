@@ -98,13 +98,21 @@ class TrainConfig:
   """The train loop."""
   steps: int = 1000
   batch_size: int = 32  # sequences an optimizer step, over all devices and micro-batches
-  accumulation: int = 1  # micro-batches an optimizer step
+  device_batch_size: int | None = None  # sequences a device holds at a time; None: all; fewer: micro-batches
   step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
   remat: str = "full"  # none | dots (keep matrix products) | full
   remat_every: int = 1  # solver steps between two kept states; read unless remat is none
   loss_chunks: int = 32  # slices of the sequence whose logits exist at one time
   log_every: int = 10
   peak_tflops: float | None = None  # of one device, for utilisation; None: from its kind, or measured
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """How the devices of a TPU slice, or of the whole job elsewhere, are shared out; several slices split the batch."""
+  data: int = 1  # groups of devices with all parameters each; -1: what is left
+  fsdp: int = -1  # devices over which parameters and sequences are split
+  tensor: int = 1  # devices over which heads and the feed-forward branch are split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +139,7 @@ class Config:
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
+  mesh: MeshConfig = MeshConfig()
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -149,7 +158,7 @@ POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
     "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.time.sinusoidal_dim",
     "model.time.time_embed_dim", "model.time.scale", "optimizer.peak_rate", "optimizer.eps",
-    "optimizer.clip_norm", "train.steps", "train.batch_size", "train.accumulation", "train.remat_every",
+    "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
     "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep")
 FRACTIONS = {  # key: (may be 0, may be 1)
@@ -306,6 +315,11 @@ def _check_values(config: Config) -> None:
     if not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
       raise UserError(f"{key}={value}: must lie between 0 ({'included' if zero else 'excluded'}) "
                       f"and 1 ({'included' if one else 'excluded'})")
+  for key in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
+    if not (flat[key] >= 1 or flat[key] == -1):
+      raise UserError(f"{key}={flat[key]}: must be 1 or above, or -1 for what the others leave")
+  if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
+    raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
   for key in ("seed", "optimizer.weight_decay"):
     if not flat[key] >= 0:
       raise UserError(f"{key}={flat[key]}: must be 0 or above")
@@ -333,7 +347,6 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_training(config: Config) -> None:
   model, train = config.model, config.train
-  _check_divides("train.accumulation", train.accumulation, "train.batch_size", train.batch_size)
   _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = {"model.num_steps": model.num_steps} if not train.step_counts else {
       f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}

@@ -10,3 +10,7 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
   """A run that can't go on (a loss that is not finite, a full disk), told in one line; exit code 1."""
+
+
+class ProcessLost(RunError):
+  """Another process of the job has gone; each that is left tells it."""

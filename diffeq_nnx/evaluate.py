@@ -4,10 +4,12 @@ import math
 import time
 
 import jax
+from jax.sharding import Mesh
 
 from clu import metrics as clu_metrics
 
 from diffeq_nnx import data
+from diffeq_nnx import sharding
 from diffeq_nnx.config import Config
 from diffeq_nnx.train_step import Params, make_eval_step, make_generate
 
@@ -15,12 +17,14 @@ from diffeq_nnx.train_step import Params, make_eval_step, make_generate
 class Evaluator:
   """Evaluates parameters on the validation part, at one number of solver steps."""
 
-  def __init__(self, config: Config, corpus: data.Corpus, num_steps: int | None = None):
+  def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
     self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
-    self._config, self._split = config, corpus.validation
+    self._config, self._split, self._mesh = config, corpus.validation, mesh
     self._generate = make_generate(config, self.num_steps)
-    self._step = make_eval_step(config, self.num_steps)
+    self._step = make_eval_step(config, self.num_steps, mesh)
+    shards = sharding.num_shards("batch", mesh.shape)
+    self._padded_size = -(-config.eval.batch_size // shards) * shards  # the figures don't depend on the mesh
 
   def __call__(self, params: Params) -> dict[str, float]:
     """loss (nats a token), perplexity (e^loss), bits_per_byte, tokens and seconds.
@@ -30,11 +34,12 @@ class Evaluator:
     """
     start = time.perf_counter()
     weights = self._generate(params)
-    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len,
-                                batch_size=self._config.eval.batch_size, max_batches=self._config.eval.max_batches)
+    rows = sharding.local_rows(self._mesh, self._padded_size)
+    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=self._config.eval.batch_size,
+                                max_batches=self._config.eval.max_batches, rows=rows)
     average = None
     for batch in batches:
-      total, count = self._step(params, weights, jax.device_put(batch))
+      total, count = self._step(params, weights, sharding.place_batch(self._mesh, batch, rows, self._padded_size))
       part = clu_metrics.Average(total=total, count=count)
       average = part if average is None else average.merge(part)
     loss, tokens = jax.device_get((average.compute(), average.count))

@@ -1,12 +1,16 @@
 """Cross-entropy that never holds the logits of all positions at one time.
 
-B batch, L positions, N chunks, C = L / N positions a chunk, D embed_dim, V vocab_size.
+B batch, L positions, N chunks, C = L / N positions a chunk, D embed_dim, V vocab_size. The batch is taken as R
+parts of b sequences each, one part to a device: each adds up its own loss and gradient of the head over the chunks,
+and they are added across devices once, at the end.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+
+from diffeq_nnx import sharding
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -29,53 +33,66 @@ def chunked_cross_entropy(hidden_BxLxD: jax.Array, head_VxD: jax.Array, targets_
   Raises:
     ValueError: num_chunks does not divide L.
   """
-  def chunk(total, args):
-    loss, _, _ = _chunk_loss(head_VxD, *args)
-    return total + loss, None
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks)
 
-  total, _ = jax.lax.scan(chunk, _zero(hidden_BxLxD), _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks))
-  return total
+  def chunk(total_R, args):
+    loss_R, _, _ = _chunk_loss(head_VxD, *args)
+    return total_R + loss_R, None
+
+  total_R, _ = jax.lax.scan(chunk, _zeros(chunks[0], ()), chunks)
+  return total_R.sum()
 
 
-def _zero(x: jax.Array) -> jax.Array:
-  return jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+def _zeros(hidden_NxRxbxCxD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """[R, ...], each part on its own device."""
+  wide = jnp.promote_types(hidden_NxRxbxCxD.dtype, jnp.float32)
+  zeros = jnp.zeros((hidden_NxRxbxCxD.shape[1], *shape), wide)
+  return sharding.constrain(zeros, "batch", *(("vocab", None) if shape else ()))
 
 
 def _chunks(arrays, num_chunks: int):
-  """[B, L, ...] -> [N, B, C, ...] for each array."""
-  length = arrays[0].shape[1]
-  if length % num_chunks:
-    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {length}")
-  return tuple(jnp.moveaxis(a.reshape(a.shape[0], num_chunks, -1, *a.shape[2:]), 1, 0) for a in arrays)
+  """[B, L, ...] -> [N, R, b, C, ...] for each array."""
+  B, L = arrays[0].shape[:2]
+  if L % num_chunks:
+    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {L}")
+  R = sharding.num_shards("batch")
+  R = R if B % R == 0 else 1
+
+  def split(a):
+    a = jnp.moveaxis(a.reshape(R, B // R, num_chunks, -1, *a.shape[2:]), 2, 0)
+    return sharding.constrain(a, None, "batch", *[None] * (a.ndim - 2))
+
+  return tuple(map(split, arrays))
 
 
-def _chunk_loss(head_VxD, hidden_BxCxD, targets_BxC, mask_BxC):
-  wide = jnp.promote_types(hidden_BxCxD.dtype, jnp.float32)
-  logits_BxCxV = jnp.einsum("bcd,vd->bcv", hidden_BxCxD, head_VxD, preferred_element_type=wide)
-  normalizer_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-  picked_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)[..., 0]
-  return jnp.sum(mask_BxC * (normalizer_BxC - picked_BxC)), logits_BxCxV, normalizer_BxC
+def _chunk_loss(head_VxD, hidden_RxbxCxD, targets_RxbxC, mask_RxbxC):
+  wide = jnp.promote_types(hidden_RxbxCxD.dtype, jnp.float32)
+  logits_RxbxCxV = jnp.einsum("rbcd,vd->rbcv", hidden_RxbxCxD, head_VxD, preferred_element_type=wide)
+  normalizer_RxbxC = jax.nn.logsumexp(logits_RxbxCxV, axis=-1)
+  picked_RxbxC = jnp.take_along_axis(logits_RxbxCxV, targets_RxbxC[..., None], axis=-1)[..., 0]
+  loss_R = jnp.sum(mask_RxbxC * (normalizer_RxbxC - picked_RxbxC), axis=(1, 2))
+  return loss_R, logits_RxbxCxV, normalizer_RxbxC
 
 
 def _forward(hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks):
   wide = jnp.promote_types(hidden_BxLxD.dtype, jnp.float32)
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks)
 
   def chunk(carry, args):
-    total, head_gradient_VxD = carry
-    hidden_BxCxD, targets_BxC, mask_BxC = args
-    loss, logits_BxCxV, normalizer_BxC = _chunk_loss(head_VxD, *args)
-    hits_BxCxV = targets_BxC[..., None] == jnp.arange(head_VxD.shape[0])[None, None]
-    delta_BxCxV = (jnp.exp(logits_BxCxV - normalizer_BxC[..., None]) - hits_BxCxV) * mask_BxC[..., None]
-    delta_BxCxV = delta_BxCxV.astype(hidden_BxLxD.dtype)
-    hidden_gradient_BxCxD = jnp.einsum("bcv,vd->bcd", delta_BxCxV, head_VxD, preferred_element_type=wide)
-    head_gradient_VxD += jnp.einsum("bcv,bcd->vd", delta_BxCxV, hidden_BxCxD, preferred_element_type=wide)
-    return (total + loss, head_gradient_VxD), hidden_gradient_BxCxD.astype(hidden_BxLxD.dtype)
+    total_R, head_gradient_RxVxD = carry
+    hidden_RxbxCxD, targets_RxbxC, mask_RxbxC = args
+    loss_R, logits_RxbxCxV, normalizer_RxbxC = _chunk_loss(head_VxD, *args)
+    hits_RxbxCxV = targets_RxbxC[..., None] == jnp.arange(head_VxD.shape[0])[None, None, None]
+    delta_RxbxCxV = (jnp.exp(logits_RxbxCxV - normalizer_RxbxC[..., None]) - hits_RxbxCxV) * mask_RxbxC[..., None]
+    delta_RxbxCxV = delta_RxbxCxV.astype(hidden_BxLxD.dtype)
+    hidden_gradient = jnp.einsum("rbcv,vd->rbcd", delta_RxbxCxV, head_VxD, preferred_element_type=wide)
+    head_gradient_RxVxD += jnp.einsum("rbcv,rbcd->rvd", delta_RxbxCxV, hidden_RxbxCxD, preferred_element_type=wide)
+    return (total_R + loss_R, head_gradient_RxVxD), hidden_gradient.astype(hidden_BxLxD.dtype)
 
-  start = (_zero(hidden_BxLxD), jnp.zeros(head_VxD.shape, wide))
-  (total, head_gradient_VxD), hidden_gradient_NxBxCxD = jax.lax.scan(
-      chunk, start, _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks))
-  hidden_gradient_BxLxD = jnp.moveaxis(hidden_gradient_NxBxCxD, 0, 1).reshape(hidden_BxLxD.shape)
-  return total, (hidden_gradient_BxLxD, head_gradient_VxD.astype(head_VxD.dtype))
+  start = (_zeros(chunks[0], ()), _zeros(chunks[0], head_VxD.shape))
+  (total_R, head_gradient_RxVxD), hidden_gradient_NxRxbxCxD = jax.lax.scan(chunk, start, chunks)
+  hidden_gradient_BxLxD = jnp.moveaxis(hidden_gradient_NxRxbxCxD, 0, 2).reshape(hidden_BxLxD.shape)
+  return total_R.sum(), (hidden_gradient_BxLxD, head_gradient_RxVxD.sum(0).astype(head_VxD.dtype))
 
 
 def _backward(num_chunks, gradients, upstream):

@@ -10,11 +10,15 @@ from absl import logging
 from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import ProcessLost, RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
 JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate"], "What to do.")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator.")
+JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes to come.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
 def run(argv: list[str]) -> None:
@@ -25,7 +29,9 @@ def run(argv: list[str]) -> None:
     if flag.value is None:
       raise UserError(f"--{flag.name}: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   config = config_lib.from_config_dict(CONFIG.value)
-  from diffeq_nnx import jobs  # after the flags, so that a mistake in them is told at once
+  from diffeq_nnx import distributed, jobs  # after the flags, so that a mistake in them is told at once
+  distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
+  distributed.agree(config, JOB.value, WORKDIR.value)
   jobs.JOBS[JOB.value](config, WORKDIR.value)
 
 
@@ -68,9 +74,16 @@ def _cause(error: BaseException) -> BaseException | str:
 
 
 def fail(error: BaseException | str, code: int) -> int:
-  """Prints the error as one line on stderr."""
-  print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+  """Prints the error as one line on stderr, where there are several processes from process 0, and returns the code."""
+  if isinstance(error, ProcessLost) or _leads():
+    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
   return code
+
+
+def _leads() -> bool:
+  """Whether this is process 0; True where the processes have not joined."""
+  module = sys.modules.get("diffeq_nnx.distributed")  # which takes seconds to import
+  return module is None or module.leads()
 
 
 def main(argv: list[str]) -> int:
@@ -80,6 +93,9 @@ def main(argv: list[str]) -> int:
     run(argv)
   except UserError as error:
     return fail(error, 2)
+  except ProcessLost as error:
+    fail(error, 1)
+    os._exit(1)  # leaving in order would wait for the process that has gone
   except RunError as error:
     return fail(error, 1)
   return 0

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import block
+from diffeq_nnx import sharding
 from diffeq_nnx import solvers
 from diffeq_nnx import weights as weights_lib
 from diffeq_nnx.config import ModelConfig
@@ -32,14 +33,15 @@ class Model(nnx.Module):
     dtype = parameter_dtype(config.dtype)
     D, V = config.embed_dim, config.vocab_size
 
-    def table(rows: int) -> nnx.Param:
-      return nnx.Param(block.STD * jax.random.normal(rngs.params(), (rows, D), dtype))
+    def table(rows: int, name: str) -> nnx.Param:
+      return nnx.Param(block.STD * jax.random.normal(rngs.params(), (rows, D), dtype), axes=(name, "embed"))
 
-    self.embedding = table(V)
-    self.positions = table(config.seq_len) if self.field.learned_positions else None
-    self.head = None if self.field.tied_head else table(V)
-    self.final_norm = nnx.data({name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype))
+    self.embedding = table(V, "vocab")
+    self.positions = table(config.seq_len, "position") if self.field.learned_positions else None
+    self.head = None if self.field.tied_head else table(V, "vocab")
+    self.final_norm = nnx.data({name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
                                 for name, leaf in self.field.norm_specs(D).items()})
+    self.block_axes = nnx.static(weights_lib.block_axes(self.field.specs(config)))
     self.weight_source = weights_lib.make_source(
         config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
 
@@ -48,8 +50,12 @@ class Model(nnx.Module):
     return solvers.uniform_grid(num_steps or self.config.num_steps, self.config.total_time)
 
   def block_weights(self, grid: solvers.Grid | None = None) -> weights_lib.BlockWeights:
-    """The weights at all times of the grid, in one batched call; every leaf has a leading axis S."""
-    return self.weight_source(np.asarray((grid or self.grid()).times_S), jnp.dtype(self.config.dtype))
+    """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
+
+    Each device makes its own part of them from its own part of the parameters.
+    """
+    weights = self.weight_source(np.asarray((grid or self.grid()).times_S), jnp.dtype(self.config.dtype))
+    return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
   def hidden(self, tokens_BxL: jax.Array, block_weights: weights_lib.BlockWeights, grid: solvers.Grid | None = None,
              *, dropout_key: jax.Array | None = None, remat: solvers.Remat = solvers.Remat()) -> jax.Array:
@@ -66,22 +72,22 @@ class Model(nnx.Module):
       ValueError: L is larger than the number of learned positions.
     """
     L = tokens_BxL.shape[1]
-    dtype = jnp.dtype(self.config.dtype)
-    x_BxLxD = self.embedding[...].astype(dtype)[tokens_BxL]
+    x_BxLxD = self._table(self.embedding)[tokens_BxL]
     if self.positions is not None:
       if L > self.config.seq_len:
         raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-      x_BxLxD = x_BxLxD + self.positions[...][None, :L].astype(dtype)
+      x_BxLxD = x_BxLxD + self._table(self.positions)[None, :L]
     dropout = _no_dropout if dropout_key is None or not self.config.dropout else self._dropout
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
+    gather = lambda weights: self._per_leaf(sharding.gather, weights)
     x_BxLxD = solvers.solve(self.config.solver, self.field, dropout(embed_key, x_BxLxD), block_weights,
-                            grid or self.grid(), dropout=dropout, key=solve_key, remat=remat)
-    return self.field.final_norm(x_BxLxD, {name: leaf[...] for name, leaf in self.final_norm.items()})
+                            grid or self.grid(), gather=gather, dropout=dropout, key=solve_key, remat=remat)
+    norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
+    return self.field.final_norm(x_BxLxD, norm)
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
-    table = self.embedding if self.head is None else self.head
-    return table[...].astype(self.config.dtype)
+    return self._table(self.embedding if self.head is None else self.head)
 
   def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None) -> jax.Array:
     """Logits [B, L, V] in float32 or wider, at any number of steps that the weight source has."""
@@ -89,6 +95,15 @@ class Model(nnx.Module):
     hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid)
     return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
                       preferred_element_type=parameter_dtype(self.config.dtype))
+
+  def _table(self, table: nnx.Param) -> jax.Array:
+    """A table of rows in the compute dtype, gathered."""
+    return sharding.gather(table[...].astype(self.config.dtype), table.get_metadata("axes"))
+
+  def _per_leaf(self, function, weights):
+    """function(leaf, axes) of every leaf of BlockWeights."""
+    return {group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
+            for group, leaves in weights.items()}
 
   def _dropout(self, key: jax.Array, x: jax.Array) -> jax.Array:
     keep = 1.0 - self.config.dropout

@@ -12,17 +12,41 @@ import matplotlib
 import tensorboardX
 from tqdm import tqdm
 
+from diffeq_nnx import distributed
+
 METRICS_FILE = "metrics.jsonl"
 
 
 def say(line: str) -> None:
-  """One line on stderr: stdout is kept for results."""
-  tqdm.write(line, file=sys.stderr)
+  """One line on stderr, from process 0 only: stdout is kept for results."""
+  if distributed.leads():
+    tqdm.write(line, file=sys.stderr)
 
 
 def parameter_table(params: dict[str, Any]) -> str:
-  """Name, shape, size, mean and spread of every parameter, as text."""
-  return parameter_overview.get_parameter_overview(params)
+  """Name, shape, size, mean, spread and sharding of every parameter, as text; all processes must call it."""
+  return parameter_overview.get_parameter_overview(params, include_stats="global")
+
+
+def reporter(workdir: str, start: int, steps: int) -> "Reporter | Silent":
+  """A `Reporter` in process 0, and elsewhere what takes its calls and does nothing."""
+  return Reporter(workdir, start, steps) if distributed.leads() else Silent()
+
+
+class Silent:
+  """A reporter that reports nothing."""
+
+  def train(self, step: int, values: dict[str, float]) -> None:
+    """Nothing."""
+
+  def validation(self, step: int, values: dict[str, float]) -> None:
+    """Nothing."""
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused) -> None:
+    """Nothing."""
 
 
 class Reporter:

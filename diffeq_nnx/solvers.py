@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx import sharding
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -50,6 +52,7 @@ class VectorField(Protocol):
 
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]  # (key, x) -> x
+Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
 
 
 def euler_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, key) -> jax.Array:
@@ -85,7 +88,7 @@ class Remat:
 
 
 def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, grid: Grid, *,
-          dropout: Dropout, key: jax.Array, remat: Remat = Remat()) -> jax.Array:
+          gather: Gather, dropout: Dropout, key: jax.Array, remat: Remat = Remat()) -> jax.Array:
   """The state at the end of the grid, [B, L, D].
 
   Args:
@@ -94,6 +97,7 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
     x_BxLxD: the state at time 0.
     weights: BlockWeights for the grid's times; every leaf has a leading axis S.
     grid: times and step sizes.
+    gather: applied to the weights of each step when it comes to them, and again where it is recomputed.
     dropout: applied to each branch, with a key of its own for each step and branch.
     key: the key that those keys are split from.
     remat: what to recompute; `remat.every` must divide S.
@@ -108,7 +112,7 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
   def run(x_BxLxD, stretch):
     for i in range(every):
       weights_i, dt, step_key = jax.tree.map(lambda leaf: leaf[i], stretch)
-      x_BxLxD = step(x_BxLxD, weights_i, dt, dropout, step_key)
+      x_BxLxD = sharding.constrain(step(x_BxLxD, gather(weights_i), dt, dropout, step_key), "batch", None, None)
     return x_BxLxD
 
   run = remat.wrap(run)

@@ -7,41 +7,71 @@ from typing import Any, Iterator
 
 import grain
 import jax
+from jax.sharding import Mesh
 import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import data
+from diffeq_nnx import distributed
 from diffeq_nnx import flops
+from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.kernels import attention
-from diffeq_nnx.report import Reporter, parameter_table, say
-from diffeq_nnx.train_step import State, init_state, make_train_step
+from diffeq_nnx.report import Reporter, parameter_table, reporter, say
+from diffeq_nnx.train_step import State, abstract_state, init_state, make_train_step, state_shardings
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
-  """Trains, or goes on training, and returns the last validation values.
+  """Trains, or goes on training, and returns the last validation values; {} where a SIGTERM ended it before one.
 
   Raises:
-    UserError: the text, the work directory, the checkpoints or this backend don't fit the config.
-    RunError: a loss or gradient that is not finite, or a file that can't be written.
+    UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
+    RunError: a loss or gradient that is not finite, a file that can't be written, or another process that has gone.
   """
-  say_attention(config.model)
-  corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-  batches = batch_iterator(config, corpus.train)
-  workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
-  checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
-  state = start_state(config, checkpoints, batches)
-  start = int(state["step"])
-  try:
-    with Reporter(workdir, start, config.train.steps) as reporter:
-      return _loop(config, corpus, batches, state, start, checkpoints, reporter)
-  except OSError as error:
-    raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
-                   "they are; make room, and run the same command to go on from the newest") from error
+  mesh = sharding.make_mesh(config.mesh)
+  sharding.check(config, mesh)
+  with jax.set_mesh(mesh), distributed.tells_lost_processes():
+    say_attention(config.model)
+    say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
+    corpus = load_corpus(config)
+    _claim(config, workdir, corpus)
+    batches = batch_iterator(config, corpus.train, mesh)
+    checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+    state = start_state(config, checkpoints, batches, mesh)
+    start = int(state["step"])
+    try:
+      with reporter(workdir, start, config.train.steps) as report:
+        return _loop(config, corpus, batches, state, start, checkpoints, report, mesh)
+    except OSError as error:
+      raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
+                     "they are; make room, and run the same command to go on from the newest") from error
+
+
+def load_corpus(config: Config) -> data.Corpus:
+  """The corpus, tokenised by process 0 first, so that the others find it where they share a disk with it."""
+  for turn in (True, False):
+    with distributed.together():
+      if distributed.leads() == turn:
+        corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+  hashes = distributed.exchange(corpus.tokenizer.hash)
+  if len(set(hashes)) > 1:
+    raise UserError(f"data.source={config.data.source}: gives process {hashes.index(next(h for h in hashes if h != hashes[0]))} "
+                    "another tokenizer than process 0; give every host the same files")
+  return corpus
+
+
+def _claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
+  """Makes the work directory ours, and sees that all processes see the same one."""
+  with distributed.together():
+    if distributed.leads():
+      workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
+  with distributed.together():
+    known = workdir_lib.require(workdir, config)
+    workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)
 
 
 def say_attention(model: ModelConfig) -> None:
@@ -57,18 +87,19 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, split: data.Split) -> grain.DatasetIterator:
-  """Batches of the train part for ever, read ahead by a thread; its state is a small dict."""
-  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
-                               seed=config.seed)
+def batch_iterator(config: Config, split: data.Split, mesh: Mesh) -> grain.DatasetIterator:
+  """This process's rows of the batches, for ever, read ahead by a thread; its state is a small dict, the same in all."""
+  size = config.train.batch_size
+  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=size, seed=config.seed,
+                               rows=sharding.local_rows(mesh, size))
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def start_state(config: Config, checkpoints: Checkpoints, batches: grain.DatasetIterator) -> State:
-  """The newest checkpoint's state, with `batches` moved to its place, or the state at step 0."""
-  restored = checkpoints.restore(jax.eval_shape(lambda: init_state(config)))
+def start_state(config: Config, checkpoints: Checkpoints, batches: grain.DatasetIterator, mesh: Mesh) -> State:
+  """The newest checkpoint's state, with `batches` moved to its place, or the state at step 0; split over the mesh."""
+  restored = checkpoints.restore(abstract_state(config, mesh))
   if restored is None:
-    state = jax.jit(init_state, static_argnums=0)(config)
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(state["params"]))
     return state
   state, data_state = restored
@@ -85,28 +116,33 @@ def steps_of_solver(config: Config, step: int) -> int:
 
 
 def _loop(config: Config, corpus: data.Corpus, batches: Iterator, state: State, start: int,
-          checkpoints: Checkpoints, reporter: Reporter) -> dict[str, float]:
-  train_step = make_train_step(config)
-  evaluator = Evaluator(config, corpus)
-  watch = _Watch(config, corpus.train, reporter)
-  steps = config.train.steps
+          checkpoints: Checkpoints, report: Reporter, mesh: Mesh) -> dict[str, float]:
+  train_step = make_train_step(config, mesh)
+  evaluator = Evaluator(config, corpus, mesh)
+  watch = _Watch(config, corpus.train, report)
+  preemption = distributed.Preemption()
+  steps, rows = config.train.steps, sharding.local_rows(mesh, config.train.batch_size)
   values: dict[str, float] = {}
   for step in range(start, steps):
     num_steps = steps_of_solver(config, step)
-    batch = jax.device_put(next(batches))
+    batch = sharding.place_batch(mesh, next(batches), rows, config.train.batch_size)
     with jax.transfer_guard("disallow"):
       state, metrics = train_step(state, batch, num_steps)
     watch.after(step + 1, num_steps, metrics)
     validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
-    save = (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
+    preempted = preemption.reached(step + 1)
+    save = (step + 1) % config.checkpoint.every == 0 or step + 1 == steps or preempted
     if validate or save:
       watch.finish()  # so that nothing is saved after a step that was not finite
       with watch.paused():
         if validate:
           values = evaluator(state["params"])
-          reporter.validation(step + 1, values)
+          report.validation(step + 1, values)
         if save:
           checkpoints.save(state, batches.get_state(), values["loss"] if validate else None)
+    if preempted:
+      say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to go on from there")
+      break
   checkpoints.close()
   if start >= steps:
     say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
@@ -131,8 +167,8 @@ class _Paused:
 class _Watch:
   """Looks at each step's metrics one step late, so that the device never waits for the host."""
 
-  def __init__(self, config: Config, split: data.Split, reporter: Reporter):
-    self._config, self._split, self._reporter = config, split, reporter
+  def __init__(self, config: Config, split: data.Split, report: Reporter):
+    self._config, self._split, self._report = config, split, report
     peak, source = flops.peak_tflops(config)
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
@@ -174,7 +210,7 @@ class _Watch:
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
     seconds = max(time.perf_counter() - self._since - self.not_training, 1e-9)
-    self._reporter.train(step, {
+    self._report.train(step, {
         **values, "perplexity": perplexity(values["loss"]),
         "bits_per_byte": bits_per_byte(values["loss"], self._split),
         "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,

@@ -8,10 +8,12 @@ from typing import Any, Callable
 
 from flax import nnx
 import jax
+from jax.sharding import Mesh
 import jax.numpy as jnp
 import optax
 
 from diffeq_nnx import optimizer as optimizer_lib
+from diffeq_nnx import sharding
 from diffeq_nnx import solvers
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.loss import chunked_cross_entropy
@@ -57,17 +59,28 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
 
   gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
   loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
-      config.train.accumulation, functools.partial(gradient, block_weights, rest), batch, key)
+      num_microbatches(config), functools.partial(gradient, block_weights, rest), batch, key)
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
   return loss, {**rest_gradients, "weight_source": source_gradients}
 
 
+def num_microbatches(config: Config) -> int:
+  """The fewest in which no device of the surrounding mesh holds more than train.device_batch_size sequences."""
+  held = config.train.batch_size // sharding.num_shards("batch")
+  most = config.train.device_batch_size or held
+  return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
+
+
 def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch, key: jax.Array):
-  """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32."""
+  """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
+
+  A micro-batch takes every count-th sequence, so that each device works on its own.
+  """
   if count == 1:
     return gradient(batch, key)
-  batch = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+  batch = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]).swapaxes(0, 1), batch)
+  batch = jax.tree.map(lambda a: sharding.constrain(a, None, "batch", None), batch)
   keys = jax.random.split(key, count)
   widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
   shapes = jax.eval_shape(gradient, jax.tree.map(lambda a: a[0], batch), keys[0])
@@ -79,17 +92,40 @@ def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch, key: j
   return jax.lax.scan(add, zeros, (batch, keys))[0]
 
 
-def make_train_step(config: Config) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
+def state_shardings(config: Config, mesh: Mesh) -> State:
+  """Where each array of the state lives, in the state's structure: optimizer moments where their parameters do."""
+  abstract = nnx.state(nnx.eval_shape(lambda: Model(config.model, rngs=nnx.Rngs(0))), nnx.Param)
+  axes = lambda variable: variable.get_metadata().get("axes", (None,) * len(variable.shape))
+  params = nnx.to_pure_dict(jax.tree.map(
+      lambda variable: variable.replace(sharding.named(mesh, axes(variable), variable.shape)), abstract,
+      is_leaf=lambda x: isinstance(x, nnx.Variable)))
+  shapes = jax.eval_shape(lambda: init_state(config))
+  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  opt_state = optax.tree_utils.tree_map_params(
+      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: sharding.whole(mesh))
+  return {"params": params, "opt_state": opt_state, "step": sharding.whole(mesh), "key": sharding.whole(mesh)}
+
+
+def abstract_state(config: Config, mesh: Mesh) -> State:
+  """Shapes and places of the state, without its arrays."""
+  return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                      jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
+
+
+def make_train_step(config: Config, mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
   """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
 
   `num_steps` is the number of solver steps, a static argument: each count is compiled once. Metrics are
-  scalars on the device: loss (nats a token), gradient_norm (before clipping), learning_rate.
+  scalars on the device: loss (nats a token), gradient_norm (before clipping), learning_rate. Call it inside
+  `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
   model_graph = graph(config.model)
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
 
-  @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+  places = None if mesh is None else (state_shardings(config, mesh), sharding.whole(mesh))
+
+  @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
   def train_step(state: State, batch: Batch, num_steps: int):
     grid = solvers.uniform_grid(num_steps, config.model.total_time)
     key = jax.random.fold_in(state["key"], state["step"])
@@ -103,7 +139,7 @@ def make_train_step(config: Config) -> Callable[[State, Batch, int], tuple[State
   return train_step
 
 
-def make_eval_step(config: Config, num_steps: int) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(config: Config, num_steps: int, mesh: Mesh | None = None) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
   """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
 
   Generate `block_weights` once with `make_generate` and use them for every batch.
@@ -111,7 +147,7 @@ def make_eval_step(config: Config, num_steps: int) -> Callable[[Params, Any, Bat
   model_graph = graph(config.model)
   grid = solvers.uniform_grid(num_steps, config.model.total_time)
 
-  @jax.jit
+  @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.whole(mesh))
   def eval_step(params: Params, block_weights, batch: Batch):
     model = nnx.merge(model_graph, params)
     hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid)

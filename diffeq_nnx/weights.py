@@ -28,10 +28,12 @@ class LeafSpec:
 
   Attributes:
     shape: without the axis S.
+    axes: the names of its axes, which `sharding.RULES` gives places to.
     std: spread of a plain model's initial values; 0: they start at `start`.
     start: 0 for kernels and biases, 1 for the scale of a norm.
   """
   shape: tuple[int, ...]
+  axes: tuple[str, ...]
   std: float = 0.0
   start: float = 0.0
 
@@ -39,10 +41,16 @@ class LeafSpec:
 BlockSpecs = dict[str, dict[str, LeafSpec]]
 
 
+def block_axes(specs: BlockSpecs) -> dict[str, dict[str, tuple[str | None, ...]]]:
+  """The axis names of BlockWeights at one time, in its structure."""
+  return {group: {name: leaf.axes for name, leaf in leaves.items()} for group, leaves in specs.items()}
+
+
 def _initial(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -> nnx.Param:
+  """One array, with the axes `lead` in front, which are never split."""
   shape = lead + spec.shape
   values = spec.std * jax.random.normal(rngs.params(), shape, dtype) if spec.std else jnp.full(shape, spec.start, dtype)
-  return nnx.Param(values)
+  return nnx.Param(values, axes=(None,) * len(lead) + spec.axes)
 
 
 class StoredWeights(nnx.Module):
@@ -115,10 +123,11 @@ class GeneratedWeights(nnx.Module):
     """F [T, ...], and for a kernel F_0 as one row more; `square` is the mean over times of sum_j e_j^2."""
     T = self.time.time_embed_dim
     if name != "kernel":  # a bias starts at 1e-4 in the published code, a norm at the plain one
-      return _initial(LeafSpec((T, *leaf.shape), 1e-4 if published and name == "bias" else 0.0), (), rngs, dtype)
+      std = 1e-4 if published and name == "bias" else 0.0
+      return _initial(dataclasses.replace(leaf, std=std, start=0.0), (T,), rngs, dtype)
     std = 0.02 if published else leaf.std / jnp.sqrt(square)
     basis = std * jax.random.normal(rngs.params(), (T + 1, *leaf.shape), dtype)
-    return nnx.Param(basis.at[T].set(0.0))
+    return nnx.Param(basis.at[T].set(0.0), axes=(None, *leaf.axes))
 
   def time_vectors(self, times_S: np.ndarray) -> jax.Array:
     """e(t) of every group, [N, S, T] (N = 1 with a shared MLP), in the parameters' dtype."""

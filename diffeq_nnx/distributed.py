@@ -1,0 +1,186 @@
+"""One job of several processes: starting it, agreeing on what it is, stopping together.
+
+Every process runs the same command. JAX's own service joins them (`jax.distributed`) and tells the others when one
+dies.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Any, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import ProcessLost, RunError, UserError
+
+HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
+LEAVE_SECONDS = 60  # for all processes to end after the first
+
+_joined = False  # whether `start` has found other processes
+
+
+def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
+  """Joins the job's processes: on TPU pods, Slurm and Open MPI found by JAX, elsewhere by the three arguments.
+
+  Without the arguments, and outside such a cluster, there is one process and nothing to join. Call it before
+  anything that touches a device.
+
+  Args:
+    coordinator: HOST:PORT at which process 0 can be reached by all.
+    num_processes: how many there are.
+    process_id: which one this is, from 0.
+    join_seconds: how long to wait for all to come.
+
+  Raises:
+    UserError: some of the three arguments without the others, or arguments that don't fit.
+    RunError: they could not be joined. If the others don't come in time, the process ends, with exit code 1.
+  """
+  given = (coordinator, num_processes, process_id)
+  if any(value is not None for value in given):
+    if None in given:
+      raise UserError("--coordinator, --num_processes, --process_id: give all three, or none on a TPU pod or under Slurm")
+    if not 0 <= process_id < num_processes:
+      raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
+    if not coordinator.rpartition(":")[2].isdigit():
+      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
+  global _joined
+  try:
+    with _limit(join_seconds):
+      jax.distributed.initialize(
+          coordinator, num_processes, process_id, cluster_detection_method="deactivate" if coordinator else None,
+          initialization_timeout=2 * join_seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+          shutdown_timeout_seconds=LEAVE_SECONDS)
+  except ValueError as error:
+    if coordinator is None and "coordinator_address" in str(error):
+      return  # no cluster: one process
+    raise UserError(f"--coordinator={coordinator}: {error}") from error
+  except RuntimeError as error:
+    raise RunError(f"the processes could not be joined ({next(iter(str(error).splitlines()), '')}); start the same "
+                   "command on every host") from error
+  _joined = True
+
+
+@contextlib.contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+  """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
+  def end() -> None:
+    print(f"error: not all processes came within {seconds} s; start the same command on every host, look at the logs of "
+          "those that are missing, or raise --join_seconds", file=sys.stderr, flush=True)
+    os._exit(1)
+
+  timer = threading.Timer(seconds, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
+def leads() -> bool:
+  """Whether this is process 0, which prints and writes; True before the processes have joined."""
+  return not _joined or jax.process_index() == 0
+
+
+def exchange(text: str) -> list[str]:
+  """What every process says, by process; all of them must call it."""
+  if jax.process_count() == 1:
+    return [text]
+  data = np.frombuffer(text.encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
+  padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+  padded[:len(data)] = data
+  rows = multihost_utils.process_allgather(padded)
+  return [bytes(np.asarray(row[:size], np.uint8)).decode() for row, size in zip(rows, sizes)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+  """Runs the body on every process, and waits; what one finds wrong ends all of them with the same line.
+
+  Raises:
+    UserError or RunError: as the body did, here or elsewhere; the line names the process if not all agree.
+  """
+  error = None
+  try:
+    yield
+  except (UserError, RunError) as found:
+    error = found
+  if jax.process_count() == 1:
+    if error is not None:
+      raise error
+    return
+  told = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), str(error)]))]
+  first = next((process for process, one in enumerate(told) if one), None)
+  if first is not None:
+    is_user_error, line = told[first]
+    everywhere = all(one == told[first] for one in told)
+    raise (UserError if is_user_error else RunError)(line if everywhere else f"process {first}: {line}") from error
+
+
+def agree(config: Config, job: str, workdir: str) -> None:
+  """Checks that all processes run the same job from the same code.
+
+  Raises:
+    UserError: they don't; the line says in what, and which process differs from process 0.
+  """
+  facts = {"--job": job, "--workdir": workdir, "the code": code_version(), "jax": jax.__version__,
+           **config_lib.flatten(config_lib.to_dict(config))}
+  said = [json.loads(one) for one in exchange(json.dumps(facts))]
+  for process, theirs in enumerate(said):
+    differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"
+                 for key in {**said[0], **theirs} if theirs.get(key) != said[0].get(key)]
+    if differing:
+      raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
+                      "the same code, on every host")
+
+
+def code_version() -> str:
+  """A hash of the package's source files."""
+  folder = pathlib.Path(__file__).parent
+  digest = hashlib.sha256()
+  for path in sorted({*folder.rglob("*.py"), *(folder / "kernels").rglob("*.py")}):  # kernels may be a link
+    digest.update(path.name.encode() + path.read_bytes())
+  return digest.hexdigest()[:12]
+
+
+class Preemption:
+  """Whether the job is asked to end, by SIGTERM to any of its processes."""
+
+  def __init__(self) -> None:
+    self._asked = False
+    if jax.process_count() == 1:  # else JAX's service listens, and tells all processes
+      signal.signal(signal.SIGTERM, self._ask)
+
+  def _ask(self, *unused: Any) -> None:
+    self._asked = True
+
+  def reached(self, step: int) -> bool:
+    """Whether to stop after this step: the same answer in all processes. Call it after every step."""
+    return self._asked if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextlib.contextmanager
+def tells_lost_processes() -> Iterator[None]:
+  """Turns what a collective raises when another process has gone into one line.
+
+  Raises:
+    ProcessLost: that.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if jax.process_count() == 1:
+      raise
+    reason = next(iter(str(error).splitlines()), "")[:200]
+    raise ProcessLost(f"process {jax.process_index()}: another process of the job has gone ({reason}); its log says "
+                      "why; run the same command on every host to go on from the newest checkpoint") from error

@@ -1,0 +1,190 @@
+"""Jobs of several real processes on this machine: the same figures, and how they meet trouble."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from launch import local
+from tests.test_resume import records
+
+SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
+         "--config.model.num_heads=4", "--config.model.vocab_size=512", "--config.model.dropout=0.1",
+         "--config.train.batch_size=8", "--config.train.log_every=1", "--config.train.steps=20",
+         "--config.checkpoint.every=20", "--config.eval.every=20", "--config.eval.max_batches=2"]
+
+FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # these jobs compile more than they compute
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  """A directory for the tokens, which the runs of this file share."""
+  return tmp_path_factory.mktemp("cache")
+
+
+class Process:
+  """One process of a job, its stderr read as it comes."""
+
+  def __init__(self, line: list[str], devices: int):
+    self._process = subprocess.Popen(line, env={**os.environ, **FAST, **local.environment(devices)}, text=True,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    self.lines: list[str] = []
+    self.out = ""  # what it wrote on stdout, once it has ended
+    self._reader = threading.Thread(target=self._read, daemon=True)
+    self._reader.start()
+
+  def _read(self) -> None:
+    for line in self._process.stderr:
+      self.lines.append(line.rstrip())
+
+  def wait_for(self, text: str) -> None:
+    """Until a line holds the text; fails where the process ends before."""
+    deadline = time.monotonic() + 120
+    while not any(text in line for line in self.lines):
+      assert self._process.poll() is None and time.monotonic() < deadline, "\n".join(self.lines[-20:])
+      time.sleep(0.02)
+
+  def send(self, number: int) -> None:
+    """A signal."""
+    self._process.send_signal(number)
+
+  def end(self, seconds: float = 120) -> int:
+    """Its exit code, awaited so long."""
+    if self._process.stdout.closed:
+      return self._process.returncode
+    code = self._process.wait(seconds)
+    self._reader.join(5)
+    with self._process.stdout, self._process.stderr:
+      self.out = "".join(line for line in self._process.stdout if not line.startswith("[Gloo]"))  # of the CPU's network
+    return code
+
+  @property
+  def errors(self) -> list[str]:
+    """Its error lines."""
+    return [line for line in self.lines if line.startswith("error: ")]
+
+
+@contextlib.contextmanager
+def job(cache, workdir, processes: int, devices: int = 1, more: tuple[str, ...] = (), each=lambda process: ()):
+  """Processes that run together, none of them left behind."""
+  arguments = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={workdir}", *more]
+  lines = local.commands(processes, local.free_port(), arguments)
+  running = [Process([*line, *each(number)], devices) for number, line in enumerate(lines)]
+  try:
+    yield running
+  finally:
+    for process in running:
+      process.send(signal.SIGKILL)
+      process.end()
+
+
+def losses(workdir) -> np.ndarray:
+  """The training losses, by step."""
+  return np.array([record["loss"] for record in records(workdir) if record["split"] == "train"])
+
+
+def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(cache, tmp_path):
+  """Within 2e-6 in float32. A SIGTERM to one of two processes ends both in order; four go on from there."""
+  with job(cache, tmp_path / "one", 1) as (alone,):
+    assert alone.end() == 0, alone.lines[-20:]
+  with job(cache, tmp_path / "many", 2, devices=2) as (first, second):
+    first.wait_for("step 10/20")
+    second.send(signal.SIGTERM)
+    assert (first.end(), second.end()) == (0, 0)
+    told = next(line for line in first.lines if line.startswith("SIGTERM: saved the checkpoint of step "))
+    assert not any(line.startswith(("step", "error", "mesh")) for line in second.lines)  # process 0 speaks
+  stopped = int(re.search(r"step (\d+);", told)[1])
+  assert 10 <= stopped <= 20
+  with job(cache, tmp_path / "many", 4) as running:
+    assert [process.end() for process in running] == [0] * 4, running[0].lines[-20:]
+    assert f"going on from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
+  one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
+  assert len(one) == len(many) == 20 and one[-1] < one[0]
+  np.testing.assert_allclose(many, one, rtol=2e-6)
+  last = [[record for record in records(tmp_path / run) if record["split"] == "validation"][-1] for run in ("one", "many")]
+  assert last[1]["loss"] == pytest.approx(last[0]["loss"], rel=2e-6) and last[0]["tokens"] == last[1]["tokens"]
+  with job(cache, tmp_path / "many", 2, more=("--job=evaluate",)) as (first, second):
+    assert (first.end(), second.end()) == (0, 0)
+    assert json.loads(first.out)["loss"] == pytest.approx(last[1]["loss"], rel=2e-6)
+    assert second.out == ""
+
+
+def test_when_one_is_killed_the_other_ends_with_one_line(cache, tmp_path):
+  with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",)) as (first, second):
+    first.wait_for("step 3/")
+    second.send(signal.SIGKILL)
+    assert first.end() == 1
+    (line,) = first.errors
+    assert "process 0: another process of the job has gone" in line and "run the same command" in line
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
+  line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[present]
+  process = Process(line, 1)
+  assert process.end() == 1
+  assert process.errors == [process.lines[-1]] and "not all processes came within 4 s" in process.lines[-1]
+
+
+@pytest.mark.parametrize("different,told", [
+    ("--config.optimizer.peak_rate=0.5", "optimizer.peak_rate is 0.5 there"),
+    ("--workdir=elsewhere", "--workdir is 'elsewhere' there"),
+])
+def test_processes_that_disagree_end_with_one_line(different, told, cache, tmp_path):
+  with job(cache, tmp_path, 2, each=lambda process: (different,) if process else ()) as (first, second):
+    assert (first.end(), second.end()) == (2, 2)
+    assert second.errors == [] and "process 1 runs something else" in first.errors[0] and told in first.errors[0]
+
+
+def test_a_batch_that_the_processes_can_t_share_is_one_line(cache, tmp_path):
+  with job(cache, tmp_path, 3) as running:
+    assert [process.end() for process in running] == [2, 2, 2]
+    (line,) = running[0].errors
+    assert "train.batch_size=8: must be a multiple of the 3 devices" in line
+    assert running[1].errors == running[2].errors == []
+
+
+def test_trouble_of_one_process_ends_all_with_its_line(cache, tmp_path):
+  """Here process 1 can't write its tokens."""
+  (tmp_path / "file").write_text("")
+  homes = [tmp_path / "home", tmp_path / "file"]  # the cache directory itself must be the same in both
+  arguments = [*SMALL, "--config.data.cache_dir=~/cache", f"--workdir={tmp_path}/run"]
+  lines = local.commands(2, local.free_port(), arguments)
+  running = [subprocess.Popen(line, env={**os.environ, **FAST, **local.environment(1), "HOME": str(home)}, text=True,
+                              stderr=subprocess.PIPE) for line, home in zip(lines, homes)]
+  told = [process.communicate(timeout=120)[1] for process in running]
+  assert [process.returncode for process in running] == [2, 2]
+  assert "error: process 1: data.cache_dir=~/cache: can't be written" in told[0] and "error: " not in told[1]
+
+
+@pytest.mark.parametrize("flags,told", [
+    (["--num_processes=2"], "give all three"),
+    (["--coordinator=127.0.0.1", "--num_processes=2", "--process_id=0"], "must be HOST:PORT"),
+    (["--coordinator=127.0.0.1:80", "--num_processes=2", "--process_id=2"], "must lie between 0 and --num_processes=2"),
+])
+def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path):
+  found = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *SMALL, f"--workdir={tmp_path}", *flags],
+                         capture_output=True, text=True, timeout=120)
+  assert found.returncode == 2 and told in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_local_prints_what_it_would_run(capsys):
+  assert local.main(["--processes=2", "--devices-per-process=4", "--dry-run", "--", "--config=a.py", "--workdir=a b"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2 and all("device_count=4" in line and "'--workdir=a b'" in line for line in lines)
+  assert lines[0].endswith("--num_processes=2 --process_id=0") and lines[1].endswith("--process_id=1")
+
+
+def test_local_runs_its_processes_and_returns_the_first_failure():
+  exits = lambda code: [sys.executable, "-c", f"import sys; sys.exit({code})"]
+  assert local.run([exits(0), exits(0)], {}) == 0
+  assert local.run([exits(0), exits(3)], {}) == 3
+  assert local.run([[sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]], {}) == 137

@@ -1,0 +1,127 @@
+"""Where arrays live: the table of rules, meshes that can't be, and that the mesh changes no figure."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx import sharding
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.train_step import init_state, state_shardings
+from tests.conftest import small_config, small_model
+
+MESH = {"slice": 1, "data": 2, "fsdp": 4, "tensor": 2}
+
+
+@pytest.mark.parametrize("axes,shape,expected", [
+    (("embed", "mlp"), (32, 64), ("fsdp", "tensor")),
+    (("mlp", "embed"), (64, 32), (("tensor", "fsdp"), None)),  # the first axis takes both
+    ((None, "heads", "embed"), (9, 64, 32), (None, ("tensor", "fsdp"), None)),  # never over T
+    (("vocab", "embed"), (50257, 32), (None, "fsdp")),  # what doesn't divide stays whole
+    (("batch", None, None), (16, 5, 32), (("slice", "data", "fsdp"), None, None)),
+    (("position", "embed"), (7, 32), (None, "fsdp")),
+])
+def test_the_rules(axes, shape, expected):
+  assert tuple(sharding.partition(axes, shape, MESH)) == expected
+  in_use = tuple(sharding.partition(axes, shape, MESH, sharding.SPLIT_IN_USE))
+  assert "fsdp" not in str(in_use)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("weights", ["generated", "stored", "shared"])
+def test_every_large_parameter_and_its_moments_are_split_over_all_devices(field, weights):
+  config = small_config(small_model(field=field, weights=weights, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=64))
+  mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+  state = state_shardings(config, mesh)
+  shapes = jax.eval_shape(lambda: init_state(config))
+  moments = [part for part in state["opt_state"] if hasattr(part, "mu")]
+  assert moments[0].mu == state["params"] == moments[0].nu
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["params"]):
+    place = leaf_at(state["params"], path)
+    name = jax.tree_util.keystr(path)
+    if "kernel'" in name or name in ("['embedding']", "['head']"):
+      assert np.prod(place.shard_shape(leaf.shape)) == leaf.size / 8, name
+    if "generator" in name:
+      assert place.shard_shape(leaf.shape)[0] == leaf.shape[0], name  # T is whole
+
+
+def leaf_at(tree, path):
+  """The leaf at a path of keys."""
+  for key in path:
+    tree = tree[key.key]
+  return tree
+
+
+@pytest.mark.parametrize("mesh,part", [
+    (MeshConfig(data=3), "mesh.data=3, mesh.fsdp=-1, mesh.tensor=1: don't multiply to the 1 devices of a slice"),
+    (MeshConfig(data=2, fsdp=1, tensor=1), "don't multiply to the 1 devices"),
+])
+def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
+  with pytest.raises(UserError) as told:
+    sharding.make_mesh(mesh)
+  assert part in str(told.value)
+
+
+class Sizes:
+  """A mesh as far as `check` looks."""
+  shape = {"slice": 1, "data": 1, "fsdp": 3, "tensor": 3}
+
+
+@pytest.mark.parametrize("config,part", [
+    (small_config(), "train.batch_size=4: must be a multiple of the 3 devices"),
+    (small_config(batch_size=3), "mesh.tensor=3: must divide model.num_kv_heads=2"),
+    (small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=3), "mesh.tensor=3: must divide model.mlp_dim=40"),
+    (small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=25), batch_size=3),
+     "mesh.fsdp=3: must divide model.embed_dim=25"),
+])
+def test_what_can_t_be_split_is_one_line(config, part):
+  with pytest.raises(UserError) as told:
+    sharding.check(config, Sizes())
+  assert part in str(told.value)
+
+
+# Ten steps on eight virtual devices; run apart, since a process has its number of devices for good.
+PROGRAM = """
+import dataclasses, json, sys
+import jax, numpy as np
+from diffeq_nnx import sharding
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.train_step import init_state, make_train_step, state_shardings
+from tests.conftest import random_batch, small_config, small_model
+
+def losses(field, devices, held=None, **sizes):
+  config = small_config(small_model(field=field, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=40,
+                                    dropout=0.1), batch_size=8, device_batch_size=held, remat="full")
+  mesh = sharding.make_mesh(MeshConfig(**sizes), jax.devices()[:devices])
+  with jax.set_mesh(mesh):
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    step, found = make_train_step(config, mesh), []
+    rows = sharding.local_rows(mesh, 8)
+    for number in range(10):
+      batch = sharding.place_batch(mesh, random_batch(config, number), rows, 8)
+      state, metrics = step(state, batch, 3)
+      found.append(float(metrics["loss"]))
+  return found
+
+print(json.dumps([losses("gpt", 1), losses("gpt", 8), losses("gpt", 8, data=2, fsdp=2, tensor=2),
+                  losses("gpt", 8, data=4, fsdp=1, tensor=2)]))
+print(json.dumps([losses("llama", 1), losses("llama", 8, data=2, fsdp=2, tensor=2)]))
+print(json.dumps([losses("gpt", 1, held=4), losses("gpt", 4, held=1)]))
+"""
+
+
+def test_one_device_and_eight_in_three_meshes_give_the_same_ten_losses():
+  """Within 2e-6 of the loss in float32, dropout included: sums over devices are added in another order."""
+  found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env={
+      **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+  assert found.returncode == 0, found.stderr[-3000:]
+  for line in found.stdout.splitlines():
+    one, *others = json.loads(line)
+    assert one[-1] != one[0]
+    for other in others:
+      np.testing.assert_allclose(other, one, rtol=2e-6)
