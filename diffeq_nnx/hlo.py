@@ -1,0 +1,228 @@
+"""Reads a compiled program: what it sends between devices, and how long its parts are estimated to take.
+
+The text is what `jax.stages.Compiled.as_text()` gives. Whatever stands in a loop counts as often as the loop turns.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
+              "s64": 8, "u64": 8, "f64": 8}
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """One array of an instruction's result."""
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def bytes(self) -> int:
+    """Without padding."""
+    return ITEM_BYTES.get(self.dtype, 4) * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective operation of the program.
+
+  Attributes:
+    kind: one of `KINDS`.
+    arrays: what it leaves on a device (for an all-gather, whole).
+    group: devices that take part together.
+    times: how often a run of the program does it.
+    name: where in the source it comes from, as JAX says.
+  """
+  kind: str
+  arrays: tuple[Array, ...]
+  group: int
+  times: int
+  name: str
+
+  @property
+  def sent_bytes(self) -> int:
+    """What a device sends in all runs of it, by the best ring: (g - 1) / g of the whole, twice for an all-reduce."""
+    size = sum(array.bytes for array in self.arrays)
+    share = (self.group - 1) / self.group
+    factor = {"all-gather": share, "all-reduce": 2 * share, "reduce-scatter": self.group - 1, "all-to-all": share,
+              "collective-permute": 1, "send": 1}[self.kind]
+    return round(self.times * factor * size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A hand-written kernel that the program calls, whose time the compiler does not know."""
+  name: str
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+  name: str
+  opcode: str
+  arrays: tuple[Array, ...]
+  rest: str  # operands and attributes
+  operands: tuple[str, ...]
+  called: tuple[str, ...]
+
+
+class Program:
+  """A compiled program, read from its text."""
+
+  def __init__(self, text: str):
+    self._computations: dict[str, dict[str, _Instruction]] = {}
+    self._roots: dict[str, _Instruction] = {}
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    self.devices = int(partitions[1]) if partitions else 1
+    for line in text.splitlines():
+      if found := _COMPUTATION.match(line):
+        current = found[2]
+        self._computations[current] = {}
+        if found[1]:
+          self._entry = current
+      elif found := _INSTRUCTION.match(line):
+        instruction = _parse(found[1], found[2])
+        self._computations[current][instruction.name] = self._roots[current] = instruction  # the root stands last
+
+  @functools.cached_property
+  def collectives(self) -> list[Collective]:
+    """All of them, those of a single device left out; `send` goes to another slice.
+
+    The TPU compiler spreads one collective over several fusions, to work while it is under way: they have its channel.
+    """
+    found: dict[Any, Collective] = {}
+    for instruction, times in self._executed(self._entry, 1, inside_fusions=True):
+      kind = instruction.opcode.removesuffix("-start")
+      if kind in KINDS:
+        channel = re.search(r"channel_id=(\d+)", instruction.rest)
+        arrays = _result(instruction) if instruction.opcode.endswith("-start") else instruction.arrays
+        arrays = arrays[:1] if kind == "send" else arrays
+        found.setdefault((kind, channel[1] if channel else len(found)),
+                         Collective(kind, arrays, self._group(instruction), times, _name(instruction)))
+    return [one for one in found.values() if one.group > 1]
+
+  @functools.cached_property
+  def cycles(self) -> int:
+    """Of the compiler's own estimates; hand-written kernels, and waiting for other devices, are not in it."""
+    total = 0
+    for instruction, times in self._executed(self._entry, 1, inside_fusions=False):
+      if instruction.opcode != "while":
+        total += times * sum(map(int, re.findall(r'"estimated_cycles":"(\d{1,15})"', instruction.rest)))
+    return total
+
+  @functools.cached_property
+  def kernels(self) -> list[Kernel]:
+    """The hand-written kernels."""
+    return [Kernel(_name(instruction), times)
+            for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
+            if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest]
+
+  def _executed(self, computation: str, times: int, inside_fusions: bool):
+    """(instruction, how often it runs), from this computation down."""
+    for instruction in self._computations[computation].values():
+      yield instruction, times
+      if instruction.opcode == "fusion" and not inside_fusions:
+        continue
+      trips = self._trips(computation, instruction) if instruction.opcode == "while" else 1
+      for called in instruction.called:
+        yield from self._executed(called, times * trips, inside_fusions)
+
+  def _trips(self, computation: str, loop: _Instruction) -> int:
+    """How often a loop turns that counts up to a constant; 1 for any other."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+      return int(known[1])
+    condition, body = (re.search(rf"{part}=%?([\w.\-]+)", loop.rest)[1] for part in ("condition", "body"))
+    test = self._roots[condition]
+    limits = [self._constant(condition, name) for name in test.operands]
+    counters = [index for name in test.operands if (index := self._index(condition, name)) is not None]
+    if not counters or all(limit is None for limit in limits):
+      return 1
+    limit = next(limit for limit in limits if limit is not None)
+    start = self._start(computation, loop.operands[0], counters[0])
+    return max(1, -(-(limit - start) // self._step(body, counters[0])))
+
+  def _follow(self, computation: str, name: str) -> _Instruction | None:
+    """The instruction of that name, copies skipped."""
+    instruction = self._computations[computation].get(name)
+    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+      instruction = self._computations[computation].get(instruction.operands[0])
+    return instruction
+
+  def _constant(self, computation: str, name: str) -> int | None:
+    instruction = self._follow(computation, name)
+    found = instruction and instruction.opcode == "constant" and re.match(r"(-?\d+)\)", instruction.rest)
+    return int(found[1]) if found else None
+
+  def _index(self, computation: str, name: str) -> int | None:
+    """Which part of the loop's state this is."""
+    instruction = self._follow(computation, name)
+    found = instruction and re.search(r"index=(\d+)", instruction.rest)
+    return int(found[1]) if found and instruction.opcode == "get-tuple-element" else None
+
+  def _start(self, computation: str, name: str, index: int) -> int:
+    """The loop's counter before the first turn; 0 where it can't be seen."""
+    state = self._follow(computation, name)
+    known = state is not None and state.opcode == "tuple"
+    return (self._constant(computation, state.operands[index]) or 0) if known else 0
+
+  def _step(self, body: str, index: int) -> int:
+    """By how much the loop's counter grows in a turn."""
+    after = self._follow(body, self._roots[body].operands[index])
+    if after is not None and after.opcode == "fusion":
+      body, after = after.called[0], self._roots[after.called[0]]
+    steps = [self._constant(body, name) for name in after.operands] if after is not None else []
+    return next((step for step in steps if step), 1)
+
+  def _group(self, instruction: _Instruction) -> int:
+    if instruction.opcode.startswith(("collective-permute", "send")):
+      return self.devices
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
+      sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+      return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", instruction.rest):
+      return int(found[2])
+    found = re.search(r"replica_groups=\{\{([\d,]*)\}", instruction.rest)
+    return len(found[1].split(",")) if found else self.devices
+
+
+def _parse(name: str, text: str) -> _Instruction:
+  """`TYPE OPCODE(OPERANDS), ATTRIBUTES`."""
+  end = _end(text, " ")
+  opcode, _, rest = text[end:].strip().partition("(")
+  arrays = tuple(Array(dtype, tuple(map(int, filter(None, shape.split(",")))))
+                 for dtype, shape in _ARRAY.findall(text[:end]))
+  branches = _BRANCHES.search(rest)
+  called = _CALLED.findall(rest) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])
+  operands = re.findall(r"%([\w.\-]+)", rest[:_end(rest, ")")])
+  return _Instruction(name, opcode, arrays, rest, tuple(operands), tuple(called))
+
+
+def _end(text: str, close: str) -> int:
+  """Where the first `close` outside all brackets stands."""
+  depth = 0
+  for place, letter in enumerate(text):
+    if letter == close and depth == 0:
+      return place
+    depth += (letter in "({[") - (letter in ")}]")
+  return len(text)
+
+
+def _result(instruction: _Instruction) -> tuple[Array, ...]:
+  """What a collective that was only started will leave: its type holds operands, results, and counters."""
+  arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.shape]
+  return tuple(arrays[len(arrays) // 2:]) if instruction.opcode != "all-reduce-start" else tuple(arrays)
+
+
+def _name(instruction: _Instruction) -> str:
+  found = re.search(r'op_name="([^"]*)"', instruction.rest)
+  return found[1] if found else ""

@@ -1,0 +1,106 @@
+# Sourced by tpu_pod.sh and gke.sh: options, mistakes, and running a command or only printing it.
+# shellcheck shell=bash
+
+dry_run=
+program=()  # the program's arguments, which stand after --
+
+# fail CODE MESSAGE: one line on stderr, and the end.
+fail() {
+  echo "error: $2" >&2
+  exit "$1"
+}
+
+# mistake MESSAGE: what the user can put right.
+mistake() {
+  fail 2 "$1"
+}
+
+# usage: the comment at the top of the script.
+usage() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+# parse "OPTIONS" "FLAGS" ARGUMENT...: --num-slices=2 sets num_slices=2, --spot sets spot=yes.
+parse() {
+  local options=" $1 " flags=" $2 " option value
+  shift 2
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --)
+        shift
+        program=("$@")
+        return
+        ;;
+      --*) ;;
+      *) mistake "$1: not an option; write --name=VALUE, and the program's arguments after --" ;;
+    esac
+    option=${1%%=*}
+    option=${option#--}
+    if [[ $options == *" $option "* ]]; then
+      value=${1#--"$option"}
+      value=${value#=}
+      [ -n "$value" ] || mistake "--$option: write --$option=VALUE"
+    elif [[ $flags == *" $option "* ]]; then
+      [ "$1" = "--$option" ] || mistake "--$option: takes no value"
+      value=yes
+    else
+      mistake "--$option: no option of this subcommand; see $0 --help"
+    fi
+    printf -v "${option//-/_}" %s "$value"
+    shift
+  done
+}
+
+# require OPTION...: each was given.
+require() {
+  local option variable
+  for option in "$@"; do
+    variable=${option//-/_}
+    [ -n "${!variable}" ] || mistake "--$option: missing; see $0 --help"
+  done
+}
+
+# require_count OPTION: a whole number from 1.
+require_count() {
+  local variable=${1//-/_}
+  [[ ${!variable} =~ ^[1-9][0-9]{0,5}$ ]] || mistake "--$1=${!variable}: must be a whole number from 1"
+}
+
+# require_program SUBCOMMAND: start has the program's arguments, the other subcommands have none.
+require_program() {
+  local flag
+  if [ "$1" != start ]; then
+    [ ${#program[@]} -eq 0 ] || mistake "${program[0]}: only start takes the program's arguments"
+    return
+  fi
+  for flag in --config --workdir; do
+    [[ " ${program[*]-}" == *" $flag="* ]] ||
+      mistake "$flag: missing; write the program's arguments after --, -- --config=... --workdir=..."
+  done
+}
+
+# require_tool NAME WHAT: it is installed; a dry run does without.
+require_tool() {
+  [ -n "$dry_run" ] || command -v "$1" >/dev/null || mistake "$1: not found; install $2"
+}
+
+# quote WORD...: one line that a shell reads back as these words.
+quote() {
+  local word line='' mark=\' escaped="'\\''"
+  for word in "$@"; do
+    case $word in
+      '' | *[!A-Za-z0-9_./:=,@%+-]*) word=\'${word//$mark/"$escaped"}\' ;;
+    esac
+    line+="${line:+ }$word"
+  done
+  printf '%s\n' "$line"
+}
+
+# run COMMAND...: runs it, or under --dry-run prints it so that it can be pasted.
+run() {
+  if [ -n "$dry_run" ]; then
+    quote "$@"
+  else
+    "$@" || fail 1 "'${*:1:5}' ended with exit code $?"
+  fi
+}

@@ -1,0 +1,248 @@
+"""Compiles the real train step for TPUs that are not there, and says what it would take.
+
+  python launch/compile_ahead.py --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
+      [--set=mesh.tensor=2] [--save-hlo=step.txt]
+
+Needs the TPU compiler: pip install 'jax[tpu]', which brings the libtpu that goes with this jax. Nothing runs. Prints,
+for one device: memory by kind and whether it fits, what is sent to other devices in a step, and an estimate of the
+step's time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for a mistake in the command.
+
+The estimate is the compiler's own cycles for each part of the step, loops counted as often as they turn, at the
+chip's clock, and for the attention kernels their matrix products at the chip's peak. Communication is bytes by the
+links' rate. Left out: what the kernels wait for or do beside products, latencies, other users of memory and
+network, the host, reading data, evaluation and checkpoints.
+"""
+
+import argparse
+import collections
+import dataclasses
+import math
+import os
+import re
+import sys
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+               "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import flops
+from diffeq_nnx import hlo
+from diffeq_nnx import sharding
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.train_step import abstract_state, make_train_step, num_microbatches
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What a device is, from Google's page of the TPU version, unless said otherwise.
+
+  Attributes:
+    hbm: GiB that a program can have; the compiler names it where a program needs more.
+    clock: GHz; the peak by the operations a cycle of its matrix units.
+    ici: GB/s that a chip sends over all its links within a slice.
+  """
+  hbm: float
+  clock: float
+  ici: float
+
+
+CHIPS = {"TPU v5 lite": Chip(15.75, 1.5, 200), "TPU v5": Chip(95.74, 1.75, 600), "TPU v6 lite": Chip(31.25, 1.75, 400)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A compiled train step, and what it was compiled for."""
+  config: Config
+  mesh: jax.sharding.Mesh
+  compiled: jax.stages.Compiled
+
+  @property
+  def device_kind(self) -> str:
+    """As JAX names it."""
+    return self.mesh.devices.flat[0].device_kind
+
+  @property
+  def chip(self) -> Chip:
+    """The device."""
+    return CHIPS[self.device_kind]
+
+
+class DoesNotFit(Exception):
+  """The compiler's word that memory is not enough."""
+
+
+def devices_of(topology: str, num_slices: int) -> list:
+  """The devices of a TPU of this name, e.g. v5p:2x2x2, as often as there are slices.
+
+  Raises:
+    UserError: no such topology, a version that `CHIPS` lacks, or no TPU compiler.
+  """
+  try:
+    slices = {"num_slices": num_slices} if num_slices > 1 else {}
+    devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
+  except Exception as error:  # what libtpu raises is a bare RuntimeError of its own for each mistake
+    reason = next(iter(str(error).splitlines()), "")[:200]
+    raise UserError(f"--topology={topology}: {reason}; write VERSION:SIZES, e.g. v5e:8x8 or v5p:2x2x2, and install the "
+                    "compiler with pip install 'jax[tpu]'") from error
+  if devices[0].device_kind not in CHIPS:
+    raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p and v6e")
+  return devices
+
+
+def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
+  """Compiles the train step over all devices of the mesh.
+
+  Raises:
+    DoesNotFit: it needs more memory than a device has.
+  """
+  if config.model.attention in ("auto", "pallas"):
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="pallas_tpu"))
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
+                                  sharding=sharding.batch_sharding(mesh))
+    traced = make_train_step(config, mesh).trace(abstract_state(config, mesh), {"inputs": tokens, "targets": tokens},
+                                                 config.model.num_steps)
+    try:
+      compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" in str(error):
+        raise DoesNotFit(str(error)) from error
+      raise
+  return Step(config, mesh, compiled)
+
+
+def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
+  """Bytes of the state on one device, by kind, without padding."""
+  def size(tree) -> int:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
+
+  state = abstract_state(config, mesh)
+  return {"parameters": size(state["params"]), "optimizer": size(state["opt_state"])}
+
+
+def memory_lines(step: Step) -> list[str]:
+  """Memory of one device by kind, and how much is left."""
+  found = step.compiled.memory_analysis()
+  state = state_bytes(step.config, step.mesh)
+  peak = found.peak_memory_in_bytes
+  kinds = {**state, "padding of these, tokens": found.argument_size_in_bytes - sum(state.values()),
+           "activations and temporaries": peak - found.argument_size_in_bytes}
+  lines = [f"  {kind:<30} {size / 2**30:8.2f}" for kind, size in kinds.items()]
+  left = step.chip.hbm - peak / 2**30
+  return ["memory of one device, GiB", *lines,
+          f"  {'peak':<30} {peak / 2**30:8.2f}   of {step.chip.hbm}: fits, {left:.2f} left"]
+
+
+def communication(program: hlo.Program) -> dict[str, tuple[int, int]]:
+  """Bytes that a device sends in a step, and how many operations, by kind."""
+  total: dict[str, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
+  for one in program.collectives:
+    size, count = total[one.kind]
+    total[one.kind] = size + one.sent_bytes, count + one.times
+  return dict(total)
+
+
+def communication_lines(program: hlo.Program) -> list[str]:
+  """What one device sends in a step, by kind."""
+  names = {"send": "to another slice"}
+  found = communication(program)
+  lines = [f"  {names.get(kind, kind):<30} {size / 1e9:8.3f}   in {count:,} operations"
+           for kind, (size, count) in sorted(found.items(), key=lambda item: -item[1][0])]
+  return ["sent by one device in a step, GB", *(lines or ["  nothing"])]
+
+
+def kernel_seconds(step: Step, program: hlo.Program) -> float:
+  """Of the attention kernels at the chip's peak: 2 products forward, 5 back, over half the square of positions."""
+  config, shape = step.config, step.mesh.shape
+  with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
+    sequences = config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
+  heads = config.model.num_heads // shape["tensor"]
+  product = sequences * heads * config.model.head_dim * config.model.seq_len**2  # 2 a multiply-add, half the square
+  products = sum(kernel.times * (5 if "backward" in kernel.name else 2) for kernel in program.kernels)
+  return products * product / peak_flops(step.device_kind)
+
+
+def peak_flops(device_kind: str) -> float:
+  """Operations a second of one device, bfloat16."""
+  return 1e12 * next(peak for part, peak in flops.PEAK_TFLOPS.items() if part in device_kind)
+
+
+def time_lines(step: Step, program: hlo.Program) -> list[str]:
+  """The estimate, from all communication hidden behind computation to none of it."""
+  config, chip = step.config, step.chip
+  compute = program.cycles / (1e9 * chip.clock)
+  kernels = kernel_seconds(step, program)
+  sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
+  fast, slow = max(compute + kernels, sent), compute + kernels + sent
+  tokens = config.train.batch_size * config.model.seq_len
+  model = flops.model_flops(config, config.model.num_steps) / step.mesh.size / peak_flops(step.device_kind)
+  return ["estimated step",
+          f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
+          f"  {'attention kernels, s':<30} {kernels:8.3f}   at least: their products at peak",
+          f"  {'communication, s':<30} {sent:8.3f}   within a slice at {chip.ici} GB/s a chip",
+          f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
+          f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",
+          f"  {'utilization, %':<30} {100 * model / fast:8.1f}   to {100 * model / slow:.1f}",
+          "left out: what kernels wait for or do beside products, latencies, between slices, host, data, evaluation"]
+
+
+def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
+  """Why it doesn't fit, and what to change."""
+  chip = CHIPS[mesh.devices.flat[0].device_kind]
+  sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
+  needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
+  needed = f"needs {needed[1] or needed[2]} GiB of {chip.hbm}" if needed else f"needs more than {chip.hbm} GiB"
+  lines = [f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"]
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    held = config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
+  if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
+    lines.append("change: the state alone fills the device: take more devices, with a larger mesh.fsdp or mesh.tensor")
+  elif held > 1:
+    lines.append(f"change: a device holds {held} sequences at a time; set train.device_batch_size={held // 2}")
+  elif config.train.remat != "full":
+    lines.append(f"change: train.remat={config.train.remat!r}; set it to full")
+  else:
+    lines.append("change: a device holds one sequence at a time; raise mesh.tensor, or lower model.seq_len")
+  return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Compiles, prints, and returns the exit code."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
+  parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
+  parser.add_argument("--num-slices", type=int, default=1)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--save-hlo", metavar="FILE", help="where to write the compiled program")
+  args = parser.parse_args(argv)
+  config = config_lib.load(args.config, args.set)
+  devices = devices_of(args.topology, args.num_slices)
+  mesh = sharding.make_mesh(config.mesh, devices)
+  sharding.check(config, mesh)
+  print(f"{args.config} on {len(devices)} x {devices[0].device_kind} ({args.num_slices} x {args.topology}), mesh "
+        f"{sharding.describe(mesh)}, {config.train.batch_size} x {config.model.seq_len} tokens a step", flush=True)
+  try:
+    step = compile_step(config, mesh)
+  except DoesNotFit as error:
+    print("\n".join(advice(config, mesh, str(error))))
+    return 1
+  program = hlo.Program(step.compiled.as_text())
+  print("\n".join([*memory_lines(step), *communication_lines(program), *time_lines(step, program)]))
+  if args.save_hlo:
+    with open(args.save_hlo, "w", encoding="utf-8") as file:
+      file.write(step.compiled.as_text())
+  return 0
+
+
+if __name__ == "__main__":
+  try:
+    sys.exit(main())
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Training on TPU slices of a GKE Standard cluster that has JobSet (https://jobset.sigs.k8s.io).
+#
+#   docker build --file=launch/Dockerfile --tag=IMAGE . && docker push IMAGE
+#   launch/gke.sh start  --name=NAME --image=IMAGE --volume=CLAIM --accelerator=tpu-v5p-slice
+#                        --topology=2x2x2 [--num-slices=N] [--chips-per-host=4] [--max-restarts=10]
+#                        -- --config=CONFIG --workdir=/runs/DIR [--job=evaluate]
+#   launch/gke.sh follow --name=NAME    # the log of host 0, which alone prints
+#   launch/gke.sh status --name=NAME
+#   launch/gke.sh stop   --name=NAME    # SIGTERM: a common checkpoint, then the JobSet is deleted
+#
+# Every subcommand takes --namespace=NAMESPACE, and --dry-run, which prints manifest and commands and runs
+# none. kubectl's current context says which cluster. --accelerator is the node label
+# cloud.google.com/gke-tpu-accelerator: tpu-v4-podslice, tpu-v5-lite-podslice (v5e), tpu-v5p-slice,
+# tpu-v6e-slice. --topology is that of one slice, and its chips over --chips-per-host are its hosts.
+#
+# --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be ReadWriteMany
+# (Filestore, Lustre); the work directory and text other than `builtin` must be there. A gs:// path is not
+# supported yet.
+#
+# A job that loses a host or is preempted starts again on its own and resumes, --max-restarts times. After
+# stop the same start resumes. Exit codes: 2 for a mistake in the command, 1 when kubectl fails.
+
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source-path=SCRIPTDIR
+source "$here/common.sh"
+
+name='' namespace='' image='' volume='' accelerator='' topology=''
+num_slices=1 chips_per_host=4 max_restarts=10
+
+# json WORD...: JSON strings, which are YAML too, with commas between.
+json() {
+  local word list='' backslash=\\
+  for word in "$@"; do
+    word=${word//"$backslash"/"$backslash$backslash"}
+    word=${word//\"/"$backslash\""}
+    list+="${list:+, }\"$word\""
+  done
+  printf '%s' "$list"
+}
+
+# hosts_of_slice: the chips of the topology over the chips of a host.
+hosts_of_slice() {
+  [[ $topology =~ ^[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]] ||
+    mistake "--topology=$topology: must be such as 4x4 or 2x2x2"
+  local chips=$((${topology//x/*}))
+  [ $((chips % chips_per_host)) = 0 ] ||
+    mistake "--topology=$topology: its $chips chips do not make hosts of --chips-per-host=$chips_per_host"
+  echo $((chips / chips_per_host))
+}
+
+# manifest HOSTS: jobset.yaml with its placeholders replaced.
+# shellcheck disable=SC2016  # placeholders look like variables
+manifest() {
+  local text
+  text=$(<"$here/jobset.yaml")
+  text=${text//'${name}'/"$(json "$name")"}
+  text=${text//'${image}'/"$(json "$image")"}
+  text=${text//'${volume}'/"$(json "$volume")"}
+  text=${text//'${accelerator}'/"$(json "$accelerator")"}
+  text=${text//'${topology}'/"$(json "$topology")"}
+  text=${text//'${hosts}'/"$1"}
+  text=${text//'${num_slices}'/"$num_slices"}
+  text=${text//'${chips_per_host}'/"$chips_per_host"}
+  text=${text//'${max_restarts}'/"$max_restarts"}
+  # last, since they may hold any text; Kubernetes reads $$ in them as $, and would replace $(X)
+  text=${text//'${arguments}'/"[$(json "${program[@]//'$'/'$$'}")]"}
+  printf '%s' "$text"
+}
+
+start() {
+  local hosts filled
+  case "$image$volume$accelerator${program[*]}" in
+    *[[:cntrl:]]*) mistake "a line break or tab in an argument: not supported" ;;
+  esac
+  hosts=$(hosts_of_slice)
+  filled=$(manifest "$hosts")
+  if [ -n "$dry_run" ]; then
+    printf "%s <<'EOF'\n%s\nEOF\n" "$(quote "${kubectl[@]}" create --filename=-)" "$filled"
+  else
+    # create refuses a name that is taken, where apply would change the job that has it
+    run "${kubectl[@]}" create --filename=- <<<"$filled"
+  fi
+}
+
+follow() {
+  local job="jobset.sigs.k8s.io/jobset-name=$name,jobset.sigs.k8s.io/job-index=0"
+  run "${kubectl[@]}" logs --follow --tail=20 --selector="$job,batch.kubernetes.io/job-completion-index=0"
+}
+
+status() {
+  run "${kubectl[@]}" get jobset "$name"
+  run "${kubectl[@]}" get pods --selector="jobset.sigs.k8s.io/jobset-name=$name" --output=wide
+}
+
+stop() {
+  run "${kubectl[@]}" delete jobset "$name" --cascade=foreground  # waits until the pods are gone
+}
+
+subcommand=${1-}
+case $subcommand in
+  start)
+    options='name namespace image volume accelerator topology num-slices chips-per-host max-restarts'
+    parse "$options" dry-run "${@:2}"
+    ;;
+  follow | status | stop) parse 'name namespace' dry-run "${@:2}" ;;
+  -h | --help)
+    usage
+    exit
+    ;;
+  *) mistake "${subcommand:-no subcommand}: not one of start, follow, status, stop" ;;
+esac
+require name
+[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
+  mistake "--name=$name: must be up to 40 of a-z, 0-9 and -, starting with a letter"
+require_program "$subcommand"
+if [ "$subcommand" = start ]; then
+  require image volume accelerator topology
+  require_count num-slices
+  require_count chips-per-host
+  require_count max-restarts
+  [[ " ${program[*]}" == *' --workdir=/runs/'* ]] ||
+    mistake "--workdir: must be below /runs, where the volume is; what is elsewhere ends with the pod"
+fi
+require_tool kubectl "it (gcloud components install kubectl)"
+
+kubectl=(kubectl)
+[ -z "$namespace" ] || kubectl+=(--namespace="$namespace")
+"$subcommand"

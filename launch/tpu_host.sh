@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# The part of tpu_pod.sh that runs on each host, as tpu_host.sh SUBCOMMAND [ARGUMENT...].
+#
+# ~/diffeq-nnx has src/ (the checkout, from which the program runs), venv/, run.log and run.pid.
+
+set -euo pipefail
+folder=$HOME/diffeq-nnx
+
+# running: the process that was started is there; after the host started again its id may be another's.
+running() {
+  [ -s run.pid ] && [[ $(ps -o args= -p "$(cat run.pid)") == *diffeq_nnx.main* ]]
+}
+
+fail() {
+  echo "error: $(hostname): $1" >&2
+  exit 1
+}
+
+# idle: nothing runs here yet.
+idle() {
+  ! running || fail "process $(cat run.pid) runs already; stop it first"
+}
+
+# install: the checkout that this script is in becomes src/, and its package is installed.
+install() {
+  idle
+  rm -rf src
+  mv "$(dirname "$(dirname "$script")")" src
+  export PATH=$HOME/.local/bin:$PATH
+  # uv brings its own Python; that of the runtime versions may be too old for jax
+  command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
+  [ -x venv/bin/python ] || uv venv --python=3.12 venv
+  uv pip install --python=venv/bin/python 'jax[tpu]' --editable src
+}
+
+# start ARGUMENT...: the program, detached; its output and exit code go to run.log.
+start() {
+  idle
+  rm -f run.pid
+  trap '' HUP  # the program inherits that; the end of the connection does not reach it
+  (
+    cd src
+    PYTHONUNBUFFERED=1 ../venv/bin/python -m diffeq_nnx.main "$@" &
+    echo $! >../run.pid
+    code=0
+    wait $! || code=$?
+    echo "exit code $code"
+  ) >>run.log 2>&1 </dev/null &
+  until [ -s run.pid ]; do sleep 0.1; done
+  echo "$(hostname): started process $(cat run.pid)"
+}
+
+status() {
+  if running; then
+    echo "$(hostname): running, process $(cat run.pid)"
+  else
+    echo "$(hostname): not running; the log ends: $(tail -n 1 run.log 2>/dev/null || echo 'no log')"
+  fi
+}
+
+# stop: SIGTERM, then as long as the common checkpoint takes.
+stop() {
+  if running; then
+    kill -TERM "$(cat run.pid)"
+    for _ in {1..600}; do
+      running || break
+      sleep 1
+    done
+    ! running || fail "process $(cat run.pid) still runs 600 s after SIGTERM"
+  fi
+  status
+}
+
+script=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
+mkdir -p "$folder"
+cd "$folder"
+"$@"
