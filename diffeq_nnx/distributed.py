@@ -17,12 +17,14 @@ from typing import Any, Iterator
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+import orbax.checkpoint
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import ProcessLost, RunError, UserError
 
 HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
+WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
 LEAVE_SECONDS = 60  # for all processes to end after the first
 
 _joined = False  # whether `start` has found other processes
@@ -47,7 +49,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
     if None in given:
-      raise UserError("--coordinator, --num_processes, --process_id: give all three, or none on a TPU pod or under Slurm")
+      raise UserError("--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
+                      "under Slurm, or for a single process")
     if not 0 <= process_id < num_processes:
       raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
     if not coordinator.rpartition(":")[2].isdigit():
@@ -73,8 +76,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 def _limit(seconds: int) -> Iterator[None]:
   """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
   def end() -> None:
-    print(f"error: not all processes came within {seconds} s; start the same command on every host, look at the logs of "
-          "those that are missing, or raise --join_seconds", file=sys.stderr, flush=True)
+    print(f"error: not all processes came within {seconds} s; start the same command on every host, look at the logs "
+          "of those that are missing, or raise --join_seconds", file=sys.stderr, flush=True)
     os._exit(1)
 
   timer = threading.Timer(seconds, end)
@@ -92,9 +95,14 @@ def leads() -> bool:
 
 
 def exchange(text: str) -> list[str]:
-  """What every process says, by process; all of them must call it."""
+  """What every process says, by process; all of them must call it.
+
+  They wait for the last one at a barrier, where a death is noticed and an hour of tokenising is not taken for one,
+  and only then meet in a collective, which would not wait so long.
+  """
   if jax.process_count() == 1:
     return [text]
+  orbax.checkpoint.multihost.get_barrier_sync_fn()(key="exchange", timeout_ms=1000 * WAIT_SECONDS)
   data = np.frombuffer(text.encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
   padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
@@ -154,12 +162,23 @@ def code_version() -> str:
 
 
 class Preemption:
-  """Whether the job is asked to end, by SIGTERM to any of its processes."""
+  """Whether the job is asked to end, by SIGTERM to any of its processes.
+
+  A context: after it, SIGTERM ends a single process at once again.
+  """
 
   def __init__(self) -> None:
-    self._asked = False
-    if jax.process_count() == 1:  # else JAX's service listens, and tells all processes
-      signal.signal(signal.SIGTERM, self._ask)
+    self._asked, self._before = False, None
+
+  def __enter__(self) -> "Preemption":
+    # of several processes JAX's service listens to each, and tells all
+    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+      self._before = signal.signal(signal.SIGTERM, self._ask)
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    if self._before is not None:
+      signal.signal(signal.SIGTERM, self._before)
 
   def _ask(self, *unused: Any) -> None:
     self._asked = True
@@ -167,6 +186,12 @@ class Preemption:
   def reached(self, step: int) -> bool:
     """Whether to stop after this step: the same answer in all processes. Call it after every step."""
     return self._asked if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
+
+
+def end_on_sigterm() -> None:
+  """For a job with nothing to save: SIGTERM ends this process, where JAX's service would only take note of it."""
+  if jax.process_count() > 1:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,9 @@ class Evaluator:
     start = time.perf_counter()
     weights = self._generate(params)
     rows = sharding.local_rows(self._mesh, self._padded_size)
-    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=self._config.eval.batch_size,
-                                max_batches=self._config.eval.max_batches, rows=rows)
+    settings = self._config.eval
+    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=settings.batch_size,
+                                max_batches=settings.max_batches, rows=rows)
     average = None
     for batch in batches:
       total, count = self._step(params, weights, sharding.place_batch(self._mesh, batch, rows, self._padded_size))

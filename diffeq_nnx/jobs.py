@@ -22,6 +22,7 @@ def evaluate(config: Config, workdir: str) -> dict:
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
       tokenizer, or a mesh that the devices don't make.
   """
+  distributed.end_on_sigterm()
   mesh = sharding.make_mesh(config.mesh)
   sharding.check(config, mesh)
   with jax.set_mesh(mesh):

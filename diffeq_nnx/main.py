@@ -31,8 +31,11 @@ def run(argv: list[str]) -> None:
   config = config_lib.from_config_dict(CONFIG.value)
   from diffeq_nnx import distributed, jobs  # after the flags, so that a mistake in them is told at once
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
-  distributed.agree(config, JOB.value, WORKDIR.value)
-  jobs.JOBS[JOB.value](config, WORKDIR.value)
+  if not distributed.leads():
+    logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
+  with distributed.tells_lost_processes():
+    distributed.agree(config, JOB.value, WORKDIR.value)
+    jobs.JOBS[JOB.value](config, WORKDIR.value)
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -81,7 +81,7 @@ class Model(nnx.Module):
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     gather = lambda weights: self._per_leaf(sharding.gather, weights)
     x_BxLxD = solvers.solve(self.config.solver, self.field, dropout(embed_key, x_BxLxD), block_weights,
-                            grid or self.grid(), gather=gather, dropout=dropout, key=solve_key, remat=remat)
+                            grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
     norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
     return self.field.final_norm(x_BxLxD, norm)
 

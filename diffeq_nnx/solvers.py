@@ -88,7 +88,8 @@ class Remat:
 
 
 def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, grid: Grid, *,
-          gather: Gather, dropout: Dropout, key: jax.Array, remat: Remat = Remat()) -> jax.Array:
+          dropout: Dropout, key: jax.Array, remat: Remat = Remat(),
+          gather: Gather = lambda weights: weights) -> jax.Array:
   """The state at the end of the grid, [B, L, D].
 
   Args:
@@ -97,10 +98,10 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
     x_BxLxD: the state at time 0.
     weights: BlockWeights for the grid's times; every leaf has a leading axis S.
     grid: times and step sizes.
-    gather: applied to the weights of each step when it comes to them, and again where it is recomputed.
     dropout: applied to each branch, with a key of its own for each step and branch.
     key: the key that those keys are split from.
     remat: what to recompute; `remat.every` must divide S.
+    gather: applied to the weights of each step when it comes to them, and again where it is recomputed.
   """
   step = functools.partial(SOLVERS[solver], field)
   dts_S = jnp.asarray(np.asarray(grid.dts_S), x_BxLxD.dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from typing import Any, Iterator
+from typing import Any
 
 import grain
 import jax
@@ -21,7 +21,7 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.kernels import attention
-from diffeq_nnx.report import Reporter, parameter_table, reporter, say
+from diffeq_nnx.report import Reporter, Silent, parameter_table, reporter, say
 from diffeq_nnx.train_step import State, abstract_state, init_state, make_train_step, state_shardings
 
 
@@ -30,11 +30,11 @@ def train(config: Config, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
-    RunError: a loss or gradient that is not finite, a file that can't be written, or another process that has gone.
+    RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
   mesh = sharding.make_mesh(config.mesh)
   sharding.check(config, mesh)
-  with jax.set_mesh(mesh), distributed.tells_lost_processes():
+  with jax.set_mesh(mesh):
     say_attention(config.model)
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
@@ -42,10 +42,10 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     batches = batch_iterator(config, corpus.train, mesh)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     state = start_state(config, checkpoints, batches, mesh)
-    start = int(state["step"])
     try:
-      with reporter(workdir, start, config.train.steps) as report:
-        return _loop(config, corpus, batches, state, start, checkpoints, report, mesh)
+      with (reporter(workdir, int(state["step"]), config.train.steps) as report,
+            distributed.Preemption() as preemption):
+        return _loop(_Run(config, mesh, corpus, batches, checkpoints, report, preemption), state)
     except OSError as error:
       raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
                      "they are; make room, and run the same command to go on from the newest") from error
@@ -58,9 +58,10 @@ def load_corpus(config: Config) -> data.Corpus:
       if distributed.leads() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   hashes = distributed.exchange(corpus.tokenizer.hash)
-  if len(set(hashes)) > 1:
-    raise UserError(f"data.source={config.data.source}: gives process {hashes.index(next(h for h in hashes if h != hashes[0]))} "
-                    "another tokenizer than process 0; give every host the same files")
+  other = next((process for process, one in enumerate(hashes) if one != hashes[0]), None)
+  if other is not None:
+    raise UserError(f"data.source={config.data.source}: gives process {other} another tokenizer than process 0; give "
+                    "every host the same files")
   return corpus
 
 
@@ -88,7 +89,10 @@ def say_attention(model: ModelConfig) -> None:
 
 
 def batch_iterator(config: Config, split: data.Split, mesh: Mesh) -> grain.DatasetIterator:
-  """This process's rows of the batches, for ever, read ahead by a thread; its state is a small dict, the same in all."""
+  """This process's rows of the batches, for ever, read ahead by a thread.
+
+  Its state is a small dict, the same in all processes.
+  """
   size = config.train.batch_size
   batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=size, seed=config.seed,
                                rows=sharding.local_rows(mesh, size))
@@ -115,35 +119,47 @@ def steps_of_solver(config: Config, step: int) -> int:
   return int(np.random.default_rng((config.seed, step)).choice(config.train.step_counts))
 
 
-def _loop(config: Config, corpus: data.Corpus, batches: Iterator, state: State, start: int,
-          checkpoints: Checkpoints, report: Reporter, mesh: Mesh) -> dict[str, float]:
+@dataclasses.dataclass
+class _Run:
+  """All that a loop works with, but for the state."""
+  config: Config
+  mesh: Mesh
+  corpus: data.Corpus
+  batches: grain.DatasetIterator
+  checkpoints: Checkpoints
+  report: Reporter | Silent
+  preemption: distributed.Preemption
+
+
+def _loop(run: _Run, state: State) -> dict[str, float]:
+  config, mesh = run.config, run.mesh
   train_step = make_train_step(config, mesh)
-  evaluator = Evaluator(config, corpus, mesh)
-  watch = _Watch(config, corpus.train, report)
-  preemption = distributed.Preemption()
-  steps, rows = config.train.steps, sharding.local_rows(mesh, config.train.batch_size)
+  evaluator = Evaluator(config, run.corpus, mesh)
+  watch = _Watch(config, run.corpus.train, run.report)
+  start, steps, rows = int(state["step"]), config.train.steps, sharding.local_rows(mesh, config.train.batch_size)
   values: dict[str, float] = {}
   for step in range(start, steps):
     num_steps = steps_of_solver(config, step)
-    batch = sharding.place_batch(mesh, next(batches), rows, config.train.batch_size)
+    batch = sharding.place_batch(mesh, next(run.batches), rows, config.train.batch_size)
     with jax.transfer_guard("disallow"):
       state, metrics = train_step(state, batch, num_steps)
     watch.after(step + 1, num_steps, metrics)
-    validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
-    preempted = preemption.reached(step + 1)
-    save = (step + 1) % config.checkpoint.every == 0 or step + 1 == steps or preempted
+    preempted = run.preemption.reached(step + 1)  # then there may be no time to validate
+    validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
+    save = preempted or (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
     if validate or save:
       watch.finish()  # so that nothing is saved after a step that was not finite
       with watch.paused():
         if validate:
           values = evaluator(state["params"])
-          report.validation(step + 1, values)
+          run.report.validation(step + 1, values)
         if save:
-          checkpoints.save(state, batches.get_state(), values["loss"] if validate else None)
+          run.checkpoints.save(state, run.batches.get_state(), values["loss"] if validate else None)
     if preempted:
+      run.checkpoints.close()
       say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to go on from there")
-      break
-  checkpoints.close()
+      return values
+  run.checkpoints.close()
   if start >= steps:
     say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
         "raise train.steps to go on")

@@ -101,9 +101,10 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
       is_leaf=lambda x: isinstance(x, nnx.Variable)))
   shapes = jax.eval_shape(lambda: init_state(config))
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  whole = sharding.whole(mesh)
   opt_state = optax.tree_utils.tree_map_params(
-      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: sharding.whole(mesh))
-  return {"params": params, "opt_state": opt_state, "step": sharding.whole(mesh), "key": sharding.whole(mesh)}
+      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: whole)
+  return {"params": params, "opt_state": opt_state, "step": whole, "key": whole}
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
@@ -112,7 +113,8 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
                       jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
 
 
-def make_train_step(config: Config, mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
+def make_train_step(config: Config,
+                    mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
   """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
 
   `num_steps` is the number of solver steps, a static argument: each count is compiled once. Metrics are
@@ -139,7 +141,8 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> Callable[[State
   return train_step
 
 
-def make_eval_step(config: Config, num_steps: int, mesh: Mesh | None = None) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(config: Config, num_steps: int,
+                   mesh: Mesh | None = None) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
   """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
 
   Generate `block_weights` once with `make_generate` and use them for every batch.

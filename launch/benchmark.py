@@ -5,7 +5,7 @@
 
 In each round every config runs once, one after the other, so that a slow minute of the machine hits all of
 them. Times are medians over rounds; a ratio is the median of the rounds' ratios to the first config, with its
-quartiles. Tokens are random; compilation and the first run are not timed. The states of all configs are on the
+quartiles. Each config runs over all devices, by its mesh. Tokens are random; compilation and the first run are not timed. The states of all configs are on the
 device together. Memory is the compiler's own account of the program: arguments, results and temporaries.
 """
 
@@ -17,13 +17,15 @@ import time
 from typing import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import flops
+from diffeq_nnx import sharding
 from diffeq_nnx import solvers
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.train_step import graph, init_state, loss_and_gradients, make_train_step
+from diffeq_nnx.train_step import graph, init_state, loss_and_gradients, make_train_step, state_shardings
 
 
 class Timed:
@@ -32,9 +34,13 @@ class Timed:
   def __init__(self, name: str, config: config_lib.Config, what: str):
     self.name, self.config = name, config
     self.seconds: list[float] = []
-    self._batch = jax.device_put(random_batch(config))
-    state = jax.jit(init_state, static_argnums=0)(config)
-    self._program, self._carry = PROGRAMS[what](config, state, self._batch)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    size = config.train.batch_size
+    with jax.set_mesh(mesh):
+      batch = sharding.place_batch(mesh, random_batch(config), sharding.local_rows(mesh, size), size)
+      state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+      self._program, self._carry = PROGRAMS[what](config, state, batch, mesh)
     self.run()
     self.seconds.clear()
 
@@ -69,25 +75,27 @@ def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
   return {"inputs": tokens[0], "targets": tokens[1]}
 
 
-def train_step(config, state, batch):
+def train_step(config, state, batch, mesh):
   """The whole optimizer step, as in training."""
-  compiled = make_train_step(config).lower(state, batch, config.model.num_steps).compile()
+  compiled = make_train_step(config, mesh).lower(state, batch, config.model.num_steps).compile()
   return Program(lambda state: (compiled(state, batch)[0],), compiled), (state,)
 
 
-def loss_and_gradient(config, state, batch):
+def loss_and_gradient(config, state, batch, mesh):
   """Loss and gradients alone; the gradients' buffers are used again by the next run, as a train step would."""
   grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
   model_graph = graph(config.model)
 
-  @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+  places = state_shardings(config, mesh)["params"]
+
+  @functools.partial(jax.jit, donate_argnums=0, keep_unused=True, out_shardings=places)
   def run(old_gradients, params, batch, key):
     return loss_and_gradients(config, model_graph, grid, params, batch, key)[1]
 
   arguments = (state["params"], batch, state["key"])
-  gradients = jax.tree.map(np.zeros_like, state["params"])
+  gradients = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places)(state["params"])
   compiled = run.lower(gradients, *arguments).compile()
-  return Program(lambda gradients: (compiled(gradients, *arguments),), compiled), (jax.device_put(gradients),)
+  return Program(lambda gradients: (compiled(gradients, *arguments),), compiled), (gradients,)
 
 
 PROGRAMS = {"train_step": train_step, "loss_and_gradients": loss_and_gradient}

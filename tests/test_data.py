@@ -376,6 +376,45 @@ def test_batches_depend_on_seed_and_step_alone():
   assert batch(-1, 3) == batch(2**32 - 1, 3)
 
 
+class Watched:
+  """Tokens that remember where they were read."""
+
+  def __init__(self, tokens):
+    self.tokens, self.read = tokens, []
+
+  def __len__(self):
+    return len(self.tokens)
+
+  def __getitem__(self, part):
+    self.read.append(part.start)
+    return self.tokens[part]
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluation"])
+def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
+  whole, parts, read = split_of(500), [], []
+  shares = [np.array([0, 3]), np.array([1, 2])]  # as a mesh may place them
+
+  def batches(split, rows):
+    if kind == "train":
+      dataset = data.train_batches(split, seq_len=8, batch_size=4, seed=3, rows=rows)
+      return [dataset[step] for step in range(10)]  # most of an epoch
+    return list(data.eval_batches(split, seq_len=8, batch_size=3, rows=rows))  # row 3 is padding
+
+  for rows in shares:
+    tokens = Watched(whole.tokens)
+    parts.append(batches(data.Split(tokens, 0, 1), rows))
+    read.append(set(tokens.read))
+  assert read[0].isdisjoint(read[1])
+  for together, *apart in zip(batches(whole, None), *parts):
+    for name, array in together.items():
+      joined = np.empty((4, 8), array.dtype)
+      for rows, part in zip(shares, apart):
+        joined[rows] = part[name]
+      np.testing.assert_array_equal(joined[:len(array)], array)
+      assert not joined[len(array):].any()
+
+
 def test_a_split_shorter_than_a_window_is_refused():
   data.train_batches(split_of(9), seq_len=8, batch_size=4, seed=0)[100]
   message = told(lambda: data.train_batches(split_of(8), seq_len=8, batch_size=4, seed=0))

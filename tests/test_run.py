@@ -6,13 +6,14 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 from absl import flags
 import pytest
 
-from diffeq_nnx import data, jobs, main  # main defines the flags
+from diffeq_nnx import data, distributed, jobs, main  # main defines the flags
 from diffeq_nnx.checkpoint import DAMAGED
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimizerConfig, TrainConfig
 from diffeq_nnx.errors import RunError, UserError
@@ -65,6 +66,28 @@ def run(finished, tmp_path):
   config, workdir = finished
   shutil.copytree(workdir, tmp_path / "run")
   return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=28)), tmp_path / "run"
+
+
+def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch):
+  """With a SIGTERM at step 22 the losses are those without one."""
+  config, workdir = run
+  whole = shutil.copytree(workdir, workdir.parent / "whole")
+  train(config, str(whole))
+  reached, before = distributed.Preemption.reached, signal.getsignal(signal.SIGTERM)
+
+  def told(self, step):
+    if step == 22:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return reached(self, step)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(distributed.Preemption, "reached", told)
+    assert train(config, str(workdir)) == {}
+  assert kept(workdir)[-1] == 22 and signal.getsignal(signal.SIGTERM) == before
+  train(config, str(workdir))
+  losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, split)] for folder in (workdir, whole)
+            for split in ("train", "validation")]
+  assert losses[:2] == losses[2:] and losses[0][-1][0] == 25 and losses[1][-1][0] == 28
 
 
 def test_what_a_run_leaves_behind(finished):

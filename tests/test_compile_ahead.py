@@ -1,0 +1,167 @@
+"""What the TPU compiler makes of the sharded train step, and how it is read; needs libtpu (.ci/run installs it)."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import hlo
+from diffeq_nnx import sharding
+from diffeq_nnx.train_step import abstract_state
+from launch import compile_ahead
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
+                                  reason="needs the TPU compiler: pip install 'jax[tpu]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimizations():
+  """The compiler as users have it; tests switch most optimizations off."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
+LOOP = """HloModule step, is_scheduled=true, num_partitions=8
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %a-and-b = bf16[] add(%a, %b)
+}
+
+%part (p.0: bf16[4]) -> bf16[32] {
+  %p.0 = bf16[4]{0} parameter(0)
+  ROOT %gather.2 = bf16[32]{0} all-gather(%p.0), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%condition (s: (s32[], bf16[4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(17)
+  %s = (s32[]{:T(128)}, bf16[4]{0}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%s), index=0
+  ROOT %go = pred[] compare(%at, %limit), direction=LT
+}
+
+%body (s.1: (s32[], bf16[4])) -> (s32[], bf16[4]) {
+  %s.1 = (s32[]{:T(128)}, bf16[4]{0:T(4)(2,1)}) parameter(0)
+  %at.1 = s32[] get-tuple-element(%s.1), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%at.1, %two)
+  %x = bf16[4]{0} get-tuple-element(%s.1), index=1
+  %fusion.1 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%part, backend_config={"estimated_cycles":"100"}
+  %fusion.2 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%part, backend_config={"estimated_cycles":"10"}
+  %sum-start = bf16[4]{0} all-reduce-start(%x), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %call = bf16[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="a/attention_forward"}
+  ROOT %out = (s32[], bf16[4]{0}) tuple(%next, %sum-start)
+}
+
+ENTRY %main (x.1: bf16[4]) -> bf16[4] {
+  %x.1 = bf16[4]{0} parameter(0)
+  %one = s32[] constant(1)
+  %start = (s32[], bf16[4]{0}) tuple(%one, %x.1)
+  %loop = (s32[], bf16[4]{0}) while(%start), condition=%condition, body=%body
+  %sent = (bf16[4]{0}, u32[], token[]) send(%x.1), channel_id=9, is_host_transfer=true
+  %alone = bf16[4]{0} all-reduce(%x.1), channel_id=4, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+  ROOT %result = bf16[4]{0} get-tuple-element(%loop), index=1, backend_config={"estimated_cycles":"5"}
+}
+"""
+
+
+def test_a_program_is_counted_with_its_loops():
+  """The loop turns 8 times (1, 3, .. 15); a channel counts once in a turn; what stays on a device does not."""
+  program = hlo.Program(LOOP)
+  assert [(one.kind, one.group, one.times, one.sent_bytes) for one in program.collectives] == [
+      ("all-gather", 8, 8, 8 * 64 * 7 // 8), ("all-reduce", 2, 8, 8 * 2 * 8 // 2), ("send", 8, 1, 8)]
+  assert program.cycles == 8 * 110 + 5
+  assert program.kernels == [hlo.Kernel("a/attention_forward", 8)]
+
+
+def mesh_of(config, topology: str, num_slices: int = 1):
+  """The config's mesh over the devices of a TPU."""
+  return sharding.make_mesh(config.mesh, compile_ahead.devices_of(topology, num_slices))
+
+
+@pytest.fixture(scope="module")
+def programs():
+  """The compiled llama1b steps, generated and stored, on eight v5p chips, all sequences at once."""
+  found = {}
+  for row in ("diffeq", "llama"):
+    config = config_lib.load(f"configs/llama1b.py:{row}", ["train.device_batch_size=4", "train.batch_size=32"])
+    found[row] = compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
+  return found
+
+
+@needs_libtpu
+def test_no_collective_of_llama1b_moves_a_generator_parameter(programs):
+  """F is [97, in, out]; all that crosses devices with T in it is the gradient of e(t), 16 x 97 numbers a weight."""
+  T, S = 96, 16
+  program = hlo.Program(programs["diffeq"])
+  assert "f32[97,256,8192]" in programs["diffeq"]  # an eighth of F: so it would be seen
+  moved = [array for one in program.collectives for array in one.arrays if T in array.shape or T + 1 in array.shape]
+  assert len(moved) == 9  # weights and norms of the block
+  assert all(sorted(array.shape)[-2:] in ([S, T], [S, T + 1]) and array.bytes <= 4 * S * (T + 1) for array in moved)
+
+
+@needs_libtpu
+def test_generated_weights_cost_no_communication(programs):
+  """Bytes by kind within 5 % of the plain Llama's; both gather bfloat16 weights of a layer at a time."""
+  ours, plain = (compile_ahead.communication(hlo.Program(programs[row])) for row in ("diffeq", "llama"))
+  assert ours.keys() == plain.keys() and sum(size for size, _ in plain.values()) > 5e9
+  for kind, (size, _) in plain.items():
+    assert ours[kind][0] == pytest.approx(size, rel=0.05), kind
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["llama1b", "gpt_large"])
+def test_parameters_and_moments_shrink_with_the_devices(name):
+  """As the compiler counts them, padding and all: eight times the devices, an eighth of the bytes, within 15 %."""
+  sizes = []
+  for topology in ("v5p:2x2x2", "v5p:4x4x4"):
+    config = config_lib.load(f"configs/{name}.py")
+    state = abstract_state(config, mesh_of(config, topology))
+    compiled = jax.jit(lambda state: state, donate_argnums=0).trace(state).lower(lowering_platforms=("tpu",)).compile()
+    sizes.append(compiled.memory_analysis().argument_size_in_bytes)
+  assert sizes[0] / sizes[1] == pytest.approx(8, rel=0.15)
+
+
+SMALL = ["--config=configs/llama1b.py", "--set=model.num_steps=2", "--set=model.embed_dim=512", "--set=model.mlp_dim=512",
+         "--set=model.num_heads=4", "--set=model.vocab_size=512", "--set=model.seq_len=512", "--set=train.batch_size=16"]
+
+
+@needs_libtpu
+def test_what_it_prints(capsys, tmp_path):
+  assert compile_ahead.main([*SMALL, "--topology=v5e:2x2", "--num-slices=2", f"--save-hlo={tmp_path}/step.txt"]) == 0
+  first, *lines = capsys.readouterr().out.splitlines()
+  assert first == ("configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 4 x tensor 1, "
+                   "16 x 512 tokens a step")
+  figures = {line[:32].strip(): float(line[32:41].replace(",", "")) for line in lines if line.startswith("  ")}
+  kinds = ("parameters", "optimizer", "padding of these, tokens", "activations and temporaries")
+  assert figures["peak"] == pytest.approx(sum(figures[kind] for kind in kinds), abs=0.03)
+  assert figures["optimizer"] == pytest.approx(2 * figures["parameters"], abs=0.01)
+  assert figures["to another slice"] > 0 and figures["utilization, %"] > 0
+  assert figures["step, s"] == pytest.approx(figures["compute, s"] + figures["attention kernels, s"], abs=0.002)
+  assert hlo.Program((tmp_path / "step.txt").read_text()).cycles > 0
+
+
+@needs_libtpu
+@pytest.mark.parametrize("settings,told", [
+    (["--set=train.batch_size=4096", "--set=model.seq_len=2048", "--set=train.device_batch_size=1024"],
+     "set train.device_batch_size=512"),
+    (["--set=model.embed_dim=2048", "--set=model.mlp_dim=8192"], "take more devices"),
+])
+def test_what_does_not_fit_is_told_with_a_way_out(settings, told, capsys):
+  assert compile_ahead.main([*SMALL, "--topology=v5e:2x2", "--set=train.remat=none", *settings]) == 1
+  assert told in capsys.readouterr().out.splitlines()[-1]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("arguments,told", [
+    (["--topology=v9:2x2"], "--topology=v9:2x2: "),
+    (["--topology=v5e:2x2", "--set=mesh.tensor=3"], "don't multiply to the 4 devices"),
+    (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
+])
+def test_a_mistake_is_one_line(arguments, told):
+  with pytest.raises(config_lib.UserError) as error:
+    compile_ahead.main([*SMALL, *arguments])
+  assert told in str(error.value)
