@@ -38,7 +38,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
   Args:
     coordinator: HOST:PORT at which process 0 can be reached by all.
-    num_processes: how many there are.
+    num_processes: how many there are; 1 alone: don't look for others.
     process_id: which one this is, from 0.
     join_seconds: how long to wait for all to come.
 
@@ -47,6 +47,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     RunError: they could not be joined. If the others don't come in time, the process ends, with exit code 1.
   """
   given = (coordinator, num_processes, process_id)
+  if given == (None, 1, None):
+    return
   if any(value is not None for value in given):
     if None in given:
       raise UserError("--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
@@ -66,9 +68,9 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     if coordinator is None and "coordinator_address" in str(error):
       return  # no cluster: one process
     raise UserError(f"--coordinator={coordinator}: {error}") from error
-  except RuntimeError as error:
+  except (RuntimeError, OSError) as error:  # OSError: the cluster's own services can't be reached
     raise RunError(f"the processes could not be joined ({next(iter(str(error).splitlines()), '')}); start the same "
-                   "command on every host") from error
+                   "command on every host, or give --num_processes=1 for a single process") from error
   _joined = True
 
 

@@ -84,10 +84,10 @@ def mesh_of(config, topology: str, num_slices: int = 1):
 
 @pytest.fixture(scope="module")
 def programs():
-  """The compiled llama1b steps, generated and stored, on eight v5p chips, all sequences at once."""
+  """The compiled llama1b steps, generated and stored, on eight v5p chips."""
   found = {}
   for row in ("diffeq", "llama"):
-    config = config_lib.load(f"configs/llama1b.py:{row}", ["train.device_batch_size=4", "train.batch_size=32"])
+    config = config_lib.load(f"configs/llama1b.py:{row}")
     found[row] = compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
   return found
 
@@ -107,7 +107,7 @@ def test_no_collective_of_llama1b_moves_a_generator_parameter(programs):
 def test_generated_weights_cost_no_communication(programs):
   """Bytes by kind within 5 % of the plain Llama's; both gather bfloat16 weights of a layer at a time."""
   ours, plain = (compile_ahead.communication(hlo.Program(programs[row])) for row in ("diffeq", "llama"))
-  assert ours.keys() == plain.keys() and sum(size for size, _ in plain.values()) > 5e9
+  assert ours.keys() == plain.keys() and sum(size for size, _ in plain.values()) > 20e9
   for kind, (size, _) in plain.items():
     assert ours[kind][0] == pytest.approx(size, rel=0.05), kind
 

@@ -10,10 +10,14 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from diffeq_nnx import distributed
+from diffeq_nnx.errors import RunError, UserError
 from launch import local
+from tests.conftest import small_config
 from tests.test_resume import records
 
 SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
@@ -92,7 +96,7 @@ def losses(workdir) -> np.ndarray:
 
 
 def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(cache, tmp_path):
-  """Within 2e-6 in float32. A SIGTERM to one of two processes ends both in order; four go on from there."""
+  """Within 2e-6 in float32. A SIGTERM to one of two processes ends both in order; four go on, on another mesh."""
   with job(cache, tmp_path / "one", 1) as (alone,):
     assert alone.end() == 0, alone.lines[-20:]
   with job(cache, tmp_path / "many", 2, devices=2) as (first, second):
@@ -103,7 +107,7 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert not any(line.startswith(("step", "error", "mesh")) for line in second.lines)  # process 0 speaks
   stopped = int(re.search(r"step (\d+);", told)[1])
   assert 10 <= stopped <= 20
-  with job(cache, tmp_path / "many", 4) as running:
+  with job(cache, tmp_path / "many", 4, more=("--config.mesh.tensor=2",)) as running:
     assert [process.end() for process in running] == [0] * 4, running[0].lines[-20:]
     assert f"going on from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
   one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
@@ -174,6 +178,28 @@ def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path):
   found = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *SMALL, f"--workdir={tmp_path}", *flags],
                          capture_output=True, text=True, timeout=120)
   assert found.returncode == 2 and told in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_code_that_differs_is_told(monkeypatch):
+  """Two processes of which one has another version of the package."""
+  def both(text):
+    return [text, text.replace(distributed.code_version(), "0123456789ab")]
+
+  monkeypatch.setattr(distributed, "exchange", both)
+  with pytest.raises(UserError) as told:
+    distributed.agree(small_config(), "train", "runs")
+  assert "process 1 runs something else: the code is '0123456789ab' there and" in str(told.value)
+
+
+@pytest.mark.parametrize("problem,kind", [(OSError("no route to host"), RunError), (ValueError("no port"), UserError)])
+def test_a_cluster_that_can_t_be_asked_is_one_line(problem, kind, monkeypatch):
+  def fails(*args, **kwargs):
+    raise problem
+
+  monkeypatch.setattr(jax.distributed, "initialize", fails)
+  with pytest.raises(kind, match=str(problem)):
+    distributed.start(None, None, None, 5)
+  distributed.start(None, 1, None, 5)  # nothing is asked
 
 
 def test_local_prints_what_it_would_run(capsys):
