@@ -109,12 +109,16 @@ class GPTField:
 
   def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
-    B, L, _ = x_BxLxD.shape
+    B, L, D = x_BxLxD.shape
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
-    qkv_BxLxN = normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None]
-    qkv_BxLxKxSxC = qkv_BxLxN.reshape(B, L, self.num_kv_heads, -1, self.head_dim)
-    q_BxLxHxC = qkv_BxLxKxSxC[..., :-2, :].reshape(B, L, self.num_heads, self.head_dim)
-    out_BxLxHxC = sharded_attention(q_BxLxHxC, qkv_BxLxKxSxC[..., -2, :], qkv_BxLxKxSxC[..., -1, :],
+    slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
+    kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
+
+    def project(part: slice) -> jax.Array:  # the weights are cut, since they are smaller than what they make
+      made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
+      return made_BxLxN.reshape(B, L, -1, self.head_dim)
+
+    out_BxLxHxC = sharded_attention(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
                                     self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
 
