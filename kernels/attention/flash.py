@@ -1,23 +1,57 @@
-"""What the fused kernels share: the rule for differentiating them.
+"""What the fused kernels share: how scores are kept, and the rule for differentiating them.
 
-B batch, S query positions, H query heads, D head width.
+B batch, S query positions, H query heads, D head width. Scores are kept in units of log2 e, so that the exponential
+is a plain power of two.
 """
 
 import functools
+import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 
+LOG2_E = math.log2(math.e)
+MASKED = -1e30  # a score that is not seen: finite, so that MASKED - MASKED is 0 and not NaN
+UNSEEN_LSE = 1e30  # stands for -inf in the backward pass: 2^(score - UNSEEN_LSE) is 0 whatever the score
+
+
 class Kernel(Protocol):
   """A fused kernel, specialised for one problem; hashable."""
+  scale: float
+  soft_cap: float | None
 
   def forward(self, q, k, v, q_segments, kv_segments) -> tuple[jax.Array, jax.Array]:
     """out [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S], float32, -inf where a row sees nothing."""
 
   def backward(self, q, k, v, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v. With p the softmax's weights, a score's gradient is p (dout v^T - delta)."""
+    """Gradients of q, k, v. With p the softmax's weights, a score's gradient is p (dout v^T - delta).
+
+    `lse` is in units of log2 e, and UNSEEN_LSE where a row sees nothing.
+    """
+
+
+def scores(products, kernel: Kernel):
+  """Scores from q k^T: scaled, capped, in units of log2 e."""
+  if kernel.soft_cap is None:
+    return products * (kernel.scale * LOG2_E)
+  return jnp.tanh(products * (kernel.scale / kernel.soft_cap)) * (kernel.soft_cap * LOG2_E)
+
+
+def uncapped(dscores, products, kernel: Kernel):
+  """Gradients of the scores before the soft cap, from those after it."""
+  if kernel.soft_cap is None:
+    return dscores
+  bent = jnp.tanh(products * (kernel.scale / kernel.soft_cap))
+  return dscores * (1.0 - bent * bent)
+
+
+def pad(x, axis: int, multiple: int, value=0):
+  """`value` after the end of an axis, up to a multiple."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, -x.shape[axis] % multiple)
+  return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -39,6 +73,7 @@ def _backward(kernel, residuals, gradients):
   q, k, v, q_segments, kv_segments, out, lse_BxHxS = residuals
   dout, dlse_BxHxS = gradients
   along = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32))
+  lse_BxHxS = jnp.where(jnp.isneginf(lse_BxHxS), UNSEEN_LSE, lse_BxHxS * LOG2_E)
   return *kernel.backward(q, k, v, q_segments, kv_segments, lse_BxHxS, along - dlse_BxHxS, dout), None, None
 
 

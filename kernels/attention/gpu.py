@@ -3,13 +3,10 @@
 B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width. A block
 of threads is two warpgroups that compute, each on 64 rows of its own, and one that fetches: the side that is
 walked along arrives in a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
-
-Scores are kept in units of log2 e, so that the exponential is a plain power of two.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,14 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from diffeq_nnx.kernels.attention.flash import flash_attention
+from diffeq_nnx.kernels.attention import flash
+from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, UNSEEN_LSE, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
-LOG2_E = math.log2(math.e)
-MASKED = -1e30  # a score that is not seen: finite, so that MASKED - MASKED is 0 and not NaN
-UNSEEN_LSE = 1e30  # stands for -inf in the backward pass: 2^(score - UNSEEN_LSE) is 0 whatever the score
 ROWS = 64  # of one computing warpgroup: the height of one wgmma
 TILE = 2 * ROWS  # rows of a block of threads
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -71,19 +67,6 @@ class GPUKernel:
   def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
     return _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
 
-  def scores(self, products):
-    """Scores from q k^T: scaled, capped, in units of log2 e."""
-    if self.soft_cap is None:
-      return products * (self.scale * LOG2_E)
-    return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
-
-  def score_gradient(self, products, dscores):
-    """The soft cap's part of the chain rule."""
-    if self.soft_cap is None:
-      return dscores
-    bent = jnp.tanh(products * (self.scale / self.soft_cap))
-    return dscores * (1.0 - bent * bent)
-
 
 def _along_rows(row_values, shape):
   return jax.lax.broadcast_in_dim(row_values, shape, [0])
@@ -126,8 +109,11 @@ def _load(ref, index, layout):
   return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
 
-def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, segments):
-  """`scores` [rows, columns] with MASKED where nothing is seen; rows are queries, or keys if `by_key`."""
+def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, row_ids, ids_ref, b):
+  """`scores` [rows, columns] with MASKED where nothing is seen; rows are queries, or keys if `by_key`.
+
+  `row_ids` are the segment ids of the rows, or None; those of the columns are in `ids_ref`.
+  """
   shape = scores.shape
   rows = first_row + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
   columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -137,27 +123,33 @@ def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, se
     seen = seen & (queries >= keys)
   if static.mask.window is not None:
     seen = seen & (keys > queries - static.mask.window)
-  if segments is not None:
-    seen = seen & (_along_rows(segments[0], shape) == _along_columns(segments[1], shape))
+  if row_ids is not None:
+    column_ids = _load(ids_ref, (b, pl.ds(first_column, shape[1])), _COLUMN)
+    seen = seen & (_along_rows(row_ids, shape) == _along_columns(column_ids, shape))
   return jnp.where(seen, scores, MASKED)
 
 
-def _feed(first, last, stages, fetch, consumed):
-  """The fetching warpgroup: `fetch(j, slot)` for each block in first..last, as buffers come free."""
+def _feed(stretch, ring: Ring, arrays, buffers, b, head, arrived, consumed):
+  """The fetching warpgroup: blocks of both arrays along the stretch, as buffers come free."""
+  plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+  first, last = stretch[0], stretch[3]
+
   @pl.loop(first, last)
   def _next(j):
     turn = j - first
-    slot = jax.lax.rem(turn, stages)
+    slot = jax.lax.rem(turn, ring.stages)
 
-    @pl.when(turn >= stages)
+    @pl.when(turn >= ring.stages)
     def _wait():
       plgpu.barrier_wait(consumed.at[slot])
 
-    fetch(j, slot)
+    for array, buffer in zip(arrays, buffers):
+      source = (b, pl.ds(j * ring.rows, ring.rows), head)
+      plgpu.copy_gmem_to_smem(array.at[source], buffer.at[slot], arrived.at[slot])
 
-  @pl.loop(jnp.maximum(first, last - stages), last)
+  @pl.loop(jnp.maximum(first, last - ring.stages), last)
   def _drain(j):  # so that nothing ends before the last buffers were read
-    plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, stages)])
+    plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, ring.stages)])
 
 
 def _walk(stretch, stages, carry, visit, arrived, consumed):
@@ -204,10 +196,9 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
 
     def visit(j, slot, masked, carry):
       acc, top, total = carry
-      scores = static.scores(_product(q_smem.at[wg], k_smem.at[slot], (ROWS, walk)))
+      scores = flash.scores(_product(q_smem.at[wg], k_smem.at[slot], (ROWS, walk)), static)
       if masked:
-        segments = None if q_ids is None else (q_ids, _load(kv_segments_ref, (b, pl.ds(j * walk, walk)), _COLUMN))
-        scores = _masked(scores, static, first_row, j * walk, False, segments)
+        scores = _masked(scores, static, first_row, j * walk, False, q_ids, kv_segments_ref, b)
       new_top = jnp.maximum(top, scores.max(axis=1))
       weights = jnp.exp2(scores - _along_rows(new_top, scores.shape))
       correction = jnp.exp2(top - new_top)
@@ -215,11 +206,12 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
       acc = acc * _along_rows(correction, acc.shape)
       return _add_product(acc, weights.astype(q_ref.dtype), v_smem.at[slot], static.interpret), new_top, total
 
-    acc, top, total = _walk(stretch, ring.stages, (_zeros((ROWS, D)), _filled(MASKED), _filled(0.0)), visit, arrived, consumed)
+    start = (_zeros((ROWS, D)), _filled(MASKED), _filled(0.0))
+    acc, top, total = _walk(stretch, ring.stages, start, visit, arrived, consumed)
     empty = top <= MASKED / 2
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
     q_smem.at[wg][...] = (acc * _along_rows(inverse, acc.shape)).astype(out_ref.dtype)
-    lse = (top + jnp.log(jnp.where(empty, 1.0, total)) * LOG2_E) / LOG2_E
+    lse = top / LOG2_E + jnp.log(jnp.where(empty, 1.0, total))
     lse_smem.at[wg][...] = jnp.where(empty, -jnp.inf, lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem.at[wg], out_ref.at[b, rows, h])
@@ -228,14 +220,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
 
   @pl.when(wg == 2)
   def _fetch():
-    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-    def fetch(j, slot):
-      source = (b, pl.ds(j * walk, walk), jax.lax.div(h, G))
-      plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], arrived.at[slot])
-      plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], arrived.at[slot])
-
-    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+    _feed(stretch, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
 def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref, dq_ref,
@@ -260,13 +245,12 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref,
 
     def visit(j, slot, masked, dq):
       products = _product(q_smem.at[wg], k_smem.at[slot], (ROWS, walk))
-      scores = static.scores(products)
+      scores = flash.scores(products, static)
       if masked:
-        segments = None if q_ids is None else (q_ids, _load(kv_segments_ref, (b, pl.ds(j * walk, walk)), _COLUMN))
-        scores = _masked(scores, static, first_row, j * walk, False, segments)
+        scores = _masked(scores, static, first_row, j * walk, False, q_ids, kv_segments_ref, b)
       weights = jnp.exp2(scores - _along_rows(lse, scores.shape))
       dweights = _product(dout_smem.at[wg], v_smem.at[slot], (ROWS, walk))
-      dscores = static.score_gradient(products, weights * (dweights - _along_rows(delta, scores.shape)))
+      dscores = flash.uncapped(weights * (dweights - _along_rows(delta, scores.shape)), products, static)
       return _add_product(dq, dscores.astype(q_ref.dtype), k_smem.at[slot], static.interpret)
 
     dq = _walk(stretch, ring.stages, _zeros((ROWS, D)), visit, arrived, consumed)
@@ -277,14 +261,7 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref,
 
   @pl.when(wg == 2)
   def _fetch():
-    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-    def fetch(j, slot):
-      source = (b, pl.ds(j * walk, walk), jax.lax.div(h, G))
-      plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], arrived.at[slot])
-      plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], arrived.at[slot])
-
-    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+    _feed(stretch, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
 def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref,
@@ -315,40 +292,31 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref
       dk, dv = carry
       columns = pl.ds(j * walk, walk)
       products = _product(k_smem.at[wg], q_smem.at[slot], (ROWS, walk))
-      scores = static.scores(products)
+      scores = flash.scores(products, static)
       if masked:
-        segments = None if kv_ids is None else (kv_ids, _load(q_segments_ref, (b, columns), _COLUMN))
-        scores = _masked(scores, static, first_row, j * walk, True, segments)
+        scores = _masked(scores, static, first_row, j * walk, True, kv_ids, q_segments_ref, b)
       weights = jnp.exp2(scores - _along_columns(_load(lse_ref, (b, h, columns), _COLUMN), scores.shape))
       if wanted[1]:
         dv = _add_product(dv, weights.astype(q_ref.dtype), dout_smem.at[slot], static.interpret)
       if wanted[0]:
         dweights = _product(v_smem.at[wg], dout_smem.at[slot], (ROWS, walk))
         delta = _along_columns(_load(delta_ref, (b, h, columns), _COLUMN), scores.shape)
-        dscores = static.score_gradient(products, weights * (dweights - delta))
+        dscores = flash.uncapped(weights * (dweights - delta), products, static)
         dk = _add_product(dk, dscores.astype(q_ref.dtype), q_smem.at[slot], static.interpret)
       return dk, dv
 
     start = tuple(_zeros((ROWS, D)) if want else None for want in wanted)
     dk, dv = _walk(stretch, ring.stages, start, visit, arrived, consumed)
-    sums = [value for value, want in ((dk, wanted[0]), (dv, wanted[1])) if want]
-    factors = [factor for factor, want in ((static.scale, wanted[0]), (1.0, wanted[1])) if want]
-    for value, factor, out_ref, smem in zip(sums, factors, out_refs, (k_smem, v_smem)):
-      smem.at[wg][...] = (value * factor).astype(out_ref.dtype)
+    sums = [value for value in (dk if dk is None else dk * static.scale, dv) if value is not None]
+    for value, out_ref, smem in zip(sums, out_refs, (k_smem, v_smem)):
+      smem.at[wg][...] = value.astype(out_ref.dtype)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(smem.at[wg], out_ref.at[b, rows, h])
     plgpu.wait_smem_to_gmem(0)
 
   @pl.when(wg == 2)
   def _fetch():
-    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-    def fetch(j, slot):
-      source = (b, pl.ds(j * walk, walk), h)
-      plgpu.copy_gmem_to_smem(q_ref.at[source], q_smem.at[slot], arrived.at[slot])
-      plgpu.copy_gmem_to_smem(dout_ref.at[source], dout_smem.at[slot], arrived.at[slot])
-
-    _feed(stretch[0], stretch[3], ring.stages, fetch, consumed)
+    _feed(stretch, ring, (q_ref, dout_ref), (q_smem, dout_smem), b, h, arrived, consumed)
 
 
 def _call(kernel, out_type, scratch, tiles, B, H, static: GPUKernel, G: int, arguments):
@@ -383,19 +351,13 @@ def _barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
           plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages))
 
 
-def _pad(x, axis: int, multiple: int, value=0):
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % multiple)
-  return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
-
-
 def _padded(x):
   """[B, S, H, D] with S a multiple of the tile and D of the 64 columns that shared memory is swizzled by."""
-  return _pad(_pad(x, 1, TILE), 3, 64)
+  return pad(pad(x, 1, TILE), 3, 64)
 
 
 def _ids(segments):
-  return None if segments is None else _pad(segments.astype(jnp.int32), 1, TILE)
+  return None if segments is None else pad(segments.astype(jnp.int32), 1, TILE)
 
 
 def _forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: GPUKernel):
@@ -419,8 +381,7 @@ def _backward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHx
   G = H // K
   q, k, v, dout = map(_padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
-  lse = _pad(jnp.where(jnp.isneginf(lse_BxHxS), UNSEEN_LSE, lse_BxHxS * LOG2_E), 2, TILE, UNSEEN_LSE)
-  delta = _pad(delta_BxHxS, 2, TILE)
+  lse, delta = pad(lse_BxHxS, 2, TILE, UNSEEN_LSE), pad(delta_BxHxS, 2, TILE)
   rest = (q, k, v, _ids(q_segments), _ids(kv_segments), lse, delta, dout)
   ring = static.rings[1]
   scratch = (_shared(2, ROWS, width, dtype), _shared(2, ROWS, width, dtype), *_ring_buffers(ring, width, dtype),
@@ -448,5 +409,5 @@ def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
   """
   kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
-  out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -3,13 +3,10 @@
 B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width; Q and N
 blocks of queries and keys. The method is FlashAttention's (Dao et al. 2022, 2023): an online softmax going
 forward; going back, probabilities made again from the log-sum-exp.
-
-Scores are kept in units of log2 e, so that the exponential is a plain power of two.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,14 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from diffeq_nnx.kernels.attention import flash
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.flash import flash_attention
+from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, UNSEEN_LSE, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 LANES = 128
-LOG2_E = math.log2(math.e)
-MASKED = -1e30  # a score that is not seen: finite, so that MASKED - MASKED is 0 and not NaN
-UNSEEN_LSE = 1e30  # stands for -inf in the backward pass: 2^(score - UNSEEN_LSE) is 0 whatever the score
 
 NT = (((1,), (1,)), ((), ()))  # a b^T
 NN = (((1,), (0,)), ((), ()))  # a b
@@ -59,13 +54,6 @@ def _heads_first(x):
 def _dot(a, b, dimensions):
   exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
   return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
-
-
-def _scores(products, static: TPUKernel):
-  """Scores from q k^T: scaled, capped, in units of log2 e."""
-  if static.soft_cap is None:
-    return products * (static.scale * LOG2_E)
-  return jnp.tanh(products * (static.scale / static.soft_cap)) * (static.soft_cap * LOG2_E)
 
 
 def _seen(static: TPUKernel, first_query, first_key, shape, query_axis: int, segments):
@@ -104,7 +92,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
   def visit(j, masked: bool):
     local = pl.multiple_of((j - chunk * chunk_blocks) * block_kv, block_kv)
     k, v = k_ref[pl.ds(local, block_kv), :], v_ref[pl.ds(local, block_kv), :]
-    scores = _scores(_dot(q_ref[...], k, NT), static)
+    scores = flash.scores(_dot(q_ref[...], k, NT), static)
     if masked:
       segments = None if not static.segments else (
           _columns(q_segments_ref, block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)])
@@ -120,10 +108,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     max_ref[...] = new_max
     acc_ref[...] = acc_ref[...] * _widen(correction, D) + _dot(weights.astype(v.dtype), v, NN)
 
-  low, high = chunk * chunk_blocks, (chunk + 1) * chunk_blocks
-  first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b if static.segments else 0, i], low, high)
-                                        for n in range(4))
-  _visit_all(visit, first, full_first, full_last, last)
+  _visit_all(visit, ranges_ref, b if static.segments else 0, i, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
 
   @pl.when(chunk == pl.num_programs(3) - 1)
   def _finish():
@@ -135,8 +120,10 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     lse_ref[...] = lse.T[0:1, :]
 
 
-def _visit_all(visit, first, full_first, full_last, last):
-  """Calls `visit(j, masked)` on the stretch of blocks, with a mask only where one is needed."""
+def _visit_all(visit, ranges_ref, b, i, low, high):
+  """Calls `visit(j, masked)` on the blocks that block i meets in low..high, with a mask only where one is needed."""
+  first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b, i], low, high) for n in range(4))
+
   def masked(j, _):
     visit(j, True)
 
@@ -168,7 +155,7 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
     q, do = q_ref[rows, :], do_ref[rows, :]
     k, v = k_ref[...], v_ref[...]
     products = _dot(k, q, NT)
-    scores = _scores(products, static)
+    scores = flash.scores(products, static)
     if masked:
       segments = None if not static.segments else (
           q_segments_ref[0:1, rows], _columns(kv_segments_ref, block_q))
@@ -176,17 +163,11 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
       scores = jnp.where(seen, scores, MASKED)
     weights = jnp.exp2(scores - lse_ref[0:1, rows])
     dv_acc[...] += _dot(weights.astype(do.dtype), do, NN)
-    dscores = weights * (_dot(v, do, NT) - delta_ref[0:1, rows])
-    if static.soft_cap is not None:
-      dscores = dscores * (1.0 - jnp.square(jnp.tanh(products * (static.scale / static.soft_cap))))
-    dscores = dscores.astype(q.dtype)
+    dscores = flash.uncapped(weights * (_dot(v, do, NT) - delta_ref[0:1, rows]), products, static).astype(q.dtype)
     dk_acc[...] += _dot(dscores, q, NN)
     dq_acc[rows, :] += _dot(dscores.T, k, NN)
 
-  low, high = chunk * chunk_blocks, (chunk + 1) * chunk_blocks
-  first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b if static.segments else 0, j], low, high)
-                                        for n in range(4))
-  _visit_all(visit, first, full_first, full_last, last)
+  _visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
   dk_ref[...] = (dk_acc[...] * static.scale).astype(dk_ref.dtype)
   dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
@@ -195,27 +176,20 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
     dq_ref[...] = (dq_acc[...] * static.scale).astype(dq_ref.dtype)
 
 
-def _pad(x, axis, multiple):
-  """Zeros after the end of an axis, up to a multiple."""
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % multiple)
-  return jnp.pad(x, widths) if widths[axis][1] else x
-
-
 def _rows(segments_BxS, multiple):
-  """Segment ids [B, S] as rows [B, 1, padded S], or one row of zeros where there are none."""
+  """Segment ids [B, S] as rows [B, 1, padded S], or None."""
   if segments_BxS is None:
     return None
-  return _pad(segments_BxS.astype(jnp.int32)[:, None], 2, multiple)
+  return pad(segments_BxS.astype(jnp.int32)[:, None], 2, multiple)
 
 
-def _call(kernel, static: TPUKernel, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name, vmem):
+def _call(kernel, static: TPUKernel, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name):
   return pl.pallas_call(
       functools.partial(kernel, static=static), out_shape=out_shape, name=name, interpret=static.interpret,
       grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=grid, in_specs=in_specs,
                                              out_specs=out_specs, scratch_shapes=scratch_shapes),
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem))
+          dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=static.blocks.vmem_limit))
 
 
 def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, static: TPUKernel):
@@ -223,10 +197,10 @@ def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, s
   B, H, S, D = q_BxHxSxD.shape
   blocks, G = static.blocks, static.G
   ranges = block_ranges(static.mask, S, static.T, blocks.block_q, blocks.block_kv, q_segments_BxS, kv_segments_BxT)
-  q = _pad(q_BxHxSxD, 2, blocks.block_q)
-  k, v = (_pad(x, 2, blocks.block_kv) for x in (k_BxKxTxD, v_BxKxTxD))
+  q = pad(q_BxHxSxD, 2, blocks.block_q)
+  k, v = (pad(x, 2, blocks.block_kv) for x in (k_BxKxTxD, v_BxKxTxD))
   chunk = blocks.chunk(k.shape[2], blocks.block_kv, blocks.forward_bytes_per_key(D, q.dtype.itemsize))
-  k, v = (_pad(x, 2, chunk) for x in (k, v))
+  k, v = (pad(x, 2, chunk) for x in (k, v))
   grid = (B, H, q.shape[2] // blocks.block_q, k.shape[2] // chunk)
   q_spec = pl.BlockSpec((None, None, blocks.block_q, D), lambda b, h, i, c, *_: (b, h, i, 0))
   kv_spec = pl.BlockSpec((None, None, chunk, D), lambda b, h, i, c, *_: (b, jax.lax.div(h, G), c, 0))
@@ -241,7 +215,7 @@ def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, s
                  jax.ShapeDtypeStruct((B, H, 1, q.shape[2]), jnp.float32)],
       scratch_shapes=[pltpu.VMEM((blocks.block_q, LANES), jnp.float32), pltpu.VMEM((blocks.block_q, LANES), jnp.float32),
                       pltpu.VMEM((blocks.block_q, D), jnp.float32)],
-      name="attention_forward", vmem=blocks.vmem_limit)(ranges, q, k, v, *segments)
+      name="attention_forward")(ranges, q, k, v, *segments)
   return out[:, :, :S], lse[:, :, 0, :S]
 
 
@@ -255,11 +229,10 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
   ranges = block_ranges(static.mask, S, T, block_q, block_kv, q_segments_BxS, kv_segments_BxT, by_key=True)
   itemsize = q_BxHxSxD.dtype.itemsize
   chunk = blocks.chunk(S + -S % block_q, block_q, blocks.backward_bytes_per_query(D, itemsize))
-  q, do = (_pad(x, 2, chunk) for x in (q_BxHxSxD, do_BxHxSxD))
-  k, v = (_pad(x, 2, block_kv) for x in (k_BxKxTxD, v_BxKxTxD))
-  lse = jnp.where(jnp.isneginf(lse_BxHxS), UNSEEN_LSE, lse_BxHxS * LOG2_E)
-  lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -S % chunk)), constant_values=UNSEEN_LSE)[:, :, None]
-  delta = _pad(delta_BxHxS, 2, chunk)[:, :, None]
+  q, do = (pad(x, 2, chunk) for x in (q_BxHxSxD, do_BxHxSxD))
+  k, v = (pad(x, 2, block_kv) for x in (k_BxKxTxD, v_BxKxTxD))
+  lse = pad(lse_BxHxS, 2, chunk, UNSEEN_LSE)[:, :, None]
+  delta = pad(delta_BxHxS, 2, chunk)[:, :, None]
   chunks = q.shape[2] // chunk
   grid = (B, H, chunks, k.shape[2] // block_kv)
   q_spec = pl.BlockSpec((None, None, chunk, D), lambda b, h, c, j, *_: (b, h, c, 0))
@@ -279,7 +252,7 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
       out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), part_shape, part_shape],
       scratch_shapes=[pltpu.VMEM((chunk, D), jnp.float32), pltpu.VMEM((block_kv, D), jnp.float32),
                       pltpu.VMEM((block_kv, D), jnp.float32)],
-      name="attention_backward", vmem=blocks.vmem_limit)(ranges, q, k, v, *segments, lse, delta, do)
+      name="attention_backward")(ranges, q, k, v, *segments, lse, delta, do)
   total = lambda x: x.reshape(chunks, B, K, G, -1, D).sum((0, 3))[:, :, :T].astype(k.dtype)
   return dq[:, :, :S], total(dk), total(dv)
 
@@ -298,5 +271,5 @@ def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   T, K = k_BxTxKxD.shape[1:3]
   blocks = blocks or TPUBlocks.tuned(S, T, D, q_BxSxHxD.dtype.itemsize)
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, H // K, q_segments_BxS is not None, blocks, interpret)
-  out_BxSxHxD, lse_BxHxS = flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)
