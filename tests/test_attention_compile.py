@@ -73,8 +73,10 @@ def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
-@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-@pytest.mark.parametrize("name,dtype", [*((name, "bfloat16") for name in SHAPES), ("odd_length", "float32")])
+@pytest.mark.parametrize("name,dtype,topology", [
+    *((name, "bfloat16", topology) for name in SHAPES for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
+    *(("odd_length", "float32", topology) for topology in ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
+    *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "packed_documents"))])
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
   function, inputs = gradients_and_inputs(
       name, dtype, jax.sharding.SingleDeviceSharding(tpu(topology)), "pallas_tpu")

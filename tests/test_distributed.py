@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,14 +17,12 @@ from diffeq_nnx import distributed
 from diffeq_nnx.errors import RunError, UserError
 from launch import local
 from tests.conftest import small_config
-from tests.test_resume import records
+from tests.test_resume import FAST, records
 
 SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
          "--config.model.num_heads=4", "--config.model.vocab_size=512", "--config.model.dropout=0.1",
          "--config.train.batch_size=8", "--config.train.log_every=1", "--config.train.steps=20",
          "--config.checkpoint.every=20", "--config.eval.every=20", "--config.eval.max_batches=2"]
-
-FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # these jobs compile more than they compute
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +35,7 @@ class Process:
   """One process of a job, its stderr read as it comes."""
 
   def __init__(self, line: list[str], devices: int):
-    self._process = subprocess.Popen(line, env={**os.environ, **FAST, **local.environment(devices)}, text=True,
+    self._process = subprocess.Popen(line, env={**FAST, **local.environment(devices)}, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     self.lines: list[str] = []
     self.out = ""  # what it wrote on stdout, once it has ended
@@ -162,7 +159,7 @@ def test_trouble_of_one_process_ends_all_with_its_line(cache, tmp_path):
   homes = [tmp_path / "home", tmp_path / "file"]  # the cache directory itself must be the same in both
   arguments = [*SMALL, "--config.data.cache_dir=~/cache", f"--workdir={tmp_path}/run"]
   lines = local.commands(2, local.free_port(), arguments)
-  running = [subprocess.Popen(line, env={**os.environ, **FAST, **local.environment(1), "HOME": str(home)}, text=True,
+  running = [subprocess.Popen(line, env={**FAST, **local.environment(1), "HOME": str(home)}, text=True,
                               stderr=subprocess.PIPE) for line, home in zip(lines, homes)]
   told = [process.communicate(timeout=120)[1] for process in running]
   assert [process.returncode for process in running] == [2, 2]

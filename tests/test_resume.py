@@ -16,6 +16,9 @@ SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.mod
          "--config.checkpoint.every=20", "--config.eval.every=20", "--config.eval.max_batches=1"]
 
 
+FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # these runs compile more than they compute
+
+
 def command(workdir, *more) -> list[str]:
   """The main program on a small model, as a user would call it."""
   return [sys.executable, "-m", "diffeq_nnx.main", *SMALL, f"--config.data.cache_dir={workdir.parent}/cache",
@@ -41,15 +44,15 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  subprocess.run(command(whole), check=True, capture_output=True, timeout=240)
-  process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  subprocess.run(command(whole), check=True, capture_output=True, timeout=240, env=FAST)
+  process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
   deadline = time.monotonic() + 200
   while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline and process.poll() is None:
     time.sleep(0.005)
   process.send_signal(signal.SIGKILL)
   assert process.wait() == -signal.SIGKILL
   assert max(record["step"] for record in records(broken)) < 40
-  resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240)
+  resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240, env=FAST)
   assert "going on from the checkpoint of step 20" in resumed.stderr
   assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
   ours, theirs = arrays(broken, 40), arrays(whole, 40)
