@@ -14,6 +14,8 @@ from launch import compile_ahead
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                                   reason="needs the TPU compiler: pip install 'jax[tpu]'")
 
+pytestmark = pytest.mark.timeout(900)  # the two large compilations take a minute and a half on two idle cores
+
 
 @pytest.fixture(scope="module", autouse=True)
 def optimizations():
