@@ -2,7 +2,7 @@
 
 The mesh has four axes: `slice` (TPU slices, joined by the data-centre network), `data`, `fsdp` and `tensor`. Each
 device has its own sequences; parameters are split over fsdp and tensor. Functions here read the mesh of the
-surrounding `jax.set_mesh`, and do nothing where there is none.
+surrounding `jax.set_mesh`, and do nothing where there is none, or another one.
 """
 
 import functools
@@ -21,13 +21,14 @@ MESH_AXES = ("slice", "data", "fsdp", "tensor")
 
 # The mesh axes that an array's axis may be split over. In one array a mesh axis is used once, by the first axis that
 # it divides: a kernel [embed, mlp] is split over fsdp and tensor, a kernel [mlp, embed] over both along mlp, which is
-# the axis that costs a TPU no padding. A name that is missing here, or None, is whole on every device.
+# the axis that costs a TPU no padding. An axis without a name (None) is whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("slice", "data", "fsdp"),
     "embed": ("fsdp",),
     "heads": ("tensor", "fsdp"),
     "mlp": ("tensor", "fsdp"),
     "vocab": ("tensor", "fsdp"),
+    "position": (),
 }
 SPLIT_IN_USE = ("tensor",)  # of the mesh axes of a parameter, those that stay split while it is used
 
@@ -92,7 +93,7 @@ def partition(axes: Axes, shape: tuple[int, ...], mesh_shape: dict[str, int],
   entries = []
   for name, size in zip(axes, shape, strict=True):
     places: list[str] = []
-    for axis in RULES.get(name, ()):
+    for axis in RULES[name] if name else ():
       parts = math.prod(mesh_shape[place] for place in places) * mesh_shape[axis]
       if axis in only and axis not in used and size % parts == 0:
         places.append(axis)
@@ -111,17 +112,23 @@ def whole(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def _surrounding() -> jax.sharding.AbstractMesh | None:
+  """The mesh of the surrounding `jax.set_mesh`, if it is one of ours and of several devices."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if mesh.axis_names == MESH_AXES and mesh.size > 1 else None
+
+
 def constrain(x: jax.Array, *axes: str | None, only: tuple[str, ...] = MESH_AXES) -> jax.Array:
   """x, split as `partition` says."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.size <= 1:  # 0 where there is no mesh
+  mesh = _surrounding()
+  if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh.shape, only))
 
 
 def gather(x: jax.Array, axes: Axes) -> jax.Array:
   """A parameter as it is used: whole, but for what tensor parallelism splits. Its gradient is split again at once."""
-  return x if jax.sharding.get_abstract_mesh().size <= 1 else _gather(x, axes)
+  return x if _surrounding() is None else _gather(x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -151,8 +158,8 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   Raises:
     ValueError: the arrays would be split in different ways.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.size <= 1:
+  mesh = _surrounding()
+  if mesh is None:
     return function(*arrays)
   specs = tuple(partition(axes, x.shape, mesh.shape) for x in arrays)
   if len(set(specs)) > 1:
