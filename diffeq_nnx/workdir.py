@@ -1,6 +1,7 @@
 """Whose a work directory is: the config and the tokenizer that it was started with.
 
-run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the directory say so; another model or tokenizer is turned away.
+run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model or
+tokenizer is turned away.
 """
 
 import json

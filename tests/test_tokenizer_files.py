@@ -97,6 +97,7 @@ BAD_FILES = {  # name: files, what the line says
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
   "byte as eos": (beside(eos_token="!"), "'!' is also an ordinary piece"),
   "bos unsaid": (beside(bos_token=BEGIN), "(id 1), but no file says whether text begins with it; set"),
+  "bos of a type": (beside(add_bos_token="yes"), "add_bos_token in tokenizer_config.json is 'yes'; it"),
   "bos unnamed": (beside(add_bos_token=True), "no file names a bos_token"),
   # tokenizer.json
   "no model": ({"tokenizer__json": {"version": "1.0"}}, "holds no byte-pair model; give"),

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers as huggingface
 
 from diffeq_nnx.data.tokenizers import base, vocabularies
-from diffeq_nnx.data.tokenizers.vocabularies import ALPHABET, Vocabulary
+from diffeq_nnx.data.tokenizers.vocabularies import ALPHABET, IN_ALPHABET, Vocabulary
 from diffeq_nnx.errors import UserError
 
 _BLOCK_CHARS = 1 << 16  # of a long text, encoded at once: several threads share it
@@ -176,11 +176,10 @@ def _encoding_form(spec: dict[str, Any]) -> dict[str, Any]:
 def _decoded(vocabulary: Vocabulary, special: list[str]) -> list[bytes]:
   """What each id stands for, in UTF-8."""
   pieces = [b""] * vocabulary.size
+  bytes_of = str.maketrans({char: chr(byte) for char, byte in ALPHABET.items()})  # Latin-1's
   for token, number in vocabulary.ids.items():
-    if all(char in ALPHABET for char in token):
-      pieces[number] = bytes(ALPHABET[char] for char in token)
-    else:
-      pieces[number] = token.encode()
+    is_mapped = IN_ALPHABET.fullmatch(token) is not None
+    pieces[number] = token.translate(bytes_of).encode("latin-1") if is_mapped else token.encode()
   for token in vocabulary.added:
     if token["content"] not in vocabulary.pieces:
       pieces[token["id"]] = token["content"].encode()

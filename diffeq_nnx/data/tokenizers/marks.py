@@ -44,7 +44,7 @@ def beside(directory: str, label: str) -> Said:
   """Reads what Hugging Face's files in a directory say: names and numbers of marks, and `add_bos_token`.
 
   Raises:
-    UserError: For a file that can't be read, is no JSON object, or gives something else where a mark belongs.
+    UserError: For a file that can't be read, is no JSON object, or says something else than a mark.
   """
   statements, begins = [], []
   for name in (*_NAMING, *_NUMBERING):
@@ -58,8 +58,11 @@ def beside(directory: str, label: str) -> Said:
       if said.get(key) is not None:
         statements.append(_statement(f"{key} in {name}", mark, said[key], name in _NAMING, label))
     statements += _numbered(said.get("added_tokens_decoder"), f"added_tokens_decoder in {name}")
-    if isinstance(said.get("add_bos_token"), bool):
-      begins.append((f"add_bos_token in {name}", said["add_bos_token"]))
+    adds = said.get("add_bos_token")
+    if not isinstance(adds, bool | None):
+      raise UserError(f"{label}: add_bos_token in {name} is {adds!r}; it must be true or false, or left out")
+    if adds is not None:
+      begins.append((f"add_bos_token in {name}", adds))
   return Said(tuple(statements), tuple(begins))
 
 

@@ -6,6 +6,7 @@ pieces. Only such a vocabulary gives every text back as it was.
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes, read_json
@@ -19,6 +20,7 @@ _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
   chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
+IN_ALPHABET = re.compile(f"[{re.escape(''.join(ALPHABET))}]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,18 +157,17 @@ def _merges(merges: list[Any], pieces: dict[str, int], label: str, name: str) ->
   """The merges as pairs of pieces; both and what they make must be in the vocabulary."""
   pairs = []
   for number, merge in enumerate(merges, start=1):
-    pair = (
-      tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) if isinstance(merge, list) else ()
-    )
-    if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+    pair = merge.split(" ") if type(merge) is str else merge if type(merge) is list else ()
+    if len(pair) != 2 or type(pair[0]) is not str or type(pair[1]) is not str or "" in pair:
       raise UserError(f"{label}: merge {number} in {name} is {merge!r}, not two pieces; restore the file")
-    missing = next((piece for piece in (*pair, "".join(pair)) if piece not in pieces), None)
-    if missing is not None:
+    left, right = pair
+    if not (left in pieces and right in pieces and left + right in pieces):
+      missing = next(piece for piece in (left, right, left + right) if piece not in pieces)
       raise UserError(
         f"{label}: merge {number} in {name} ({' '.join(pair)!r}) needs the piece {missing!r}, "
         "which the vocabulary lacks; give merges and vocabulary that go together"
       )
-    pairs.append(pair)
+    pairs.append((left, right))
   return pairs
 
 
@@ -241,7 +242,7 @@ def _check_added(added: list[dict[str, Any]], pieces: dict[str, int], label: str
         f"{label}: the added token {content!r} in {name} swallows the spaces around it (lstrip, rstrip), "
         "so text would be lost; set both to false"
       )
-    if content in pieces and not content.isascii() and all(char in ALPHABET for char in content):
+    if content in pieces and not content.isascii() and IN_ALPHABET.fullmatch(content):
       raise UserError(
         f"{label}: the added token {content!r} in {name} has the id of a piece of other text, "
         "so text would be lost; give it an id of its own"
@@ -263,9 +264,8 @@ def _processor_says(processor: Any, label: str, name: str) -> Said:
       sides = [(step["cls"][0], (step["cls"][1],))], [(step["sep"][0], (step["sep"][1],))]
     else:
       raise KeyError(step["type"])
-    if max(map(len, sides)) > 1 or any(
-      len(ids) != 1 or type(ids[0]) is not int for side in sides for _, ids in side
-    ):
+    marks = [(*ids, token) for side in sides for token, ids in side]
+    if max(map(len, sides)) > 1 or any([type(part) for part in mark] != [int, str] for mark in marks):
       raise ValueError("more than one mark")
   except (KeyError, IndexError, TypeError, ValueError) as error:
     raise UserError(
@@ -283,11 +283,15 @@ def _template(
   step: dict[str, Any],
 ) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]]]:
   """The tokens before and after the text in a TemplateProcessing, with their ids."""
-  place = next(place for place, item in enumerate(step["single"]) if "Sequence" in item)
   names = [None if "Sequence" in item else item["SpecialToken"]["id"] for item in step["single"]]
+  place = names.index(None)
 
   def tokens(part: list[str]) -> list[tuple[str, tuple[int, ...]]]:
     entries = [step["special_tokens"][name] for name in part]
-    return [(token, (number,)) for entry in entries for token, number in zip(entry["tokens"], entry["ids"])]
+    return [
+      (token, (number,))
+      for entry in entries
+      for token, number in zip(entry["tokens"], entry["ids"], strict=True)
+    ]
 
   return tokens(names[:place]), tokens(names[place + 1 :])
