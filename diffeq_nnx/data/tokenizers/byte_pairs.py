@@ -37,11 +37,11 @@ class BytePairTokenizer(base.Tokenizer):
     """
     self._eos_id, self._bos_id = eos_id, bos_id
     spec = saved_form(vocabulary, eos_id, bos_id)
-    self._model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
     special = [token["content"] for token in spec["added_tokens"] if token["special"]]
     vocabularies.check_unreachable(vocabulary, special, label)
     self._pieces = _decoded(vocabulary, special)
     try:
+      self._model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
       self._encoder = huggingface.Tokenizer.from_str(json.dumps(_encoding_form(spec)))
     except Exception as error:  # the library raises nothing narrower
       reason = " ".join(str(error).split())
