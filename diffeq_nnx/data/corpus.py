@@ -16,13 +16,14 @@ from typing import Any, BinaryIO
 import grain
 import numpy as np
 import sentencepiece
+import tokenizers as huggingface
 import tqdm
 
-from diffeq_nnx.data import sources, tokenizer as tokenizer_lib
-from diffeq_nnx.data.tokenizer import Tokenizer
+from diffeq_nnx.data import sources, tokenizers
+from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
-FORMAT_VERSION = 1  # part of the cache's key: raise it when the files or the tokenisation change
+FORMAT_VERSION = 2  # part of the cache's key: raise it when the files or the tokenisation change
 _BATCH_CHARS = 1 << 21  # text tokenised and written at a time
 _SPLITS = ("train", "validation")
 
@@ -32,8 +33,9 @@ class Split:
   """One side of a corpus.
 
   Attributes:
-    tokens: [num_tokens] uint16 or uint32, memory-mapped: the documents, each followed by the end-of-text id.
-    num_bytes: UTF-8 bytes of the text, end-of-text marks excluded.
+    tokens: [num_tokens] uint16 or uint32, memory-mapped: the documents, each with the end-of-text id after it
+      and, where the tokenizer has one (`bos_id`), the begin mark before it.
+    num_bytes: UTF-8 bytes of the text, marks excluded.
     num_documents: Number of documents.
   """
 
@@ -63,7 +65,9 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
       `validation`: a source of its own, or None to hold out documents of `source`;
       `validation_fraction`: the share of documents held out when `validation` is None, by a hash of the seed
         and the document's index, at least one on each side;
-      `tokenizer`: "train" for one trained on the training documents, or the path of a sentencepiece model;
+      `tokenizer`: "train" for a sentencepiece model trained on the training documents, or what
+        `tokenizers.load` takes;
+      `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
       `cache_dir`: a directory; `~` expands.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
     seed: Chooses the documents held out.
@@ -74,20 +78,12 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
   Raises:
     UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
   """
-  if config.tokenizer == "train":
-    tokenizer = None
-  else:
-    tokenizer = Tokenizer.load(config.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-      raise UserError(
-        f"model.vocab_size={vocab_size}: smaller than the {tokenizer.vocab_size} ids of "
-        f"data.tokenizer={config.tokenizer}; set it to {tokenizer.vocab_size} or more"
-      )
+  tokenizer = _given_tokenizer(config, vocab_size)
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
   inputs = _cache_inputs(config, vocab_size, seed, tokenizer)
   key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
   final = os.path.join(cache_dir, key)
-  corpus = _open(final)
+  corpus = _open(final, tokenizer)
   if corpus is not None:
     return corpus
   part = os.path.join(cache_dir, f".{key}.{uuid.uuid4().hex}")
@@ -98,7 +94,7 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
       _build(part, config, vocab_size, seed, tokenizer)
       if _cache_inputs(config, vocab_size, seed, tokenizer) != inputs:
         raise UserError(f"data.source={config.source}: files changed while they were read; start again")
-      return _publish(part, final)
+      return _publish(part, final, tokenizer)
     finally:
       shutil.rmtree(part, ignore_errors=True)
   except OSError as error:  # the sources' own are told as UserError by then
@@ -106,6 +102,23 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
     raise UserError(
       f"data.cache_dir={config.cache_dir}: can't be written ({reason}); give a writable directory with space"
     ) from error
+
+
+def _given_tokenizer(config: Any, vocab_size: int) -> Tokenizer | None:
+  """The tokenizer that the config names, or None for one to be trained."""
+  if config.tokenizer == "train":
+    if config.begin_mark:
+      raise UserError(
+        "data.begin_mark=True: data.tokenizer=train makes one without a begin mark; set it to None or False"
+      )
+    return None
+  tokenizer = tokenizers.load(config.tokenizer, begin_mark=config.begin_mark)
+  if tokenizer.vocab_size > vocab_size:
+    raise UserError(
+      f"model.vocab_size={vocab_size}: smaller than the {tokenizer.vocab_size} ids of "
+      f"data.tokenizer={config.tokenizer}; set it to {tokenizer.vocab_size} or more"
+    )
+  return tokenizer
 
 
 def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -122,6 +135,7 @@ def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer 
   return {
     "format": FORMAT_VERSION,
     "sentencepiece": sentencepiece.__version__,
+    "tokenizers": huggingface.__version__,
     "source": sources.fingerprint(config.source),
     "validation": validation,
     "tokenizer": tokenizer.hash if tokenizer else "train",
@@ -129,12 +143,18 @@ def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer 
   }
 
 
-def _open(directory: str) -> Corpus | None:
-  """The corpus in a cache directory, or None if it isn't there or isn't whole."""
+def _open(directory: str, tokenizer: Tokenizer | None) -> Corpus | None:
+  """The corpus in a cache directory, or None if it isn't there, isn't whole or is another tokenizer's.
+
+  Args:
+    directory: The directory.
+    tokenizer: The tokenizer that the config names; None: the one trained when the corpus was made.
+  """
   try:
     with open(os.path.join(directory, "meta.json"), encoding="utf-8") as file:
       meta = json.load(file)
-    tokenizer = Tokenizer.load(os.path.join(directory, "tokenizer.model"))
+    if tokenizer is None:
+      tokenizer = tokenizers.load(os.path.join(directory, meta["tokenizer_file"]))
     if tokenizer.hash != meta["tokenizer"]:
       return None
     splits = {}
@@ -157,7 +177,7 @@ def _remove_abandoned(cache_dir: str, key: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _publish(part: str, final: str) -> Corpus:
+def _publish(part: str, final: str, tokenizer: Tokenizer | None) -> Corpus:
   """Moves a finished directory to its place, unless another run was first."""
   while True:
     try:
@@ -165,7 +185,7 @@ def _publish(part: str, final: str) -> Corpus:
     except OSError:
       if not os.path.lexists(final):
         raise
-    corpus = _open(final)
+    corpus = _open(final, tokenizer)
     if corpus is not None:
       return corpus
     # Something damaged is in the way: renaming is the one step that can't be seen half-done.
@@ -179,7 +199,7 @@ def _publish(part: str, final: str) -> Corpus:
 
 
 def _build(directory: str, config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> None:
-  """Writes tokenizer.model, train.bin, validation.bin and meta.json."""
+  """Writes the tokenizer's file, train.bin, validation.bin and meta.json."""
   if config.validation is None:
     held_out = _held_out(config, seed)
     passes: dict[str, Callable[[], Iterator[str]]] = {
@@ -195,14 +215,14 @@ def _build(directory: str, config: Any, vocab_size: int, seed: int, tokenizer: T
     totals = {}
   if tokenizer is None:
     bar = _progress(passes["train"](), "training the tokenizer", totals.get("train"))
-    tokenizer = Tokenizer(tokenizer_lib.train(bar, vocab_size))
+    tokenizer = tokenizers.SentencePieceTokenizer(tokenizers.train(bar, vocab_size))
   dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-  meta = {"tokenizer": tokenizer.hash, "dtype": dtype.name}
+  meta = {"tokenizer": tokenizer.hash, "tokenizer_file": tokenizer.file_name, "dtype": dtype.name}
   for name in _SPLITS:
     bar = _progress(passes[name](), f"tokenising ({name})", totals.get(name))
     with open(os.path.join(directory, f"{name}.bin"), "wb") as file:
       meta[name] = _write_tokens(file, bar, tokenizer, dtype)
-  with open(os.path.join(directory, "tokenizer.model"), "wb") as file:
+  with open(os.path.join(directory, tokenizer.file_name), "wb") as file:
     file.write(tokenizer.model_bytes)
   with open(os.path.join(directory, "meta.json"), "w", encoding="utf-8") as file:
     json.dump(meta, file, indent=2)
@@ -236,14 +256,15 @@ def _progress(documents: Iterator[str], description: str, total: int | None = No
 def _write_tokens(
   file: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype
 ) -> dict[str, int]:
-  """Streams documents to a file as tokens; returns the counts."""
+  """Streams documents to a file as tokens between their marks; returns the counts."""
+  begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
   end = np.array([tokenizer.eos_id], dtype)
   counts = {"num_tokens": 0, "num_bytes": 0, "num_documents": 0}
 
   def write(batch: list[str]) -> None:
     for text, ids in zip(batch, tokenizer.encode_batch(batch)):
-      file.write(ids.astype(dtype).tobytes() + end.tobytes())
-      counts["num_tokens"] += len(ids) + 1
+      file.write(begin.tobytes() + ids.astype(dtype).tobytes() + end.tobytes())
+      counts["num_tokens"] += len(begin) + len(ids) + 1
       counts["num_bytes"] += len(text.encode())
       counts["num_documents"] += 1
 

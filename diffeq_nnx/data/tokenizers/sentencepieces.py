@@ -1,4 +1,4 @@
-"""A byte-fallback sentencepiece tokenizer that loses nothing, and its training."""
+"""Byte-fallback sentencepiece tokenizers, as Llama's, used without loss, and their training."""
 
 import hashlib
 import io
@@ -10,13 +10,14 @@ from itertools import chain
 import numpy as np
 import sentencepiece
 
+from diffeq_nnx.data.tokenizers import base
+from diffeq_nnx.data.tokenizers.base import END_OF_TEXT
+from diffeq_nnx.data.tokenizers.marks import Said, Statement, resolve
 from diffeq_nnx.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"
 _SPACE = "\u2581"  # stands for a space inside sentencepiece, so a literal one has to go round it
 _SEPARATORS = re.compile(f"([\n{_SPACE}])")
 _LINE_CHARS = 1024  # at most 4096 bytes, below sentencepiece's limit for a training sentence
-_GROUP_CHARS = 1 << 20  # encoded at once: bounds the memory of Python's lists of integers
 # A ModelProto's normalizer_spec in wire format: name "identity", no character map, no dummy prefix, extra
 # spaces kept, spaces escaped. Appended to a model it overrides the model's own, by the rules of protobuf.
 _LOSSLESS = b"\x1a\x12\x0a\x08identity\x12\x00\x18\x00\x20\x00\x28\x01"
@@ -102,22 +103,28 @@ def _cut(text: str, limit: int) -> Iterator[str]:
   yield text[start:]
 
 
-class Tokenizer:
-  """Text to ids and back with nothing lost: `decode(encode(text)) == text` for every valid Unicode text.
+class SentencePieceTokenizer(base.Tokenizer):
+  """A sentencepiece model; its own text normalisation is switched off."""
 
-  The model's own text normalisation (Unicode forms, merged spaces, a leading space) is switched off, so that
-  this also holds for models trained elsewhere.
-  """
-
-  def __init__(self, model_bytes: bytes, *, label: str = "data.tokenizer"):
+  def __init__(
+    self,
+    model_bytes: bytes,
+    *,
+    begin_mark: bool | None = None,
+    beside: Said = Said(),
+    label: str = "data.tokenizer",
+  ):
     """Wraps a serialised sentencepiece model.
 
     Args:
       model_bytes: The model, with byte fallback and an end-of-text (or end-of-sentence) id.
+      begin_mark: Whether documents begin with the model's begin mark; None: if it has one, and nothing beside
+        it says otherwise.
+      beside: What files beside the model say about marks.
       label: What errors begin with.
 
     Raises:
-      UserError: If the bytes are no such model.
+      UserError: If the bytes are no such model, or what is said about the marks disagrees.
     """
     way_out = "give a sentencepiece model trained with byte_fallback and an eos id, or 'train'"
     try:
@@ -125,37 +132,18 @@ class Tokenizer:
     except (RuntimeError, OSError, ValueError) as error:
       raise UserError(f"{label}: not a sentencepiece model; {way_out}") from error
     self._model_bytes = bytes(model_bytes)
-    self._hash = hashlib.sha256(model_bytes).hexdigest()
     self._num_threads = min(os.cpu_count() or 1, 16)
     byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     if not all(map(self._model.is_byte, byte_ids)):
       raise UserError(f"{label}: has no byte fallback, so it would lose text; {way_out}")
-    if self.eos_id < 0:
+    if self._model.eos_id() < 0:
       raise UserError(f"{label}: has no end-of-text id; {way_out}")
+    self._eos_id, self._bos_id = resolve(
+      _own_marks(self._model, beside), self._id_of, self.vocab_size, begin_mark, label
+    )
     self._separator_ids = {mark: [byte_ids[byte] for byte in mark.encode()] for mark in ("\n", _SPACE)}
     if self.decode(self.encode(_PROBE)) != _PROBE:
       raise UserError(f"{label}: doesn't give text back as it was; {way_out}")
-
-  @classmethod
-  def load(cls, path: str, key: str = "data.tokenizer") -> "Tokenizer":
-    """Reads a model from a file (`~` expands).
-
-    Args:
-      path: A sentencepiece model.
-      key: The configuration key that errors name.
-
-    Raises:
-      UserError: If the file can't be read or is no sentencepiece model with byte fallback and an end-of-text
-        id.
-    """
-    try:
-      with open(os.path.expanduser(path), "rb") as file:
-        model_bytes = file.read()
-    except OSError as error:
-      raise UserError(
-        f"{key}={path}: can't be read ({error.strerror}); give the path of a sentencepiece model, or 'train'"
-      ) from error
-    return cls(model_bytes, label=f"{key}={path}")
 
   @property
   def vocab_size(self) -> int:
@@ -165,31 +153,35 @@ class Tokenizer:
   @property
   def eos_id(self) -> int:
     """The id of the mark that follows each document."""
-    return self._model.eos_id()
+    return self._eos_id
 
   @property
-  def hash(self) -> str:
-    """The hex SHA-256 of the model's bytes."""
-    return self._hash
+  def bos_id(self) -> int | None:
+    """The id of the mark before each document, or None."""
+    return self._bos_id
+
+  @property
+  def file_name(self) -> str:
+    """`tokenizer.model`."""
+    return "tokenizer.model"
 
   @property
   def model_bytes(self) -> bytes:
     """The serialised model, as it was given."""
     return self._model_bytes
 
-  def encode(self, text: str) -> np.ndarray:
-    """Encodes one text, without any mark.
+  @property
+  def hash(self) -> str:
+    """The hex SHA-256 of the model's bytes, and of the begin mark where documents begin with it."""
+    begin = b"" if self._bos_id is None else f"begin mark {self._bos_id}".encode()
+    return hashlib.sha256(self._model_bytes + begin).hexdigest()
 
-    Returns:
-      int32 ids, shape [num_tokens].
-
-    Raises:
-      UnicodeEncodeError: If the text holds a lone surrogate.
-    """
-    return self.encode_batch([text])[0]
+  def _id_of(self, token: str) -> int | None:
+    number = self._model.piece_to_id(token)
+    return number if self._model.id_to_piece(number) == token else None
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes many texts on several threads, line by line; the result doesn't depend on the threads.
+    """Encodes many texts, line by line.
 
     Returns:
       For each text its int32 ids, shape [num_tokens].
@@ -197,11 +189,7 @@ class Tokenizer:
     Raises:
       UnicodeEncodeError: If a text holds a lone surrogate.
     """
-    ids: list[list[np.ndarray]] = [[] for _ in texts]
-    for group in _groups(texts):
-      for (index, _), block_ids in zip(group, self._encode_group([block for _, block in group])):
-        ids[index].append(block_ids)
-    return [blocks[0] if len(blocks) == 1 else np.concatenate(blocks) for blocks in ids]
+    return base.encode_in_groups(texts, lambda text: _cut(text, base.GROUP_CHARS), self._encode_group)
 
   def _encode_group(self, blocks: list[str]) -> list[np.ndarray]:
     split, lines = [], []
@@ -232,15 +220,11 @@ class Tokenizer:
     return self._model.decode([i if 0 <= i < known else unknown for i in map(int, ids)])
 
 
-def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-  """Blocks of the texts with the index of their text, about `_GROUP_CHARS` characters at a time."""
-  group, size = [], 0
-  for index, text in enumerate(texts):
-    for block in _cut(text, _GROUP_CHARS):
-      group.append((index, block))
-      size += len(block)
-      if size >= _GROUP_CHARS:
-        yield group
-        group, size = [], 0
-  if group:
-    yield group
+def _own_marks(model: sentencepiece.SentencePieceProcessor, beside: Said) -> Said:
+  """What the model says about its marks, with what is said beside it."""
+  statements = [Statement("the model's eos_id", "eos", ids=(model.eos_id(),))]
+  if model.bos_id() >= 0:
+    statements.append(Statement("the model's bos_id", "bos", ids=(model.bos_id(),)))
+  begins = beside.begins or (("the model's bos_id", model.bos_id() >= 0),)
+  # Tokens that transformers would add to the model don't come out of the model itself.
+  return Said((*statements, *(said for said in beside.statements if said.mark)), begins)

@@ -1,0 +1,356 @@
+"""What tokenizers promise: nothing lost, no mark from text, the libraries' ids, each mark exactly once."""
+
+import functools
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as huggingface
+
+from diffeq_nnx import data
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.data.tokenizers import base, byte_pairs, sentencepieces
+from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
+from tests.test_data import config_of, prose, told, write_jsonl
+
+END, BEGIN = "<|endoftext|>", "<|begin|>"  # ids 0 and 1 of the vocabulary trained here
+GPT4_PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+  r"\s+(?!\S)|\s+"
+)
+
+
+def random_texts(count):
+  rng = random.Random(0)
+  common = "\u2581 \n\r\tabc.\u00e9e\u0301\U0001f642\0\u5b57\ufb01\u00a0<|>\u2028\ufeff\u2047\u0120\ufffd"
+  for _ in range(count):
+    rare = [chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(6)]
+    yield "".join(rng.choice(common if rng.random() < 0.8 else rare) for _ in range(rng.randrange(40)))
+
+
+SPECIAL_TEXTS = [END, "<s>", "</s>", "<unk>", "<0x0A>", f"a{END}b <s> {END}\n", BEGIN * 2, "\0<s>"]
+EDGE_TEXTS = [
+  "", "\n", "\u2581", " ", "  two  spaces ", "\r\n\r\n", "\t", "\0", "a\u2581b\n", "x" * 5000,
+  "long line of words " * 400, "no newline \u5b57" * 300, "\n" * 3000, *SPECIAL_TEXTS,
+]  # fmt: skip
+
+
+def sentencepiece_model(**changes):
+  model = io.BytesIO()
+  options = dict(sentence_iterator=iter(prose(50)), model_writer=model, vocab_size=290, byte_fallback=True)
+  sentencepiece.SentencePieceTrainer.train(**options | changes, minloglevel=2)
+  return model.getvalue()
+
+
+@functools.cache
+def trained_pairs():
+  """A tokenizer.json of a byte-level byte-pair vocabulary: the two marks, 256 bytes, 42 merges."""
+  trained = huggingface.Tokenizer(huggingface.models.BPE())
+  trained.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  trainer = huggingface.trainers.BpeTrainer(
+    vocab_size=300, special_tokens=[END, BEGIN], show_progress=False,
+    initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
+  )  # fmt: skip
+  trained.train_from_iterator(prose(200), trainer)
+  return trained.to_str()
+
+
+def spec_of(**changes):
+  """The same as nested dicts, changed: `__` stands for a level."""
+  spec = json.loads(trained_pairs())
+  for key, value in changes.items():
+    *parents, name = key.split("__")
+    section = spec
+    for parent in parents:
+      section = section[parent]
+    section[name] = value
+  return spec
+
+
+def write(directory, **files):
+  """Writes files named like `tokenizer__json`; dicts and lists as JSON."""
+  directory.mkdir(exist_ok=True, parents=True)
+  for name, content in files.items():
+    content = json.dumps(content) if isinstance(content, (dict, list)) else content
+    content = content.encode() if isinstance(content, str) else content
+    (directory / name.replace("__", ".")).write_bytes(content)
+  return directory
+
+
+def pair_of_files(**changes):
+  """The trained vocabulary as vocab.json and merges.txt, with changes; None leaves a file out."""
+  model = spec_of()["model"]
+  files = {"vocab__json": model["vocab"], "merges__txt": merges_text(model["merges"])}
+  return {name: content for name, content in (files | changes).items() if content is not None}
+
+
+def merges_text(merges):
+  return "#version: 0.2\n" + "".join(f"{' '.join(merge)}\n" for merge in merges)
+
+
+def template(before, after):
+  """A post-processor that puts these tokens around a text."""
+  ids = {END: 0, BEGIN: 1}
+  special = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in (*before, *after)}
+  marks = [[{"SpecialToken": {"id": name, "type_id": 0}} for name in side] for side in (before, after)]
+  single = [*marks[0], {"Sequence": {"id": "A", "type_id": 0}}, *marks[1]]
+  return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+  """Every kind of tokenizer, by name."""
+  folder = tmp_path_factory.mktemp("kinds")
+  llama = sentencepiece_model(model_type="bpe")
+  spaces = {"id": 300, "content": "  ", "special": False, "normalized": True}
+  split = {"type": "Split", "pattern": {"Regex": GPT4_PATTERN}, "behavior": "Isolated", "invert": False}
+  divided = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": True}]}
+  llama3 = spec_of(
+    pre_tokenizer=divided, post_processor=template([BEGIN], []), model__ignore_merges=True,
+    added_tokens=[*spec_of()["added_tokens"], spaces], normalizer={"type": "NFC"},
+    truncation={"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+  )  # fmt: skip
+  return {
+    "trained": SentencePieceTokenizer(data.train(data.documents("builtin"), 1024)),
+    "llama": data.load_tokenizer(str(write(folder / "llama", tokenizer__model=llama))),
+    "gpt2": data.load_tokenizer(str(write(folder / "gpt2", **pair_of_files()))),
+    "json": data.load_tokenizer(str(write(folder / "json", tokenizer__json=trained_pairs()))),
+    "llama3": data.load_tokenizer(str(write(folder / "llama3", tokenizer__json=llama3))),
+    "bytes": data.load_tokenizer("bytes"),
+  }
+
+
+KINDS = ["trained", "llama", "gpt2", "json", "llama3", "bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_lost_and_no_text_gives_a_mark(kinds, kind):
+  tokenizer = kinds[kind]
+  texts = [*EDGE_TEXTS, *random_texts(1000)]
+  batch = tokenizer.encode_batch(texts)
+  special = {"trained": {0, 1}, "llama": {0, 1, 2}, "gpt2": {0}, "bytes": {256}}.get(kind, {0, 1})
+  for text, ids in zip(texts, batch):
+    assert ids.dtype == np.int32 and ids.ndim == 1 and not special & set(ids.tolist())
+    assert ids.max(initial=0) < tokenizer.vocab_size and tokenizer.decode(ids) == text
+  for text, ids in list(zip(texts, batch))[:200]:
+    np.testing.assert_array_equal(tokenizer.encode(text), ids)
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}])
+def test_sentencepiece_models_trained_elsewhere_lose_nothing(changes):
+  other = SentencePieceTokenizer(sentencepiece_model(**changes))
+  for text in [*EDGE_TEXTS, *random_texts(300)]:
+    assert other.decode(other.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_and_odd_ids_decode_and_a_lone_surrogate_is_refused(kinds, kind):
+  tokenizer = kinds[kind]
+  assert tokenizer.decode([tokenizer.eos_id]) == ""
+  odd = tokenizer.decode([tokenizer.vocab_size, -1])
+  assert odd and not odd.strip("\ufffd\u2047 ")
+  with pytest.raises(UnicodeEncodeError):
+    tokenizer.encode_batch(["fine", "\ud800"])
+
+
+def test_sizes_and_marks_of_each_kind(kinds):
+  assert {kind: (t.vocab_size, t.eos_id, t.bos_id) for kind, t in kinds.items()} == {
+    "trained": (1024, 1, None), "llama": (290, 2, 1), "gpt2": (300, 0, None), "json": (300, 0, None),
+    "llama3": (301, 0, 1), "bytes": (257, 256, None),
+  }  # fmt: skip
+  np.testing.assert_array_equal(kinds["bytes"].encode("h\u00e9"), [0x68, 0xC3, 0xA9])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_ids_are_the_bare_librarys(kinds, kind):
+  if kind == "gpt2":
+    bare = huggingface.Tokenizer.from_str(trained_pairs())
+  else:
+    split = huggingface.pre_tokenizers.Split(huggingface.Regex(GPT4_PATTERN), "isolated")
+    byte_level = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bare = huggingface.Tokenizer.from_str(json.dumps(spec_of(model__ignore_merges=True)))
+    bare.pre_tokenizer = huggingface.pre_tokenizers.Sequence([split, byte_level])
+    bare.add_tokens(["  "])
+  bare.encode_special_tokens = True
+  texts = [*EDGE_TEXTS, *random_texts(500), *prose(50)]
+  for text, ids in zip(texts, kinds[kind].encode_batch(texts)):
+    assert ids.tolist() == bare.encode(text, add_special_tokens=False).ids
+  saved = huggingface.Tokenizer.from_str(kinds[kind].model_bytes.decode())  # others can read what is kept
+  marked = saved.encode("the cat").ids
+  begin = [] if kinds[kind].bos_id is None else [kinds[kind].bos_id]
+  assert marked == [*begin, *kinds[kind].encode("the cat").tolist(), kinds[kind].eos_id]
+  assert saved.decode(marked) == "the cat"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "bytes"])
+def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
+  rng = random.Random(1)
+  text = "".join(
+    rng.choice([" ", "\n", "  ", "\r\n", "ab", "7", "don't", "!", "\u5b57", "_"]) for _ in range(4000)
+  )
+  whole = kinds[kind].encode(text)
+  monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 30)
+  monkeypatch.setattr(base, "GROUP_CHARS", 700)
+  np.testing.assert_array_equal(kinds[kind].encode(text), whole)
+  if kind != "bytes":
+    assert len(list(kinds[kind]._cut(text))) > 50
+
+
+def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeypatch):
+  """The first divides text at digits alone; the second has a token of two words."""
+  undivided = spec_of(pre_tokenizer={"type": "ByteLevel", "use_regex": False})
+  phrase = {"id": 300, "content": "a dog", "special": False}
+  phrases = spec_of(added_tokens=[*spec_of()["added_tokens"], phrase])
+  monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 3)
+  for name, spec in (("undivided", undivided), ("phrases", phrases)):
+    tokenizer = data.load_tokenizer(str(write(tmp_path / name, tokenizer__json=spec)))
+    assert list(tokenizer._cut("a dog and a cat")) == ["a dog and a cat"]
+  assert 300 in tokenizer.encode("oh a dog ran") and tokenizer.decode([300]) == "a dog"
+
+
+def test_long_texts_survive_the_cuts_of_sentencepiece(kinds, monkeypatch):
+  tokenizer = kinds["trained"]
+  text = "".join(random_texts(300)) + "word " * 500
+  monkeypatch.setattr(base, "GROUP_CHARS", 700)
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+  lines = "a short line\n" * 500
+  np.testing.assert_array_equal(tokenizer.encode(lines), np.tile(tokenizer.encode("a short line\n"), 500))
+
+
+def test_training_is_deterministic_and_fills_the_vocabulary(kinds):
+  tokenizer = kinds["trained"]
+  assert data.train(data.documents("builtin"), 1024) == tokenizer.model_bytes
+  assert len(tokenizer.hash) == 64 and len(tokenizer.encode("the end of the statement")) < 12
+
+
+def test_training_sample_is_bounded_and_evenly_spread():
+  lines = [f"{index:07d}" for index in range(20_000)]
+  sample = sentencepieces._sample(["\n".join(lines[:5000]), *lines[5000:]], 20_000)
+  assert 17_000 <= sum(map(len, sample)) <= 20_000 and sample == sorted(sample)
+  gaps = np.diff([int(line) for line in sample])
+  assert gaps.max() < 3 * gaps.mean()
+
+
+@pytest.mark.parametrize(("vocab_size", "part"), [(100_000, "at most"), (100, "at least"), (0, "from 512")])
+def test_vocabulary_errors_name_key_value_and_a_bound_that_works(vocab_size, part):
+  message = told(lambda: data.train(prose(20), vocab_size))
+  assert message.startswith(f"model.vocab_size={vocab_size}:") and part in message
+  assert "no text" in told(lambda: data.train([], vocab_size))
+  if vocab_size:
+    bound = int(message.rsplit(" ", 1)[1])
+    assert SentencePieceTokenizer(data.train(prose(20), bound)).vocab_size == bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_work_directory_gives_the_tokenizer_back_byte_for_byte(kinds, kind, tmp_path):
+  tokenizer = kinds[kind]
+  workdir_lib.claim(str(tmp_path), Config(), tokenizer)
+  assert (tmp_path / tokenizer.file_name).read_bytes() == tokenizer.model_bytes
+  again = data.load_tokenizer(str(tmp_path))
+  assert type(again) is type(tokenizer) and again.model_bytes == tokenizer.model_bytes
+  for name in ("hash", "vocab_size", "eos_id", "bos_id"):
+    assert getattr(again, name) == getattr(tokenizer, name)
+  for text in random_texts(100):
+    np.testing.assert_array_equal(again.encode(text), tokenizer.encode(text))
+
+
+def test_the_same_vocabulary_in_other_files_is_the_same(kinds, tmp_path):
+  """vocab.json and merges.txt, OpenAI's names, merges as strings; <|begin|> is no mark in them."""
+  pairs = pair_of_files()
+  openai = write(tmp_path / "openai", encoder__json=pairs["vocab__json"], vocab__bpe=pairs["merges__txt"])
+  assert data.load_tokenizer(str(openai)).hash == kinds["gpt2"].hash
+  joined = [" ".join(merge) for merge in spec_of()["model"]["merges"]]
+  strings = write(tmp_path / "strings", tokenizer__json=spec_of(model__merges=joined), **pairs)
+  for path in (strings, strings / "tokenizer.json"):
+    assert data.load_tokenizer(str(path)).hash == kinds["json"].hash
+
+
+def test_hashes_follow_every_mark(kinds, tmp_path):
+  names = {"eos": {"eos_token": BEGIN}, "bos": {"bos_token": BEGIN, "add_bos_token": True},
+           "plain": {"bos_token": BEGIN, "add_bos_token": False}}  # fmt: skip
+  loaded = {
+    name: data.load_tokenizer(
+      str(write(tmp_path / name, tokenizer__json=trained_pairs(), tokenizer_config__json=said))
+    )
+    for name, said in names.items()
+  }
+  assert [(t.eos_id, t.bos_id) for t in loaded.values()] == [(1, None), (0, 1), (0, None)]
+  assert len({loaded["eos"].hash, loaded["bos"].hash, loaded["plain"].hash}) == 3
+  assert loaded["plain"].hash == kinds["json"].hash
+  model = kinds["llama"].model_bytes
+  assert SentencePieceTokenizer(model, begin_mark=False).hash != kinds["llama"].hash
+  assert (
+    SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash
+    != kinds["llama"].hash
+  )
+  assert len({tokenizer.hash for tokenizer in kinds.values()}) == len(kinds)
+
+
+def test_the_word_of_the_config_is_above_that_of_the_files(kinds, tmp_path):
+  llama3 = write(tmp_path / "llama3", tokenizer__json=kinds["llama3"].model_bytes)
+  assert data.load_tokenizer(str(llama3), begin_mark=False).bos_id is None
+  gpt2 = write(
+    tmp_path / "gpt2",
+    tokenizer_config__json={"bos_token": {"content": END}, "eos_token": END},
+    **pair_of_files(),
+  )
+  assert data.load_tokenizer(str(gpt2)).bos_id is None  # one mark for both divides documents
+  assert data.load_tokenizer(str(gpt2), begin_mark=True).bos_id == 0
+  llama = write(
+    tmp_path / "llama",
+    tokenizer__model=kinds["llama"].model_bytes,
+    tokenizer_config__json={
+      "bos_token": "<s>",
+      "eos_token": "</s>",
+      "add_bos_token": False,
+      "added_tokens_decoder": {"32000": {"content": "<pad>"}},
+    },
+  )
+  assert data.load_tokenizer(str(llama)).bos_id is None
+  assert data.load_tokenizer(str(llama), begin_mark=True).bos_id == 1
+  assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", begin_mark=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "gpt2", "bytes"])
+@pytest.mark.parametrize("begin_mark", [None, False])
+def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_path):
+  texts = [*prose(20), "<s> and </s>\n", f"{END}<|begin|>"]
+  name = kind if kind == "bytes" else str(write(tmp_path / kind, **{
+    kinds[kind].file_name.replace(".", "__"): kinds[kind].model_bytes}))  # fmt: skip
+  source = write_jsonl(tmp_path / "a.jsonl", texts)
+  config = config_of(tmp_path, source=source, validation=source, tokenizer=name, begin_mark=begin_mark)
+  for _ in range(2):  # made, and read from the cache
+    corpus = data.load(config, 500, seed=0)
+    expected = None if begin_mark is False else kinds[kind].bos_id
+    assert corpus.tokenizer.bos_id == expected
+    begin, end = [] if expected is None else [expected], [corpus.tokenizer.eos_id]
+    documents = [[*begin, *ids.tolist(), *end] for ids in corpus.tokenizer.encode_batch(texts)]
+    assert corpus.train.tokens.tolist() == sum(documents, [])
+    assert corpus.train.num_bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_a_corpus_of_another_tokenizer_is_not_reused(kinds, tmp_path):
+  source = write_jsonl(tmp_path / "a.jsonl", prose(20))
+  model = write(tmp_path / "model", **pair_of_files())
+  config = config_of(tmp_path, source=source, tokenizer=str(model))
+  first = data.load(config, 500, seed=0)
+  write(model, tokenizer_config__json={"eos_token": BEGIN})
+  second = data.load(config, 500, seed=0)
+  assert (first.train.tokens[-1], second.train.tokens[-1]) == (0, 1)
+  assert len(list((tmp_path / "cache").iterdir())) == 2
+  for directory in (tmp_path / "cache").iterdir():  # even where a directory has the right name
+    meta = json.loads((directory / "meta.json").read_text())
+    (directory / "meta.json").write_text(json.dumps(meta | {"tokenizer": kinds["bytes"].hash}))
+  np.testing.assert_array_equal(data.load(config, 500, seed=0).train.tokens, second.train.tokens)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("bytes", 257), ("gpt2", 300)])
+def test_a_vocabulary_larger_than_the_models_is_one_line(kind, size, tmp_path):
+  name = "bytes" if kind == "bytes" else str(write(tmp_path / "model", **pair_of_files()))
+  message = told(lambda: data.load(config_of(tmp_path, tokenizer=name), size - 1, seed=0))
+  rule = f"smaller than the {size} ids of data.tokenizer={name}; set it to {size} or more"
+  assert message == f"model.vocab_size={size - 1}: {rule}"
