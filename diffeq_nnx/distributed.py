@@ -21,7 +21,7 @@ import orbax.checkpoint
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import ProcessLost, RunError, UserError
+from diffeq_nnx.errors import RunError, UserError
 
 HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
 WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
@@ -91,9 +91,14 @@ def _limit(seconds: int) -> Iterator[None]:
     timer.cancel()
 
 
+def whoami() -> tuple[int, int]:
+  """(this process, how many there are); (0, 1) before the processes have joined."""
+  return (jax.process_index(), jax.process_count()) if _joined else (0, 1)
+
+
 def leads() -> bool:
-  """Whether this is process 0, which prints and writes; True before the processes have joined."""
-  return not _joined or jax.process_index() == 0
+  """Whether this is process 0, which prints and writes."""
+  return whoami()[0] == 0
 
 
 def exchange(text: str) -> list[str]:
@@ -133,8 +138,10 @@ def together() -> Iterator[None]:
   first = next((process for process, one in enumerate(told) if one), None)
   if first is not None:
     is_user_error, line = told[first]
-    everywhere = all(one == told[first] for one in told)
-    raise (UserError if is_user_error else RunError)(line if everywhere else f"process {first}: {line}") from error
+    alike = all(one == told[first] for one in told)
+    shared = (UserError if is_user_error else RunError)(line if alike else f"process {first}: {line}")
+    shared.everywhere = True
+    raise shared from error
 
 
 def agree(config: Config, job: str, workdir: str) -> None:
@@ -150,8 +157,10 @@ def agree(config: Config, job: str, workdir: str) -> None:
     differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"
                  for key in {**said[0], **theirs} if theirs.get(key) != said[0].get(key)]
     if differing:
-      raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
-                      "the same code, on every host")
+      error = UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
+                        "the same code, on every host")
+      error.everywhere = True
+      raise error
 
 
 def code_version() -> str:
@@ -201,7 +210,7 @@ def tells_lost_processes() -> Iterator[None]:
   """Turns what a collective raises when another process has gone into one line.
 
   Raises:
-    ProcessLost: that.
+    RunError: that.
   """
   try:
     yield
@@ -209,5 +218,5 @@ def tells_lost_processes() -> Iterator[None]:
     if jax.process_count() == 1:
       raise
     reason = next(iter(str(error).splitlines()), "")[:200]
-    raise ProcessLost(f"process {jax.process_index()}: another process of the job has gone ({reason}); its log says "
-                      "why; run the same command on every host to go on from the newest checkpoint") from error
+    raise RunError(f"another process of the job has gone ({reason}); its log says why; run the same command on every "
+                   "host to go on from the newest checkpoint") from error

@@ -5,13 +5,12 @@ import json
 import jax
 
 from diffeq_nnx import distributed
-from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.train import load_corpus, say_attention, train
+from diffeq_nnx.train import load_corpus, prepare, train
 from diffeq_nnx.train_step import abstract_state
 
 
@@ -23,10 +22,8 @@ def evaluate(config: Config, workdir: str) -> dict:
       tokenizer, or a mesh that the devices don't make.
   """
   distributed.end_on_sigterm()
-  mesh = sharding.make_mesh(config.mesh)
-  sharding.check(config, mesh)
+  mesh = prepare(config)
   with jax.set_mesh(mesh):
-    say_attention(config.model)
     with distributed.together():
       known = workdir_lib.require(workdir, config)
     corpus = load_corpus(config)

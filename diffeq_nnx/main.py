@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import traceback
 
 from absl import app
 from absl import flags
@@ -10,7 +11,7 @@ from absl import logging
 from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.errors import ProcessLost, RunError, UserError
+from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
@@ -78,16 +79,22 @@ def _cause(error: BaseException) -> BaseException | str:
 
 
 def fail(error: BaseException | str, code: int) -> int:
-  """Prints the error as one line on stderr, where there are several processes from process 0, and returns the code."""
-  if isinstance(error, ProcessLost) or _leads():
-    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+  """Prints the error as one line on stderr, and returns the code.
+
+  Of several processes the first tells what all of them raise, and each what it alone has met.
+  """
+  process, count = _whoami()
+  everywhere = getattr(error, "everywhere", False)
+  if not everywhere or process == 0:
+    prefix = "" if everywhere or count == 1 else f"process {process}: "
+    print(f"error: {prefix}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
   return code
 
 
-def _leads() -> bool:
-  """Whether this is process 0; True where the processes have not joined."""
+def _whoami() -> tuple[int, int]:
+  """(this process, how many); (0, 1) where the processes have not joined."""
   module = sys.modules.get("diffeq_nnx.distributed")  # which takes seconds to import
-  return module is None or module.leads()
+  return module.whoami() if module else (0, 1)
 
 
 def main(argv: list[str]) -> int:
@@ -95,14 +102,20 @@ def main(argv: list[str]) -> int:
   logging.set_verbosity(logging.WARNING)
   try:
     run(argv)
-  except UserError as error:
-    return fail(error, 2)
-  except ProcessLost as error:
-    fail(error, 1)
-    os._exit(1)  # leaving in order would wait for the process that has gone
-  except RunError as error:
-    return fail(error, 1)
-  return 0
+    return 0
+  except UserError as found:
+    error, code = found, fail(found, 2)
+  except RunError as found:
+    error, code = found, fail(found, 1)
+  except Exception as found:
+    if _whoami()[1] == 1:
+      raise
+    traceback.print_exc()
+    error, code = found, 1
+  if _whoami()[1] > 1 and not getattr(error, "everywhere", False):
+    sys.stderr.flush()
+    os._exit(code)  # the others are waiting for this process: so they learn at once that it has gone
+  return code
 
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
     RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
-  mesh = sharding.make_mesh(config.mesh)
-  sharding.check(config, mesh)
+  mesh = prepare(config)
   with jax.set_mesh(mesh):
-    say_attention(config.model)
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
     _claim(config, workdir, corpus)
@@ -49,6 +47,19 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     except OSError as error:
       raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
                      "they are; make room, and run the same command to go on from the newest") from error
+
+
+def prepare(config: Config) -> Mesh:
+  """The config's mesh, after checks that need the devices; says which attention the run uses.
+
+  Raises:
+    UserError: the devices or the backend don't fit the config.
+  """
+  with distributed.together():
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    say_attention(config.model)
+    return mesh
 
 
 def load_corpus(config: Config) -> data.Corpus:
@@ -215,8 +226,10 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
-                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest")
+        error = RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the checkpoints "
+                         "stay as they are; lower optimizer.peak_rate, or run again to go on from the newest")
+        error.everywhere = True
+        raise error
     if step % self._config.train.log_every == 0:
       self._log(step, values)
     elif not self._compiled:  # rates are those of compiled steps, but where the first one is logged itself

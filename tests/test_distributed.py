@@ -74,10 +74,12 @@ class Process:
 
 
 @contextlib.contextmanager
-def job(cache, workdir, processes: int, devices: int = 1, more: tuple[str, ...] = (), each=lambda process: ()):
-  """Processes that run together, none of them left behind."""
+def job(cache, workdir, processes: int, devices: int = 1, more: tuple[str, ...] = (), each=lambda process: (),
+        program=lambda process: None):
+  """Processes that run together, none of them left behind; `program` may replace `-m diffeq_nnx.main` in one."""
   arguments = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={workdir}", *more]
-  lines = local.commands(processes, local.free_port(), arguments)
+  lines = [[line[0], *(program(number) or line[1:3]), *line[3:]]
+           for number, line in enumerate(local.commands(processes, local.free_port(), arguments))]
   running = [Process([*line, *each(number)], devices) for number, line in enumerate(lines)]
   try:
     yield running
@@ -118,13 +120,33 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert second.out == ""
 
 
-def test_when_one_is_killed_the_other_ends_with_one_line(cache, tmp_path):
-  with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",)) as (first, second):
+FAILS_ALONE = """
+from absl import app
+from diffeq_nnx import distributed, main
+
+def reached(self, step):
+  if step == 4:
+    raise OSError(28, "No space left on device")
+  return told(self, step)
+
+told, distributed.Preemption.reached = distributed.Preemption.reached, reached
+app.run(main.main, flags_parser=main.parse)
+"""
+
+
+@pytest.mark.parametrize("trouble", ["killed", "fails alone"])
+def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
+  with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",),
+           program=lambda process: ("-c", FAILS_ALONE) if process and trouble == "fails alone" else None) as (first, second):
     first.wait_for("step 3/")
-    second.send(signal.SIGKILL)
-    assert first.end() == 1
-    (line,) = first.errors
+    if trouble == "killed":
+      second.send(signal.SIGKILL)
+    began = time.monotonic()
+    assert first.end() == 1 and time.monotonic() - began < 60
+    line = first.errors[-1]
     assert "process 0: another process of the job has gone" in line and "run the same command" in line
+    if trouble == "fails alone":
+      assert second.end() == 1 and "error: process 1: workdir=" in second.errors[-1]
 
 
 @pytest.mark.parametrize("present", [0, 1])
