@@ -1,11 +1,12 @@
 """Text to batches: sources of documents, a lossless tokenizer, a cached token corpus."""
 
 from diffeq_nnx.data.corpus import Corpus, Split, eval_batches, load, num_eval_batches, train_batches
-from diffeq_nnx.data.sources import documents, fingerprint
+from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
 from diffeq_nnx.data.tokenizer import Tokenizer, train
 
 __all__ = [
   "Corpus",
+  "Options",
   "Split",
   "Tokenizer",
   "documents",
@@ -13,6 +14,7 @@ __all__ = [
   "fingerprint",
   "load",
   "num_eval_batches",
+  "open_source",
   "train",
   "train_batches",
 ]
