@@ -18,7 +18,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data
+from diffeq_nnx import data, presets
 from diffeq_nnx.data import holdout, sources
 from diffeq_nnx.data.sources import Counts, Options, catalogue
 from diffeq_nnx.data.sources.files import zstd  # the standard one, or its backport
@@ -427,6 +427,29 @@ def test_tfds_files_that_are_damaged_gone_or_of_another_format(tmp_path):
   assert "as tfrecord, which needs TensorFlow; prepare it again with tfds build written_text/en" in message
 
 
+def test_wikitext103_is_cut_at_titles_only_and_loses_nothing(tmp_path, monkeypatch):
+  head = " \n = Title A = \n \n Text . \n = not after a blank line = \n \n = = Section = = \n \n x = y \n \n"
+  parts = [head, " = B : c = \n \n Ünïcode \u2028 @-@ \r\n", "no blank line = C = \n \n", " = D = \n"]
+  files = {"wiki.train.raw": parts, "wiki.valid.raw": parts[:1], "wiki.test.raw": parts[3:]}
+  (tmp_path / "wikitext-103-raw").mkdir()
+  for name, texts in files.items():
+    (tmp_path / "wikitext-103-raw" / name).write_bytes("".join(texts).encode())
+  urls = []
+
+  def download_and_extract(_, url):
+    urls.append(url)
+    return tmp_path
+
+  monkeypatch.setattr(tfds.download.DownloadManager, "download_and_extract", download_and_extract)
+  config = config_lib.default()
+  presets.CORPORA["wikitext103"](config)
+  options = Options(tfds_dir=str(tmp_path / "tfds"), download=config.data.download)
+  assert list(data.documents(config.data.source, options=options)) == [head, parts[1] + parts[2], parts[3]]
+  assert list(data.documents(config.data.validation, options=options)) == parts[:1]
+  assert list(data.documents("tfds:wikitext103:test", options=options)) == parts[3:]
+  assert len(urls) == 1  # the first use prepares all splits
+
+
 def in_subprocess(code):
   """Runs code in a fresh Python and returns what it printed."""
   code = "import sys\n" + textwrap.dedent(code)
@@ -495,6 +518,15 @@ def test_the_permutation_split_is_that_of_hf_datasets(num_records, fraction, see
   assert np.flatnonzero(sides == holdout.SIDES["validation"]).tolist() == sorted(test)
   assert np.flatnonzero(sides == holdout.SIDES["train"]).tolist() == sorted(train[1:])
   assert holdout.permuted(num_records, fraction, seed).tolist() == test
+
+
+def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
+  """Its data/openwebtext/prepare.py gives 8,009,762 for training and 4,007 for validation."""
+  config = config_lib.default()
+  presets.CORPORA["openwebtext"](config)
+  config = config_lib.from_config_dict(config).data
+  held_out = holdout.permuted(8_013_769, config.validation_fraction, config.validation_seed)
+  assert (config.validation_split, config.validation_seed, len(held_out)) == ("permutation", 2357, 4007)
 
 
 def test_a_split_that_leaves_one_side_empty_is_refused():

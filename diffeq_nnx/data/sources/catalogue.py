@@ -139,6 +139,7 @@ def _find(tfds: Any, dataset: str, directory: str, prefix: str) -> Any | None:
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
   """Downloads and prepares a data set of the catalogue, and says so first."""
   import tensorflow_datasets.text  # registers the older half of the catalogue's texts, which tfds leaves out
+  from diffeq_nnx.data.sources import wikitext103  # registers that
 
   build = _BUILD.format(name=dataset, directory=directory)
   try:
