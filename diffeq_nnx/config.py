@@ -73,9 +73,15 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Which text, and how it becomes tokens."""
-  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB
+  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT
+  text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
+  bad_records: str = "error"  # error (stop at a record that can't be used) | skip (pass over it and count it)
+  tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
+  download: bool = False  # download and prepare a TFDS data set that is not there
   validation: str | None = None  # a source; None: documents held out of `source`
   validation_fraction: float = 0.05  # of the documents, when `validation` is None
+  validation_split: str = "hash"  # how they are chosen: hash (of seed and index) | permutation (HF datasets)
+  validation_seed: int | None = None  # None: seed
   tokenizer: str = "train"  # train (a sentencepiece model on the training part) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
   cache_dir: str = "~/.cache/diffeq_nnx"
@@ -154,6 +160,8 @@ CHOICES = {
     "model.dtype": ("bfloat16", "float32", "float64"),
     "model.time.embedding": ("fixed", "learned", "shared_mlp"),
     "train.remat": ("none", "dots", "full"),
+    "data.bad_records": ("error", "skip"),
+    "data.validation_split": ("hash", "permutation"),
 }
 POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
@@ -321,8 +329,8 @@ def _check_values(config: Config) -> None:
       raise UserError(f"{key}={flat[key]}: must be 1 or above, or -1 for what the others leave")
   if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
     raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
-  for key in ("seed", "optimizer.weight_decay"):
-    if not flat[key] >= 0:
+  for key in ("seed", "optimizer.weight_decay", "data.validation_seed"):
+    if flat[key] is not None and not flat[key] >= 0:
       raise UserError(f"{key}={flat[key]}: must be 0 or above")
 
 

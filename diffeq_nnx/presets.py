@@ -56,6 +56,7 @@ def _builtin(config: ml_collections.ConfigDict) -> None:
 
 
 def _files(name: str) -> Change:
+  """Files put in data/NAME."""
   def change(config: ml_collections.ConfigDict) -> None:
     config.data.source = f"jsonl:data/{name}/*train*.jsonl*"
     config.data.validation = f"jsonl:data/{name}/*validation*.jsonl*"
@@ -63,8 +64,39 @@ def _files(name: str) -> Change:
   return change
 
 
-CORPORA: dict[str, Change] = {"builtin": _builtin, "wikitext103": _files("wikitext103"),
-                              "openwebtext": _files("openwebtext"), "english": _files("english")}
+def _tfds(name: str) -> Change:
+  """A TFDS data set, downloaded and prepared at first use."""
+  def change(config: ml_collections.ConfigDict) -> None:
+    config.data.source = f"tfds:{name}:train"
+    config.data.validation = f"tfds:{name}:validation"
+    config.data.download = True
+
+  return change
+
+
+def _openwebtext(config: ml_collections.ConfigDict) -> None:
+  """OpenWebText's documents in the order of Hugging Face's copy, of which nanoGPT's 0.05 % are held out.
+
+  The permutation is of all records: data/openwebtext must hold the 8,013,769 of them and nothing else.
+  """
+  config.data.source = "jsonl:data/openwebtext/*.jsonl*"
+  config.data.validation = None
+  config.data.validation_fraction = 0.0005
+  config.data.validation_split = "permutation"
+  config.data.validation_seed = 2357
+
+
+def _c4(config: ml_collections.ConfigDict) -> None:
+  """English C4, 156e9 tokens, as the 1024 + 8 files that Allen AI made of TFDS' c4/en; streamed, not kept."""
+  config.data.source = "jsonl:hf://datasets/allenai/c4/en/c4-train.*.json.gz"
+  config.data.validation = "jsonl:hf://datasets/allenai/c4/en/c4-validation.*.json.gz"
+
+
+# wiki40b/en is English Wikipedia, whose text keeps its marks: _START_ARTICLE_, _START_SECTION_,
+# _START_PARAGRAPH_ and _NEWLINE_. Preparing it, once, needs Apache Beam and TensorFlow; reading it neither.
+CORPORA: dict[str, Change] = {"builtin": _builtin, "wikitext103": _tfds("wikitext103"),
+                              "openwebtext": _openwebtext, "c4": _c4, "wiki40b": _tfds("wiki40b/en"),
+                              "english": _files("english")}
 
 
 def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from typing import Any
 
 import grain
 import jax

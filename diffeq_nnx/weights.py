@@ -9,7 +9,6 @@ S times, T time_embed_dim, M frequencies, P = 2 M + 1 features, N groups (weight
 import dataclasses
 import functools
 import math
-from typing import Any
 
 from flax import nnx
 import jax

@@ -1,18 +1,16 @@
 """What the data pipeline promises: nothing lost or repeated, the same batches every time, one-line errors."""
 
 import concurrent.futures
-import gzip
 import itertools
 import json
-import lzma
 import os
 import random
 import shutil
-import types
 
 import numpy as np
 import pytest
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.data import corpus as corpus_lib, tokenizers
 from diffeq_nnx.errors import UserError
@@ -31,9 +29,8 @@ def write_jsonl(path, texts):
 
 
 def config_of(tmp_path, **changes):
-  settings = {"source": "builtin", "validation": None, "validation_fraction": 0.1, "tokenizer": "train"}
-  settings |= {"begin_mark": None, "cache_dir": str(tmp_path / "cache")}
-  return types.SimpleNamespace(**settings | changes)
+  settings = {"validation_fraction": 0.1, "cache_dir": str(tmp_path / "cache")}
+  return config_lib.DataConfig(**settings | changes)
 
 
 def split_of(num_tokens):
@@ -52,80 +49,6 @@ def told(call):
 @pytest.fixture(scope="module")
 def tokenizer():
   return tokenizers.SentencePieceTokenizer(data.train(data.documents("builtin"), 1024))
-
-
-def test_compressed_and_plain_files_read_alike_in_sorted_order(tmp_path):
-  texts = ["one\r\ntwo", "drei \u2581 ü", "\U0001f642"]
-  for index, (text, opener) in enumerate(zip(texts, (open, gzip.open, lzma.open))):
-    suffix = ("", ".gz", ".xz")[index]
-    with opener(tmp_path / f"{index}.txt{suffix}", "wb") as file:
-      file.write(text.encode())
-    with opener(tmp_path / f"{index}.jsonl{suffix}", "wb") as file:
-      file.write(json.dumps({"text": text, "other": 1}).encode() + b"\n\n")
-  assert list(data.documents(f"text:{tmp_path}/*.txt*")) == texts
-  assert list(data.documents(f"jsonl:{tmp_path}/2.jsonl*, {tmp_path}/[01].jsonl*")) == texts
-
-
-def test_home_expands_and_documents_are_read_lazily(tmp_path, monkeypatch):
-  monkeypatch.setenv("HOME", str(tmp_path))
-  (tmp_path / "a.jsonl").write_text('{"text": "first"}\nbroken\n')
-  documents = data.documents("jsonl:~/a.jsonl")
-  assert next(documents) == "first"
-  assert "line 2" in told(lambda: next(documents))
-
-
-def test_builtin_stays_the_same_and_fingerprints_follow_the_files(tmp_path):
-  documents = list(data.documents("builtin"))
-  assert len(documents) > 50 and all(documents) and documents == list(data.documents("builtin"))
-  source = write_jsonl(tmp_path / "a.jsonl", ["x"])
-  before = data.fingerprint(source)
-  assert before == data.fingerprint(source) != data.fingerprint(f"text:{tmp_path}/a.jsonl")
-  assert data.fingerprint("builtin") == data.fingerprint("builtin") != before
-  write_jsonl(tmp_path / "a.jsonl", ["xy"])
-  assert data.fingerprint(source) != before
-
-
-NOISE, FIRST = random.Random(0).randbytes(1000), b'{"text": "x"}\n'
-BAD_FILES = {
-  "empty.text": (b"", "is empty"), "empty.jsonl": (b"", "is empty"),
-  "latin.text": (b"fine\ncaf\xe9\n", "line 2: not UTF-8"),
-  "cut.text.gz": (gzip.compress(NOISE)[:500], "can't be read"),
-  "cut.text.xz": (lzma.compress(NOISE)[:500], "can't be read"),
-  "plain.text.gz": (b"plain", "can't be read"), "plain.text.xz": (b"plain", "can't be read"),
-  "broken.jsonl": (FIRST + b"{", "line 2: not JSON"),
-  "list.jsonl": (FIRST + b"[1]", "line 2: of type list, not an object"),
-  "key.jsonl": (FIRST + b'{"txt": "x"}', """line 2: no key "text" (its keys: 'txt')"""),
-  "type.jsonl": (FIRST + b'{"text": 3}', 'line 2: "text" is of type int'),
-  "latin.jsonl": (FIRST + b'{"text": "\xe9"}', "line 2: not UTF-8"),
-  "half.jsonl": (FIRST + b'{"text": "\\ud800"}', 'line 2: "text" holds a lone surrogate'),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_errors_in_files_name_key_value_file_and_line(tmp_path, name):
-  content, part = BAD_FILES[name]
-  (tmp_path / name).write_bytes(content)
-  source = f"{name.split('.')[1]}:{tmp_path}/{name}"
-  message = told(lambda: list(data.documents(source, "data.validation")))
-  assert message.startswith(f"data.validation={source}: {tmp_path}/{name} {part}")
-
-
-@pytest.mark.parametrize(
-  ("source", "part"),
-  [
-    ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB; nearest: builtin"),
-    ("", "unknown kind"), ("text:", "no file matches"), ("text:{}", "{} is a directory"),
-    ("text:{}/a.jsonl,{}/*.none", "no file matches {}/*.none"),
-    ("text:{}/loop", "{}/loop can't be read (Too many levels"),
-    ("jsonl:{}/a.jsonl", "holds no text at all"),
-  ],
-)  # fmt: skip
-def test_errors_in_sources_name_key_value_and_rule(tmp_path, source, part):
-  (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
-  (tmp_path / "loop").symlink_to(tmp_path / "loop")
-  source, part = source.replace("{}", str(tmp_path)), part.replace("{}", str(tmp_path))
-  message = told(lambda: list(data.documents(source)))
-  assert message.startswith(f"data.source={source}: {part}")
 
 
 def test_each_document_is_followed_by_the_mark(tmp_path):

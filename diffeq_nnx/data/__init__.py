@@ -1,11 +1,12 @@
 """Text to batches: sources of documents, lossless tokenizers, a cached token corpus."""
 
 from diffeq_nnx.data.corpus import Corpus, Split, eval_batches, load, num_eval_batches, train_batches
-from diffeq_nnx.data.sources import documents, fingerprint
+from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, load as load_tokenizer, train
 
 __all__ = [
   "Corpus",
+  "Options",
   "Split",
   "Tokenizer",
   "documents",
@@ -14,6 +15,7 @@ __all__ = [
   "load",
   "load_tokenizer",
   "num_eval_batches",
+  "open_source",
   "train",
   "train_batches",
 ]

@@ -19,13 +19,12 @@ import sentencepiece
 import tokenizers as huggingface
 import tqdm
 
-from diffeq_nnx.data import sources, tokenizers
+from diffeq_nnx.data import holdout, sources, tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
 FORMAT_VERSION = 2  # part of the cache's key: raise it when the files or the tokenisation change
 _BATCH_CHARS = 1 << 21  # text tokenised and written at a time
-_SPLITS = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +60,18 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
 
   Args:
     config: An object with the attributes
-      `source`: the documents to train on (see `sources.documents`);
+      `source`: the documents to train on (see `sources.open_source`);
+      `text_key`, `bad_records`, `tfds_dir`, `download`: how sources are read (see `sources.Options`);
       `validation`: a source of its own, or None to hold out documents of `source`;
-      `validation_fraction`: the share of documents held out when `validation` is None, by a hash of the seed
-        and the document's index, at least one on each side;
+      `validation_fraction`: the share of documents held out when `validation` is None;
+      `validation_split`: which ones, "hash" or "permutation" (see `holdout.sides`);
+      `validation_seed`: chooses them; None for `seed`;
       `tokenizer`: "train" for a sentencepiece model trained on the training documents, or what
         `tokenizers.load` takes;
       `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
       `cache_dir`: a directory; `~` expands.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
-    seed: Chooses the documents held out.
+    seed: Chooses the documents held out, unless `config.validation_seed` does.
 
   Returns:
     The tokenizer and both splits.
@@ -121,6 +122,15 @@ def _given_tokenizer(config: Any, vocab_size: int) -> Tokenizer | None:
   return tokenizer
 
 
+def _options(config: Any) -> sources.Options:
+  """How the config says that sources are read."""
+  return sources.Options(config.text_key, config.bad_records, config.tfds_dir, config.download)
+
+
+def _split_seed(config: Any, seed: int) -> int:
+  return seed if config.validation_seed is None else config.validation_seed
+
+
 def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """All that the cached files depend on."""
   if config.validation is None:
@@ -129,14 +139,15 @@ def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer 
         f"data.validation_fraction={config.validation_fraction}: must lie between 0 and 1, both excluded; "
         "use for example 0.05, or give data.validation"
       )
-    validation = {"fraction": config.validation_fraction, "seed": seed}
+    validation = {"fraction": config.validation_fraction, "seed": _split_seed(config, seed),
+                  "split": config.validation_split}  # fmt: skip
   else:
-    validation = sources.fingerprint(config.validation, "data.validation")
+    validation = sources.fingerprint(config.validation, "data.validation", _options(config))
   return {
     "format": FORMAT_VERSION,
     "sentencepiece": sentencepiece.__version__,
     "tokenizers": huggingface.__version__,
-    "source": sources.fingerprint(config.source),
+    "source": sources.fingerprint(config.source, options=_options(config)),
     "validation": validation,
     "tokenizer": tokenizer.hash if tokenizer else "train",
     "vocab_size": vocab_size,
@@ -158,7 +169,7 @@ def _open(directory: str, tokenizer: Tokenizer | None) -> Corpus | None:
     if tokenizer.hash != meta["tokenizer"]:
       return None
     splits = {}
-    for name in _SPLITS:
+    for name in holdout.SIDES:
       path, dtype, info = os.path.join(directory, f"{name}.bin"), np.dtype(meta["dtype"]), meta[name]
       if os.path.getsize(path) != info["num_tokens"] * dtype.itemsize:
         return None
@@ -200,50 +211,37 @@ def _publish(part: str, final: str, tokenizer: Tokenizer | None) -> Corpus:
 
 def _build(directory: str, config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> None:
   """Writes the tokenizer's file, train.bin, validation.bin and meta.json."""
+  opened = {"data.source": sources.open_source(config.source, options=_options(config))}
   if config.validation is None:
-    held_out = _held_out(config, seed)
+    source = opened["data.source"]
+    bar = _progress(source.records(), "counting documents")
+    sides = holdout.sides(bar, config, _split_seed(config, seed))
     passes: dict[str, Callable[[], Iterator[str]]] = {
-      "train": lambda: (text for text, out in zip(sources.documents(config.source), held_out) if not out),
-      "validation": lambda: (text for text, out in zip(sources.documents(config.source), held_out) if out),
+      name: lambda side=side: (text for text, its in zip(source.records(), sides) if its == side)
+      for name, side in holdout.SIDES.items()
     }
-    totals = {"train": len(held_out) - int(held_out.sum()), "validation": int(held_out.sum())}
+    totals = {name: int((sides == side).sum()) for name, side in holdout.SIDES.items()}
   else:
-    passes = {
-      "train": lambda: sources.documents(config.source),
-      "validation": lambda: sources.documents(config.validation, "data.validation"),
-    }
-    totals = {}
+    validation = sources.open_source(config.validation, "data.validation", _options(config))
+    opened["data.validation"] = validation
+    passes, totals = {"train": opened["data.source"].documents, "validation": validation.documents}, {}
   if tokenizer is None:
     bar = _progress(passes["train"](), "training the tokenizer", totals.get("train"))
     tokenizer = tokenizers.SentencePieceTokenizer(tokenizers.train(bar, vocab_size))
   dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-  meta = {"tokenizer": tokenizer.hash, "tokenizer_file": tokenizer.file_name, "dtype": dtype.name}
-  for name in _SPLITS:
+  meta: dict[str, Any] = {
+    "tokenizer": tokenizer.hash, "tokenizer_file": tokenizer.file_name, "dtype": dtype.name
+  }  # fmt: skip
+  for name in holdout.SIDES:
     bar = _progress(passes[name](), f"tokenising ({name})", totals.get(name))
     with open(os.path.join(directory, f"{name}.bin"), "wb") as file:
       meta[name] = _write_tokens(file, bar, tokenizer, dtype)
+  # Only here can it be read later what became of the records that are in neither split.
+  meta["records"] = {key: dataclasses.asdict(source.counts) for key, source in opened.items()}
   with open(os.path.join(directory, tokenizer.file_name), "wb") as file:
     file.write(tokenizer.model_bytes)
   with open(os.path.join(directory, "meta.json"), "w", encoding="utf-8") as file:
     json.dump(meta, file, indent=2)
-
-
-def _held_out(config: Any, seed: int) -> np.ndarray:
-  """Which documents of the source go to validation: [num_documents] bool, some but not all of them."""
-  scores = []
-  for index, _ in enumerate(_progress(sources.documents(config.source), "counting documents")):
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    scores.append(int.from_bytes(digest, "little") / 2**64)
-  if len(scores) < 2:
-    raise UserError(
-      f"data.source={config.source}: {len(scores)} document can't be shared between training and validation; "
-      "give at least 2 documents, or data.validation"
-    )
-  ordered = np.array(scores)
-  held_out = ordered < config.validation_fraction
-  held_out[ordered.argmin()] = True
-  held_out[ordered.argmax()] = False
-  return held_out
 
 
 def _progress(documents: Iterator[str], description: str, total: int | None = None) -> Iterable[str]:

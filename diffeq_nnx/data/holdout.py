@@ -1,0 +1,64 @@
+"""Which documents of a source are held out for validation."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from diffeq_nnx.errors import UserError
+
+SIDES = {"train": 1, "validation": 2}  # what stands for each split in what `sides` returns
+
+
+def sides(records: Iterable[str], config: Any, seed: int) -> np.ndarray:
+  """Shares out the records of a source between training and validation.
+
+  With `config.validation_split` "hash", a document is held out where a hash of the seed and its index among
+  the documents, as a number from 0 to 1, is below the fraction; at least one on each side. With "permutation"
+  it is the rule of `Dataset.train_test_split` in Hugging Face's datasets, so that of the same records in the
+  same order the same are held out: of n records, empty ones included, those at the first ceil(fraction n)
+  places of `numpy.random.default_rng(seed).permutation(n)`. Drawing that takes 8 bytes a record, the rest 2.
+
+  Args:
+    records: Each record's text in order, "" for an empty or bad one.
+    config: An object with the attributes `source`, `validation_split` and `validation_fraction`.
+    seed: Chooses the records.
+
+  Returns:
+    [num_records] int8: a value of `SIDES`, or 0 for a record that is empty or bad.
+
+  Raises:
+    UserError: If one side would have no document.
+  """
+  present = np.fromiter((bool(text) for text in records), np.bool_)
+  held_out = np.zeros(len(present), np.bool_)
+  num_documents = int(present.sum())
+  if config.validation_split == "permutation":
+    held_out[permuted(len(present), config.validation_fraction, seed)] = True
+  elif num_documents >= 2:
+    scores = np.fromiter((_score(seed, index) for index in range(num_documents)), np.float64)
+    chosen = scores < config.validation_fraction
+    chosen[scores.argmin()], chosen[scores.argmax()] = True, False
+    held_out[present] = chosen
+  shared = np.where(held_out, np.int8(SIDES["validation"]), np.int8(SIDES["train"])) * present
+  if not all((shared == side).any() for side in SIDES.values()):
+    raise UserError(
+      f"data.source={config.source}: {num_documents} documents can't be shared between training and "
+      f"validation by data.validation_split={config.validation_split} and "
+      f"data.validation_fraction={config.validation_fraction}; give at least 2 documents, another fraction, "
+      "or data.validation"
+    )
+  return shared
+
+
+def permuted(num_records: int, fraction: float, seed: int) -> np.ndarray:
+  """The indices that "permutation" holds out, in the order they are drawn in: [ceil(fraction n)] int64."""
+  return np.random.default_rng(seed).permutation(num_records)[:math.ceil(fraction * num_records)]
+
+
+def _score(seed: int, index: int) -> float:
+  """A number from 0 to 1 that depends on the seed and the index alone."""
+  digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "little") / 2**64
