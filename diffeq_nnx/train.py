@@ -150,7 +150,9 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   values: dict[str, float] = {}
   for step in range(start, steps):
     num_steps = steps_of_solver(config, step)
-    batch = sharding.place_batch(mesh, next(run.batches), rows, config.train.batch_size)
+    with watch.waiting():
+      rows_of_batch = next(run.batches)
+    batch = sharding.place_batch(mesh, rows_of_batch, rows, config.train.batch_size)
     with jax.transfer_guard("disallow"):
       state, metrics = train_step(state, batch, num_steps)
     watch.after(step + 1, num_steps, metrics)
@@ -178,16 +180,16 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
 
 
 @dataclasses.dataclass
-class _Paused:
-  """Time that is not training."""
-  watch: "_Watch"
+class _Stopwatch:
+  """Adds up the seconds spent inside it."""
+  seconds: float = 0.0
   since: float = 0.0
 
   def __enter__(self):
     self.since = time.perf_counter()
 
   def __exit__(self, *unused):
-    self.watch.not_training += time.perf_counter() - self.since
+    self.seconds += time.perf_counter() - self.since
 
 
 class _Watch:
@@ -214,9 +216,13 @@ class _Watch:
     """Waits for the last step's metrics."""
     self._look()
 
-  def paused(self) -> _Paused:
+  def paused(self) -> _Stopwatch:
     """A context whose time does not count as training."""
-    return _Paused(self)
+    return self._not_training
+
+  def waiting(self) -> _Stopwatch:
+    """A context whose time is spent waiting for data."""
+    return self._waiting
 
   def _look(self) -> None:
     if self._pending is None:
@@ -237,15 +243,16 @@ class _Watch:
 
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
-    seconds = max(time.perf_counter() - self._since - self.not_training, 1e-9)
+    seconds = max(time.perf_counter() - self._since - self._not_training.seconds, 1e-9)
     self._report.train(step, {
         **values, "perplexity": perplexity(values["loss"]),
         "bits_per_byte": bits_per_byte(values["loss"], self._split),
+        "waiting_for_data": self._waiting.seconds / seconds,
         "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
         "utilization": self._flops / seconds / self._peak,
         "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak})
     self._restart_clock()
 
   def _restart_clock(self) -> None:
-    self._since, self.not_training = time.perf_counter(), 0.0
+    self._since, self._not_training, self._waiting = time.perf_counter(), _Stopwatch(), _Stopwatch()
     self._steps, self._flops, self._generator_flops = 0, 0.0, 0.0

@@ -98,7 +98,7 @@ def test_what_a_run_leaves_behind(finished):
   assert validation[-1]["loss"] < validation[0]["loss"] < math.log(300) + 0.1
   last = read_metrics(workdir, "train")[-1]
   assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
-  assert 0 < last["utilization"] < last["utilization_with_generator"]
+  assert 0 < last["utilization"] < last["utilization_with_generator"] and 0 < last["waiting_for_data"] < 1
   assert {"loss", "bits_per_byte", "gradient_norm", "learning_rate", "tokens_per_second"} < last.keys()
   assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
   assert any("tfevents" in name for name in os.listdir(workdir / "tensorboard"))
