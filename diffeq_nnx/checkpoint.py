@@ -1,5 +1,6 @@
 """Checkpoints of a run: saved in the background, restored bit for bit, the last ones and the best kept."""
 
+import json
 import math
 import os
 import shutil
@@ -69,8 +70,9 @@ class Checkpoints:
 
     Raises:
       UserError: there are checkpoints, and none can be read.
+      RunError: some processes can read one, and others can't.
     """
-    found = self.steps()
+    found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # as process 0 sees the directory
     for step in reversed(found):
       problem = ""
       try:
@@ -78,14 +80,22 @@ class Checkpoints:
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **restore))
       except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-      problem = next(filter(None, distributed.exchange(problem)), None)
+      problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
         return _state(items), items["data"]
       self._set_aside(step, problem)
     if found:
       raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
-                      f"{DAMAGED}; remove the directory to start anew")
+                      f"{DAMAGED}; remove the directory to start anew", everywhere=True)
     return None
+
+  def _problems(self, step: int, problem: str) -> list[str]:
+    """What each process met when it restored; where only some could, the others still wait for them inside orbax."""
+    try:
+      return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+      raise RunError(f"the checkpoint of step {step} can be read by some processes only ({problem or 'not by another'}); "
+                     "see that all hosts mount the work directory alike, and start again") from error
 
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED, str(step))
@@ -121,7 +131,7 @@ class _Told:
     return self
 
   def __exit__(self, kind, error, traceback):
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not distributed.tells_of_a_loss(error):
       reason = next(iter(str(error).splitlines()), "")[:300]
       folder = self._checkpoints._folder
       kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []

@@ -101,15 +101,15 @@ def leads() -> bool:
   return whoami()[0] == 0
 
 
-def exchange(text: str) -> list[str]:
-  """What every process says, by process; all of them must call it.
+def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
+  """What every process says, by process; all of them must call it, and wait so long for the last.
 
   They wait for the last one at a barrier, where a death is noticed and an hour of tokenising is not taken for one,
   and only then meet in a collective, which would not wait so long.
   """
   if jax.process_count() == 1:
     return [text]
-  orbax.checkpoint.multihost.get_barrier_sync_fn()(key="exchange", timeout_ms=1000 * WAIT_SECONDS)
+  orbax.checkpoint.multihost.get_barrier_sync_fn()(key="exchange", timeout_ms=1000 * wait_seconds)
   data = np.frombuffer(text.encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
   padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
@@ -123,25 +123,29 @@ def together() -> Iterator[None]:
   """Runs the body on every process, and waits; what one finds wrong ends all of them with the same line.
 
   Raises:
-    UserError or RunError: as the body did, here or elsewhere; the line names the process if not all agree.
+    UserError or RunError: as the body did, here or elsewhere; the line names the process if not all agree. What is
+      neither is raised as it is where it arose, and as a RunError elsewhere.
   """
   error = None
   try:
     yield
-  except (UserError, RunError) as found:
+  except Exception as found:
     error = found
   if jax.process_count() == 1:
     if error is not None:
       raise error
     return
-  told = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), str(error)]))]
+  one_line = isinstance(error, (UserError, RunError))
+  line = str(error) if one_line else f"{type(error).__name__}: {error}"
+  told = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), line]))]
+  if error is not None and not one_line:
+    raise error
   first = next((process for process, one in enumerate(told) if one), None)
   if first is not None:
     is_user_error, line = told[first]
     alike = all(one == told[first] for one in told)
-    shared = (UserError if is_user_error else RunError)(line if alike else f"process {first}: {line}")
-    shared.everywhere = True
-    raise shared from error
+    kind = UserError if is_user_error else RunError
+    raise kind(line if alike else f"process {first}: {line}", everywhere=True) from error
 
 
 def agree(config: Config, job: str, workdir: str) -> None:
@@ -157,10 +161,8 @@ def agree(config: Config, job: str, workdir: str) -> None:
     differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"
                  for key in {**said[0], **theirs} if theirs.get(key) != said[0].get(key)]
     if differing:
-      error = UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
-                        "the same code, on every host")
-      error.everywhere = True
-      raise error
+      raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
+                      "the same code, on every host", everywhere=True)
 
 
 def code_version() -> str:
@@ -182,8 +184,8 @@ class Preemption:
     self._asked, self._before = False, None
 
   def __enter__(self) -> "Preemption":
-    # of several processes JAX's service listens to each, and tells all
-    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+    # where processes have joined JAX's service listens to each, and tells all
+    if not _joined and threading.current_thread() is threading.main_thread():
       self._before = signal.signal(signal.SIGTERM, self._ask)
     return self
 
@@ -196,27 +198,39 @@ class Preemption:
 
   def reached(self, step: int) -> bool:
     """Whether to stop after this step: the same answer in all processes. Call it after every step."""
-    return self._asked if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
+    return multihost_utils.reached_preemption_sync_point(step) if _joined else self._asked
 
 
 def end_on_sigterm() -> None:
   """For a job with nothing to save: SIGTERM ends this process, where JAX's service would only take note of it."""
-  if jax.process_count() > 1:
+  if _joined:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
+
+
+def tells_of_a_loss(error: BaseException) -> bool:
+  """Whether this is what a collective or barrier raises when another process has gone; JAX has no type of its own."""
+  return (jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
+          and any(sign in str(error) for sign in _SIGNS_OF_LOSS))
+
+
 @contextlib.contextmanager
-def tells_lost_processes() -> Iterator[None]:
-  """Turns what a collective raises when another process has gone into one line.
+def in_one_line() -> Iterator[None]:
+  """Turns what JAX raises when another process has gone, or memory is not enough, into one line.
 
   Raises:
     RunError: that.
   """
   try:
     yield
-  except jax.errors.JaxRuntimeError as error:
-    if jax.process_count() == 1:
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
+    reason = next(iter(str(error).splitlines()), "")[:300]
+    if "RESOURCE_EXHAUSTED" in str(error):
+      raise RunError(f"out of memory on a device ({reason}); lower train.device_batch_size, or take more devices "
+                     "(launch/compile_ahead.py tells beforehand what fits)", everywhere=True) from error
+    if isinstance(error, UserError) or not tells_of_a_loss(error):
       raise
-    reason = next(iter(str(error).splitlines()), "")[:200]
     raise RunError(f"another process of the job has gone ({reason}); its log says why; run the same command on every "
                    "host to go on from the newest checkpoint") from error

@@ -1,21 +1,24 @@
 """The two exceptions that are told in one line: what a user can put right, and what ends a run."""
 
 
-class UserError(ValueError):
-  """Bad input, told in one line that names the key, the value, the rule and the way out.
-
-  `main.py` prints the line and exits with code 2; in a program it is an ordinary `ValueError`.
+class _OneLine(Exception):
+  """An error told in one line.
 
   Attributes:
     everywhere: all processes of the job raise it alike, so that one of them may tell it.
   """
-  everywhere = False
+
+  def __init__(self, line: str, everywhere: bool = False):
+    super().__init__(line)
+    self.everywhere = everywhere
 
 
-class RunError(RuntimeError):
-  """A run that can't go on (a loss that is not finite, a full disk), told in one line; exit code 1.
+class UserError(_OneLine, ValueError):
+  """Bad input, told in one line that names the key, the value, the rule and the way out.
 
-  Attributes:
-    everywhere: as of `UserError`.
+  `main.py` prints the line and exits with code 2; in a program it is an ordinary `ValueError`.
   """
-  everywhere = False
+
+
+class RunError(_OneLine, RuntimeError):
+  """A run that can't go on (a loss that is not finite, a full disk), told in one line; exit code 1."""

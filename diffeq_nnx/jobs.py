@@ -31,7 +31,8 @@ def evaluate(config: Config, workdir: str) -> dict:
       workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)
     restored = Checkpoints(workdir, config, corpus.tokenizer.hash).restore(abstract_state(config, mesh))
     if restored is None:
-      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every",
+                      everywhere=True)
     state, _ = restored
     evaluator = Evaluator(config, corpus, mesh)
     result = {"job": "evaluate", "workdir": workdir, "step": int(state["step"]), "num_steps": evaluator.num_steps,

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> None:
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
-  with distributed.tells_lost_processes():
+  with distributed.in_one_line():
     distributed.agree(config, JOB.value, WORKDIR.value)
     jobs.JOBS[JOB.value](config, WORKDIR.value)
 

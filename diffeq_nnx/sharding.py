@@ -45,7 +45,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
   slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
   sizes = _sizes(config, len(devices) // slices)
   if slices > 1:
-    placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1), devices)
+    placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1), devices, allow_split_physical_axes=True)
   else:
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return Mesh(placed.reshape(slices, *sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -82,7 +82,9 @@ def describe(mesh: Mesh) -> str:
 
 def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:
   """How many parts an axis of this name is split into at most; None: on the surrounding mesh."""
-  mesh_shape = jax.sharding.get_abstract_mesh().shape if mesh_shape is None else mesh_shape
+  if mesh_shape is None:
+    mesh = _surrounding()
+    mesh_shape = {} if mesh is None else mesh.shape
   return math.prod(mesh_shape.get(axis, 1) for axis in RULES[name])
 
 

@@ -1,6 +1,7 @@
 """The train loop: from a config and a work directory to a trained model."""
 
 import dataclasses
+import json
 import math
 import time
 
@@ -36,7 +37,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
     _claim(config, workdir, corpus)
-    batches = batch_iterator(config, corpus.train, mesh)
+    with distributed.together():
+      batches = batch_iterator(config, corpus.train, mesh)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     state = start_state(config, checkpoints, batches, mesh)
     try:
@@ -67,11 +69,13 @@ def load_corpus(config: Config) -> data.Corpus:
     with distributed.together():
       if distributed.leads() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-  hashes = distributed.exchange(corpus.tokenizer.hash)
-  other = next((process for process, one in enumerate(hashes) if one != hashes[0]), None)
+  sizes = [(len(split.tokens), split.num_bytes, split.num_documents) for split in (corpus.train, corpus.validation)]
+  said = distributed.exchange(json.dumps([corpus.tokenizer.hash, sizes]))
+  other = next((process for process, one in enumerate(said) if one != said[0]), None)
   if other is not None:
-    raise UserError(f"data.source={config.data.source}: gives process {other} another tokenizer than process 0; give "
-                    "every host the same files")
+    raise UserError(f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
+                    f"then tokens, bytes and documents: {said[other]} and {said[0]}); give every host the same files",
+                    everywhere=True)
   return corpus
 
 
@@ -231,10 +235,9 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        error = RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the checkpoints "
-                         "stay as they are; lower optimizer.peak_rate, or run again to go on from the newest")
-        error.everywhere = True
-        raise error
+        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the checkpoints "
+                       "stay as they are; lower optimizer.peak_rate, or run again to go on from the newest",
+                       everywhere=True)
     if step % self._config.train.log_every == 0:
       self._log(step, values)
     elif not self._compiled:  # rates are those of compiled steps, but where the first one is logged itself

@@ -65,7 +65,8 @@ def check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: s
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
   ours = identity(config)
   flat = config_lib.flatten(known["config"])
-  theirs = {key: flat.get(key) for key in ours}
+  defaults = identity(Config())  # for keys that there were not yet when the run began
+  theirs = {key: flat.get(key, defaults[key]) for key in ours}
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if tokenizer_hash not in (None, known["tokenizer_hash"]):
     differing.append(f"the tokenizer is {known['tokenizer_hash'][:12]} there and {tokenizer_hash[:12]} here")

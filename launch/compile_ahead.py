@@ -5,7 +5,7 @@
 
 Needs the TPU compiler: pip install 'jax[tpu]', which brings the libtpu that goes with this jax. Nothing runs. Prints,
 for one device: memory by kind and whether it fits, what is sent to other devices in a step, and an estimate of the
-step's time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for a mistake in the command.
+step's time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for a mistake in the command, 3 if the compiler fails otherwise.
 
 The estimate is the compiler's own cycles for each part of the step, loops counted as often as they turn, at the
 chip's clock, and for the attention kernels their matrix products at the chip's peak. Communication is bytes by the
@@ -106,7 +106,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
     tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
                                   sharding=sharding.batch_sharding(mesh))
     traced = make_train_step(config, mesh).trace(abstract_state(config, mesh), {"inputs": tokens, "targets": tokens},
-                                                 config.model.num_steps)
+                                                 most_steps(config))
     try:
       compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -114,6 +114,11 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
         raise DoesNotFit(str(error)) from error
       raise
   return Step(config, mesh, compiled)
+
+
+def most_steps(config: Config) -> int:
+  """Solver steps of the largest train step that the config asks for."""
+  return max(config.train.step_counts or (config.model.num_steps,))
 
 
 def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
@@ -181,7 +186,7 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
   fast, slow = max(compute + kernels, sent), compute + kernels + sent
   tokens = config.train.batch_size * config.model.seq_len
-  model = flops.model_flops(config, config.model.num_steps) / step.mesh.size / peak_flops(step.device_kind)
+  model = flops.model_flops(config, most_steps(config)) / step.mesh.size / peak_flops(step.device_kind)
   return ["estimated step",
           f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
           f"  {'attention kernels, s':<30} {kernels:8.3f}   at least: their products at peak",
@@ -246,3 +251,6 @@ if __name__ == "__main__":
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except jax.errors.JaxRuntimeError as error:
+    print(f"error: the compiler failed: {next(iter(str(error).splitlines()), '')}", file=sys.stderr)
+    sys.exit(3)

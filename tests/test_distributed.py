@@ -149,6 +149,65 @@ def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
       assert second.end() == 1 and "error: process 1: workdir=" in second.errors[-1]
 
 
+def test_when_process_0_is_killed_the_other_ends_too(cache, tmp_path):
+  """It ends with our line, or with that of JAX's service, which process 0 takes with it: whichever comes first."""
+  with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",)) as (first, second):
+    first.wait_for("step 3/")
+    first.send(signal.SIGKILL)
+    assert second.end(60) != 0
+    told = "\n".join(second.lines)
+    assert "another process of the job has gone" in told or "the JAX distributed service detected fatal errors" in told
+
+
+FAILS_TO_RESTORE = """
+from absl import app
+from diffeq_nnx import checkpoint, distributed, main
+
+def restore(self, *args, **kwargs):
+  raise OSError("Stale file handle")
+
+distributed.HEARTBEAT_SECONDS = 10
+checkpoint.ocp.CheckpointManager.restore = restore
+app.run(main.main, flags_parser=main.parse)
+"""
+
+
+def test_a_checkpoint_that_one_process_can_t_read_ends_all_and_stays(cache, tmp_path):
+  with job(cache, tmp_path / "run", 1, more=("--config.train.steps=1",)) as (alone,):
+    assert alone.end() == 0
+  with job(cache, tmp_path / "run", 2,
+           program=lambda process: ("-c", FAILS_TO_RESTORE) if process else None) as (first, second):
+    assert second.end() == 1 and first.end() == 1
+    assert "the checkpoint of step 1 can be read by some processes only (OSError: Stale" in second.errors[-1]
+  assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
+READS_ELSEWHERE = """
+import os, sys
+from absl import app
+from diffeq_nnx import data, main
+
+def load_there(*args, **kwargs):
+  os.chdir(place)
+  return load(*args, **kwargs)
+
+place, load, data.load = sys.argv.pop(), data.load, load_there
+app.run(main.main, flags_parser=main.parse)
+"""
+
+
+def test_hosts_with_different_text_are_told(cache, tmp_path):
+  for name, count in (("here", 6), ("there", 9)):
+    (tmp_path / name).mkdir()
+    for number in range(count):
+      (tmp_path / name / f"{number}.txt").write_text(f"Document {number} of rain. " * 300)
+  more = ("--config.data.source=text:*.txt", "--config.data.tokenizer=bytes", "--config.data.cache_dir=cache")
+  with job(cache, tmp_path / "run", 2, more=more, program=lambda process: ("-c", READS_ELSEWHERE),
+           each=lambda process: (str(tmp_path / ("there" if process else "here")),)) as (first, second):
+    assert (first.end(), second.end()) == (2, 2)
+    assert "gives process 1 other tokens than process 0" in first.errors[0] and second.errors == []
+
+
 @pytest.mark.parametrize("present", [0, 1])
 def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
   line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[present]
