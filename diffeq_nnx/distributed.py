@@ -26,6 +26,8 @@ from diffeq_nnx.errors import RunError, UserError
 HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
 WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
 LEAVE_SECONDS = 60  # for all processes to end after the first
+# in what JAX raises when another process has gone; it has no type of its own
+_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
 
 _joined = False  # whether `start` has found other processes
 
@@ -207,11 +209,8 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
-
-
 def tells_of_a_loss(error: BaseException) -> bool:
-  """Whether this is what a collective or barrier raises when another process has gone; JAX has no type of its own."""
+  """Whether this is what a collective or barrier raises when another process has gone."""
   return (jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
           and any(sign in str(error) for sign in _SIGNS_OF_LOSS))
 
@@ -229,7 +228,7 @@ def in_one_line() -> Iterator[None]:
     reason = next(iter(str(error).splitlines()), "")[:300]
     if "RESOURCE_EXHAUSTED" in str(error):
       raise RunError(f"out of memory on a device ({reason}); lower train.device_batch_size, or take more devices "
-                     "(launch/compile_ahead.py tells beforehand what fits)", everywhere=True) from error
+                     "(launch/compile_ahead.py tells beforehand what fits)") from error
     if isinstance(error, UserError) or not tells_of_a_loss(error):
       raise
     raise RunError(f"another process of the job has gone ({reason}); its log says why; run the same command on every "
