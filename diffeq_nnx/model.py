@@ -3,6 +3,8 @@
 B batch, L positions, D embed_dim, V vocab_size, S solver steps.
 """
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -58,7 +60,8 @@ class Model(nnx.Module):
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
   def hidden(self, tokens_BxL: jax.Array, block_weights: weights_lib.BlockWeights, grid: solvers.Grid | None = None,
-             *, dropout_key: jax.Array | None = None, remat: solvers.Remat = solvers.Remat()) -> jax.Array:
+             *, dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
+             remat: solvers.Remat = solvers.Remat()) -> jax.Array:
     """The state after the last step and the final norm, [B, L, D].
 
     Args:
@@ -66,6 +69,7 @@ class Model(nnx.Module):
       block_weights: from `block_weights(grid)`.
       grid: times and step sizes; None: the config's own.
       dropout_key: None: no dropout.
+      rows_B: numbers of the sequences, by which dropout is drawn; None: 0 to B-1. So a batch is the same in parts.
       remat: what the backward pass recomputes.
 
     Raises:
@@ -77,7 +81,10 @@ class Model(nnx.Module):
       if L > self.config.seq_len:
         raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
       x_BxLxD = x_BxLxD + self._table(self.positions)[None, :L]
-    dropout = _no_dropout if dropout_key is None or not self.config.dropout else self._dropout
+    dropout = _no_dropout
+    if dropout_key is not None and self.config.dropout:
+      rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
+      dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     gather = lambda weights: self._per_leaf(sharding.gather, weights)
     x_BxLxD = solvers.solve(self.config.solver, self.field, dropout(embed_key, x_BxLxD), block_weights,
@@ -105,11 +112,12 @@ class Model(nnx.Module):
     return {group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
             for group, leaves in weights.items()}
 
-  def _dropout(self, key: jax.Array, x: jax.Array) -> jax.Array:
+  def _dropout(self, rows_B: jax.Array, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
     keep = 1.0 - self.config.dropout
+    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
     # the barrier keeps random numbers out of the matrix products' fusions, which they would make slow
-    kept = jax.lax.optimization_barrier(jax.random.bernoulli(key, keep, x.shape))
-    return jnp.where(kept, x / jnp.asarray(keep, x.dtype), 0)
+    kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(rows_B))
+    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
 
 
 def _no_dropout(key: jax.Array, x: jax.Array) -> jax.Array:

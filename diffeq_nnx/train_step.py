@@ -50,16 +50,18 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
   block_weights, pull_back = jax.vjp(generate, source)
   remat = solvers.Remat(config.train.remat, config.train.remat_every)
 
-  def microbatch_loss(block_weights, rest, batch, key):
+  def microbatch_loss(block_weights, rest, batch):
     model = nnx.merge(model_graph, {**rest, "weight_source": source})
-    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid, dropout_key=key, remat=remat)
+    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid, dropout_key=key, rows_B=batch["rows"],
+                                remat=remat)
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
     return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
                                  config.train.loss_chunks)
 
   gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
   loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
-      num_microbatches(config), functools.partial(gradient, block_weights, rest), batch, key)
+      num_microbatches(config), functools.partial(gradient, block_weights, rest),
+      {**batch, "rows": jnp.arange(len(batch["inputs"]))})
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
   return loss, {**rest_gradients, "weight_source": source_gradients}
@@ -72,24 +74,23 @@ def num_microbatches(config: Config) -> int:
   return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
 
 
-def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch, key: jax.Array):
+def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
   """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
 
   A micro-batch takes every count-th sequence, so that each device works on its own.
   """
   if count == 1:
-    return gradient(batch, key)
+    return gradient(batch)
   batch = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]).swapaxes(0, 1), batch)
-  batch = jax.tree.map(lambda a: sharding.constrain(a, None, "batch", None), batch)
-  keys = jax.random.split(key, count)
+  batch = jax.tree.map(lambda a: sharding.constrain(a, None, "batch", *[None] * (a.ndim - 2)), batch)
   widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
-  shapes = jax.eval_shape(gradient, jax.tree.map(lambda a: a[0], batch), keys[0])
+  shapes = jax.eval_shape(gradient, jax.tree.map(lambda a: a[0], batch))
   zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), shapes)
 
-  def add(total, args):
-    return jax.tree.map(lambda t, g: t + widen(g) / count, total, gradient(*args)), None
+  def add(total, microbatch):
+    return jax.tree.map(lambda t, g: t + widen(g) / count, total, gradient(microbatch)), None
 
-  return jax.lax.scan(add, zeros, (batch, keys))[0]
+  return jax.lax.scan(add, zeros, batch)[0]
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:

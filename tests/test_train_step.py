@@ -27,7 +27,8 @@ def gradients_of(config, batch, dtype="float32"):
 @pytest.mark.parametrize("row", ["diffeq", "baseline", "shared"])
 @pytest.mark.parametrize("held", [2, 1])
 def test_accumulation_equals_the_large_batch(row, held, x64):
-  config = small_config(small_model(dtype="float64", **ROWS[row]))
+  """Dropout included."""
+  config = small_config(small_model(dtype="float64", dropout=0.2, **ROWS[row]))
   batch = random_batch(config)
   whole = gradients_of(config, batch)
   parts = gradients_of(small_config(config.model, device_batch_size=held), batch)
