@@ -5,6 +5,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from absl import logging
 from flax import nnx
 import jax
 import numpy as np
@@ -63,6 +64,14 @@ def perturb(tree, seed: int = 0, scale: float = 0.1):
   """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda a: a + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
+
+
+@pytest.fixture(autouse=True)
+def verbosity():
+  """How much absl logs is as before after each test: the main program changes it."""
+  before = logging.get_verbosity()
+  yield
+  logging.set_verbosity(before)
 
 
 @pytest.fixture
