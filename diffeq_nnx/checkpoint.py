@@ -13,7 +13,7 @@ from orbax.checkpoint import checkpoint_managers
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import distributed
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.report import say
 from diffeq_nnx.train_step import State
 
@@ -79,7 +79,7 @@ class Checkpoints:
         restore = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **restore))
       except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
-        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
         return _state(items), items["data"]
@@ -132,10 +132,9 @@ class _Told:
 
   def __exit__(self, kind, error, traceback):
     if isinstance(error, Exception) and not distributed.tells_of_a_loss(error):
-      reason = next(iter(str(error).splitlines()), "")[:300]
       folder = self._checkpoints._folder
       kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
-      raise RunError(f"{self._what} ({kind.__name__}: {reason}); checkpoints of steps {kept} are untouched; make "
+      raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are untouched; make "
                      "room or mend the directory, and run the same command to go on from there") from error
     return False
 

@@ -21,7 +21,7 @@ import orbax.checkpoint
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import RunError, UserError, first_line
 
 HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
 WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
@@ -71,7 +71,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       return  # no cluster: one process
     raise UserError(f"--coordinator={coordinator}: {error}") from error
   except (RuntimeError, OSError) as error:  # OSError: the cluster's own services can't be reached
-    raise RunError(f"the processes could not be joined ({next(iter(str(error).splitlines()), '')}); start the same "
+    raise RunError(f"the processes could not be joined ({first_line(error)}); start the same "
                    "command on every host, or give --num_processes=1 for a single process") from error
   _joined = True
 
@@ -225,11 +225,10 @@ def in_one_line() -> Iterator[None]:
   try:
     yield
   except (jax.errors.JaxRuntimeError, ValueError) as error:
-    reason = next(iter(str(error).splitlines()), "")[:300]
     if "RESOURCE_EXHAUSTED" in str(error):
-      raise RunError(f"out of memory on a device ({reason}); lower train.device_batch_size, or take more devices "
+      raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more devices "
                      "(launch/compile_ahead.py tells beforehand what fits)") from error
     if isinstance(error, UserError) or not tells_of_a_loss(error):
       raise
-    raise RunError(f"another process of the job has gone ({reason}); its log says why; run the same command on every "
+    raise RunError(f"another process of the job has gone ({first_line(error, 300)}); its log says why; run the same command on every "
                    "host to go on from the newest checkpoint") from error

@@ -1,6 +1,12 @@
 """The two exceptions that are told in one line: what a user can put right, and what ends a run."""
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+  """The first line of another library's error, or its type where it says nothing; at most so many characters."""
+  lines = str(error).strip().splitlines()
+  return (lines[0] if lines else type(error).__name__)[:most]
+
+
 class _OneLine(Exception):
   """An error told in one line.
 

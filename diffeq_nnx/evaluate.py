@@ -20,11 +20,12 @@ class Evaluator:
   def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
     self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
-    self._config, self._split, self._mesh = config, corpus.validation, mesh
+    self._config, self._split = config, corpus.validation
     self._generate = make_generate(config, self.num_steps)
     self._step = make_eval_step(config, self.num_steps, mesh)
     shards = sharding.num_shards("batch", mesh.shape)
-    self._padded_size = -(-config.eval.batch_size // shards) * shards  # the figures don't depend on the mesh
+    # padded to a multiple of the devices, so that the figures don't depend on the mesh
+    self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
 
   def __call__(self, params: Params) -> dict[str, float]:
     """loss (nats a token), perplexity (e^loss), bits_per_byte, tokens and seconds.
@@ -34,13 +35,12 @@ class Evaluator:
     """
     start = time.perf_counter()
     weights = self._generate(params)
-    rows = sharding.local_rows(self._mesh, self._padded_size)
     settings = self._config.eval
     batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=settings.batch_size,
-                                max_batches=settings.max_batches, rows=rows)
+                                max_batches=settings.max_batches, rows=self._share.rows)
     average = None
     for batch in batches:
-      total, count = self._step(params, weights, sharding.place_batch(self._mesh, batch, rows, self._padded_size))
+      total, count = self._step(params, weights, self._share.place(batch))
       part = clu_metrics.Average(total=total, count=count)
       average = part if average is None else average.merge(part)
     loss, tokens = jax.device_get((average.compute(), average.count))

@@ -25,10 +25,10 @@ def evaluate(config: Config, workdir: str) -> dict:
   mesh = prepare(config)
   with jax.set_mesh(mesh):
     with distributed.together():
-      known = workdir_lib.require(workdir, config)
+      workdir_lib.require(workdir, config)  # before the text is read
     corpus = load_corpus(config)
     with distributed.together():
-      workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)
+      workdir_lib.require(workdir, config, corpus.tokenizer.hash)
     restored = Checkpoints(workdir, config, corpus.tokenizer.hash).restore(abstract_state(config, mesh))
     if restored is None:
       raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every",

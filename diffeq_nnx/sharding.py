@@ -169,21 +169,27 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
 
-def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-  """Which rows of a batch this process's devices hold, in order: [rows] int."""
-  indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size, 1)).values()
-  return np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices]))
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Of tokens [B, L]; B must be a multiple of `num_shards("batch")`."""
   return NamedSharding(mesh, PartitionSpec(RULES["batch"], None))
 
 
-def place_batch(mesh: Mesh, batch: dict[str, np.ndarray], rows: np.ndarray, batch_size: int) -> dict[str, jax.Array]:
-  """Global arrays [batch_size, L] from this process's rows of them; `rows` are from `local_rows`."""
-  def place(local: np.ndarray) -> jax.Array:
-    at = lambda index: local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
-    return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), at)
+class Share:
+  """This process's part of the batches of one size, B rows.
 
-  return jax.tree.map(place, batch)
+  Attributes:
+    rows: the rows that its devices hold, in order, [rows] int; they need not be neighbours.
+  """
+
+  def __init__(self, mesh: Mesh, batch_size: int):
+    self._sharding, self._all = batch_sharding(mesh), np.arange(batch_size)
+    indices = self._sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    self.rows = np.unique(np.concatenate([self._all[index[0]] for index in indices]))
+
+  def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Global arrays [B, L] from this process's rows of them, [rows, L]."""
+    def one(local: np.ndarray) -> jax.Array:
+      at = lambda index: local[np.searchsorted(self.rows, self._all[index[0]])]
+      return jax.make_array_from_callback((len(self._all), *local.shape[1:]), self._sharding, at)
+
+    return jax.tree.map(one, batch)

@@ -37,14 +37,15 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
     _claim(config, workdir, corpus)
+    share = sharding.Share(mesh, config.train.batch_size)
     with distributed.together():
-      batches = batch_iterator(config, corpus.train, mesh)
+      batches = batch_iterator(config, corpus.train, share)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     state = start_state(config, checkpoints, batches, mesh)
     try:
       with (reporter(workdir, int(state["step"]), config.train.steps) as report,
             distributed.Preemption() as preemption):
-        return _loop(_Run(config, mesh, corpus, batches, checkpoints, report, preemption), state)
+        return _loop(_Run(config, mesh, corpus, share, batches, checkpoints, report, preemption), state)
     except OSError as error:
       raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
                      "they are; make room, and run the same command to go on from the newest") from error
@@ -85,8 +86,7 @@ def _claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
     if distributed.leads():
       workdir_lib.claim(workdir, config, corpus.tokenizer)
   with distributed.together():
-    known = workdir_lib.require(workdir, config)
-    workdir_lib.check(workdir, known, config, corpus.tokenizer.hash)
+    workdir_lib.require(workdir, config, corpus.tokenizer.hash)
 
 
 def say_attention(model: ModelConfig) -> None:
@@ -102,14 +102,13 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, split: data.Split, mesh: Mesh) -> grain.DatasetIterator:
+def batch_iterator(config: Config, split: data.Split, share: sharding.Share) -> grain.DatasetIterator:
   """This process's rows of the batches, for ever, read ahead by a thread.
 
   Its state is a small dict, the same in all processes.
   """
-  size = config.train.batch_size
-  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=size, seed=config.seed,
-                               rows=sharding.local_rows(mesh, size))
+  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
+                               seed=config.seed, rows=share.rows)
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
@@ -139,6 +138,7 @@ class _Run:
   config: Config
   mesh: Mesh
   corpus: data.Corpus
+  share: sharding.Share
   batches: grain.DatasetIterator
   checkpoints: Checkpoints
   report: Reporter | Silent
@@ -150,13 +150,13 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   train_step = make_train_step(config, mesh)
   evaluator = Evaluator(config, run.corpus, mesh)
   watch = _Watch(config, run.corpus.train, run.report)
-  start, steps, rows = int(state["step"]), config.train.steps, sharding.local_rows(mesh, config.train.batch_size)
+  start, steps = int(state["step"]), config.train.steps
   values: dict[str, float] = {}
   for step in range(start, steps):
     num_steps = steps_of_solver(config, step)
     with watch.waiting():
       rows_of_batch = next(run.batches)
-    batch = sharding.place_batch(mesh, rows_of_batch, rows, config.train.batch_size)
+    batch = run.share.place(rows_of_batch)
     with jax.transfer_guard("disallow"):
       state, metrics = train_step(state, batch, num_steps)
     watch.after(step + 1, num_steps, metrics)
@@ -235,8 +235,8 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the checkpoints "
-                       "stay as they are; lower optimizer.peak_rate, or run again to go on from the newest",
+        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
+                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest",
                        everywhere=True)
     if step % self._config.train.log_every == 0:
       self._log(step, values)

@@ -45,11 +45,11 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer) -> None:
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   if known is not None:
-    check(workdir, known, config, tokenizer.hash)
+    _check(workdir, known, config, tokenizer.hash)
 
 
-def require(workdir: str, config: Config) -> dict[str, Any]:
-  """The run.json of a work directory that holds a run of this config; writes nothing.
+def require(workdir: str, config: Config, tokenizer_hash: str | None = None) -> None:
+  """Sees that a work directory holds a run of this config and tokenizer (None: any); writes nothing.
 
   Raises:
     UserError: it holds none, or one of another model.
@@ -57,11 +57,10 @@ def require(workdir: str, config: Config) -> dict[str, Any]:
   known = _read(workdir)
   if known is None:
     raise UserError(f"workdir={workdir}: holds no run; train with --workdir={workdir} first, or name another")
-  check(workdir, known, config, None)
-  return known
+  _check(workdir, known, config, tokenizer_hash)
 
 
-def check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
+def _check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
   ours = identity(config)
   flat = config_lib.flatten(known["config"])

@@ -5,8 +5,9 @@
 
 In each round every config runs once, one after the other, so that a slow minute of the machine hits all of
 them. Times are medians over rounds; a ratio is the median of the rounds' ratios to the first config, with its
-quartiles. Each config runs over all devices, by its mesh. Tokens are random; compilation and the first run are not timed. The states of all configs are on the
-device together. Memory is the compiler's own account of the program: arguments, results and temporaries.
+quartiles. Each config runs over all devices, by its mesh. Tokens are random; compilation and the first run
+are not timed. The states of all configs are on the device together. Memory is the compiler's own account of
+the program: arguments, results and temporaries.
 """
 
 import argparse
@@ -36,9 +37,8 @@ class Timed:
     self.seconds: list[float] = []
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
-    size = config.train.batch_size
     with jax.set_mesh(mesh):
-      batch = sharding.place_batch(mesh, random_batch(config), sharding.local_rows(mesh, size), size)
+      batch = sharding.Share(mesh, config.train.batch_size).place(random_batch(config))
       state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
       self._program, self._carry = PROGRAMS[what](config, state, batch, mesh)
     self.run()

@@ -33,7 +33,7 @@ from diffeq_nnx import flops
 from diffeq_nnx import hlo
 from diffeq_nnx import sharding
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.train_step import abstract_state, make_train_step, num_microbatches
 
 
@@ -86,8 +86,7 @@ def devices_of(topology: str, num_slices: int) -> list:
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
   except Exception as error:  # what libtpu raises is a bare RuntimeError of its own for each mistake
-    reason = next(iter(str(error).splitlines()), "")[:200]
-    raise UserError(f"--topology={topology}: {reason}; write VERSION:SIZES, e.g. v5e:8x8 or v5p:2x2x2, and install the "
+    raise UserError(f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or v5p:2x2x2, and install the "
                     "compiler with pip install 'jax[tpu]'") from error
   if devices[0].device_kind not in CHIPS:
     raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p and v6e")
@@ -131,6 +130,12 @@ def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
   return {"parameters": size(state["params"]), "optimizer": size(state["opt_state"])}
 
 
+def sequences_held(config: Config, mesh: jax.sharding.Mesh) -> int:
+  """Sequences that a device holds at a time."""
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
+
+
 def memory_lines(step: Step) -> list[str]:
   """Memory of one device by kind, and how much is left."""
   found = step.compiled.memory_analysis()
@@ -164,11 +169,9 @@ def communication_lines(program: hlo.Program) -> list[str]:
 
 def kernel_seconds(step: Step, program: hlo.Program) -> float:
   """Of the attention kernels at the chip's peak: 2 products forward, 5 back, over half the square of positions."""
-  config, shape = step.config, step.mesh.shape
-  with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
-    sequences = config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
-  heads = config.model.num_heads // shape["tensor"]
-  product = sequences * heads * config.model.head_dim * config.model.seq_len**2  # 2 a multiply-add, half the square
+  config = step.config
+  heads = config.model.num_heads // step.mesh.shape["tensor"]
+  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2  # 2 a multiply-add, half the square
   products = sum(kernel.times * (5 if "backward" in kernel.name else 2) for kernel in program.kernels)
   return products * product / peak_flops(step.device_kind)
 
@@ -204,8 +207,7 @@ def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
   needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
   needed = f"needs {needed[1] or needed[2]} GiB of {chip.hbm}" if needed else f"needs more than {chip.hbm} GiB"
   lines = [f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"]
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    held = config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
+  held = sequences_held(config, mesh)
   if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
     lines.append("change: the state alone fills the device: take more devices, with a larger mesh.fsdp or mesh.tensor")
   elif held > 1:
@@ -237,11 +239,12 @@ def main(argv: list[str] | None = None) -> int:
   except DoesNotFit as error:
     print("\n".join(advice(config, mesh, str(error))))
     return 1
-  program = hlo.Program(step.compiled.as_text())
+  text = step.compiled.as_text()
+  program = hlo.Program(text)
   print("\n".join([*memory_lines(step), *communication_lines(program), *time_lines(step, program)]))
   if args.save_hlo:
     with open(args.save_hlo, "w", encoding="utf-8") as file:
-      file.write(step.compiled.as_text())
+      file.write(text)
   return 0
 
 
@@ -252,5 +255,5 @@ if __name__ == "__main__":
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
   except jax.errors.JaxRuntimeError as error:
-    print(f"error: the compiler failed: {next(iter(str(error).splitlines()), '')}", file=sys.stderr)
+    print(f"error: the compiler failed: {first_line(error)}", file=sys.stderr)
     sys.exit(3)

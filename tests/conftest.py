@@ -13,6 +13,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
 from diffeq_nnx.train_step import graph
 
@@ -64,6 +65,23 @@ def perturb(tree, seed: int = 0, scale: float = 0.1):
   """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda a: a + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
+
+
+def told(call) -> str:
+  """The one line of the UserError that a call raises."""
+  with pytest.raises(UserError) as caught:
+    call()
+  message = str(caught.value)
+  assert "\n" not in message and message
+  return message
+
+
+@pytest.fixture(scope="module")
+def optimizations():
+  """The compiler as users have it; other tests switch most optimizations off."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ import pytest
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("optimizations")
+
 # what the compiler asks of a GPU that is not there: an H100 SXM, from its data sheet and CUDA's device query
 H100 = """
 platform_name: "CUDA"
@@ -31,14 +33,6 @@ gpu_device_info {
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
 }
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def optimizations():
-  """The compiler as users have it; tests switch most optimizations off."""
-  jax.config.update("jax_disable_most_optimizations", False)
-  yield
-  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @functools.cache

@@ -14,15 +14,8 @@ from launch import compile_ahead
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                                   reason="needs the TPU compiler: pip install 'jax[tpu]'")
 
-pytestmark = pytest.mark.timeout(900)  # the two large compilations take a minute and a half on two idle cores
-
-
-@pytest.fixture(scope="module", autouse=True)
-def optimizations():
-  """The compiler as users have it; tests switch most optimizations off."""
-  jax.config.update("jax_disable_most_optimizations", False)
-  yield
-  jax.config.update("jax_disable_most_optimizations", True)
+# the two large compilations take a minute and a half on two idle cores
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("optimizations")]
 
 
 LOOP = """HloModule step, is_scheduled=true, num_partitions=8
@@ -85,7 +78,7 @@ def mesh_of(config, topology: str, num_slices: int = 1):
 
 
 @pytest.fixture(scope="module")
-def programs():
+def programs(optimizations):
   """The compiled llama1b steps, generated and stored, on eight v5p chips."""
   found = {}
   for row in ("diffeq", "llama"):

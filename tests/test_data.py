@@ -14,6 +14,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.data import corpus as corpus_lib, tokenizers
 from diffeq_nnx.errors import UserError
+from tests.conftest import told
 
 WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
 
@@ -35,15 +36,6 @@ def config_of(tmp_path, **changes):
 
 def split_of(num_tokens):
   return data.Split(np.arange(num_tokens, dtype=np.uint16), num_bytes=0, num_documents=1)
-
-
-def told(call):
-  """The one line of the UserError that a call raises."""
-  with pytest.raises(UserError) as caught:
-    call()
-  message = str(caught.value)
-  assert "\n" not in message and message
-  return message
 
 
 @pytest.fixture(scope="module")

@@ -101,9 +101,9 @@ def losses(field, devices, held=None, **sizes):
   with jax.set_mesh(mesh):
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     step, found = make_train_step(config, mesh), []
-    rows = sharding.local_rows(mesh, 8)
+    share = sharding.Share(mesh, 8)
     for number in range(10):
-      batch = sharding.place_batch(mesh, random_batch(config, number), rows, 8)
+      batch = share.place(random_batch(config, number))
       state, metrics = step(state, batch, 3)
       found.append(float(metrics["loss"]))
   return found

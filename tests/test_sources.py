@@ -22,20 +22,11 @@ from diffeq_nnx import data, presets
 from diffeq_nnx.data import holdout, sources
 from diffeq_nnx.data.sources import Counts, Options, catalogue
 from diffeq_nnx.data.sources.files import zstd  # the standard one, or its backport
-from diffeq_nnx.errors import UserError
+from tests.conftest import told
 
 SKIP = Options(bad_records="skip")
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
 MEMORY = fsspec.filesystem("memory")
-
-
-def told(call):
-  """The one line of the UserError that a call raises."""
-  with pytest.raises(UserError) as caught:
-    call()
-  message = str(caught.value)
-  assert "\n" not in message and message
-  return message
 
 
 def jsonl(texts, key="text"):

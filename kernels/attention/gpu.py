@@ -171,24 +171,23 @@ def _walk(stretch, stages, carry, visit, arrived, consumed):
   return jax.lax.fori_loop(full_last, last, step(True), carry)
 
 
-def _stretch(ranges_ref, b, i):
-  batch = b if ranges_ref.shape[1] > 1 else 0
-  return tuple(ranges_ref[n, batch, i] for n in range(4))
+def _here(ranges_ref):
+  """(head, batch, warpgroup, first row of a computing warpgroup, stretch of blocks that its tile meets)."""
+  h, i, b, wg = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch", "wg"))
+  of_batch = b if ranges_ref.shape[1] > 1 else 0
+  return h, b, wg, i * TILE + wg * ROWS, tuple(ranges_ref[n, of_batch, i] for n in range(4))
 
 
 def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
                     q_smem, k_smem, v_smem, lse_smem, q_arrived, arrived, consumed, *, static: GPUKernel, G: int):
   """128 queries of one head against all the keys that they see."""
-  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
-  wg = jax.lax.axis_index("wg")
+  h, b, wg, first_row, stretch = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[0]
   walk = ring.rows
-  stretch = _stretch(ranges_ref, b, i)
 
   @pl.when(wg < 2)
   def _compute():
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-    first_row = i * TILE + wg * ROWS
     rows = pl.ds(first_row, ROWS)
     plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_smem.at[wg], q_arrived.at[wg])
     plgpu.barrier_wait(q_arrived.at[wg])
@@ -226,16 +225,13 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
 def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref, dq_ref,
                q_smem, dout_smem, k_smem, v_smem, own_arrived, arrived, consumed, *, static: GPUKernel, G: int):
   """The gradient of 128 queries of one head."""
-  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
-  wg = jax.lax.axis_index("wg")
+  h, b, wg, first_row, stretch = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
   walk = ring.rows
-  stretch = _stretch(ranges_ref, b, i)
 
   @pl.when(wg < 2)
   def _compute():
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-    first_row = i * TILE + wg * ROWS
     rows = pl.ds(first_row, ROWS)
     plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_smem.at[wg], own_arrived.at[wg])
     plgpu.copy_gmem_to_smem(dout_ref.at[b, rows, h], dout_smem.at[wg], own_arrived.at[wg])
@@ -271,16 +267,13 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref
   `wanted` says which of dK and dV to make; `refs` are those, then the scratch.
   """
   out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = refs[:sum(wanted)], refs[sum(wanted):]
-  h, i, b = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch"))
-  wg = jax.lax.axis_index("wg")
+  h, b, wg, first_row, stretch = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
   walk = ring.rows
-  stretch = _stretch(ranges_ref, b, i)
 
   @pl.when(wg < 2)
   def _compute():
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-    first_row = i * TILE + wg * ROWS
     rows = pl.ds(first_row, ROWS)
     source = (b, rows, jax.lax.div(h, G))
     plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[wg], own_arrived.at[wg])

@@ -16,7 +16,7 @@ from typing import Any
 from absl import logging
 
 from diffeq_nnx.data.sources.records import BadRecord, Options
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
 
 RECORDS_PER_PART = 1 << 14  # enough that opening the files doesn't count, few enough to share out
 _RECORDS_PER_READ = 64  # held in memory at a time
@@ -240,4 +240,4 @@ def _holds_none(info: Any, split: str) -> bool:
 
 def _first_line(error: BaseException) -> str:
   """TFDS adds paragraphs of advice to its errors."""
-  return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+  return first_line(error).rstrip(".:")

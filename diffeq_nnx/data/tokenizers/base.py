@@ -17,32 +17,24 @@ class Tokenizer(abc.ABC):
   that this also holds for those made elsewhere. The name of a mark in a text ("<|endoftext|>", "<s>") is text
   like any other: encoding never gives a mark's id. Whoever writes documents writes the marks: `bos_id` (if
   there is one), the text's ids, `eos_id`.
+
+  Attributes:
+    eos_id: The id of the mark that follows each document.
+    bos_id: The id of the mark before each document; None: documents begin without one.
+    file_name: What the file that `load` knows again is called.
+    model_bytes: That file's content.
   """
+
+
+  eos_id: int
+  bos_id: int | None
+  file_name: str
+  model_bytes: bytes
 
   @property
   @abc.abstractmethod
   def vocab_size(self) -> int:
     """Number of ids: they run from 0 to `vocab_size - 1`."""
-
-  @property
-  @abc.abstractmethod
-  def eos_id(self) -> int:
-    """The id of the mark that follows each document."""
-
-  @property
-  @abc.abstractmethod
-  def bos_id(self) -> int | None:
-    """The id of the mark before each document; None: documents begin without one."""
-
-  @property
-  @abc.abstractmethod
-  def file_name(self) -> str:
-    """What the file that `load` knows again is called."""
-
-  @property
-  @abc.abstractmethod
-  def model_bytes(self) -> bytes:
-    """That file's content."""
 
   @property
   def hash(self) -> str:

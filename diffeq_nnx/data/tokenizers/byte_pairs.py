@@ -21,6 +21,8 @@ _PROBE = "  A\u00a0\ufb01 \t e\u0301  \r\n\x00\U0001f642 <unk> <|endoftext|>"
 class BytePairTokenizer(base.Tokenizer):
   """A vocabulary with its marks; kept as one `tokenizer.json`, whose post-processor writes the marks."""
 
+  file_name = "tokenizer.json"
+
   def __init__(
     self, vocabulary: Vocabulary, eos_id: int, bos_id: int | None, *, label: str = "data.tokenizer"
   ):
@@ -35,13 +37,13 @@ class BytePairTokenizer(base.Tokenizer):
     Raises:
       UserError: If text can give a special token's id, or the library can't use the vocabulary.
     """
-    self._eos_id, self._bos_id = eos_id, bos_id
+    self.eos_id, self.bos_id = eos_id, bos_id
     spec = saved_form(vocabulary, eos_id, bos_id)
     special = [token["content"] for token in spec["added_tokens"] if token["special"]]
     vocabularies.check_unreachable(vocabulary, special, label)
     self._pieces = _decoded(vocabulary, special)
     try:
-      self._model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
+      self.model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
       self._encoder = huggingface.Tokenizer.from_str(json.dumps(_encoding_form(spec)))
     except Exception as error:  # the library raises nothing narrower
       reason = " ".join(str(error).split())
@@ -56,26 +58,6 @@ class BytePairTokenizer(base.Tokenizer):
   def vocab_size(self) -> int:
     """Number of ids."""
     return len(self._pieces)
-
-  @property
-  def eos_id(self) -> int:
-    """The id of the mark that follows each document."""
-    return self._eos_id
-
-  @property
-  def bos_id(self) -> int | None:
-    """The id of the mark before each document, or None."""
-    return self._bos_id
-
-  @property
-  def file_name(self) -> str:
-    """`tokenizer.json`."""
-    return "tokenizer.json"
-
-  @property
-  def model_bytes(self) -> bytes:
-    """The one `tokenizer.json` that stands for all the files given."""
-    return self._model_bytes
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """Encodes many texts; those longer than 65,536 characters in blocks, where words divide them anyway.

@@ -19,12 +19,7 @@ class ByteTokenizer(base.Tokenizer):
     pieces = {char: byte for char, byte in sorted(vocabularies.ALPHABET.items(), key=lambda item: item[1])}
     pieces[base.END_OF_TEXT] = self.eos_id
     vocabulary = vocabularies.Vocabulary(pieces, [], [], vocabularies.BYTE_LEVEL, False, pieces, Said())
-    self._model_bytes = BytePairTokenizer(vocabulary, self.eos_id, self.bos_id).model_bytes
-
-  @property
-  def model_bytes(self) -> bytes:
-    """A `tokenizer.json` that gives the same ids."""
-    return self._model_bytes
+    self.model_bytes = BytePairTokenizer(vocabulary, self.eos_id, self.bos_id).model_bytes
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """The UTF-8 bytes of many texts.

@@ -106,6 +106,8 @@ def _cut(text: str, limit: int) -> Iterator[str]:
 class SentencePieceTokenizer(base.Tokenizer):
   """A sentencepiece model; its own text normalisation is switched off."""
 
+  file_name = "tokenizer.model"
+
   def __init__(
     self,
     model_bytes: bytes,
@@ -131,14 +133,14 @@ class SentencePieceTokenizer(base.Tokenizer):
       self._model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes + _LOSSLESS)
     except (RuntimeError, OSError, ValueError) as error:
       raise UserError(f"{label}: not a sentencepiece model; {way_out}") from error
-    self._model_bytes = bytes(model_bytes)
+    self.model_bytes = bytes(model_bytes)
     self._num_threads = min(os.cpu_count() or 1, 16)
     byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     if not all(map(self._model.is_byte, byte_ids)):
       raise UserError(f"{label}: has no byte fallback, so it would lose text; {way_out}")
     if self._model.eos_id() < 0:
       raise UserError(f"{label}: has no end-of-text id; {way_out}")
-    self._eos_id, self._bos_id = resolve(
+    self.eos_id, self.bos_id = resolve(
       _own_marks(self._model, beside), self._id_of, self.vocab_size, begin_mark, label
     )
     self._separator_ids = {mark: [byte_ids[byte] for byte in mark.encode()] for mark in ("\n", _SPACE)}
@@ -151,30 +153,10 @@ class SentencePieceTokenizer(base.Tokenizer):
     return self._model.vocab_size()
 
   @property
-  def eos_id(self) -> int:
-    """The id of the mark that follows each document."""
-    return self._eos_id
-
-  @property
-  def bos_id(self) -> int | None:
-    """The id of the mark before each document, or None."""
-    return self._bos_id
-
-  @property
-  def file_name(self) -> str:
-    """`tokenizer.model`."""
-    return "tokenizer.model"
-
-  @property
-  def model_bytes(self) -> bytes:
-    """The serialised model, as it was given."""
-    return self._model_bytes
-
-  @property
   def hash(self) -> str:
     """The hex SHA-256 of the model's bytes, and of the begin mark where documents begin with it."""
-    begin = b"" if self._bos_id is None else f"begin mark {self._bos_id}".encode()
-    return hashlib.sha256(self._model_bytes + begin).hexdigest()
+    begin = b"" if self.bos_id is None else f"begin mark {self.bos_id}".encode()
+    return hashlib.sha256(self.model_bytes + begin).hexdigest()
 
   def _id_of(self, token: str) -> int | None:
     number = self._model.piece_to_id(token)
