@@ -1,4 +1,4 @@
-"""A corpus as two runs of tokens, tokenised once and kept on disk, and the batches cut from them."""
+"""A corpus as two runs of tokens, tokenised once and kept on disk."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-import grain
 import numpy as np
 import sentencepiece
 import tokenizers as huggingface
@@ -275,105 +274,3 @@ def _write_tokens(
       batch, size = [], 0
   write(batch)
   return counts
-
-
-class _Windows:
-  """Random access to the windows of `seq_len + 1` tokens that start every `seq_len` tokens."""
-
-  def __init__(self, tokens: np.ndarray, seq_len: int):
-    self._tokens, self._seq_len = tokens, seq_len
-
-  def __len__(self) -> int:
-    return (len(self._tokens) - 1) // self._seq_len
-
-  def __getitem__(self, index: int) -> np.ndarray:
-    start = int(index) * self._seq_len
-    return self._tokens[start : start + self._seq_len + 1]
-
-  def __repr__(self) -> str:
-    return f"Windows(num_tokens={len(self._tokens)}, seq_len={self._seq_len})"
-
-
-class _Batches:
-  """Random access to the batches of a dataset of windows, as far as this process holds their rows."""
-
-  def __init__(self, windows: grain.MapDataset, batch_size: int, rows: np.ndarray):
-    self._windows, self._batch_size, self._rows = windows, batch_size, rows
-
-  def __len__(self) -> int:
-    return len(self._windows) // self._batch_size
-
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    start = int(index) * self._batch_size
-    tokens_BxL1 = np.stack([self._windows[start + int(row)] for row in self._rows]).astype(np.int32)
-    return {"inputs": tokens_BxL1[:, :-1], "targets": tokens_BxL1[:, 1:]}
-
-  def __repr__(self) -> str:
-    return f"Batches(batch_size={self._batch_size})"
-
-
-def train_batches(
-  split: Split, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None
-) -> grain.MapDataset:
-  """Endless training batches; which one belongs to a step depends on the seed and the step alone.
-
-  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch; every window
-  appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
-
-  Args:
-    split: The tokens.
-    seq_len: L, tokens in a row.
-    batch_size: B, rows in a batch.
-    seed: Of the shuffle; taken modulo 2**32.
-    rows: The rows of each batch to read, in order; None for all B.
-
-  Returns:
-    A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [rows, L], where the
-    targets are the inputs one token later.
-
-  Raises:
-    UserError: If the split is shorter than one window.
-  """
-  if len(split.tokens) < seq_len + 1:
-    raise UserError(
-      f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
-      f"use at most {len(split.tokens) - 1}, or more text"
-    )
-  windows = grain.MapDataset.source(_Windows(split.tokens, seq_len)).seed(seed % 2**32).shuffle().repeat()
-  return grain.MapDataset.source(_Batches(windows, batch_size, np.arange(batch_size) if rows is None else rows))
-
-
-def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
-  """How many batches `eval_batches` yields when nothing limits it."""
-  num_windows = -(-(len(split.tokens) - 1) // seq_len)
-  return -(-num_windows // batch_size)
-
-
-def eval_batches(
-  split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None, rows: np.ndarray | None = None
-) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the split in order; each token after the first is a target exactly once.
-
-  Args:
-    split: The tokens.
-    seq_len: L, tokens in a row.
-    batch_size: B, rows of tokens in a batch.
-    max_batches: Stop after so many batches; None for all.
-    rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
-
-  Yields:
-    "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L]: 1 where the target counts, 0 in the
-    padding of the last window and in the rows that fill the last batch. All batches have this shape.
-  """
-  rows = np.arange(batch_size) if rows is None else rows
-  total = num_eval_batches(split, seq_len, batch_size)
-  for number in range(total if max_batches is None else min(total, max_batches)):
-    inputs_BxL, targets_BxL, mask_BxL = np.zeros((3, len(rows), seq_len), np.int32)
-    for place, row in enumerate(rows):
-      start = (number * batch_size + int(row)) * seq_len
-      tokens = np.asarray(split.tokens[start : start + seq_len + 1], np.int32)
-      if row >= batch_size or len(tokens) < 2:
-        continue
-      count = len(tokens) - 1
-      inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
-    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL.astype(np.float32)}
