@@ -73,17 +73,20 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Which text, and how it becomes tokens."""
-  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT
+  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
+  # several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR
   text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
   bad_records: str = "error"  # error (stop at a record that can't be used) | skip (pass over it and count it)
   tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
   download: bool = False  # download and prepare a TFDS data set that is not there
-  validation: str | None = None  # a source; None: documents held out of `source`
+  validation: str | None = None  # a source; None: documents held out of `source`; for shards: other shards
   validation_fraction: float = 0.05  # of the documents, when `validation` is None
   validation_split: str = "hash"  # how they are chosen: hash (of seed and index) | permutation (HF datasets)
   validation_seed: int | None = None  # None: seed
-  tokenizer: str = "train"  # train (a sentencepiece model on the training part) | bytes | a path
+  shuffle_seed: int = 0  # of the order of training documents
+  tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
+  num_processes: int | None = None  # how many prepare text; None: one a core
   cache_dir: str = "~/.cache/diffeq_nnx"
 
 
@@ -169,7 +172,7 @@ POSITIVE = (
     "model.time.time_embed_dim", "model.time.scale", "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
-    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep")
+    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes")
 FRACTIONS = {  # key: (may be 0, may be 1)
     "model.dropout": (True, False), "data.validation_fraction": (False, False),
     "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),
@@ -329,7 +332,7 @@ def _check_values(config: Config) -> None:
       raise UserError(f"{key}={flat[key]}: must be 1 or above, or -1 for what the others leave")
   if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
     raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
-  for key in ("seed", "optimizer.weight_decay", "data.validation_seed"):
+  for key in ("seed", "optimizer.weight_decay", "data.validation_seed", "data.shuffle_seed"):
     if flat[key] is not None and not flat[key] >= 0:
       raise UserError(f"{key}={flat[key]}: must be 0 or above")
 

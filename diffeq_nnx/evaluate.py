@@ -45,7 +45,7 @@ class Evaluator:
       average = part if average is None else average.merge(part)
     loss, tokens = jax.device_get((average.compute(), average.count))
     return {"loss": float(loss), "perplexity": perplexity(loss),
-            "bits_per_byte": bits_per_byte(float(loss), self._split), "tokens": int(tokens),
+            "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token), "tokens": int(tokens),
             "seconds": time.perf_counter() - start}
 
 
@@ -54,6 +54,6 @@ def perplexity(loss: float) -> float:
   return math.exp(loss) if loss < 700 else math.inf
 
 
-def bits_per_byte(loss: float, split: data.Split) -> float:
-  """A loss in nats a token as bits a byte of the split's UTF-8 text."""
-  return loss / math.log(2) * len(split.tokens) / split.num_bytes
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+  """A loss in nats a token as bits a byte of UTF-8 text."""
+  return loss / math.log(2) / bytes_per_token

@@ -1,9 +1,11 @@
 """What `--job` can be: each a function of a config and a work directory."""
 
 import json
+import os
 
 import jax
 
+from diffeq_nnx import data
 from diffeq_nnx import distributed
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
@@ -42,4 +44,31 @@ def evaluate(config: Config, workdir: str) -> dict:
   return result
 
 
-JOBS = {"train": train, "evaluate": evaluate}
+def prepare_shards(config: Config, workdir: str) -> dict:
+  """Turns data.source into prepared shards in the work directory and prints one JSON line on stdout.
+
+  Run again after it was killed, it goes on.
+
+  Raises:
+    UserError: text, a tokenizer or a directory that can't be used; more than one process of the job (this one starts
+      data.num_processes of its own).
+    RunError: one of those dies.
+  """
+  if jax.process_count() > 1:
+    raise UserError("--job=prepare: runs on one host, with data.num_processes processes; start it on one", everywhere=True)
+  distributed.end_on_sigterm()
+  recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
+  try:
+    manifest = data.prepare(workdir, recipe, config.data.num_processes or os.cpu_count() or 1)
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror or error}); make room, or choose another "
+                    "directory; run the same command to go on from what is finished") from error
+  counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
+            for name, split in manifest["splits"].items()}
+  result = {"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
+            "records": manifest["records"], **counts}
+  print(json.dumps(result), flush=True)
+  return result
+
+
+JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards}

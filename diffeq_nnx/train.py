@@ -70,7 +70,8 @@ def load_corpus(config: Config) -> data.Corpus:
     with distributed.together():
       if distributed.leads() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-  sizes = [(len(split.tokens), split.num_bytes, split.num_documents) for split in (corpus.train, corpus.validation)]
+  sizes = [(len(split.tokens), split.num_bytes, split.num_documents)
+           for split in (*corpus.train.splits, corpus.validation)]
   said = distributed.exchange(json.dumps([corpus.tokenizer.hash, sizes]))
   other = next((process for process, one in enumerate(said) if one != said[0]), None)
   if other is not None:
@@ -102,12 +103,12 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, split: data.Split, share: sharding.Share) -> grain.DatasetIterator:
+def batch_iterator(config: Config, train: data.Mixture, share: sharding.Share) -> grain.DatasetIterator:
   """This process's rows of the batches, for ever, read ahead by a thread.
 
   Its state is a small dict, the same in all processes.
   """
-  batches = data.train_batches(split, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
+  batches = data.train_batches(train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
                                seed=config.seed, rows=share.rows)
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
@@ -149,7 +150,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   config, mesh = run.config, run.mesh
   train_step = make_train_step(config, mesh)
   evaluator = Evaluator(config, run.corpus, mesh)
-  watch = _Watch(config, run.corpus.train, run.report)
+  watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
   start, steps = int(state["step"]), config.train.steps
   values: dict[str, float] = {}
   for step in range(start, steps):
@@ -199,8 +200,8 @@ class _Stopwatch:
 class _Watch:
   """Looks at each step's metrics one step late, so that the device never waits for the host."""
 
-  def __init__(self, config: Config, split: data.Split, report: Reporter):
-    self._config, self._split, self._report = config, split, report
+  def __init__(self, config: Config, bytes_per_token: float, report: Reporter):
+    self._config, self._bytes_per_token, self._report = config, bytes_per_token, report
     peak, source = flops.peak_tflops(config)
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
@@ -249,7 +250,7 @@ class _Watch:
     seconds = max(time.perf_counter() - self._since - self._not_training.seconds, 1e-9)
     self._report.train(step, {
         **values, "perplexity": perplexity(values["loss"]),
-        "bits_per_byte": bits_per_byte(values["loss"], self._split),
+        "bits_per_byte": bits_per_byte(values["loss"], self._bytes_per_token),
         "waiting_for_data": self._waiting.seconds / seconds,
         "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
         "utilization": self._flops / seconds / self._peak,

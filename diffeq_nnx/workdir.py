@@ -20,7 +20,8 @@ def identity(config: Config) -> dict[str, Any]:
   """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key."""
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
-  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "model.attention"):  # where and how, not what
+  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "model.attention"):
+    # where and how, not what
     del flat[key]
   return flat
 

@@ -12,7 +12,8 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.data import corpus as corpus_lib, tokenizers
+from diffeq_nnx.data import preparation, tokenizers
+from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.errors import UserError
 from tests.conftest import told
 
@@ -38,6 +39,14 @@ def split_of(num_tokens):
   return data.Split(np.arange(num_tokens, dtype=np.uint16), num_bytes=0, num_documents=1)
 
 
+def train_of(num_tokens):
+  return data.Mixture((split_of(num_tokens),))
+
+
+def train_tokens(corpus):
+  return corpus.train.splits[0].tokens[:]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
   return tokenizers.SentencePieceTokenizer(data.train(data.documents("builtin"), 1024))
@@ -48,11 +57,13 @@ def test_each_document_is_followed_by_the_mark(tmp_path):
   source = write_jsonl(tmp_path / "a.jsonl", texts)
   validation = write_jsonl(tmp_path / "b.jsonl", held)
   corpus = data.load(config_of(tmp_path, source=source, validation=validation), 320, seed=0)
-  for split, documents in ((corpus.train, texts), (corpus.validation, held)):
-    assert isinstance(split.tokens, np.memmap) and split.tokens.dtype == np.uint16
-    ends = np.flatnonzero(split.tokens == corpus.tokenizer.eos_id)
-    runs = np.split(split.tokens, ends + 1)
-    assert [corpus.tokenizer.decode(run) for run in runs] == [*documents, ""] and len(runs[-1]) == 0
+  for split, documents in ((corpus.train.splits[0], texts), (corpus.validation, held)):
+    tokens = split.tokens[:]
+    assert split.tokens.dtype == tokens.dtype == np.uint16
+    *runs, rest = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.eos_id) + 1)
+    found = [corpus.tokenizer.decode(run) for run in runs]
+    assert sorted(found) == sorted(documents) and len(rest) == 0
+    assert (found == documents) == (documents is held)  # training documents are shuffled
     assert split.num_documents == len(documents)
     assert split.num_bytes == sum(len(text.encode()) for text in documents)
 
@@ -63,8 +74,8 @@ def test_held_out_documents_depend_on_the_seed_and_lose_none(tmp_path):
   contents = []
   for seed in (0, 1):
     corpus = data.load(config, 320, seed)
-    splits = (corpus.train, corpus.validation)
-    sides = [corpus.tokenizer.decode(split.tokens).splitlines(True) for split in splits]
+    splits = (corpus.train.splits[0], corpus.validation)
+    sides = [corpus.tokenizer.decode(split.tokens[:]).splitlines(True) for split in splits]
     assert sorted(sides[0] + sides[1]) == sorted(texts) and 20 < len(sides[1]) < 60
     contents.append(sides[1])
   assert contents[0] != contents[1]
@@ -75,8 +86,8 @@ def test_each_side_gets_a_document_and_large_vocabularies_four_bytes(tmp_path, f
   monkeypatch.setattr(tokenizers.SentencePieceTokenizer, "vocab_size", 70_000)
   source = write_jsonl(tmp_path / "a.jsonl", ["a dog " * 50, "a cat " * 50])
   corpus = data.load(config_of(tmp_path, source=source, validation_fraction=fraction), 270, seed=3)
-  assert corpus.train.num_documents == corpus.validation.num_documents == 1
-  assert corpus.train.tokens.dtype == np.uint32  # too many ids for two bytes
+  assert corpus.train.splits[0].num_documents == corpus.validation.num_documents == 1
+  assert train_tokens(corpus).dtype == np.uint32  # too many ids for two bytes
 
 
 def test_the_second_load_reads_the_cache(tmp_path, monkeypatch, capfd):
@@ -87,31 +98,33 @@ def test_the_second_load_reads_the_cache(tmp_path, monkeypatch, capfd):
     raise AssertionError("the cache was not used")
 
   monkeypatch.setattr(tokenizers, "train", refuse)
-  monkeypatch.setattr(corpus_lib, "_build", refuse)
+  monkeypatch.setattr(preparation, "prepare", refuse)
   second = data.load(config_of(tmp_path), 512, seed=0)
-  np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
-  assert (second.train.num_bytes, second.tokenizer.hash) == (first.train.num_bytes, first.tokenizer.hash)
+  np.testing.assert_array_equal(train_tokens(first), train_tokens(second))
+  assert second.train.bytes_per_token == first.train.bytes_per_token
+  assert second.tokenizer.hash == first.tokenizer.hash
   for vocab_size, seed, changes in ((513, 0, {}), (512, 1, {}), (512, 0, {"validation_fraction": 0.2})):
     with pytest.raises(AssertionError):
       data.load(config_of(tmp_path, **changes), vocab_size, seed)
 
 
-@pytest.mark.parametrize("damage", ["train.bin", "validation.bin", "tokenizer.model", "meta.json", "", "/"])
+@pytest.mark.parametrize("damage", ["train", "validation", "tokenizer.model", "manifest.json", "", "/"])
 def test_a_damaged_cache_is_made_anew_and_old_leftovers_go(tmp_path, damage):
   config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(30)))
-  expected = np.array(data.load(config, 320, 0).train.tokens)
+  expected = train_tokens(data.load(config, 320, 0))
   (directory,) = (tmp_path / "cache").iterdir()
   old, new = (directory.with_name(f".{directory.name}.{age}") for age in ("old", "new"))
   old.mkdir(), new.mkdir()
   os.utime(old, (0, 0))
   if damage == "":
-    (directory / "train.bin").unlink()
+    next(directory.glob("train*")).unlink()
   elif damage == "/":
     shutil.rmtree(directory)
     directory.write_text("in the way")
   else:
-    os.truncate(directory / damage, os.path.getsize(directory / damage) // 2)
-  np.testing.assert_array_equal(data.load(config, 320, 0).train.tokens, expected)
+    (path,) = directory.glob(f"{damage}*")
+    os.truncate(path, os.path.getsize(path) // 2)
+  np.testing.assert_array_equal(train_tokens(data.load(config, 320, 0)), expected)
   assert set((tmp_path / "cache").iterdir()) == {directory, new}
 
 
@@ -121,7 +134,7 @@ def test_concurrent_loads_agree_on_one_cache(tmp_path):
     results = list(pool.map(lambda _: data.load(config, 320, 0), range(4)))
   assert len(list((tmp_path / "cache").iterdir())) == 1
   for corpus in results[1:]:
-    np.testing.assert_array_equal(corpus.train.tokens, results[0].train.tokens)
+    np.testing.assert_array_equal(train_tokens(corpus), train_tokens(results[0]))
 
 
 def test_a_given_tokenizer_is_used_and_may_be_smaller_than_the_model(tmp_path, tokenizer):
@@ -154,15 +167,15 @@ def test_corpus_errors_name_key_and_value(tmp_path, changes, start, part):
 @pytest.mark.parametrize("trouble", ["killed", "changed"])
 def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch, trouble):
   source = write_jsonl(tmp_path / "a.jsonl", prose(30))
-  write = corpus_lib._write_tokens
+  gather = preparing.gather
 
-  def write_badly(*args):
+  def gather_badly(*args):
     if trouble == "killed":
       raise KeyboardInterrupt
     write_jsonl(tmp_path / "a.jsonl", prose(31))
-    return write(*args)
+    return gather(*args)
 
-  monkeypatch.setattr(corpus_lib, "_write_tokens", write_badly)
+  monkeypatch.setattr(preparing, "gather", gather_badly)
   with pytest.raises(KeyboardInterrupt if trouble == "killed" else UserError, match="change|^$"):
     data.load(config_of(tmp_path, source=source), 320, seed=0)
   assert list((tmp_path / "cache").iterdir()) == []
@@ -170,7 +183,7 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch, trouble):
 
 def test_every_window_once_an_epoch_in_a_new_order():
   seq_len, batch_size = 5, 3
-  dataset = data.train_batches(split_of(64), seq_len=seq_len, batch_size=batch_size, seed=7)
+  dataset = data.train_batches(train_of(64), seq_len=seq_len, batch_size=batch_size, seed=7)
   num_windows, starts = (64 - 1) // seq_len, []
   for step in range(3 * num_windows // batch_size):
     batch = dataset[step]
@@ -186,9 +199,9 @@ def test_every_window_once_an_epoch_in_a_new_order():
 
 def test_batches_depend_on_seed_and_step_alone():
   def batch(seed, step):
-    return data.train_batches(split_of(500), seq_len=8, batch_size=4, seed=seed)[step]["inputs"].tolist()
+    return data.train_batches(train_of(500), seq_len=8, batch_size=4, seed=seed)[step]["inputs"].tolist()
 
-  stream = data.train_batches(split_of(500), seq_len=8, batch_size=4, seed=1).to_iter_dataset()
+  stream = data.train_batches(train_of(500), seq_len=8, batch_size=4, seed=1).to_iter_dataset()
   in_order = [item["inputs"].tolist() for item in itertools.islice(stream, 40)]
   assert [batch(1, step) for step in reversed(range(40))] == in_order[::-1]
   assert batch(1, 0) != batch(2, 0) and batch(1, 0) != batch(1, 1)
@@ -216,7 +229,7 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 
   def batches(split, rows):
     if kind == "train":
-      dataset = data.train_batches(split, seq_len=8, batch_size=4, seed=3, rows=rows)
+      dataset = data.train_batches(data.Mixture((split,)), seq_len=8, batch_size=4, seed=3, rows=rows)
       return [dataset[step] for step in range(10)]  # most of an epoch
     return list(data.eval_batches(split, seq_len=8, batch_size=3, rows=rows))  # row 3 is padding
 
@@ -235,8 +248,8 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 
 
 def test_a_split_shorter_than_a_window_is_refused():
-  data.train_batches(split_of(9), seq_len=8, batch_size=4, seed=0)[100]
-  message = told(lambda: data.train_batches(split_of(8), seq_len=8, batch_size=4, seed=0))
+  data.train_batches(train_of(9), seq_len=8, batch_size=4, seed=0)[100]
+  message = told(lambda: data.train_batches(train_of(8), seq_len=8, batch_size=4, seed=0))
   assert message.startswith("data.seq_len=8:") and "at most 7" in message
 
 

@@ -187,7 +187,7 @@ def test_parts_are_the_whole_however_they_are_shared_out(tmp_path, tfds_dir):
       counts, found = Counts(), []
       for process in reversed(range(processes)):
         its = Counts()
-        found.extend(text for part in parts[process::processes] for text in source.read_part(part, its))
+        found.extend(text for part in parts[process::processes] for text in source.read(part, counts=its))
         counts.add(its)
       assert sorted(found) == sorted(texts) and counts == source.counts == Counts(len(texts), len(texts))
 
@@ -263,10 +263,10 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
     source=f"jsonl:{tmp_path}/a.jsonl", cache_dir=str(tmp_path / "cache"), bad_records="skip"
   )
   corpus = data.load(config, 300, seed=0)
-  assert corpus.train.num_documents + corpus.validation.num_documents == 60
+  assert corpus.train.splits[0].num_documents + corpus.validation.num_documents == 60
   assert len(caplog.messages) == 1 and "1 of 62 records passed over as bad" in caplog.text
-  (meta,) = (tmp_path / "cache").glob("*/meta.json")
-  counts = json.loads(meta.read_text())["records"]["data.source"]
+  (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+  counts = json.loads(manifest.read_text())["records"]["data.source"]
   assert [counts[name] for name in ("records", "documents", "empty")] == [62, 60, 1]
   assert counts["bad"] == {'where "text" is not a string': 1}
 
@@ -274,12 +274,13 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
 @pytest.mark.parametrize(
   ("source", "part"),
   [
-    ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT; "
+    ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT, shards:DIR; "
      "nearest: builtin"),
+    ("shards:/data", "prepared shards hold tokens, and here text is wanted; use one of builtin"),
     ("gs://bucket/a.jsonl", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
-     "tfds:NAME/CONFIG:SPLIT; nearest: jsonl:gs://bucket/a.jsonl"),
+     "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: jsonl:gs://bucket/a.jsonl"),
     ("tdfs:lm1b:train", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
-     "tfds:NAME/CONFIG:SPLIT; nearest: tfds:lm1b:train"),
+     "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: tfds:lm1b:train"),
     ("tfds:", "unknown kind"),
     ("jsonl:memory://bucket/*.jsonl", "no file matches memory://bucket/*.jsonl; give"),
     ("text:memory://bucket/deep", "memory:///bucket/deep is a directory"),
@@ -504,8 +505,8 @@ def test_the_permutation_split_is_that_of_hf_datasets(num_records, fraction, see
   num_test = -int(-(fraction * num_records) // 1)
   test, train = shuffled[:num_test], shuffled[num_test:]
   config = config_lib.DataConfig(validation_split="permutation", validation_fraction=fraction)
-  records = ["" if index == train[0] else "x" for index in range(num_records)]  # an empty one moves no other
-  sides = holdout.sides(records, config, seed)
+  present = np.arange(num_records) != train[0]  # an empty one moves no other
+  sides = holdout.sides(present, config, seed)
   assert np.flatnonzero(sides == holdout.SIDES["validation"]).tolist() == sorted(test)
   assert np.flatnonzero(sides == holdout.SIDES["train"]).tolist() == sorted(train[1:])
   assert holdout.permuted(num_records, fraction, seed).tolist() == test
@@ -522,5 +523,5 @@ def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
 
 def test_a_split_that_leaves_one_side_empty_is_refused():
   config = config_lib.DataConfig(source="text:x", validation_split="permutation", validation_fraction=0.9)
-  message = told(lambda: holdout.sides(["a", "b"], config, 0))
+  message = told(lambda: holdout.sides(np.ones(2, np.bool_), config, 0))
   assert message.startswith("data.source=text:x: 2 documents can't be shared") and "permutation" in message

@@ -315,6 +315,11 @@ def test_the_word_of_the_config_is_above_that_of_the_files(kinds, tmp_path):
   assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", begin_mark=True))
 
 
+def documents_of(split, end):
+  tokens = split.tokens[:]
+  return [run.tolist() for run in np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]]
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama3", "gpt2", "bytes"])
 @pytest.mark.parametrize("begin_mark", [None, False])
 def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_path):
@@ -329,8 +334,10 @@ def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_p
     assert corpus.tokenizer.bos_id == expected
     begin, end = [] if expected is None else [expected], [corpus.tokenizer.eos_id]
     documents = [[*begin, *ids.tolist(), *end] for ids in corpus.tokenizer.encode_batch(texts)]
-    assert corpus.train.tokens.tolist() == sum(documents, [])
-    assert corpus.train.num_bytes == sum(len(text.encode()) for text in texts)
+    (train,) = corpus.train.splits
+    assert corpus.validation.tokens[:].tolist() == sum(documents, [])
+    assert sorted(documents_of(train, end)) == sorted(documents)
+    assert train.num_bytes == sum(len(text.encode()) for text in texts)
 
 
 def test_a_corpus_of_another_tokenizer_is_not_reused(kinds, tmp_path):
@@ -340,12 +347,13 @@ def test_a_corpus_of_another_tokenizer_is_not_reused(kinds, tmp_path):
   first = data.load(config, 500, seed=0)
   write(model, tokenizer_config__json={"eos_token": BEGIN})
   second = data.load(config, 500, seed=0)
-  assert (first.train.tokens[-1], second.train.tokens[-1]) == (0, 1)
+  assert [one.validation.tokens[:][-1] for one in (first, second)] == [0, 1]
   assert len(list((tmp_path / "cache").iterdir())) == 2
   for directory in (tmp_path / "cache").iterdir():  # even where a directory has the right name
-    meta = json.loads((directory / "meta.json").read_text())
-    (directory / "meta.json").write_text(json.dumps(meta | {"tokenizer": kinds["bytes"].hash}))
-  np.testing.assert_array_equal(data.load(config, 500, seed=0).train.tokens, second.train.tokens)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["tokenizer"]["hash"] = kinds["bytes"].hash
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+  np.testing.assert_array_equal(data.load(config, 500, seed=0).validation.tokens, second.validation.tokens)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("bytes", 257), ("gpt2", 300)])

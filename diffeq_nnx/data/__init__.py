@@ -1,12 +1,15 @@
-"""Text to batches: sources of documents, lossless tokenizers, a cached token corpus."""
+"""Text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
 
 from diffeq_nnx.data.batches import eval_batches, num_eval_batches, train_batches
-from diffeq_nnx.data.corpus import Corpus, Split, load
+from diffeq_nnx.data.corpus import Corpus, Mixture, load
+from diffeq_nnx.data.preparation import prepare, recipe
+from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, load as load_tokenizer, train
 
 __all__ = [
   "Corpus",
+  "Mixture",
   "Options",
   "Split",
   "Tokenizer",
@@ -17,6 +20,8 @@ __all__ = [
   "load_tokenizer",
   "num_eval_batches",
   "open_source",
+  "prepare",
+  "recipe",
   "train",
   "train_batches",
 ]

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
-from diffeq_nnx.data.corpus import Split
+from diffeq_nnx.data.corpus import Mixture
+from diffeq_nnx.data.shards import Split
 from diffeq_nnx.errors import UserError
 
 
@@ -45,15 +46,16 @@ class _Batches:
 
 
 def train_batches(
-  split: Split, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None
+  train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None
 ) -> grain.MapDataset:
   """Endless training batches; which one belongs to a step depends on the seed and the step alone.
 
-  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch; every window
-  appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
+  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
+  window appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
+  Windows of several splits take turns, as near to their weights as may be at every step.
 
   Args:
-    split: The tokens.
+    train: The tokens.
     seq_len: L, tokens in a row.
     batch_size: B, rows in a batch.
     seed: Of the shuffle; taken modulo 2**32.
@@ -66,12 +68,17 @@ def train_batches(
   Raises:
     UserError: If the split is shorter than one window.
   """
-  if len(split.tokens) < seq_len + 1:
-    raise UserError(
-      f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
-      f"use at most {len(split.tokens) - 1}, or more text"
-    )
-  windows = grain.MapDataset.source(_Windows(split.tokens, seq_len)).seed(seed % 2**32).shuffle().repeat()
+  for split in train.splits:
+    if len(split.tokens) < seq_len + 1:
+      raise UserError(
+        f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
+        f"use at most {len(split.tokens) - 1}, or more text"
+      )
+  each = [
+    grain.MapDataset.source(_Windows(split.tokens, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
+    for number, split in enumerate(train.splits)
+  ]
+  windows = each[0] if len(each) == 1 else grain.MapDataset.mix(each, train.weights)
   return grain.MapDataset.source(_Batches(windows, batch_size, np.arange(batch_size) if rows is None else rows))
 
 

@@ -1,4 +1,4 @@
-"""A corpus as two runs of tokens, tokenised once and kept on disk."""
+"""From what the config says to a corpus: prepared shards, a mixture of them, or text that is prepared in a cache."""
 
 import contextlib
 import dataclasses
@@ -6,84 +6,181 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-import sentencepiece
-import tokenizers as huggingface
-import tqdm
-
-from diffeq_nnx.data import holdout, sources, tokenizers
+from diffeq_nnx.data import preparation, shards, tokenizers
+from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
-FORMAT_VERSION = 2  # part of the cache's key: raise it when the files or the tokenisation change
-_BATCH_CHARS = 1 << 21  # text tokenised and written at a time
+_TERM = re.compile(r"\s*([0-9.eE+-]+)\s*\*\s*(shards:.+?)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-  """One side of a corpus.
+class Mixture:
+  """What is trained on: one split, or several with their shares.
 
   Attributes:
-    tokens: [num_tokens] uint16 or uint32, memory-mapped: the documents, each with the end-of-text id after it
-      and, where the tokenizer has one (`bos_id`), the begin mark before it.
-    num_bytes: UTF-8 bytes of the text, marks excluded.
-    num_documents: Number of documents.
+    splits: The splits.
+    weights: For each of them its share of the training windows; they add up to 1.
   """
 
-  tokens: np.ndarray
-  num_bytes: int
-  num_documents: int
+  splits: tuple[Split, ...]
+  weights: tuple[float, ...] = (1.0,)
+
+  @property
+  def bytes_per_token(self) -> float:
+    """UTF-8 bytes of text to a token of the mixture, marks counted as tokens."""
+    return sum(weight * split.bytes_per_token for weight, split in zip(self.weights, self.splits))
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """A tokenizer and what it made of the training and the validation documents."""
+  """A tokenizer and what it made of the training and the validation documents.
+
+  Attributes:
+    tokenizer: The tokenizer.
+    train: What is trained on.
+    validation: What is validated on; that of all sources of a mixture, one after the other.
+  """
 
   tokenizer: Tokenizer
-  train: Split
+  train: Mixture
   validation: Split
 
 
 def load(config: Any, vocab_size: int, seed: int) -> Corpus:
-  """Tokenises a corpus, or opens it where an earlier call left it under `config.cache_dir`.
+  """Opens prepared shards, or prepares text, or opens what an earlier call left of that under `config.cache_dir`.
 
   The cache is complete or absent: a killed run or several at once leave no half-made one, and one whose files
   have the wrong size is made anew. Neither the text nor the tokens are held in memory.
 
   Args:
     config: An object with the attributes
-      `source`: the documents to train on (see `sources.open_source`);
-      `text_key`, `bad_records`, `tfds_dir`, `download`: how sources are read (see `sources.Options`);
-      `validation`: a source of its own, or None to hold out documents of `source`;
+      `source`: `shards:DIR`; `WEIGHT*shards:DIR + WEIGHT*shards:DIR ...`; or documents (see `sources.open_source`);
+      `text_key`, `bad_records`, `tfds_dir`, `download`: how text is read (see `sources.Options`);
+      `validation`: a source of its own, or None to hold out documents of `source`; for shards, other shards;
       `validation_fraction`: the share of documents held out when `validation` is None;
       `validation_split`: which ones, "hash" or "permutation" (see `holdout.sides`);
       `validation_seed`: chooses them; None for `seed`;
+      `shuffle_seed`: the order of the training documents;
       `tokenizer`: "train" for a sentencepiece model trained on the training documents, or what
-        `tokenizers.load` takes;
+        `tokenizers.load` takes; for shards "train" is the one that they were made with;
       `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
+      `num_processes`: how many prepare text; None: one for each core;
       `cache_dir`: a directory; `~` expands.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
     seed: Chooses the documents held out, unless `config.validation_seed` does.
 
-  Returns:
-    The tokenizer and both splits.
-
   Raises:
     UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
   """
-  tokenizer = _given_tokenizer(config, vocab_size)
+  terms = _terms(config.source)
+  if terms:
+    return _prepared(config, vocab_size, terms)
+  if config.validation and config.validation.startswith("shards:"):
+    raise UserError(
+      f"data.validation={config.validation}: shards go with shards, and data.source={config.source} is text; prepare "
+      "that, or give text here"
+    )
+  return _cached(config, vocab_size, seed)
+
+
+def _terms(source: str) -> dict[str, float]:
+  """Weights by directory, as they are written, if the source is shards or a mixture of them; else empty."""
+  if source.startswith("shards:"):
+    return {source.removeprefix("shards:"): 1.0}
+  if "*shards:" not in source.replace(" ", ""):
+    return {}
+  terms: dict[str, float] = {}
+  for term in re.split(r"\s\+\s", source):
+    found = _TERM.fullmatch(term)
+    try:
+      weight, directory = float(found[1]), found[2].removeprefix("shards:")
+    except (TypeError, ValueError):
+      weight = -1.0
+    if not 0 < weight < float("inf") or directory in terms:
+      raise UserError(
+        f"data.source={source}: {term.strip()!r} is not a weight above 0 and shards of its own; write for example "
+        "'0.7*shards:web + 0.3*shards:books'"
+      )
+    terms[directory] = weight
+  return terms
+
+
+def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
+  """Prepared shards as a corpus."""
+  opened = {directory: _directory(directory, "data.source") for directory in terms}
+  validation = [one.splits["validation"] for one in opened.values()]
+  if config.validation is not None and config.validation.startswith("shards:"):
+    directory = config.validation.removeprefix("shards:")
+    opened[directory] = _directory(directory, "data.validation")
+    validation = [opened[directory].splits["validation"]]
+  elif config.validation is not None:
+    for directory, one in opened.items():
+      if one.manifest["recipe"].get("validation") != config.validation:
+        raise UserError(
+          f"data.validation={config.validation}: shards:{directory} was prepared with "
+          f"{one.manifest['recipe'].get('validation') or 'documents held out of its source'}; set it to shards:DIR, or to None for "
+          "what the shards hold"
+        )
+  first, tokenizer = next((directory, one.tokenizer) for directory, one in opened.items())
+  for directory, one in opened.items():
+    if one.tokenizer.hash != tokenizer.hash:
+      raise UserError(
+        f"shards:{directory}: made with another tokenizer ({one.tokenizer.hash[:12]}) than shards:{first} "
+        f"({tokenizer.hash[:12]}); prepare both with the same data.tokenizer"
+      )
+  _check_tokenizer(config, tokenizer, f"shards:{first}")
+  preparation.check_vocabulary(tokenizer, vocab_size, f"shards:{first}")
+  total = sum(terms.values())
+  train = Mixture(tuple(opened[name].splits["train"] for name in terms), tuple(one / total for one in terms.values()))
+  return Corpus(tokenizer, train, shards.join(validation))
+
+
+def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
+  """Sees that the config asks for no other tokenizer than that of the shards."""
+  if config.tokenizer != "train":
+    asked = tokenizers.load(config.tokenizer, begin_mark=config.begin_mark)
+    if asked.hash != tokenizer.hash:
+      raise UserError(
+        f"data.tokenizer={config.tokenizer}: is another tokenizer ({asked.hash[:12]}) than that of {name} "
+        f"({tokenizer.hash[:12]}); leave data.tokenizer and data.begin_mark at their defaults to use that"
+      )
+  elif config.begin_mark not in (None, tokenizer.bos_id is not None):
+    raise UserError(
+      f"data.begin_mark={config.begin_mark}: {name} was prepared {'without' if config.begin_mark else 'with'} begin "
+      "marks; set it to None, or prepare the text again"
+    )
+
+
+def _directory(directory: str, key: str) -> shards.Directory:
+  """Opens a directory with shards."""
+  label, path = f"{key}=shards:{directory}", os.path.expanduser(directory)
+  manifest = shards.read_manifest(path, label)
+  if manifest is None:
+    unfinished = os.path.isdir(os.path.join(path, preparation.UNFINISHED))
+    raise UserError(
+      f"{label}: "
+      + (
+        "is not finished; run the same --job=prepare again, it goes on" if unfinished
+        else f"holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}"
+      )
+    )  # fmt: skip
+  return shards.open_directory(path, manifest, label)
+
+
+def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
+  """Text as a corpus."""
+  recipe = preparation.recipe(config, vocab_size, seed)
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
-  inputs = _cache_inputs(config, vocab_size, seed, tokenizer)
-  key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+  key = hashlib.sha256(json.dumps(recipe.record(), sort_keys=True).encode()).hexdigest()
   final = os.path.join(cache_dir, key)
-  corpus = _open(final, tokenizer)
+  corpus = _open(final)
   if corpus is not None:
     return corpus
   part = os.path.join(cache_dir, f".{key}.{uuid.uuid4().hex}")
@@ -91,10 +188,8 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
     try:
       os.makedirs(part)
       _remove_abandoned(cache_dir, key)
-      _build(part, config, vocab_size, seed, tokenizer)
-      if _cache_inputs(config, vocab_size, seed, tokenizer) != inputs:
-        raise UserError(f"data.source={config.source}: files changed while they were read; start again")
-      return _publish(part, final, tokenizer)
+      preparation.prepare(part, recipe, config.num_processes or os.cpu_count() or 1)
+      return _publish(part, final)
     finally:
       shutil.rmtree(part, ignore_errors=True)
   except OSError as error:  # the sources' own are told as UserError by then
@@ -104,90 +199,25 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
     ) from error
 
 
-def _given_tokenizer(config: Any, vocab_size: int) -> Tokenizer | None:
-  """The tokenizer that the config names, or None for one to be trained."""
-  if config.tokenizer == "train":
-    if config.begin_mark:
-      raise UserError(
-        "data.begin_mark=True: data.tokenizer=train makes one without a begin mark; set it to None or False"
-      )
-    return None
-  tokenizer = tokenizers.load(config.tokenizer, begin_mark=config.begin_mark)
-  if tokenizer.vocab_size > vocab_size:
-    raise UserError(
-      f"model.vocab_size={vocab_size}: smaller than the {tokenizer.vocab_size} ids of "
-      f"data.tokenizer={config.tokenizer}; set it to {tokenizer.vocab_size} or more"
-    )
-  return tokenizer
-
-
-def _options(config: Any) -> sources.Options:
-  """How the config says that sources are read."""
-  return sources.Options(config.text_key, config.bad_records, config.tfds_dir, config.download)
-
-
-def _split_seed(config: Any, seed: int) -> int:
-  return seed if config.validation_seed is None else config.validation_seed
-
-
-def _cache_inputs(config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-  """All that the cached files depend on."""
-  if config.validation is None:
-    if not 0 < config.validation_fraction < 1:
-      raise UserError(
-        f"data.validation_fraction={config.validation_fraction}: must lie between 0 and 1, both excluded; "
-        "use for example 0.05, or give data.validation"
-      )
-    validation = {"fraction": config.validation_fraction, "seed": _split_seed(config, seed),
-                  "split": config.validation_split}  # fmt: skip
-  else:
-    validation = sources.fingerprint(config.validation, "data.validation", _options(config))
-  return {
-    "format": FORMAT_VERSION,
-    "sentencepiece": sentencepiece.__version__,
-    "tokenizers": huggingface.__version__,
-    "source": sources.fingerprint(config.source, options=_options(config)),
-    "validation": validation,
-    "tokenizer": tokenizer.hash if tokenizer else "train",
-    "vocab_size": vocab_size,
-  }
-
-
-def _open(directory: str, tokenizer: Tokenizer | None) -> Corpus | None:
-  """The corpus in a cache directory, or None if it isn't there, isn't whole or is another tokenizer's.
-
-  Args:
-    directory: The directory.
-    tokenizer: The tokenizer that the config names; None: the one trained when the corpus was made.
-  """
+def _open(directory: str) -> Corpus | None:
+  """The corpus in a cache directory, or None if it isn't there or isn't whole."""
   try:
-    with open(os.path.join(directory, "meta.json"), encoding="utf-8") as file:
-      meta = json.load(file)
-    if tokenizer is None:
-      tokenizer = tokenizers.load(os.path.join(directory, meta["tokenizer_file"]))
-    if tokenizer.hash != meta["tokenizer"]:
-      return None
-    splits = {}
-    for name in holdout.SIDES:
-      path, dtype, info = os.path.join(directory, f"{name}.bin"), np.dtype(meta["dtype"]), meta[name]
-      if os.path.getsize(path) != info["num_tokens"] * dtype.itemsize:
-        return None
-      splits[name] = Split(np.memmap(path, dtype, mode="r"), info["num_bytes"], info["num_documents"])
-  except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError
+    found = _directory(directory, "data.cache_dir")
+  except UserError:
     return None
-  return Corpus(tokenizer, **splits)
+  return Corpus(found.tokenizer, Mixture((found.splits["train"],)), found.splits["validation"])
 
 
 def _remove_abandoned(cache_dir: str, key: str) -> None:
   """Deletes what killed runs left of this cache: temporary directories untouched for a day."""
   for directory in glob.glob(os.path.join(glob.escape(cache_dir), f".{key}.*")):
     with contextlib.suppress(OSError):
-      newest = max(os.path.getmtime(path) for path in [directory, *glob.glob(f"{glob.escape(directory)}/*")])
-      if time.time() - newest > 86400:
+      paths = glob.glob(f"{glob.escape(directory)}/**", recursive=True, include_hidden=True)
+      if time.time() - max(os.path.getmtime(path) for path in paths) > 86400:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _publish(part: str, final: str, tokenizer: Tokenizer | None) -> Corpus:
+def _publish(part: str, final: str) -> Corpus:
   """Moves a finished directory to its place, unless another run was first."""
   while True:
     try:
@@ -195,7 +225,7 @@ def _publish(part: str, final: str, tokenizer: Tokenizer | None) -> Corpus:
     except OSError:
       if not os.path.lexists(final):
         raise
-    corpus = _open(final, tokenizer)
+    corpus = _open(final)
     if corpus is not None:
       return corpus
     # Something damaged is in the way: renaming is the one step that can't be seen half-done.
@@ -206,71 +236,3 @@ def _publish(part: str, final: str, tokenizer: Tokenizer | None) -> Corpus:
       shutil.rmtree(broken, ignore_errors=True)
     elif os.path.lexists(broken):
       os.remove(broken)
-
-
-def _build(directory: str, config: Any, vocab_size: int, seed: int, tokenizer: Tokenizer | None) -> None:
-  """Writes the tokenizer's file, train.bin, validation.bin and meta.json."""
-  opened = {"data.source": sources.open_source(config.source, options=_options(config))}
-  if config.validation is None:
-    source = opened["data.source"]
-    bar = _progress(source.records(), "counting documents")
-    sides = holdout.sides(bar, config, _split_seed(config, seed))
-    passes: dict[str, Callable[[], Iterator[str]]] = {
-      name: lambda side=side: (text for text, its in zip(source.records(), sides) if its == side)
-      for name, side in holdout.SIDES.items()
-    }
-    totals = {name: int((sides == side).sum()) for name, side in holdout.SIDES.items()}
-  else:
-    validation = sources.open_source(config.validation, "data.validation", _options(config))
-    opened["data.validation"] = validation
-    passes, totals = {"train": opened["data.source"].documents, "validation": validation.documents}, {}
-  if tokenizer is None:
-    bar = _progress(passes["train"](), "training the tokenizer", totals.get("train"))
-    tokenizer = tokenizers.SentencePieceTokenizer(tokenizers.train(bar, vocab_size))
-  dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-  meta: dict[str, Any] = {
-    "tokenizer": tokenizer.hash, "tokenizer_file": tokenizer.file_name, "dtype": dtype.name
-  }  # fmt: skip
-  for name in holdout.SIDES:
-    bar = _progress(passes[name](), f"tokenising ({name})", totals.get(name))
-    with open(os.path.join(directory, f"{name}.bin"), "wb") as file:
-      meta[name] = _write_tokens(file, bar, tokenizer, dtype)
-  # Only here can it be read later what became of the records that are in neither split.
-  meta["records"] = {key: dataclasses.asdict(source.counts) for key, source in opened.items()}
-  with open(os.path.join(directory, tokenizer.file_name), "wb") as file:
-    file.write(tokenizer.model_bytes)
-  with open(os.path.join(directory, "meta.json"), "w", encoding="utf-8") as file:
-    json.dump(meta, file, indent=2)
-
-
-def _progress(documents: Iterator[str], description: str, total: int | None = None) -> Iterable[str]:
-  hidden = not sys.stderr.isatty()
-  return tqdm.tqdm(
-    documents, desc=description, total=total, unit=" documents", delay=2, leave=False, disable=hidden
-  )
-
-
-def _write_tokens(
-  file: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype
-) -> dict[str, int]:
-  """Streams documents to a file as tokens between their marks; returns the counts."""
-  begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
-  end = np.array([tokenizer.eos_id], dtype)
-  counts = {"num_tokens": 0, "num_bytes": 0, "num_documents": 0}
-
-  def write(batch: list[str]) -> None:
-    for text, ids in zip(batch, tokenizer.encode_batch(batch)):
-      file.write(begin.tobytes() + ids.astype(dtype).tobytes() + end.tobytes())
-      counts["num_tokens"] += len(begin) + len(ids) + 1
-      counts["num_bytes"] += len(text.encode())
-      counts["num_documents"] += 1
-
-  batch, size = [], 0
-  for text in documents:
-    batch.append(text)
-    size += len(text)
-    if size >= _BATCH_CHARS:
-      write(batch)
-      batch, size = [], 0
-  write(batch)
-  return counts

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from diffeq_nnx.errors import UserError
 SIDES = {"train": 1, "validation": 2}  # what stands for each split in what `sides` returns
 
 
-def sides(records: Iterable[str], config: Any, seed: int) -> np.ndarray:
+def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
   """Shares out the records of a source between training and validation.
 
   With `config.validation_split` "hash", a document is held out where a hash of the seed and its index among
@@ -22,7 +21,7 @@ def sides(records: Iterable[str], config: Any, seed: int) -> np.ndarray:
   places of `numpy.random.default_rng(seed).permutation(n)`. Drawing that takes 8 bytes a record, the rest 2.
 
   Args:
-    records: Each record's text in order, "" for an empty or bad one.
+    present: [num_records] bool: whether a record has text; an empty or bad one has none.
     config: An object with the attributes `source`, `validation_split` and `validation_fraction`.
     seed: Chooses the records.
 
@@ -32,7 +31,6 @@ def sides(records: Iterable[str], config: Any, seed: int) -> np.ndarray:
   Raises:
     UserError: If one side would have no document.
   """
-  present = np.fromiter((bool(text) for text in records), np.bool_)
   held_out = np.zeros(len(present), np.bool_)
   num_documents = int(present.sum())
   if config.validation_split == "permutation":

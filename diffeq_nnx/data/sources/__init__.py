@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import hashlib
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from diffeq_nnx.errors import UserError
 
 __all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "fingerprint", "open_source"]
 
-KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "tfds:NAME/CONFIG:SPLIT")
+KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "tfds:NAME/CONFIG:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
 
 
@@ -27,11 +28,14 @@ class Source:
     parts: Pieces that can be read one by one in any process; one after the other they are the whole. They and
       their order depend on the source alone. Parts hold names only and can be pickled.
     counts: What became of the records, as far as `records` or `documents` has come on its newest run.
+    read: read(part, counts=Counts()) yields each record's text in one part, as `records` does, and counts them. It
+      can be pickled.
   """
 
   def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
     self._prefix, self._options, self._state, self._told = f"{key}={source}:", options, state, Counts()
+    self.read = functools.partial(records.checked, prefix=self._prefix, options=options)
 
   def records(self) -> Iterator[str]:
     """Yields each record's text in order, "" for one that is empty or passed over as bad.
@@ -45,7 +49,15 @@ class Source:
     """
     counts = self.counts = Counts()
     for part in self.parts:
-      yield from self.read_part(part, counts)
+      yield from self.read(part, counts=counts)
+    self.check(counts)
+
+  def check(self, counts: Counts) -> None:
+    """Tells what was passed over, once for each outcome, at the end of all parts.
+
+    Raises:
+      UserError: If there was no text at all.
+    """
     if not counts.documents:
       told = f" ({counts.line()})" if counts.num_bad else ""
       raise UserError(
@@ -58,10 +70,6 @@ class Source:
   def documents(self) -> Iterator[str]:
     """Yields the texts of `records` that aren't empty; raises what it raises."""
     return filter(None, self.records())
-
-  def read_part(self, part: Part, counts: Counts) -> Iterator[str]:
-    """Yields each record's text in one part, as `records` does, and counts them; raises what it raises."""
-    return records.checked(part, self._prefix, self._options, counts)
 
   def fingerprint(self) -> str:
     """Tells one state of the source, and one way of reading it, from another without reading its files.
@@ -103,6 +111,8 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   if kind == "tfds" and rest:
     opened = catalogue.resolve(rest, prefix, options)
     return Source(source, key, options, opened.parts, [kind, *opened.state])
+  if kind == "shards" or "*shards:" in source:
+    raise UserError(f"{prefix} prepared shards hold tokens, and here text is wanted; use one of {', '.join(KINDS[:-1])}")
   raise UserError(
     f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_nearest(source)}"
   )

@@ -2,6 +2,7 @@
 
 import abc
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -71,6 +72,11 @@ class Tokenizer(abc.ABC):
       UnicodeEncodeError: If the text holds a lone surrogate.
     """
     return self.encode_batch([text])[0]
+
+
+def num_threads() -> int:
+  """How many threads encode: the machine's, and one where TOKENIZERS_PARALLELISM=false, as Hugging Face's library has it."""
+  return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
 
 
 def encode_in_groups(

@@ -134,7 +134,6 @@ class SentencePieceTokenizer(base.Tokenizer):
     except (RuntimeError, OSError, ValueError) as error:
       raise UserError(f"{label}: not a sentencepiece model; {way_out}") from error
     self.model_bytes = bytes(model_bytes)
-    self._num_threads = min(os.cpu_count() or 1, 16)
     byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     if not all(map(self._model.is_byte, byte_ids)):
       raise UserError(f"{label}: has no byte fallback, so it would lose text; {way_out}")
@@ -182,7 +181,7 @@ class SentencePieceTokenizer(base.Tokenizer):
         parts.extend(_cut(part, _LINE_CHARS) if len(part) > _LINE_CHARS else (part,) if part else ())
       split.append(parts)
       lines.extend(part for part in parts if part not in self._separator_ids)
-    encoded = iter(self._model.encode(lines, out_type=int, num_threads=self._num_threads) if lines else ())
+    encoded = iter(self._model.encode(lines, out_type=int, num_threads=base.num_threads()) if lines else ())
     result = []
     for parts in split:
       ids: list[int] = []
