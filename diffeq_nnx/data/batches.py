@@ -1,6 +1,8 @@
 """The batches of a run: windows of tokens, shuffled for training, in order for validation."""
 
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
@@ -10,39 +12,37 @@ from diffeq_nnx.data.shards import Split
 from diffeq_nnx.errors import UserError
 
 
-class _Windows:
-  """Random access to the windows of `seq_len + 1` tokens that start every `seq_len` tokens."""
-
-  def __init__(self, tokens: np.ndarray, seq_len: int):
-    self._tokens, self._seq_len = tokens, seq_len
-
-  def __len__(self) -> int:
-    return (len(self._tokens) - 1) // self._seq_len
-
-  def __getitem__(self, index: int) -> np.ndarray:
-    start = int(index) * self._seq_len
-    return self._tokens[start : start + self._seq_len + 1]
-
-  def __repr__(self) -> str:
-    return f"Windows(num_tokens={len(self._tokens)}, seq_len={self._seq_len})"
-
-
 class _Batches:
-  """Random access to the batches of a dataset of windows, as far as this process holds their rows."""
+  """Random access to the batches of a dataset of window numbers, as far as this process holds their rows.
 
-  def __init__(self, windows: grain.MapDataset, batch_size: int, rows: np.ndarray):
-    self._windows, self._batch_size, self._rows = windows, batch_size, rows
+  Windows of `seq_len + 1` tokens start every `seq_len` tokens; they are numbered through all splits. Grain orders the
+  numbers, and the tokens are read here: as elements of Grain's own they would cost as much again.
+  """
+
+  def __init__(self, splits: Sequence[Split], order: grain.MapDataset, seq_len: int, batch_size: int, rows: np.ndarray):
+    self._tokens, self._order = [split.tokens for split in splits], order
+    self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
+    self._ends = list(itertools.accumulate(_num_windows(split, seq_len) for split in splits))
 
   def __len__(self) -> int:
-    return len(self._windows) // self._batch_size
+    return len(self._order) // self._batch_size
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     start = int(index) * self._batch_size
-    tokens_BxL1 = np.stack([self._windows[start + int(row)] for row in self._rows]).astype(np.int32)
+    tokens_BxL1 = np.stack([self._window(self._order[start + row]) for row in self._rows]).astype(np.int32)
     return {"inputs": tokens_BxL1[:, :-1], "targets": tokens_BxL1[:, 1:]}
 
+  def _window(self, number: int) -> np.ndarray:
+    split = bisect.bisect_right(self._ends, number)
+    start = (number - (self._ends[split - 1] if split else 0)) * self._seq_len
+    return self._tokens[split][start : start + self._seq_len + 1]
+
   def __repr__(self) -> str:
-    return f"Batches(batch_size={self._batch_size})"
+    return f"Batches(num_windows={self._ends[-1]}, seq_len={self._seq_len}, batch_size={self._batch_size})"
+
+
+def _num_windows(split: Split, seq_len: int) -> int:
+  return (len(split.tokens) - 1) // seq_len
 
 
 def train_batches(
@@ -74,12 +74,14 @@ def train_batches(
         f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
         f"use at most {len(split.tokens) - 1}, or more text"
       )
+  ends = itertools.accumulate((_num_windows(split, seq_len) for split in train.splits), initial=0)
   each = [
-    grain.MapDataset.source(_Windows(split.tokens, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
-    for number, split in enumerate(train.splits)
+    grain.MapDataset.range(*bounds).seed((seed + number) % 2**32).shuffle().repeat()
+    for number, bounds in enumerate(itertools.pairwise(ends))
   ]
-  windows = each[0] if len(each) == 1 else grain.MapDataset.mix(each, train.weights)
-  return grain.MapDataset.source(_Batches(windows, batch_size, np.arange(batch_size) if rows is None else rows))
+  order = each[0] if len(each) == 1 else grain.MapDataset.mix(each, train.weights)
+  rows = np.arange(batch_size) if rows is None else rows
+  return grain.MapDataset.source(_Batches(train.splits, order, seq_len, batch_size, rows))
 
 
 def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
