@@ -84,6 +84,7 @@ class DataConfig:
   validation_seed: int | None = None  # None: seed
   tokenizer: str = "train"  # train (a sentencepiece model on the training part) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
+  attend_across_documents: bool = True  # as in the paper; False: a token sees and counts within its own document
   cache_dir: str = "~/.cache/diffeq_nnx"
 
 
