@@ -7,8 +7,7 @@ first axis over any number of devices.
 """
 
 import dataclasses
-import functools
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +39,22 @@ def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.A
   return (normed_BxLxD * scale_D[None, None]).astype(x_BxLxD.dtype)
 
 
-def rotate(x_BxLxHxC: jax.Array, positions_L: jax.Array) -> jax.Array:
-  """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2."""
+def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
+  """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2.
+
+  Positions are [B, L], or [L] for all sequences.
+  """
   wide = jnp.promote_types(x_BxLxHxC.dtype, jnp.float32)
   C = x_BxLxHxC.shape[-1]
   frequencies_R = ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)  # R = C / 2
-  angles_LxR = positions_L.astype(wide)[:, None] * frequencies_R[None]
-  cos_LxC, sin_LxC = (jnp.concatenate([half_LxR] * 2, -1) for half_LxR in (jnp.cos(angles_LxR), jnp.sin(angles_LxR)))
+  angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies_R, range(positions.ndim))
+  cos, sin = (jnp.concatenate([half] * 2, -1) for half in (jnp.cos(angles), jnp.sin(angles)))  # [L, C] or [B, L, C]
+  cos, sin = (table[:, :, None] if table.ndim == 3 else table[None, :, None] for table in (cos, sin))  # for all heads
   # (first, second) -> (-second, first) as a product, exact since each sum has one term: cutting a head of 128 in
   # halves would cost a TPU several copies
   swap_CxC = jnp.asarray(np.eye(C, k=C // 2) - np.eye(C, k=-(C // 2)), x_BxLxHxC.dtype)
   swapped = jnp.einsum("blhc,ce->blhe", x_BxLxHxC, swap_CxC, precision=jax.lax.Precision.HIGHEST)
-  turned = (x_BxLxHxC.astype(wide) * cos_LxC[None, :, None] + swapped.astype(wide) * sin_LxC[None, :, None])
+  turned = x_BxLxHxC.astype(wide) * cos + swapped.astype(wide) * sin
   return turned.astype(x_BxLxHxC.dtype)
 
 
@@ -65,11 +68,25 @@ def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict
   return {"kernel": LeafSpec((fan_in, fan_out), axes, std), "bias": LeafSpec((fan_out,), axes[1:])}
 
 
+class Packing(NamedTuple):
+  """Where several documents share a row: which one each token belongs to, and the token's place in it.
+
+  Attributes:
+    segment_ids_BxL: integers; a token sees those of its own number only. None: all before it.
+    positions_BxL: integers; None: 0 to L-1.
+  """
+  segment_ids_BxL: jax.Array | None = None
+  positions_BxL: jax.Array | None = None
+
+
 def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array,
-                      implementation: str) -> jax.Array:
+                      segment_ids_BxL: jax.Array | None, implementation: str) -> jax.Array:
   """Causal attention, each device with its own sequences and heads: a fused kernel can't be split by the compiler."""
-  run = functools.partial(attention, implementation=implementation)
-  return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC)
+  def run(q, k, v, segment_ids=None):
+    return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
+
+  segments = () if segment_ids_BxL is None else (segment_ids_BxL,)
+  return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, *segments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +127,7 @@ class GPTField:
         "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
-  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Packing = Packing()) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, D = x_BxLxD.shape
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
@@ -122,7 +139,7 @@ class GPTField:
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
     out_BxLxHxC = sharded_attention(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
-                                    self.implementation)
+                                    packing.segment_ids_BxL, self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -170,15 +187,16 @@ class LlamaField:
         "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
     }
 
-  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Packing = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
     B, L, _ = x_BxLxD.shape
-    positions_L = jnp.arange(L)
+    positions = jnp.arange(L) if packing.positions_BxL is None else packing.positions_BxL
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
-    q_BxLxHxC = rotate(project("query", self.num_heads), positions_L)
-    k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions_L)
-    out_BxLxHxC = sharded_attention(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
+    q_BxLxHxC = rotate(project("query", self.num_heads), positions)
+    k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions)
+    out_BxLxHxC = sharded_attention(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads),
+                                    packing.segment_ids_BxL, self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -186,6 +204,21 @@ class LlamaField:
     normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"])
     gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
     return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedField:
+  """A field with the packing of one batch: a solver calls it like any other."""
+  field: GPTField | LlamaField
+  packing: Packing
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """The field's, told of the packing: [B, L, D] -> [B, L, D]."""
+    return self.field.attention(x_BxLxD, w, self.packing)
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """The field's: [B, L, D] -> [B, L, D]."""
+    return self.field.feedforward(x_BxLxD, w)
 
 
 FIELDS = {"gpt": GPTField, "llama": LlamaField}

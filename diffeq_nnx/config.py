@@ -87,6 +87,7 @@ class DataConfig:
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
   num_processes: int | None = None  # how many prepare text; None: one a core
+  attend_across_documents: bool = True  # as in the paper; False: a token sees and counts within its own document
   cache_dir: str = "~/.cache/diffeq_nnx"
 
 

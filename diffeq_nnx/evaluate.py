@@ -21,6 +21,7 @@ class Evaluator:
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
     self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
     self._config, self._split = config, corpus.validation
+    self._eos_id = None if config.data.attend_across_documents else corpus.tokenizer.eos_id
     self._generate = make_generate(config, self.num_steps)
     self._step = make_eval_step(config, self.num_steps, mesh)
     shards = sharding.num_shards("batch", mesh.shape)
@@ -37,7 +38,7 @@ class Evaluator:
     weights = self._generate(params)
     settings = self._config.eval
     batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=settings.batch_size,
-                                max_batches=settings.max_batches, rows=self._share.rows)
+                                max_batches=settings.max_batches, rows=self._share.rows, eos_id=self._eos_id)
     average = None
     for batch in batches:
       total, count = self._step(params, weights, self._share.place(batch))

@@ -60,7 +60,8 @@ class Model(nnx.Module):
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
   def hidden(self, tokens_BxL: jax.Array, block_weights: weights_lib.BlockWeights, grid: solvers.Grid | None = None,
-             *, dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
+             *, segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None,
+             dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
              remat: solvers.Remat = solvers.Remat()) -> jax.Array:
     """The state after the last step and the final norm, [B, L, D].
 
@@ -68,6 +69,8 @@ class Model(nnx.Module):
       tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
       block_weights: from `block_weights(grid)`.
       grid: times and step sizes; None: the config's own.
+      segment_ids_BxL: numbers of the documents in a row: a token sees its own only; None: all before it.
+      positions_BxL: each token's place in its document, below L; None: 0 to L-1.
       dropout_key: None: no dropout.
       rows_B: numbers of the sequences, by which dropout is drawn; None: 0 to B-1. So a batch is the same in parts.
       remat: what the backward pass recomputes.
@@ -80,14 +83,16 @@ class Model(nnx.Module):
     if self.positions is not None:
       if L > self.config.seq_len:
         raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-      x_BxLxD = x_BxLxD + self._table(self.positions)[None, :L]
+      table_PxD = self._table(self.positions)
+      x_BxLxD = x_BxLxD + (table_PxD[None, :L] if positions_BxL is None else table_PxD[positions_BxL])
     dropout = _no_dropout
     if dropout_key is not None and self.config.dropout:
       rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
       dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     gather = lambda weights: self._per_leaf(sharding.gather, weights)
-    x_BxLxD = solvers.solve(self.config.solver, self.field, dropout(embed_key, x_BxLxD), block_weights,
+    field = block.PackedField(self.field, block.Packing(segment_ids_BxL, positions_BxL))
+    x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
                             grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
     norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
     return self.field.final_norm(x_BxLxD, norm)
@@ -96,10 +101,12 @@ class Model(nnx.Module):
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
     return self._table(self.embedding if self.head is None else self.head)
 
-  def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None) -> jax.Array:
-    """Logits [B, L, V] in float32 or wider, at any number of steps that the weight source has."""
+  def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None, *,
+               segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None) -> jax.Array:
+    """Logits [B, L, V] in float32 or wider, at any number of steps that the weight source has; more at `hidden`."""
     grid = self.grid(num_steps)
-    hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid)
+    hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL,
+                               positions_BxL=positions_BxL)
     return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
                       preferred_element_type=parameter_dtype(self.config.dtype))
 

@@ -153,9 +153,9 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   """function(*arrays) where each device sees its own part of every array, and makes its own part of the result.
 
   Args:
-    function: of arrays that all have axes of these names; the result has them too.
+    function: of arrays that have axes of these names, or the first few of them; the result is like the first array.
     axes: the names; other parts of an axis must not matter to the function.
-    arrays: the whole arrays.
+    arrays: the whole arrays; the first one has all axes.
 
   Raises:
     ValueError: the arrays would be split in different ways.
@@ -163,8 +163,8 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   mesh = _surrounding()
   if mesh is None:
     return function(*arrays)
-  specs = tuple(partition(axes, x.shape, mesh.shape) for x in arrays)
-  if len(set(specs)) > 1:
+  specs = tuple(partition(axes[:x.ndim], x.shape, mesh.shape) for x in arrays)
+  if any(tuple(spec) != tuple(specs[0])[:len(spec)] for spec in specs):
     raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} can't be split alike over the mesh {mesh.shape}")
   return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 

@@ -39,7 +39,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     _claim(config, workdir, corpus)
     share = sharding.Share(mesh, config.train.batch_size)
     with distributed.together():
-      batches = batch_iterator(config, corpus.train, share)
+      batches = batch_iterator(config, corpus, share)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     state = start_state(config, checkpoints, batches, mesh)
     try:
@@ -103,13 +103,14 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, train: data.Mixture, share: sharding.Share) -> grain.DatasetIterator:
+def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share) -> grain.DatasetIterator:
   """This process's rows of the batches, for ever, read ahead by a thread.
 
   Its state is a small dict, the same in all processes.
   """
-  batches = data.train_batches(train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
-                               seed=config.seed, rows=share.rows)
+  eos_id = None if config.data.attend_across_documents else corpus.tokenizer.eos_id
+  batches = data.train_batches(corpus.train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
+                               seed=config.seed, rows=share.rows, eos_id=eos_id)
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 

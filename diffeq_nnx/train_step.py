@@ -21,7 +21,7 @@ from diffeq_nnx.model import Model
 
 Params = dict[str, Any]  # a pure dict of the model's parameters
 State = dict[str, Any]  # params, opt_state, step [], key: everything that a checkpoint holds
-Batch = dict[str, jax.Array]  # inputs [B, L], targets [B, L]
+Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are apart
 
 
 def graph(config: ModelConfig) -> nnx.GraphDef:
@@ -52,8 +52,7 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
 
   def microbatch_loss(block_weights, rest, batch):
     model = nnx.merge(model_graph, {**rest, "weight_source": source})
-    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid, dropout_key=key, rows_B=batch["rows"],
-                                remat=remat)
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], remat=remat)
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
     return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
                                  config.train.loss_chunks)
@@ -65,6 +64,13 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
   return loss, {**rest_gradients, "weight_source": source_gradients}
+
+
+def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: solvers.Grid, **more) -> jax.Array:
+  """The model's last hidden state on a batch, its documents apart where the batch says which they are."""
+  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # the batch must say it then
+  return model.hidden(batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"),
+                      positions_BxL=get("positions"), **more)
 
 
 def num_microbatches(config: Config) -> int:
@@ -114,6 +120,14 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
                       jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
 
 
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+  """Shapes and places of a training batch, without its arrays."""
+  tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
+                                sharding=sharding.batch_sharding(mesh))
+  packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
+  return dict.fromkeys(("inputs", "targets", *packing), tokens)
+
+
 def make_train_step(config: Config,
                     mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
   """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
@@ -154,7 +168,7 @@ def make_eval_step(config: Config, num_steps: int,
   @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.whole(mesh))
   def eval_step(params: Params, block_weights, batch: Batch):
     model = nnx.merge(model_graph, params)
-    hidden_BxLxD = model.hidden(batch["inputs"], block_weights, grid)
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid)
     total = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"],
                                   config.train.loss_chunks)
     return total, batch["mask"].sum()

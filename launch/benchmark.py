@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import data
 from diffeq_nnx import flops
 from diffeq_nnx import sharding
 from diffeq_nnx import solvers
@@ -69,10 +70,11 @@ class Program:
 
 
 def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
-  """Inputs and targets [batch_size, seq_len], the same for every config of these sizes."""
+  """Inputs and targets [batch_size, seq_len], the same for every config of these sizes; 0 plays the end mark."""
   shape = (2, config.train.batch_size, config.model.seq_len)
   tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape).astype(np.int32)
-  return {"inputs": tokens[0], "targets": tokens[1]}
+  packing = data.packing(tokens[0], None if config.data.attend_across_documents else 0)
+  return {"inputs": tokens[0], "targets": tokens[1], **packing}
 
 
 def train_step(config, state, batch, mesh):

@@ -8,9 +8,9 @@ for one device: memory by kind and whether it fits, what is sent to other device
 step's time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for a mistake in the command, 3 if the compiler fails otherwise.
 
 The estimate is the compiler's own cycles for each part of the step, loops counted as often as they turn, at the
-chip's clock, and for the attention kernels their matrix products at the chip's peak. Communication is bytes by the
-links' rate. Left out: what the kernels wait for or do beside products, latencies, other users of memory and
-network, the host, reading data, evaluation and checkpoints.
+chip's clock, and for the attention kernels their matrix products at the chip's peak, as if a row were one document.
+Communication is bytes by the links' rate. Left out: what the kernels wait for or do beside products, latencies, other
+users of memory and network, the host, reading data, evaluation and checkpoints.
 """
 
 import argparse
@@ -26,7 +26,6 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 
 import jax
 from jax.experimental import topologies
-import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import flops
@@ -34,7 +33,7 @@ from diffeq_nnx import hlo
 from diffeq_nnx import sharding
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.train_step import abstract_state, make_train_step, num_microbatches
+from diffeq_nnx.train_step import abstract_batch, abstract_state, make_train_step, num_microbatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +101,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
   if config.model.attention in ("auto", "pallas"):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="pallas_tpu"))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
-                                  sharding=sharding.batch_sharding(mesh))
-    traced = make_train_step(config, mesh).trace(abstract_state(config, mesh), {"inputs": tokens, "targets": tokens},
+    traced = make_train_step(config, mesh).trace(abstract_state(config, mesh), abstract_batch(config, mesh),
                                                  most_steps(config))
     try:
       compiled = traced.lower(lowering_platforms=("tpu",)).compile()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import data
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
@@ -59,6 +60,14 @@ def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarr
   tokens = np.random.default_rng(seed).integers(
       config.model.vocab_size, size=(2, config.train.batch_size, config.model.seq_len)).astype(np.int32)
   return {"inputs": tokens[0], "targets": tokens[1]}
+
+
+def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+  """The same, with documents kept apart: token 0 ends each, at two random places of a row."""
+  batch = random_batch(config, seed)
+  ends_Bx2 = np.random.default_rng(seed).integers(config.model.seq_len, size=(config.train.batch_size, 2))
+  np.put_along_axis(batch["inputs"], ends_Bx2, 0, axis=1)
+  return {**batch, **data.packing(batch["inputs"], eos_id=0)}
 
 
 def perturb(tree, seed: int = 0, scale: float = 0.1):

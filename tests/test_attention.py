@@ -21,7 +21,7 @@ from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
 from diffeq_nnx.solvers import uniform_grid
 from diffeq_nnx.train_step import graph, init_state, loss_and_gradients
-from tests.conftest import random_batch, small_config, small_model
+from tests.conftest import packed_batch, random_batch, small_config, small_model
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
@@ -216,14 +216,15 @@ def test_it_works_under_shard_map_over_batch_and_heads():
   jax.jit(jax.grad(lambda q: mapped(q, k, v).sum()))(q)
 
 
-def test_a_model_has_the_same_gradients_with_the_kernel(monkeypatch):
+@pytest.mark.parametrize("make_batch", [random_batch, packed_batch])
+def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch):
   """The whole loss, in the solver's scan and rematerialised, with the kernel that a config on a TPU would name."""
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")
     params = jax.jit(init_state, static_argnums=0)(config)["params"]
     function = lambda p, b: loss_and_gradients(config, graph(config.model), uniform_grid(3, 3.0), p, b,
                                                jax.random.key(0))
-    return jax.jit(function)(params, random_batch(config))
+    return jax.jit(function)(params, make_batch(config))
 
   with monkeypatch.context() as patch:
     patch.setattr(dispatch, "_function", lambda chosen: {"pallas_tpu": kernel_of("tpu")}[chosen])

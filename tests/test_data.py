@@ -208,6 +208,39 @@ def test_batches_depend_on_seed_and_step_alone():
   assert batch(-1, 3) == batch(2**32 - 1, 3)
 
 
+@pytest.mark.parametrize("begin", [None, 1])
+@pytest.mark.parametrize("kind", ["train", "evaluation"])
+def test_documents_are_numbered_and_their_tokens_counted(kind, begin):
+  """As a plain loop does it; windows begin within documents, and some documents are empty."""
+  rng, tokens, end = np.random.default_rng(0), [], 9
+  for length in [0, 0, 30, *rng.integers(0, 12, 60)]:
+    tokens += [] if begin is None else [begin]
+    tokens += [*rng.integers(2, 9, length), end]
+  split = data.Split(np.array(tokens, np.uint16), 0, 63)
+  sizes = dict(seq_len=16, batch_size=4)
+  if kind == "train":
+    make = lambda **more: list(itertools.islice(data.train_batches(
+      data.Mixture((split,)), **sizes, seed=0, **more), 20))
+  else:
+    make = lambda **more: list(data.eval_batches(split, **sizes, **more))
+  most = 0
+  for batch, plain in zip(make(eos_id=end), make(), strict=True):
+    expected = np.zeros((2, 4, 16), np.int32)
+    for row, inputs in enumerate(batch["inputs"]):
+      segment = position = 0
+      for i, token in enumerate(inputs):
+        expected[:, row, i] = segment, position
+        segment, position = (segment + 1, 0) if token == end else (segment, position + 1)
+    for name, array in zip(("segment_ids", "positions"), expected):
+      assert batch[name].dtype == np.int32
+      np.testing.assert_array_equal(batch.pop(name), array)
+    assert batch.keys() == plain.keys()
+    for name, array in plain.items():  # all targets are as they are without
+      np.testing.assert_array_equal(batch[name], array)
+    most = max(most, expected[0].max())
+  assert most > 3
+
+
 class Watched:
   """Tokens that remember where they were read."""
 
@@ -229,7 +262,8 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 
   def batches(split, rows):
     if kind == "train":
-      dataset = data.train_batches(data.Mixture((split,)), seq_len=8, batch_size=4, seed=3, rows=rows)
+      dataset = data.train_batches(
+        data.Mixture((split,)), seq_len=8, batch_size=4, seed=3, rows=rows, eos_id=50)
       return [dataset[step] for step in range(10)]  # most of an epoch
     return list(data.eval_batches(split, seq_len=8, batch_size=3, rows=rows))  # row 3 is padding
 

@@ -90,6 +90,37 @@ def test_no_position_sees_a_later_one(field, solver):
   assert (influence_LxL[np.triu_indices(12, 1)] == 0).all()
 
 
+LENGTHS = (5, 4, 3)  # of three documents that share a row
+PACKING = {"segment_ids_BxL": np.repeat(np.arange(3), LENGTHS)[None],
+           "positions_BxL": np.concatenate([np.arange(length) for length in LENGTHS])[None]}
+
+
+@pytest.mark.parametrize("weights", ["generated", "stored"])
+@pytest.mark.parametrize("solver", ["euler", "sequential"])
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
+  model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
+  tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
+  alone = [model(jnp.asarray(part)) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
+  packed = model(jnp.asarray(tokens_1x12), **PACKING)
+  np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("packing", [PACKING, {}])
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, packing, x64):
+  """Where documents are not apart, all that follows in the row."""
+  model = make(small_model(field=field, dtype="float64"))
+  tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
+  tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
+  logits_13x12xV = np.asarray(model(jnp.asarray(tokens_13x12), **{key: np.repeat(ids, 13, axis=0)
+                                                                 for key, ids in packing.items()}))
+  moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
+  ids_1xL = packing.get("segment_ids_BxL", np.zeros((1, 12)))
+  expected_LxL = np.triu(ids_1xL.T == ids_1xL)
+  assert (moved_LxL[expected_LxL] > 1e-6).all() and (moved_LxL[~expected_LxL] < 1e-12).all()
+
+
 def with_stored_weights(model: Model, num_steps: int) -> Model:
   """A stored model with the same embedding and norms, holding the weights that `model` generates."""
   stored = small_instance(dataclasses.replace(model.config, weights="stored", num_steps=num_steps,

@@ -105,6 +105,22 @@ def test_what_a_run_leaves_behind(finished):
   assert json.loads((workdir / "run.json").read_text())["tokenizer_hash"]
 
 
+def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
+  """It learns, its evaluation agrees, its losses are not those of a run that doesn't, and it can't become one."""
+  for i in range(30):
+    (tmp_path / f"{i}.txt").write_text(f"Rain {i}." * (1 + i % 3))
+  across = config_of(tmp_path, steps=8)
+  apart = dataclasses.replace(across, data=dataclasses.replace(across.data, attend_across_documents=False))
+  last = train(apart, str(tmp_path / "apart"))
+  first, second = (record["loss"] for record in read_metrics(tmp_path / "apart", "validation"))
+  assert second == last["loss"] < first
+  jobs.JOBS["evaluate"](apart, str(tmp_path / "apart"))
+  assert json.loads(capsys.readouterr().out)["loss"] == last["loss"]
+  assert abs(train(across, str(tmp_path / "across"))["loss"] - last["loss"]) > 1e-4
+  with pytest.raises(UserError, match="data.attend_across_documents is False there and True here"):
+    train(across, str(tmp_path / "apart"))
+
+
 def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):
   config, workdir = finished
   split = data.load(config.data, config.model.vocab_size, config.seed).validation

@@ -92,9 +92,9 @@ import jax, numpy as np
 from diffeq_nnx import sharding
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.train_step import init_state, make_train_step, state_shardings
-from tests.conftest import random_batch, small_config, small_model
+from tests.conftest import packed_batch, random_batch, small_config, small_model
 
-def losses(field, devices, held=None, **sizes):
+def losses(field, devices, held=None, make_batch=random_batch, **sizes):
   config = small_config(small_model(field=field, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=40,
                                     dropout=0.1), batch_size=8, device_batch_size=held, remat="full")
   mesh = sharding.make_mesh(MeshConfig(**sizes), jax.devices()[:devices])
@@ -103,7 +103,7 @@ def losses(field, devices, held=None, **sizes):
     step, found = make_train_step(config, mesh), []
     share = sharding.Share(mesh, 8)
     for number in range(10):
-      batch = share.place(random_batch(config, number))
+      batch = share.place(make_batch(config, number))
       state, metrics = step(state, batch, 3)
       found.append(float(metrics["loss"]))
   return found
@@ -112,6 +112,9 @@ print(json.dumps([losses("gpt", 1), losses("gpt", 8), losses("gpt", 8, data=2, f
                   losses("gpt", 8, data=4, fsdp=1, tensor=2)]))
 print(json.dumps([losses("llama", 1), losses("llama", 8, data=2, fsdp=2, tensor=2)]))
 print(json.dumps([losses("gpt", 1, held=4), losses("gpt", 4, held=1), losses("gpt", 8, held=1)]))  # 2, 2, 1 parts
+for field in ("gpt", "llama"):  # documents apart; the second in two parts
+  print(json.dumps([losses(field, 1, make_batch=packed_batch),
+                    losses(field, 8, held=1, make_batch=packed_batch, data=2, fsdp=2, tensor=2)]))
 """
 
 

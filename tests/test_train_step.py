@@ -1,6 +1,7 @@
 """The train step: accumulation, decay, step counts, and that it learns."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from diffeq_nnx import solvers
 from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.optimizer import make_optimizer, schedule
 from diffeq_nnx.train import steps_of_solver
-from diffeq_nnx.train_step import graph, init_state, loss_and_gradients, make_train_step
-from tests.conftest import ROWS, perturb, random_batch, small_config, small_model
+from diffeq_nnx.train_step import (
+    graph, init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step)
+from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_config, small_model
 
 
 def gradients_of(config, batch, dtype="float32"):
@@ -24,15 +26,40 @@ def gradients_of(config, batch, dtype="float32"):
       params, batch)
 
 
-@pytest.mark.parametrize("row", ["diffeq", "baseline", "shared"])
-@pytest.mark.parametrize("held", [2, 1])
-def test_accumulation_equals_the_large_batch(row, held, x64):
+@pytest.mark.parametrize("row,held,make_batch", [
+    *itertools.product(("diffeq", "baseline", "shared"), (2, 1), (random_batch,)), ("diffeq", 2, packed_batch)])
+def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   """Dropout included."""
   config = small_config(small_model(dtype="float64", dropout=0.2, **ROWS[row]))
-  batch = random_batch(config)
+  batch = make_batch(config)
   whole = gradients_of(config, batch)
   parts = gradients_of(small_config(config.model, device_batch_size=held), batch)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), whole, parts)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(field, x64):
+  """In training and in validation."""
+  config = small_config(small_model(field=field, dtype="float64"), batch_size=2)
+  batch = packed_batch(config)
+  alone = {"inputs": [], "targets": [], "mask": []}  # a row a document, filled up with zeros
+  for row in range(2):
+    for number in np.unique(batch["segment_ids"][row]):
+      where = batch["segment_ids"][row] == number
+      fill = lambda values: np.pad(values, (0, 12 - where.sum()))
+      alone["inputs"].append(fill(batch["inputs"][row, where]))
+      alone["targets"].append(fill(batch["targets"][row, where]))
+      alone["mask"].append(fill(np.ones(where.sum())))
+  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
+  weights, evaluate = make_generate(config, 3)(params), make_eval_step(config, 3)
+  total, count = evaluate(params, weights, jax.tree.map(np.stack, alone, is_leaf=lambda x: isinstance(x, list)))
+  assert len(alone["inputs"]) > 4 and count == 24
+  packed_total, _ = evaluate(params, weights, {**batch, "mask": np.ones((2, 12))})
+  across = {key: batch[key] for key in ("inputs", "targets")}
+  across_total, _ = evaluate(params, weights, {**across, "mask": np.ones((2, 12))})
+  np.testing.assert_allclose(packed_total, total, rtol=1e-10)
+  np.testing.assert_allclose(gradients_of(config, batch)[0], total / count, rtol=1e-6)  # a float32 mask
+  assert abs(across_total - total) > 1e-3
 
 
 def test_under_accumulation_the_generator_runs_once():

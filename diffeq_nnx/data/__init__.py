@@ -1,6 +1,6 @@
 """Text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
 
-from diffeq_nnx.data.batches import eval_batches, num_eval_batches, train_batches
+from diffeq_nnx.data.batches import eval_batches, num_eval_batches, packing, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load
 from diffeq_nnx.data.preparation import prepare, recipe
 from diffeq_nnx.data.shards import Split
@@ -20,6 +20,7 @@ __all__ = [
   "load_tokenizer",
   "num_eval_batches",
   "open_source",
+  "packing",
   "prepare",
   "recipe",
   "train",

@@ -19,8 +19,11 @@ class _Batches:
   numbers, and the tokens are read here: as elements of Grain's own they would cost as much again.
   """
 
-  def __init__(self, splits: Sequence[Split], order: grain.MapDataset, seq_len: int, batch_size: int, rows: np.ndarray):
-    self._tokens, self._order = [split.tokens for split in splits], order
+  def __init__(
+    self, splits: Sequence[Split], order: grain.MapDataset, seq_len: int, batch_size: int, rows: np.ndarray,
+    eos_id: int | None,
+  ):  # fmt: skip
+    self._tokens, self._order, self._eos_id = [split.tokens for split in splits], order, eos_id
     self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
     self._ends = list(itertools.accumulate(_num_windows(split, seq_len) for split in splits))
 
@@ -30,7 +33,8 @@ class _Batches:
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     start = int(index) * self._batch_size
     tokens_BxL1 = np.stack([self._window(self._order[start + row]) for row in self._rows]).astype(np.int32)
-    return {"inputs": tokens_BxL1[:, :-1], "targets": tokens_BxL1[:, 1:]}
+    inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
+    return {"inputs": inputs_BxL, "targets": targets_BxL, **packing(inputs_BxL, self._eos_id)}
 
   def _window(self, number: int) -> np.ndarray:
     split = bisect.bisect_right(self._ends, number)
@@ -45,9 +49,28 @@ def _num_windows(split: Split, seq_len: int) -> int:
   return (len(split.tokens) - 1) // seq_len
 
 
+def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
+  """Which document of its row each token belongs to, and its place there; {} where `eos_id` is None.
+
+  A document ends with its end mark, and the first one of a row begins where the row does.
+
+  Returns:
+    "segment_ids" and "positions", int32 [B, L], both counted from 0.
+  """
+  if eos_id is None:
+    return {}
+  index_L = np.arange(inputs_BxL.shape[1], dtype=np.int32)
+  segment_ids_BxL, starts_BxL = np.zeros((2, *inputs_BxL.shape), np.int32)
+  begins_BxL = inputs_BxL[:, :-1] == eos_id  # whether the next token begins a document
+  np.cumsum(begins_BxL, axis=1, out=segment_ids_BxL[:, 1:])
+  np.maximum.accumulate(begins_BxL * index_L[1:], axis=1, out=starts_BxL[:, 1:])
+  return {"segment_ids": segment_ids_BxL, "positions": index_L - starts_BxL}
+
+
 def train_batches(
-  train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None
-) -> grain.MapDataset:
+  train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None,
+  eos_id: int | None = None,
+) -> grain.MapDataset:  # fmt: skip
   """Endless training batches; which one belongs to a step depends on the seed and the step alone.
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
@@ -60,10 +83,11 @@ def train_batches(
     batch_size: B, rows in a batch.
     seed: Of the shuffle; taken modulo 2**32.
     rows: The rows of each batch to read, in order; None for all B.
+    eos_id: The end mark, for batches that keep documents apart; None for batches that don't.
 
   Returns:
     A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [rows, L], where the
-    targets are the inputs one token later.
+    targets are the inputs one token later, and with `eos_id` what `packing` adds.
 
   Raises:
     UserError: If the split is shorter than one window.
@@ -81,7 +105,7 @@ def train_batches(
   ]
   order = each[0] if len(each) == 1 else grain.MapDataset.mix(each, train.weights)
   rows = np.arange(batch_size) if rows is None else rows
-  return grain.MapDataset.source(_Batches(train.splits, order, seq_len, batch_size, rows))
+  return grain.MapDataset.source(_Batches(train.splits, order, seq_len, batch_size, rows, eos_id))
 
 
 def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
@@ -91,7 +115,8 @@ def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
 
 
 def eval_batches(
-  split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None, rows: np.ndarray | None = None
+  split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None, rows: np.ndarray | None = None,
+  eos_id: int | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
   """Yields the split in order; each token after the first is a target exactly once.
 
@@ -101,10 +126,12 @@ def eval_batches(
     batch_size: B, rows of tokens in a batch.
     max_batches: Stop after so many batches; None for all.
     rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
+    eos_id: The end mark, for batches that keep documents apart; None for batches that don't.
 
   Yields:
     "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L]: 1 where the target counts, 0 in the
-    padding of the last window and in the rows that fill the last batch. All batches have this shape.
+    padding of the last window and in the rows that fill the last batch; with `eos_id` also what `packing` adds,
+    of no meaning in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
   total = num_eval_batches(split, seq_len, batch_size)
@@ -117,4 +144,5 @@ def eval_batches(
         continue
       count = len(tokens) - 1
       inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
-    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL.astype(np.float32)}
+    mask_BxL = mask_BxL.astype(np.float32)
+    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL, **packing(inputs_BxL, eos_id)}
