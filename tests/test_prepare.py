@@ -217,6 +217,18 @@ def test_a_whole_directory_is_left_as_it_is_and_a_damaged_one_made_again(text, p
   assert digest(directory) == digest(prepared)
 
 
+def test_a_directory_may_have_any_name(text, prepared, tmp_path):
+  directory = tmp_path / "[a-z]* 100%"
+  prepare(directory, config_of(text))
+  assert digest(directory) == digest(prepared)
+
+
+def test_several_processes_of_a_job_are_turned_away(text, tmp_path, monkeypatch):
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  message = told(lambda: jobs.prepare_shards(config_lib.Config(data=config_of(text)), str(tmp_path / "out")))
+  assert message.startswith("--job=prepare: runs on one host") and not (tmp_path / "out").exists()
+
+
 def test_another_recipe_or_foreign_files_are_turned_away(text, prepared, tmp_path):
   message = told(lambda: prepare(prepared, config_of(text, shuffle_seed=3)))
   assert message.startswith(f"workdir={prepared}: is prepared from something else: shuffle_seed is 0 there and 3 here;")

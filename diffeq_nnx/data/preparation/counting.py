@@ -28,6 +28,7 @@ class Counted:
 
   @property
   def num_bytes(self) -> int:
+    """UTF-8 bytes of text in the whole source."""
     return int(self.bytes.sum())
 
   @classmethod
@@ -43,6 +44,8 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True)
 class CountTask:
+  """Some parts to be counted: see `workers.Task`."""
+
   done: str
   read: Callable[..., Iterator[str]]
   parts: list[Part]
@@ -71,6 +74,7 @@ def count(task: CountTask, progress: Callable[[int], None]) -> None:
 
 
 def utf8_size(text: str) -> int:
+  """Bytes of a text in UTF-8."""
   return len(text) if text.isascii() else len(text.encode())
 
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 import numpy as np
 
 from diffeq_nnx.data import shards
-from diffeq_nnx.data.preparation.files import replacing, write_json
+from diffeq_nnx.data.preparation.files import write_json
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherTask:
+  """One shard to be made: see `workers.Task`; of one split, from the runs in a folder, written to a directory."""
+
   done: str
   size: int
-  runs: str  # a glob of their indices
+  runs: str
+  split: str
   low: int  # the shard's keys run from here
   high: int  # to before here
   dtype: str
@@ -27,7 +30,7 @@ def gather(task: GatherTask, progress: Callable[[int], None]) -> None:
   """Makes one shard of the documents in its range of keys."""
   dtype = np.dtype(task.dtype)
   found = []  # of each run that has some: index, first and last document
-  for path in sorted(glob.glob(task.runs)):
+  for path in sorted(glob.glob(os.path.join(glob.escape(task.runs), f"*-{task.split}-*.npy"))):
     index = np.load(path, mmap_mode="r")
     first, last = np.searchsorted(index[0], np.array([task.low, task.high], np.uint64)).tolist()
     last = min(last, index.shape[1] - 1)
@@ -48,8 +51,9 @@ def gather(task: GatherTask, progress: Callable[[int], None]) -> None:
       tokens[starts[number] : starts[number] + last - first] = piece[first:last]
       number += 1
     progress(int(index[2, :-1].sum()))
-  with replacing(os.path.join(task.directory, task.file)) as path:
-    shard = shards.write_shard(path, tokens, task.file)
+  part = f"{task.done}.{os.getpid()}"
+  shard = shards.write_shard(part, tokens, task.file)
+  os.replace(part, os.path.join(task.directory, task.file))
   num_bytes = sum(int(index[2, :-1].sum()) for _, index in found)
   write_json(task.done, {
     "tokens": len(tokens), "bytes": num_bytes, "documents": len(keys), "shard": dataclasses.asdict(shard)

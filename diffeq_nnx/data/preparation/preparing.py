@@ -242,7 +242,7 @@ class _Preparation:
       bounds = [keys * place // number for place in range(number + 1)]
       tasks[split] = [
         GatherTask(
-          self._path("shards", f"{split}-{place:05}.json"), size // number, self._path("runs", f"*-{split}-*.npy"),
+          self._path("shards", f"{split}-{place:05}.json"), size // number, self._path("runs"), split,
           bounds[place], bounds[place + 1], written.dtype, self._directory,
           f"{split}-{place:05}-of-{number:05}.array_record",
         )

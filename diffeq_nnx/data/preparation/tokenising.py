@@ -40,14 +40,16 @@ def _tokenizer_of(written: Written) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class TokeniseTask:
+  """A stretch to be tokenised: see `workers.Task`."""
+
   done: str
   size: int
   read: Callable[..., Iterator[str]]
   stretch: Stretch
-  sides: str
-  name: str
+  sides: str  # a .npy file: the split of each record of the source
+  name: str  # how the paths of its runs begin
   written: Written
-  run: int
+  run: int  # tokens
 
 
 def tokenise(task: TokeniseTask, progress: Callable[[int], None]) -> None:
