@@ -292,6 +292,13 @@ def test_a_process_that_dies_ends_the_preparation(tmp_path, impatient):
     pool.run(die, [Deadly(str(tmp_path / str(number))) for number in range(3)], "dying")
 
 
+def test_a_log_gets_lines_where_there_is_no_terminal(monkeypatch, capsys):
+  monkeypatch.setattr(workers, "_LINE_SECONDS", 0)
+  with workers.bar("tokenising", 4_000_000_000, 1_000_000_000) as bar:
+    bar.update(500_000_000)
+  assert capsys.readouterr().err == "tokenising: 1.50 of 4.00 GB of text after 0 min\n"
+
+
 FULL = """
 import resource, sys
 from diffeq_nnx import config

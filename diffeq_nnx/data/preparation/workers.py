@@ -15,6 +15,7 @@ from diffeq_nnx.errors import RunError
 
 PATIENCE = 3.0  # seconds of work that are not worth starting processes for
 _POLL_SECONDS = 0.2
+_LINE_SECONDS = 60
 
 
 class Task(Protocol):
@@ -64,7 +65,7 @@ class Workers:
       if todo:
         self._share_out(function, todo, shown)
 
-  def _share_out(self, function: Callable, tasks: list[Task], shown: tqdm.tqdm) -> None:
+  def _share_out(self, function: Callable, tasks: list[Task], shown: "tqdm.tqdm | _Lines") -> None:
     if self._pool is None:
       self._start()
     futures = [self._pool.submit(_call, function, task) for task in tasks]
@@ -96,13 +97,36 @@ class Workers:
     )
 
 
-def bar(what: str, total: int, initial: int = 0) -> tqdm.tqdm:
-  """How much text is worked through, in bytes (`total` 0: of nobody knows how much); on a log, a line a minute."""
-  terminal = sys.stderr.isatty()
+def bar(what: str, total: int, initial: int = 0) -> "tqdm.tqdm | _Lines":
+  """Shows how much text is worked through, in bytes; `total` 0: of nobody knows how much."""
+  if not sys.stderr.isatty():
+    return _Lines(what, total, initial)
   return tqdm.tqdm(
-    desc=what, total=total or None, initial=initial, unit="B", unit_scale=True, leave=False,
-    delay=2 if terminal else 60, mininterval=0.2 if terminal else 60,
-  )  # fmt: skip
+    desc=what, total=total or None, initial=initial, unit="B", unit_scale=True, leave=False, delay=2, mininterval=0.2
+  )
+
+
+class _Lines:
+  """What a bar tells, as a line a minute, for a log."""
+
+  def __init__(self, what: str, total: int, initial: int):
+    self.n, self._what, self._total = initial, what, f" of {total / 1e9:.2f}" if total else ""
+    self._start = self._told = time.monotonic()
+
+  def update(self, num_bytes: int) -> None:
+    """Counts on."""
+    self.n += num_bytes
+    now = time.monotonic()
+    if now - self._told >= _LINE_SECONDS:
+      self._told = now
+      minutes = (now - self._start) / 60
+      print(f"{self._what}: {self.n / 1e9:.2f}{self._total} GB of text after {minutes:.0f} min", file=sys.stderr)
+
+  def __enter__(self) -> "_Lines":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    """Nothing is left open."""
 
 
 _counter: Any = None  # in a worker: shared by all, bytes of text done
