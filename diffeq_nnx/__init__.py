@@ -1,1 +1,13 @@
 """Neural ODE Transformers (DiffEqFormer): a transformer whose depth is time, in Flax NNX."""
+
+import importlib
+from typing import Any
+
+_HOMES = {"discretize": "discretization"}  # what the package offers by itself, and where it is
+
+
+def __getattr__(name: str) -> Any:
+  """Imports what is asked for when it is asked for: JAX takes seconds."""
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

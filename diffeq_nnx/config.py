@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import math
 import os
 import types
 import typing
@@ -38,6 +39,7 @@ class ModelConfig:
   initialization: str = "plain"  # plain (W(t) spreads like a plain model's weights) | published
   num_steps: int = 12
   horizon: float | None = None  # dt = horizon / num_steps; None: num_steps, so that dt = 1
+  step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
   embed_dim: int = 768
   num_heads: int = 12
   num_kv_heads: int | None = None  # None: num_heads
@@ -67,6 +69,8 @@ class ModelConfig:
   @property
   def total_time(self) -> float:
     """The horizon, the default filled in."""
+    if self.step_sizes:
+      return math.fsum(self.step_sizes)
     return float(self.num_steps) if self.horizon is None else self.horizon
 
 
@@ -198,6 +202,21 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   return config
 
 
+def from_dict(nested: dict[str, Any]) -> Config:
+  """The config that `to_dict` turned into plain dicts; keys that there were not yet then have their defaults.
+
+  Raises:
+    UserError: as `from_config_dict`.
+  """
+  def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
+    with section.unlocked():
+      for name, value in values.items():
+        section[name] = merge(section[name], value) if isinstance(value, dict) and name in section else value
+    return section
+
+  return from_config_dict(merge(default(), nested))
+
+
 def load(name: str, settings: Sequence[str] = ()) -> Config:
   """The experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
@@ -305,9 +324,11 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
     return None
   wanted = _plain_type(annotation)
   if wanted is tuple:
-    if isinstance(value, (tuple, list)) and all(type(v) is int for v in value):
-      return tuple(value)
-    raise UserError(f"{key}={value!r}: must be a tuple of whole numbers; write it as '(4, 6, 8)'")
+    element = typing.get_args(annotation)[0]
+    if isinstance(value, (tuple, list)) and all(type(v) in (int, element) for v in value):
+      return tuple(map(element, value))
+    example = "whole numbers; write it as '(4, 6, 8)'" if element is int else "numbers; write it as '(0.5, 0.25)'"
+    raise UserError(f"{key}={value!r}: must be a tuple of {example}")
   if wanted is float and type(value) is int:
     return float(value)
   if type(value) is not wanted:
@@ -353,6 +374,12 @@ def _check_model(model: ModelConfig) -> None:
   if model.field == "llama" and model.head_dim % 2:
     raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
                     f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+  if model.step_sizes:
+    if model.weights != "stored" or model.horizon is not None:
+      raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")
+    if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
+      raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one for each of "
+                      "model.num_steps")
   if model.time.constant and model.weights != "generated":
     raise UserError(f"model.time.constant=True: only generated weights depend on time; set it to False or "
                     f"model.weights={model.weights!r} to 'generated'")

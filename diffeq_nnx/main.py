@@ -1,4 +1,4 @@
-"""python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=evaluate]"""
+"""python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 import os
 import re
@@ -15,7 +15,10 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare"], "What to do.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize"], "What to do.")
+FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize: the run whose newest model is taken.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize: how many steps, of one size; default: its own.")
+STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize: the size of each step instead, e.g. 0.5,0.25,0.25.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -23,21 +26,48 @@ JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for t
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
+OPTIONS = {"discretize": (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)}  # flags that belong to one job
+
+
 def run(argv: list[str]) -> None:
   """Checks the flags and starts the job."""
   if len(argv) > 1:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
-  for flag in (CONFIG, WORKDIR):
-    if flag.value is None:
-      raise UserError(f"--{flag.name}: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  config = config_lib.from_config_dict(CONFIG.value)
-  from diffeq_nnx import distributed, jobs  # after the flags, so that a mistake in them is told at once
+  job, options = JOB.value, _options(JOB.value)
+  if WORKDIR.value is None:
+    raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
+  if CONFIG.value is None and job in ("train", "prepare"):
+    raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
+  if CONFIG.value is not None and job == "discretize":
+    raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
+  config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
+  from diffeq_nnx import distributed, jobs, workdir  # after the flags, so that a mistake in them is told at once
+  if config is None:
+    flag = FROM_WORKDIR if job == "discretize" else WORKDIR
+    config = workdir.config_of(flag.value, flag.name)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
   with distributed.in_one_line():
-    distributed.agree(config, JOB.value, WORKDIR.value)
-    jobs.JOBS[JOB.value](config, WORKDIR.value)
+    distributed.agree(config, job, WORKDIR.value)
+    jobs.JOBS[job](config, WORKDIR.value, **options)
+
+
+def _options(job: str) -> dict[str, object]:
+  """The values of the flags that belong to this job alone."""
+  for other, its in OPTIONS.items():
+    for flag in its:
+      if other != job and flag.value is not None:
+        raise UserError(f"--{flag.name}={flag.value}: is for --job={other}, and this is --job={job}; leave it out")
+  if job != "discretize":
+    return {}
+  if FROM_WORKDIR.value is None:
+    raise UserError("--from_workdir: missing; e.g. --job=discretize --from_workdir=runs/tiny --workdir=runs/tiny9")
+  try:
+    sizes = None if STEP_SIZES.value is None else tuple(map(float, STEP_SIZES.value))
+  except ValueError:
+    raise UserError(f"--step_sizes={','.join(STEP_SIZES.value)}: must be numbers, e.g. 0.5,0.25,0.25") from None
+  return {"from_workdir": FROM_WORKDIR.value, "num_steps": NUM_STEPS.value, "step_sizes": sizes}
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -48,8 +48,8 @@ class Model(nnx.Module):
         config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
 
   def grid(self, num_steps: int | None = None) -> solvers.Grid:
-    """The uniform grid of `num_steps` steps (None: the config's) over the config's horizon."""
-    return solvers.uniform_grid(num_steps or self.config.num_steps, self.config.total_time)
+    """The config's own grid, or a uniform one of `num_steps` steps over the same horizon."""
+    return solvers.make_grid(self.config, num_steps)
 
   def block_weights(self, grid: solvers.Grid | None = None) -> weights_lib.BlockWeights:
     """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.

@@ -5,13 +5,15 @@ B batch, L positions, D embed_dim, S solver steps.
 
 import dataclasses
 import functools
-from typing import Callable, Protocol
+import math
+from typing import Callable, Protocol, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import sharding
+from diffeq_nnx.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,20 @@ def uniform_grid(num_steps: int, horizon: float) -> Grid:
   if num_steps < 1:
     raise ValueError(f"num_steps={num_steps}: must be 1 or above")
   return Grid(tuple((i + 1) / num_steps for i in range(num_steps)), (horizon / num_steps,) * num_steps)
+
+
+def uneven_grid(step_sizes: Sequence[float]) -> Grid:
+  """Steps of these sizes; a step's time is that of its end, as a share of the whole, so that the last is 1."""
+  total = math.fsum(step_sizes)
+  ends = [math.fsum(step_sizes[:i + 1]) / total for i in range(len(step_sizes))]
+  return Grid(tuple(ends), tuple(map(float, step_sizes)))
+
+
+def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
+  """The grid of a model: its own, or a uniform one of another number of steps over the same horizon."""
+  if model.step_sizes and num_steps in (None, model.num_steps):
+    return uneven_grid(model.step_sizes)
+  return uniform_grid(num_steps or model.num_steps, model.total_time)
 
 
 class VectorField(Protocol):

@@ -36,7 +36,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
   with jax.set_mesh(mesh):
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
-    _claim(config, workdir, corpus)
+    claim(config, workdir, corpus)
     share = sharding.Share(mesh, config.train.batch_size)
     with distributed.together():
       batches = batch_iterator(config, corpus, share)
@@ -81,7 +81,7 @@ def load_corpus(config: Config) -> data.Corpus:
   return corpus
 
 
-def _claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
+def claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
   """Makes the work directory ours, and sees that all processes see the same one."""
   with distributed.together():
     if distributed.leads():

@@ -144,7 +144,7 @@ def make_train_step(config: Config,
 
   @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
   def train_step(state: State, batch: Batch, num_steps: int):
-    grid = solvers.uniform_grid(num_steps, config.model.total_time)
+    grid = solvers.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
     loss, gradients = loss_and_gradients(config, model_graph, grid, state["params"], batch, key)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
@@ -163,7 +163,7 @@ def make_eval_step(config: Config, num_steps: int,
   Generate `block_weights` once with `make_generate` and use them for every batch.
   """
   model_graph = graph(config.model)
-  grid = solvers.uniform_grid(num_steps, config.model.total_time)
+  grid = solvers.make_grid(config.model, num_steps)
 
   @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.whole(mesh))
   def eval_step(params: Params, block_weights, batch: Batch):
@@ -177,7 +177,7 @@ def make_eval_step(config: Config, num_steps: int,
 
 
 def make_generate(config: Config, num_steps: int) -> Callable[[Params], Any]:
-  """A jitted `generate(params) -> BlockWeights` for a uniform grid of `num_steps`."""
+  """A jitted `generate(params) -> BlockWeights` for the model's grid of `num_steps`."""
   model_graph = graph(config.model)
-  grid = solvers.uniform_grid(num_steps, config.model.total_time)
+  grid = solvers.make_grid(config.model, num_steps)
   return jax.jit(lambda params: nnx.merge(model_graph, params).block_weights(grid))

@@ -61,6 +61,28 @@ def require(workdir: str, config: Config, tokenizer_hash: str | None = None) -> 
   _check(workdir, known, config, tokenizer_hash)
 
 
+def require_none(workdir: str) -> None:
+  """Sees that a work directory holds no run yet.
+
+  Raises:
+    UserError: it holds one.
+  """
+  if os.path.exists(os.path.join(workdir, RUN_FILE)):
+    raise UserError(f"workdir={workdir}: holds a run already; name another directory, or remove this one")
+
+
+def config_of(workdir: str, flag: str = "workdir") -> Config:
+  """The config that a run was started with.
+
+  Raises:
+    UserError: the directory holds no run, or one of another version of this program; the line names `flag`.
+  """
+  known = _read(workdir)
+  if known is None:
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
+  return config_lib.from_dict(known["config"])
+
+
 def _check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
   ours = identity(config)

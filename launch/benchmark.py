@@ -85,7 +85,7 @@ def train_step(config, state, batch, mesh):
 
 def loss_and_gradient(config, state, batch, mesh):
   """Loss and gradients alone; the gradients' buffers are used again by the next run, as a train step would."""
-  grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
+  grid = solvers.make_grid(config.model)
   model_graph = graph(config.model)
 
   places = state_shardings(config, mesh)["params"]

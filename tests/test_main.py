@@ -1,5 +1,8 @@
 """The command line: every mistake is one line and exit code 2; evaluate prints one JSON line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from diffeq_nnx import main
@@ -23,3 +26,21 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
   assert len(lines) == 1 and lines[0].startswith("error: ")
   for part in parts:
     assert part in lines[0]
+
+
+@pytest.mark.parametrize("arguments,part", [
+    ([], "--workdir: missing"),
+    (["--workdir=x"], "--config: missing"),
+    (["--workdir=x", "--job=prepare"], "--config: missing"),
+    (["--workdir=/none", "--job=evaluate"], "--workdir=/none: holds no run; name the directory of one"),
+    (["--workdir=x", "--job=discretize"], "--from_workdir: missing"),
+    (["--workdir=x", "--job=discretize", "--from_workdir=/none"], "--from_workdir=/none: holds no run"),
+    (["--workdir=x", "--job=discretize", "--from_workdir=/none", "--step_sizes=1,b"], "--step_sizes=1,b: must be numbers"),
+    (["--workdir=x", "--job=discretize", "--from_workdir=y", "--config=configs/tiny.py"], "--config: --job=discretize takes"),
+    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=discretize"),
+    (["--workdir=x", "more"], "more: not a flag"),
+])
+def test_flags_that_don_t_go_together_are_one_line(arguments, part):
+  done = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *arguments], capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.count("\n") == 1
+  assert done.stderr.startswith("error: ") and part in done.stderr

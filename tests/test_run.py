@@ -14,12 +14,13 @@ from absl import flags
 import pytest
 
 from diffeq_nnx import data, distributed, jobs, main  # main defines the flags
+from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import DAMAGED
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimizerConfig, TrainConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.report import read_metrics
 from diffeq_nnx.train import train
-from tests.conftest import small_model
+from tests.conftest import small_model, told
 
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
@@ -119,6 +120,45 @@ def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
   assert abs(train(across, str(tmp_path / "across"))["loss"] - last["loss"]) > 1e-4
   with pytest.raises(UserError, match="data.attend_across_documents is False there and True here"):
     train(across, str(tmp_path / "apart"))
+
+
+def test_a_discretised_run_is_a_run(finished, tmp_path, capsys):
+  """The same loss, found again by evaluate with no config named, and a start for training."""
+  config, workdir = finished
+  new = str(tmp_path / "new")
+  result = jobs.discretize(config, new, from_workdir=str(workdir))
+  assert json.loads(capsys.readouterr().out) == result
+  assert result["before"]["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
+  assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
+  assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
+  stored = workdir_lib.config_of(new)
+  assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
+  assert jobs.evaluate(stored, new)["loss"] == result["after"]["loss"]
+  assert train(stored, new)["loss"] < result["after"]["loss"]  # 20 steps more, of stored weights
+  assert "holds a run already" in told(lambda: jobs.discretize(config, new, from_workdir=str(workdir)))
+
+
+@pytest.mark.parametrize("arguments", [{"num_steps": 3}, {"step_sizes": (0.5, 1.0, 0.5)}])
+def test_a_run_is_discretised_at_any_steps(finished, tmp_path, arguments):
+  config, workdir = finished
+  after = jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(workdir), **arguments)["after"]
+  assert after["num_steps"] == 3
+  if "num_steps" in arguments:
+    there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
+    assert after["loss"] == pytest.approx(jobs.evaluate(there, str(workdir))["loss"], abs=1e-5)
+
+
+def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
+  config, workdir = finished
+  shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
+  for source, arguments, part in (
+      (workdir, {"num_steps": 0}, "num_steps=0: must be 1 or above"),
+      (workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
+      (tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
+  ):
+    assert part in told(lambda: jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(source), **arguments))
+  assert not (tmp_path / "new").exists()
+  assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
 
 
 def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):

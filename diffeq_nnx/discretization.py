@@ -1,0 +1,65 @@
+"""From weights that are functions of time to stored ones: an ordinary transformer of any depth."""
+
+import dataclasses
+from typing import Sequence
+
+from flax import nnx
+import jax
+
+from diffeq_nnx import solvers
+from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.model import Model, parameter_dtype
+from diffeq_nnx.train_step import Params, graph
+
+
+def discretized_config(model: ModelConfig, num_steps: int | None = None,
+                       step_sizes: Sequence[float] | None = None) -> ModelConfig:
+  """The config of what `discretize` makes of a model.
+
+  Raises:
+    ValueError: step sizes that are not above 0 or don't add up to the model's horizon, both arguments, or weights that
+      are stored already, for other steps.
+  """
+  if step_sizes is None:
+    num_steps = model.num_steps if num_steps is None else num_steps
+    if num_steps < 1:
+      raise ValueError(f"num_steps={num_steps}: must be 1 or above")
+    sizes = model.step_sizes if num_steps == model.num_steps else ()
+  elif num_steps is not None:
+    raise ValueError("num_steps and step_sizes: give one of them")
+  else:
+    sizes, total = tuple(map(float, step_sizes)), model.total_time
+    if not sizes or not all(size > 0 for size in sizes) or abs(sum(sizes) - total) > 1e-6 * total:
+      raise ValueError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}")
+    num_steps = len(sizes)
+  if model.weights == "stored" and (num_steps, sizes) != (model.num_steps, model.step_sizes):
+    raise ValueError(f"the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
+                     "discretised anew; start from the model with generated weights")
+  return dataclasses.replace(model, weights="stored", num_steps=num_steps, horizon=None if sizes else model.total_time,
+                             step_sizes=sizes, time=TimeConfig())
+
+
+def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) -> Params:
+  """The parameters of `model` as those of `stored`, a config from `discretized_config`; can be jitted."""
+  weights = nnx.merge(graph(model), params).block_weights(solvers.make_grid(stored))
+  wide = parameter_dtype(model.dtype)  # of weights already rounded to the compute dtype, so that nothing changes
+  return {**params, "weight_source": {"stored": jax.tree.map(lambda leaf: leaf.astype(wide), weights)}}
+
+
+def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequence[float] | None = None) -> Model:
+  """The same model with stored weights, W(t) at the times of one grid: an ordinary transformer's.
+
+  It gives the very logits that `model` gives at that number of steps.
+
+  Args:
+    model: any model; one with stored weights at its own number of steps only.
+    num_steps: steps of one size over the model's horizon; None: as many as the model's own.
+    step_sizes: dt of each step instead, in the units of the horizon, whose sum it must be.
+
+  Raises:
+    ValueError: no such grid, or the weights are stored for another number of steps.
+  """
+  stored = discretized_config(model.config, num_steps, step_sizes)
+  params = jax.jit(discretized_params, static_argnums=(0, 1))(
+      model.config, stored, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  return nnx.merge(graph(stored), params)

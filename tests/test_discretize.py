@@ -1,0 +1,113 @@
+"""Discretised models: the very logits of the continuous one, at any number of steps and on uneven grids."""
+
+import dataclasses
+import json
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import solvers
+from diffeq_nnx.discretization import discretized_config
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import graph
+from tests.conftest import ROWS, perturb, small_config, small_instance, small_model, told
+
+TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
+
+
+def make(config) -> Model:
+  """A model of which no parameter sits at its initial value."""
+  params = perturb(nnx.to_pure_dict(nnx.state(small_instance(config))))
+  return nnx.merge(graph(config), params)
+
+
+@nnx.jit(static_argnums=(1,))
+def logits(model, num_steps=None):
+  return model(jnp.asarray(TOKENS_2x12), num_steps)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
+  model = make(small_model(dtype=dtype, **ROWS[row]))
+  stored = diffeq_nnx.discretize(model)
+  assert stored.config.weights == "stored" and stored.config.num_steps == 3
+  np.testing.assert_allclose(logits(stored), logits(model), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "euler"), ("gpt", "sequential")])
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_at_any_number_of_steps_it_is_the_model_there(field, solver, num_steps):
+  model = make(small_model(field=field, solver=solver, horizon=2.5))
+  stored = diffeq_nnx.discretize(model, num_steps)
+  assert stored.config.num_steps == num_steps and stored.config.total_time == 2.5
+  np.testing.assert_allclose(logits(stored), logits(model, num_steps), rtol=0, atol=2e-6)
+
+
+def test_every_number_of_steps_is_exactly_that_many():
+  """The published code takes int(1 / dt) steps, which loses one for some numbers."""
+  assert [n for n in range(1, 400) if int(1 / (1 / n)) != n][:4] == [93, 99, 105, 117]
+  for num_steps in range(1, 400):
+    grid, uneven = solvers.uniform_grid(num_steps, 1.0), solvers.uneven_grid((1 / num_steps,) * num_steps)
+    assert grid.num_steps == uneven.num_steps == num_steps and grid.times_S[-1] == uneven.times_S[-1] == 1
+    np.testing.assert_allclose(uneven.times_S, grid.times_S, rtol=1e-12)
+    assert abs(sum(grid.dts_S) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("num_steps", [93, 99, 105])
+def test_counts_that_the_published_code_loses_a_step_of(num_steps):
+  model = make(small_model(embed_dim=8, num_heads=2, mlp_dim=8, horizon=1.0))
+  stored = diffeq_nnx.discretize(model, num_steps)
+  assert {len(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(stored))["weight_source"])} == {num_steps}
+  np.testing.assert_allclose(logits(stored), logits(model, num_steps), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
+  model = make(small_model(field=field, dtype="float64", horizon=2.0))
+  sizes = (0.5, 0.1, 1.0, 0.4)
+  stored = diffeq_nnx.discretize(model, step_sizes=sizes)
+  grid = solvers.Grid((0.25, 0.3, 0.8, 1.0), sizes)
+  assert stored.grid() == grid
+  hidden = model.hidden(jnp.asarray(TOKENS_2x12), model.block_weights(grid), grid)
+  expected = jnp.einsum("bld,vd->blv", hidden, model.unembedding())
+  np.testing.assert_allclose(logits(stored), expected, rtol=0, atol=1e-12)
+  again = diffeq_nnx.discretize(stored)
+  assert again.config == stored.config
+  np.testing.assert_array_equal(logits(again), logits(stored))
+  even = diffeq_nnx.discretize(model, step_sizes=(0.5,) * 4)
+  np.testing.assert_allclose(logits(even), logits(diffeq_nnx.discretize(model, 4)), rtol=0, atol=1e-12)
+
+
+def test_mistakes_are_value_errors():
+  model = small_instance(small_model())
+  for arguments, part in (
+      ({"num_steps": 0}, "num_steps=0: must be 1 or above"),
+      ({"num_steps": 2, "step_sizes": (1, 2)}, "give one of them"),
+      ({"step_sizes": (1, 1)}, "add up to the model's horizon, 3"),
+      ({"step_sizes": (4, -1)}, "above 0"),
+      ({"step_sizes": ()}, "above 0"),
+  ):
+    with pytest.raises(ValueError, match=part):
+      diffeq_nnx.discretize(model, **arguments)
+  with pytest.raises(ValueError, match="stored, for its own 3 steps"):
+    diffeq_nnx.discretize(small_instance(small_model(weights="stored")), 5)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_config_of_a_discretised_model_is_a_valid_one(row):
+  for arguments in ({}, {"num_steps": 9}, {"step_sizes": (1.0, 0.5, 1.5)}):
+    source = small_model(**{**ROWS[row], "horizon": 3.0})
+    if source.weights == "stored" and arguments:
+      continue
+    config = small_config(discretized_config(source, **arguments))
+    assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config)))) == config
+    assert config.model.total_time == 3
+  sizes = dataclasses.replace(small_model(), step_sizes=(1.0, 2.0))
+  for changes, part in (({}, "goes with model.weights=stored"), ({"weights": "stored"}, "must be 3 numbers")):
+    assert part in told(lambda: config_lib.from_dict(config_lib.to_dict(small_config(dataclasses.replace(sizes, **changes)))))
