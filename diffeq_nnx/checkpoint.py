@@ -94,8 +94,8 @@ class Checkpoints:
     try:
       return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
     except jax.errors.JaxRuntimeError as error:
-      raise RunError(f"the checkpoint of step {step} can be read by some processes only ({problem or 'not by another'}); "
-                     "see that all hosts mount the work directory alike, and start again") from error
+      raise RunError(f"the checkpoint of step {step} can be read by some processes only "
+                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start again") from error
 
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED, str(step))
