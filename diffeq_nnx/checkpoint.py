@@ -94,8 +94,8 @@ class Checkpoints:
     try:
       return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
     except jax.errors.JaxRuntimeError as error:
-      raise RunError(f"the checkpoint of step {step} can be read by some processes only ({problem or 'not by another'}); "
-                     "see that all hosts mount the work directory alike, and start again") from error
+      raise RunError(f"the checkpoint of step {step} can be read by some processes only "
+                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start again") from error
 
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED, str(step))
@@ -134,8 +134,8 @@ class _Told:
     if isinstance(error, Exception) and not distributed.tells_of_a_loss(error):
       folder = self._checkpoints._folder
       kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
-      raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are untouched; make "
-                     "room or mend the directory, and run the same command to go on from there") from error
+      raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
+                     "untouched; make room or mend the directory, and run the same command to go on from there") from error
     return False
 
 

@@ -76,7 +76,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Which text, and how it becomes tokens."""
+  """Which text, and how it becomes tokens.
+
+  Prepared shards have become so already: of them source, validation, tokenizer, begin_mark and
+  attend_across_documents are read.
+  """
   source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
   # several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR
   text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text

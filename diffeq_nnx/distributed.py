@@ -226,9 +226,9 @@ def in_one_line() -> Iterator[None]:
     yield
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     if "RESOURCE_EXHAUSTED" in str(error):
-      raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more devices "
-                     "(launch/compile_ahead.py tells beforehand what fits)") from error
+      raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
+                     "devices (launch/compile_ahead.py tells beforehand what fits)") from error
     if isinstance(error, UserError) or not tells_of_a_loss(error):
       raise
-    raise RunError(f"another process of the job has gone ({first_line(error, 300)}); its log says why; run the same command on every "
-                   "host to go on from the newest checkpoint") from error
+    raise RunError(f"another process of the job has gone ({first_line(error, 300)}); its log says why; run the same "
+                   "command on every host to go on from the newest checkpoint") from error

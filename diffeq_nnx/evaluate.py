@@ -21,7 +21,7 @@ class Evaluator:
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
     self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
     self._config, self._split = config, corpus.validation
-    self._eos_id = None if config.data.attend_across_documents else corpus.tokenizer.eos_id
+    self._eos_id = data.document_end(config.data, corpus.tokenizer)
     self._generate = make_generate(config, self.num_steps)
     self._step = make_eval_step(config, self.num_steps, mesh)
     shards = sharding.num_shards("batch", mesh.shape)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from typing import Sequence
 
 import jax
@@ -11,14 +10,13 @@ from jax.sharding import Mesh
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx import distributed
-from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config
 from diffeq_nnx.discretization import discretized_config, discretized_params
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.train import batch_iterator, claim, load_corpus, prepare, train
+from diffeq_nnx.train import claim, load_corpus, prepare, train
 from diffeq_nnx.train_step import State, abstract_state, init_state, state_shardings
 
 
@@ -44,7 +42,7 @@ def _open_run(config: Config, workdir: str, mesh: Mesh, key: str = "workdir") ->
     workdir_lib.require(workdir, config)  # before the text is read
   corpus = load_corpus(config)
   with distributed.together():
-    workdir_lib.require(workdir, config, corpus.tokenizer.hash)
+    workdir_lib.require(workdir, config, corpus)
   restored = Checkpoints(workdir, config, corpus.tokenizer.hash).restore(abstract_state(config, mesh))
   if restored is None:
     raise UserError(f"{key}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True)
@@ -95,9 +93,8 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     after = Evaluator(stored, corpus, mesh)(params)
     claim(stored, workdir, corpus)
     checkpoints = Checkpoints(workdir, stored, corpus.tokenizer.hash)
-    batches = batch_iterator(stored, corpus, sharding.Share(mesh, stored.train.batch_size))
     state = jax.jit(init_state, static_argnums=0, out_shardings=places)(stored)
-    checkpoints.save({**state, "params": params}, batches.get_state(), after["loss"])
+    checkpoints.save({**state, "params": params}, {"windows": 0}, after["loss"])
     checkpoints.close()
     return _print({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
                    "before": {"num_steps": config.model.num_steps, **before},
@@ -112,17 +109,20 @@ def prepare_shards(config: Config, workdir: str) -> dict:
   Raises:
     UserError: text, a tokenizer or a directory that can't be used; more than one process of the job (this one starts
       data.num_processes of its own).
-    RunError: one of those dies.
+    RunError: one of those dies, or the disk is full.
   """
   if jax.process_count() > 1:
-    raise UserError("--job=prepare: runs on one host, with data.num_processes processes; start it on one", everywhere=True)
+    raise UserError("--job=prepare: runs on one host, with data.num_processes processes; start it on one",
+                    everywhere=True)
   distributed.end_on_sigterm()
   recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
   try:
-    manifest = data.prepare(workdir, recipe, config.data.num_processes or os.cpu_count() or 1)
+    manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())
+  except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   except OSError as error:
-    raise UserError(f"workdir={workdir}: can't be written ({error.strerror or error}); make room, or choose another "
-                    "directory; run the same command to go on from what is finished") from error
+    raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); make room, and run the same "
+                   "command to go on from what is finished") from error
   counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
             for name, split in manifest["splits"].items()}
   return _print({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],

@@ -128,7 +128,7 @@ def _whoami() -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> int:
-  """Exit code 2 for what the user can put right, 1 for a run that can't go on."""
+  """Exit code 2 for what the user can put right, 1 for a run that can't go on, 130 for Ctrl-C."""
   logging.set_verbosity(logging.WARNING)
   try:
     run(argv)
@@ -137,6 +137,9 @@ def main(argv: list[str]) -> int:
     error, code = found, fail(found, 2)
   except RunError as found:
     error, code = found, fail(found, 1)
+  except KeyboardInterrupt:
+    error = RunError("interrupted; run the same command to go on from what is finished")
+    code = fail(error, 130)
   except Exception as found:
     if _whoami()[1] == 1:
       raise

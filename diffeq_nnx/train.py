@@ -38,14 +38,14 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     corpus = load_corpus(config)
     claim(config, workdir, corpus)
     share = sharding.Share(mesh, config.train.batch_size)
-    with distributed.together():
-      batches = batch_iterator(config, corpus, share)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
-    state = start_state(config, checkpoints, batches, mesh)
+    state, windows = start_state(config, checkpoints, mesh)
+    with distributed.together():
+      batches = batch_iterator(config, corpus, share, windows)
     try:
       with (reporter(workdir, int(state["step"]), config.train.steps) as report,
             distributed.Preemption() as preemption):
-        return _loop(_Run(config, mesh, corpus, share, batches, checkpoints, report, preemption), state)
+        return _loop(_Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption), state)
     except OSError as error:
       raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
                      "they are; make room, and run the same command to go on from the newest") from error
@@ -72,12 +72,12 @@ def load_corpus(config: Config) -> data.Corpus:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   sizes = [(len(split.tokens), split.num_bytes, split.num_documents)
            for split in (*corpus.train.splits, corpus.validation)]
-  said = distributed.exchange(json.dumps([corpus.tokenizer.hash, sizes]))
+  said = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
   other = next((process for process, one in enumerate(said) if one != said[0]), None)
   if other is not None:
     raise UserError(f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
-                    f"then tokens, bytes and documents: {said[other]} and {said[0]}); give every host the same files",
-                    everywhere=True)
+                    f"tokens, then their number, bytes and documents: {said[other]} and {said[0]}); give every host "
+                    "the same files", everywhere=True)
   return corpus
 
 
@@ -85,9 +85,9 @@ def claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
   """Makes the work directory ours, and sees that all processes see the same one."""
   with distributed.together():
     if distributed.leads():
-      workdir_lib.claim(workdir, config, corpus.tokenizer)
+      workdir_lib.claim(workdir, config, corpus)
   with distributed.together():
-    workdir_lib.require(workdir, config, corpus.tokenizer.hash)
+    workdir_lib.require(workdir, config, corpus)
 
 
 def say_attention(model: ModelConfig) -> None:
@@ -103,28 +103,29 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share) -> grain.DatasetIterator:
-  """This process's rows of the batches, for ever, read ahead by a thread.
+def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
+                   windows: int = 0) -> grain.DatasetIterator:
+  """This process's rows of the batches after so many windows, for ever, read ahead by a thread.
 
-  Its state is a small dict, the same in all processes.
+  Raises:
+    UserError: the text is too short, or documents are to be kept apart whose begin and end marks are the same.
   """
-  eos_id = None if config.data.attend_across_documents else corpus.tokenizer.eos_id
   batches = data.train_batches(corpus.train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
-                               seed=config.seed, rows=share.rows, eos_id=eos_id)
+                               seed=config.seed, rows=share.rows, start=windows,
+                               eos_id=data.document_end(config.data, corpus.tokenizer))
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def start_state(config: Config, checkpoints: Checkpoints, batches: grain.DatasetIterator, mesh: Mesh) -> State:
-  """The newest checkpoint's state, with `batches` moved to its place, or the state at step 0; split over the mesh."""
+def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, int]:
+  """The newest checkpoint's state, or the state at step 0, split over the mesh; and the windows trained on so far."""
   restored = checkpoints.restore(abstract_state(config, mesh))
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(state["params"]))
-    return state
+    return state, 0
   state, data_state = restored
-  batches.set_state(data_state)
   say(f"going on from the checkpoint of step {int(state['step'])}")
-  return state
+  return state, data_state["windows"]
 
 
 def steps_of_solver(config: Config, step: int) -> int:
@@ -142,6 +143,7 @@ class _Run:
   corpus: data.Corpus
   share: sharding.Share
   batches: grain.DatasetIterator
+  windows: int  # that went before the first of these batches
   checkpoints: Checkpoints
   report: Reporter | Silent
   preemption: distributed.Preemption
@@ -172,7 +174,8 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
           values = evaluator(state["params"])
           run.report.validation(step + 1, values)
         if save:
-          run.checkpoints.save(state, run.batches.get_state(), values["loss"] if validate else None)
+          windows = run.windows + (step + 1 - start) * config.train.batch_size
+          run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
     if preempted:
       run.checkpoints.close()
       say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to go on from there")

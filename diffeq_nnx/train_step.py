@@ -52,7 +52,8 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
 
   def microbatch_loss(block_weights, rest, batch):
     model = nnx.merge(model_graph, {**rest, "weight_source": source})
-    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], remat=remat)
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"],
+                           remat=remat)
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
     return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
                                  config.train.loss_chunks)

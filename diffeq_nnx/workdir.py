@@ -1,7 +1,7 @@
-"""Whose a work directory is: the config and the tokenizer that it was started with.
+"""Whose a work directory is: the config, the tokenizer and the tokens that it was started with.
 
-run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model or
-tokenizer is turned away.
+run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model,
+tokenizer or text is turned away.
 """
 
 import json
@@ -10,35 +10,42 @@ from typing import Any
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data import Corpus
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
 
 
 def identity(config: Config) -> dict[str, Any]:
-  """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key."""
+  """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key.
+
+  Of prepared shards the tokens must be the same, which `Corpus.fingerprint` tells; they may be moved.
+  """
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "model.attention"):
     # where and how, not what
     del flat[key]
+  if "shards:" in config.data.source:
+    flat = {key: value for key, value in flat.items()
+            if not key.startswith("data.") or key == "data.attend_across_documents"}
   return flat
 
 
-def claim(workdir: str, config: Config, tokenizer: Tokenizer) -> None:
+def claim(workdir: str, config: Config, corpus: Corpus) -> None:
   """Makes the work directory ours, or checks that it already is.
 
   Raises:
-    UserError: the directory can't be written, or belongs to another model or tokenizer; the line names the
+    UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
       keys that differ.
   """
+  tokenizer = corpus.tokenizer
   try:
     os.makedirs(workdir, exist_ok=True)
     known = _read(workdir)
     if known is None:
       _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
-      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash}
+      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint}
       _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     else:
       _write(os.path.join(workdir, ".writable"), b"")
@@ -46,19 +53,19 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer) -> None:
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   if known is not None:
-    _check(workdir, known, config, tokenizer.hash)
+    _check(workdir, known, config, corpus)
 
 
-def require(workdir: str, config: Config, tokenizer_hash: str | None = None) -> None:
-  """Sees that a work directory holds a run of this config and tokenizer (None: any); writes nothing.
+def require(workdir: str, config: Config, corpus: Corpus | None = None) -> None:
+  """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing.
 
   Raises:
-    UserError: it holds none, or one of another model.
+    UserError: it holds none, or one of another model, tokenizer or text.
   """
   known = _read(workdir)
   if known is None:
     raise UserError(f"workdir={workdir}: holds no run; train with --workdir={workdir} first, or name another")
-  _check(workdir, known, config, tokenizer_hash)
+  _check(workdir, known, config, corpus)
 
 
 def require_none(workdir: str) -> None:
@@ -83,18 +90,21 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   return config_lib.from_dict(known["config"])
 
 
-def _check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
-  """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any tokenizer."""
+def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
+  """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
   flat = config_lib.flatten(known["config"])
   defaults = identity(Config())  # for keys that there were not yet when the run began
   theirs = {key: flat.get(key, defaults[key]) for key in ours}
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
-  if tokenizer_hash not in (None, known["tokenizer_hash"]):
-    differing.append(f"the tokenizer is {known['tokenizer_hash'][:12]} there and {tokenizer_hash[:12]} here")
+  if corpus is not None:
+    for what, there, here in (("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
+                              ("text", known["corpus"], corpus.fingerprint)):
+      if there != here:
+        differing.append(f"the {what} is {there[:12]} there and {here[:12]} here")
   if differing:
     raise UserError(f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
-                    "or the config that it was started with")
+                    "or the config and text that it was started with")
 
 
 def _read(workdir: str) -> dict[str, Any] | None:
@@ -104,7 +114,7 @@ def _read(workdir: str) -> dict[str, Any] | None:
   try:
     with open(path, encoding="utf-8") as file:
       known = json.load(file)
-    known["config"], known["tokenizer_hash"]
+    known["config"], known["tokenizer_hash"], known["corpus"]
     return known
   except (json.JSONDecodeError, KeyError, TypeError) as error:
     raise UserError(f"{path}: damaged; remove it if the directory is this run's, or choose another workdir") from error

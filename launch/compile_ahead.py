@@ -85,8 +85,8 @@ def devices_of(topology: str, num_slices: int) -> list:
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
   except Exception as error:  # what libtpu raises is a bare RuntimeError of its own for each mistake
-    raise UserError(f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or v5p:2x2x2, and install the "
-                    "compiler with pip install 'jax[tpu]'") from error
+    raise UserError(f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or "
+                    "v5p:2x2x2, and install the compiler with pip install 'jax[tpu]'") from error
   if devices[0].device_kind not in CHIPS:
     raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p and v6e")
   return devices
@@ -168,7 +168,8 @@ def kernel_seconds(step: Step, program: hlo.Program) -> float:
   """Of the attention kernels at the chip's peak: 2 products forward, 5 back, over half the square of positions."""
   config = step.config
   heads = config.model.num_heads // step.mesh.shape["tensor"]
-  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2  # 2 a multiply-add, half the square
+  # 2 operations a multiply-add, half the square
+  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2
   products = sum(kernel.times * (5 if "backward" in kernel.name else 2) for kernel in program.kernels)
   return products * product / peak_flops(step.device_kind)
 
@@ -203,7 +204,8 @@ def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
   sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
   needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
   needed = f"needs {needed[1] or needed[2]} GiB of {chip.hbm}" if needed else f"needs more than {chip.hbm} GiB"
-  lines = [f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"]
+  lines = [f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, "
+           f"the optimizer {sizes['optimizer']:.2f}"]
   held = sequences_held(config, mesh)
   if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
     lines.append("change: the state alone fills the device: take more devices, with a larger mesh.fsdp or mesh.tensor")

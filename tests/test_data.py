@@ -284,7 +284,7 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 def test_a_split_shorter_than_a_window_is_refused():
   data.train_batches(train_of(9), seq_len=8, batch_size=4, seed=0)[100]
   message = told(lambda: data.train_batches(train_of(8), seq_len=8, batch_size=4, seed=0))
-  assert message.startswith("data.seq_len=8:") and "at most 7" in message
+  assert message.startswith("model.seq_len=8:") and "at most 7" in message
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 16, 17, 31, 32, 33, 100])

@@ -20,7 +20,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.data import preparation, shards, tokenizers
+from diffeq_nnx.data import batches as batches_lib, preparation, shards, tokenizers
 from diffeq_nnx.data.preparation import preparing, tokenising, workers
 from diffeq_nnx.data.shards import Tokens
 from diffeq_nnx.errors import RunError, UserError
@@ -103,8 +103,8 @@ def test_every_document_is_there_once_and_counted(text, prepared):
   assert manifest["recipe"]["source"].startswith("jsonl:") and manifest["recipe"]["validation_seed"] == 0
   assert manifest["tokenizer"]["hash"] == corpus.tokenizer.hash and manifest["version"] == shards.VERSION
   assert manifest["records"]["data.source"]["documents"] == len(texts)
-  assert sorted(os.listdir(prepared)) == sorted(
-    ["manifest.json", "tokenizer.json", *(shard["file"] for info in manifest["splits"].values() for shard in info["shards"])])
+  files = [shard["file"] for info in manifest["splits"].values() for shard in info["shards"]]
+  assert sorted(os.listdir(prepared)) == sorted(["manifest.json", "tokenizer.json", *files])
 
 
 def test_training_documents_are_shuffled_by_the_seed_and_validation_keeps_its_order(text, prepared, tmp_path):
@@ -231,14 +231,79 @@ def test_several_processes_of_a_job_are_turned_away(text, tmp_path, monkeypatch)
 
 def test_another_recipe_or_foreign_files_are_turned_away(text, prepared, tmp_path):
   message = told(lambda: prepare(prepared, config_of(text, shuffle_seed=3)))
-  assert message.startswith(f"workdir={prepared}: is prepared from something else: shuffle_seed is 0 there and 3 here;")
-  (tmp_path / "thesis.tex").write_text("x")
-  assert "holds files that are no prepared shards" in told(lambda: prepare(tmp_path, config_of(text)))
-  unfinished = tmp_path / "begun" / preparation.UNFINISHED
-  unfinished.mkdir(parents=True)
-  with open(unfinished / "lock", "w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    assert "another process is preparing it" in told(lambda: prepare(tmp_path / "begun", config_of(text)))
+  assert f"workdir={prepared}: is prepared from something else: data.shuffle_seed is 0 there and 3 here;" in message
+  shutil.copytree(text[0], tmp_path / "text")
+  config = config_of((tmp_path / "text",))
+  prepare(tmp_path / "out", config)
+  os.utime(tmp_path / "text" / "a.jsonl", (1, 1))
+  assert f"the files of data.source={config.source} have changed since" in told(lambda: prepare(tmp_path / "out", config))
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine" / "thesis.tex").write_text("x")
+  assert "holds thesis.tex, which is no part" in told(lambda: prepare(tmp_path / "mine", config))
+  (tmp_path / "begun").mkdir()
+  descriptor = os.open(tmp_path / "begun", os.O_RDONLY)
+  fcntl.flock(descriptor, fcntl.LOCK_EX)
+  assert "another process is preparing it" in told(lambda: prepare(tmp_path / "begun", config))
+  os.close(descriptor)
+
+
+@pytest.mark.parametrize("trouble", ["a bit", "no manifest", "half a manifest", "version", "a marked shard"])
+def test_preparing_again_mends_what_is_damaged(text, prepared, tmp_path, trouble, monkeypatch, caplog):
+  out = tmp_path / "out"
+  shutil.copytree(prepared, out)
+  manifest = out / "manifest.json"
+  if trouble == "a bit":
+    content = bytearray(shard_file(out, "train-00002").read_bytes())
+    content[len(content) // 3] ^= 4
+    shard_file(out, "train-00002").write_bytes(content)
+  elif trouble == "no manifest":
+    manifest.unlink()
+  elif trouble == "half a manifest":
+    os.truncate(manifest, 300)
+  elif trouble == "version":
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
+  else:  # killed just before the end, and a finished shard lost then
+    shutil.rmtree(out)
+    with monkeypatch.context() as patched:
+      patched.setattr(preparing, "finish", lambda *_: os.close(-1))
+      with pytest.raises(OSError):
+        prepare(out, config_of(text))
+    shard_file(out, "train-00002").unlink()
+  prepare(out, config_of(text))
+  assert digest(out) == digest(prepared)
+  assert ("made again" in caplog.text) == (trouble in ("a bit", "half a manifest", "version"))
+
+
+@pytest.mark.parametrize("stage", ["rename", "rmtree"])
+def test_a_kill_at_the_very_end_leaves_nothing_that_is_taken_for_work(text, prepared, tmp_path, monkeypatch, stage):
+  out, killed = tmp_path / "out", KeyboardInterrupt
+  function, calls = getattr(os if stage == "rename" else shutil, stage), []
+
+  def die(*arguments, **options):
+    if (out / "manifest.json").exists():
+      calls.append(arguments)
+      raise killed
+    return function(*arguments, **options)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(os if stage == "rename" else shutil, stage, die)
+    with pytest.raises(killed):
+      prepare(out, config_of(text))
+  assert calls and load(out).train.splits[0].num_documents > 300
+  shard_file(out, "train-00001").unlink()
+  prepare(out, config_of(text))
+  assert digest(out) == digest(prepared)
+
+
+def test_after_a_mistake_is_mended_it_starts_anew(text, tmp_path, caplog):
+  (tmp_path / "a.jsonl").write_text('{"text": 7}\n' + "".join(json.dumps({"text": one}) + "\n" for one in prose(30)))
+  config = config_lib.DataConfig(source=f"jsonl:{tmp_path}/a.jsonl", tokenizer="bytes")
+  assert "line 1" in told(lambda: prepare(tmp_path / "out", config))
+  prepare(tmp_path / "out", dataclasses.replace(config, bad_records="skip"))
+  assert "starting anew" in caplog.text and load(tmp_path / "out").tokenizer.vocab_size == 257
+  trained = config_of(text, tokenizer="train")
+  assert "use at most" in told(lambda: prepare(tmp_path / "large", trained, vocab_size=60_000))
+  prepare(tmp_path / "large", trained)
 
 
 def test_files_that_change_meanwhile_are_noticed(tmp_path, monkeypatch):
@@ -299,6 +364,25 @@ def test_a_log_gets_lines_where_there_is_no_terminal(monkeypatch, capsys):
   assert capsys.readouterr().err == "tokenising: 1.50 of 4.00 GB of text after 0 min\n"
 
 
+UNGUARDED = """
+import sys
+from diffeq_nnx import config, data
+from diffeq_nnx.data.preparation import workers
+print("once", flush=True)
+workers.PATIENCE = 0
+corpus = data.load(config.DataConfig(source=sys.argv[1], tokenizer="bytes", cache_dir=sys.argv[2], num_processes=2), 300, 0)
+print(corpus.validation.num_documents > 0)
+"""
+
+
+def test_a_script_needs_no_guard(text, tmp_path):
+  (tmp_path / "script.py").write_text(UNGUARDED)
+  done = subprocess.run(
+    [sys.executable, str(tmp_path / "script.py"), config_of(text).source, str(tmp_path / "cache")], text=True,
+    capture_output=True, env=os.environ | {"PYTHONPATH": os.getcwd()})  # fmt: skip
+  assert done.stdout.split() == ["once", "True"] and done.stderr == ""
+
+
 FULL = """
 import resource, sys
 from diffeq_nnx import config
@@ -306,7 +390,7 @@ from diffeq_nnx import jobs
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # a write beyond fails, as on a full disk
 try:
   jobs.prepare_shards(config.Config(data=config.DataConfig(source=sys.argv[1], tokenizer="bytes")), sys.argv[2])
-except ValueError as error:
+except RuntimeError as error:
   print(error)
 """
 
@@ -342,7 +426,7 @@ def test_slices_reach_over_records_and_shards(tmp_path, dtype, monkeypatch):
   pieces = np.split(expected, np.cumsum(sizes)[:-1])
   for number, piece in enumerate(pieces):
     shards.write_shard(str(tmp_path / str(number)), piece, "x")
-  tokens = Tokens([str(tmp_path / str(number)) for number in range(6)], sizes, dtype, 7)
+  tokens = Tokens([str(tmp_path / str(number)) for number in range(6)], sizes, dtype)
   assert len(tokens) == 100
   for start, stop in itertools.product(range(0, 102, 3), repeat=2):
     np.testing.assert_array_equal(tokens[start:stop], expected[start:stop])
@@ -413,6 +497,14 @@ def test_damage_to_a_directory_is_one_line(prepared, tmp_path, damage, part):
   assert message.startswith(f"data.source=shards:{directory}: ") and part in message
 
 
+def test_too_many_open_files_are_not_taken_for_damage(prepared):
+  program = "import resource, sys\nfrom tests.test_prepare import load\ncorpus = load(sys.argv[1])\nimport os\n" \
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 3,) * 2)\n" \
+            "try: corpus.train.splits[0].tokens[:]\nexcept ValueError as error: print(error)"  # fmt: skip
+  done = subprocess.run([sys.executable, "-c", program, str(prepared)], text=True, capture_output=True)
+  assert "too many open files" in done.stdout and "ulimit" in done.stdout, done
+
+
 def test_what_the_config_says_must_fit_the_shards(text, prepared, tmp_path):
   for changes, part in (
     ({"vocab_size": 256}, f"model.vocab_size=256: smaller than the 257 ids of shards:{prepared}; set it to 257"),
@@ -463,13 +555,37 @@ def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch
   windows = [row for step in range(100) for row in batches[step]["inputs"].tolist()]
   found = which(corpus, windows, 24)
   for upto in range(1, len(found)):
-    assert abs(sum(number for number, _ in found[:upto]) - upto / 4) <= 1
+    assert abs(sum(number for number, _ in found[:upto]) - upto / 4) < 1
   for number, split in enumerate(corpus.train.splits):
     places = [place for its, place in found if its == number]
     epoch = (len(split.tokens) - 1) // 24
     assert len(places) > epoch > 5
     for start in range(0, len(places) - epoch, epoch):
       assert sorted(places[start : start + epoch]) == list(range(epoch))
+
+
+@pytest.mark.parametrize("weights", [(0.503, 0.497), (1e-9, 1.0), (0.1, 0.1099, 0.3), (5, 1, 1, 1, 1), (1.0,)])
+def test_turns_are_as_the_weights_say_and_nobody_misses_one(weights):
+  weights = [weight / sum(weights) for weight in weights]
+  shares = batches_lib._whole_numbers(weights)
+  assert [share / sum(shares) for share in shares] == pytest.approx(weights, rel=1e-12)
+  counts, bound = [0] * len(weights), max(1, len(weights) - 1)
+  for place in range(20_000):
+    source, before = batches_lib.take_turns(place, shares)
+    assert before == counts[source]
+    counts[source] += 1
+    assert all(abs(count - weight * (place + 1)) < bound for count, weight in zip(counts, weights))
+  source, before = batches_lib.take_turns(10**15, shares)
+  assert before == pytest.approx(weights[source] * 10**15, abs=bound + 2)
+
+
+def test_windows_go_on_where_they_were_with_another_batch_size(sources):
+  corpus = mixture_of(sources, 0.7, 0.3)
+  rows = lambda batch_size, start, count: [
+    row for step in range(count)
+    for row in data.train_batches(corpus.train, seq_len=16, batch_size=batch_size, seed=1, start=start)[step]["inputs"].tolist()
+  ]  # fmt: skip
+  assert rows(4, 0, 5) + rows(6, 20, 4) + rows(3, 44, 4) == rows(8, 0, 7)
 
 
 def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
@@ -486,11 +602,17 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
 @pytest.mark.parametrize(
   ("source", "part"),
   [
-    ("0*shards:{}/a + 1*shards:{}/b", "'0*shards:{}/a' is not a weight above 0"),
-    ("1*shards:{}/a + shards:{}/b", "'shards:{}/b' is not a weight"),
-    ("1*shards:{}/a + 1*shards:{}/a", "shards of its own"),
-    ("1*shards:{}/a + 1*jsonl:x", "'1*jsonl:x' is not"),
-    ("nan*shards:{}/a", "is not a weight"),
+    ("0*shards:{}/a + 1*shards:{}/b", "'0*shards:{}/a' must be a weight above 0"),
+    ("1*shards:{}/a + shards:{}/b", "must be a weight above 0"),
+    ("shards:{}/a + 1*shards:{}/b", "'shards:{}/a' must be a weight"),
+    ("0.7*shards:{}/a,0.3*shards:{}/b", "must be a weight"),
+    ("1*shards:{}/a + 1*shards:{}/a", "of a directory of its own"),
+    ("1*shards:{}/a+1*shards:{}/../" + "{}".replace("{}", "sources0") + "/a/", "must be a weight"),
+    ("1*shards:{}/a + 1*jsonl:x", "'1*jsonl:x' must be"),
+    ("0.5*jsonl:x + 0.5*jsonl:y", "'0.5*jsonl:x' must be"),
+    ("nan*shards:{}/a", "must be a weight"),
+    ("1e308*shards:{}/a", "must be a weight"),
+    ("shards:", "data.source=shards:: must name one directory"),
     ("1*shards:{}/a + 1*shards:{}/other", "made with another tokenizer"),
     ("1*shards:{}/a + 1*shards:/none", "data.source=shards:/none: holds no manifest.json"),
   ],
@@ -498,6 +620,14 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
 def test_mistakes_in_a_mixture_are_one_line(sources, source, part):
   source, part = source.replace("{}", str(sources)), part.replace("{}", str(sources))
   assert part in told(lambda: data.load(config_lib.DataConfig(source=source), 300, seed=0))
+
+
+@pytest.mark.parametrize("form", ["0.7*shards:{}/a+0.3*shards:{}/b", " 7e-1 * shards:{}/a  + .3*shards:{}/b/ "])
+def test_spaces_in_a_mixture_don_t_matter(sources, form):
+  if " ." in form:
+    form = form.replace(" .3", " 0.3")
+  corpus = data.load(config_lib.DataConfig(source=form.replace("{}", str(sources))), 300, seed=0)
+  assert corpus.train.weights == pytest.approx((0.7, 0.3)) and corpus.fingerprint == mixture_of(sources, 0.7, 0.3).fingerprint
 
 
 def test_the_position_holds_for_another_number_of_processes(sources):
@@ -527,7 +657,15 @@ def test_training_from_shards_is_training_from_the_text(text, tmp_path, capfd):
   result = jobs.prepare_shards(config, str(tmp_path / "shards"))
   line = json.loads(capfd.readouterr().out)
   assert line == result and line["train"]["documents"] + line["validation"]["documents"] == len(text[1])
-  again = train(
-    dataclasses.replace(config, data=config_lib.DataConfig(source=f"shards:{tmp_path}/shards")), str(tmp_path / "b")
-  )
+  moved = tmp_path / "moved"
+  shutil.move(tmp_path / "shards", moved)
+  shards_config = lambda directory, **changes: dataclasses.replace(
+    config, data=config_lib.DataConfig(source=f"shards:{directory}"), **changes)  # fmt: skip
+  again = train(shards_config(moved), str(tmp_path / "b"))
   assert again["loss"] == values["loss"] and again["bits_per_byte"] == values["bits_per_byte"]
+  shutil.move(moved, tmp_path / "elsewhere")  # the run knows its tokens wherever they are, and no others
+  longer = dataclasses.replace(config.train, steps=4, batch_size=2)
+  train(shards_config(tmp_path / "elsewhere", train=longer), str(tmp_path / "b"))
+  prepare(tmp_path / "other", dataclasses.replace(source, shuffle_seed=1))
+  message = told(lambda: train(shards_config(tmp_path / "other", train=longer), str(tmp_path / "b")))
+  assert "belongs to another run: the text is " in message

@@ -1,8 +1,8 @@
 """Text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
 
-from diffeq_nnx.data.batches import eval_batches, num_eval_batches, packing, train_batches
+from diffeq_nnx.data.batches import document_end, eval_batches, num_eval_batches, packing, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load
-from diffeq_nnx.data.preparation import prepare, recipe
+from diffeq_nnx.data.preparation import num_cores, prepare, recipe
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, load as load_tokenizer, train
@@ -13,11 +13,13 @@ __all__ = [
   "Options",
   "Split",
   "Tokenizer",
+  "document_end",
   "documents",
   "eval_batches",
   "fingerprint",
   "load",
   "load_tokenizer",
+  "num_cores",
   "num_eval_batches",
   "open_source",
   "packing",

@@ -1,52 +1,97 @@
 """The batches of a run: windows of tokens, shuffled for training, in order for validation."""
 
-import bisect
-import itertools
+import math
+import sys
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
 
 import grain
 import numpy as np
 
 from diffeq_nnx.data.corpus import Mixture
 from diffeq_nnx.data.shards import Split
+from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
 
 class _Batches:
-  """Random access to the batches of a dataset of window numbers, as far as this process holds their rows.
+  """Random access to batches of windows, as far as this process holds their rows.
 
-  Windows of `seq_len + 1` tokens start every `seq_len` tokens; they are numbered through all splits. Grain orders the
-  numbers, and the tokens are read here: as elements of Grain's own they would cost as much again.
+  Windows of `seq_len + 1` tokens start every `seq_len` tokens of a split. Grain orders their numbers, and the tokens
+  are read here: as elements of Grain's own they would cost as much again.
   """
 
   def __init__(
-    self, splits: Sequence[Split], order: grain.MapDataset, seq_len: int, batch_size: int, rows: np.ndarray,
-    eos_id: int | None,
-  ):  # fmt: skip
-    self._tokens, self._order, self._eos_id = [split.tokens for split in splits], order, eos_id
+    self, train: Mixture, seq_len: int, batch_size: int, seed: int, rows: np.ndarray, start: int, eos_id: int | None
+  ):
+    self._tokens = [split.tokens for split in train.splits]
+    self._orders = [
+      grain.MapDataset.range(_num_windows(split, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
+      for number, split in enumerate(train.splits)
+    ]
+    self._shares = _whole_numbers(train.weights)
     self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
-    self._ends = list(itertools.accumulate(_num_windows(split, seq_len) for split in splits))
+    self._start, self._eos_id = start, eos_id
 
   def __len__(self) -> int:
-    return len(self._order) // self._batch_size
+    return sys.maxsize // self._batch_size
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    start = int(index) * self._batch_size
-    tokens_BxL1 = np.stack([self._window(self._order[start + row]) for row in self._rows]).astype(np.int32)
+    start = self._start + int(index) * self._batch_size
+    tokens_BxL1 = np.stack([self._window(start + row) for row in self._rows]).astype(np.int32)
     inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
     return {"inputs": inputs_BxL, "targets": targets_BxL, **packing(inputs_BxL, self._eos_id)}
 
-  def _window(self, number: int) -> np.ndarray:
-    split = bisect.bisect_right(self._ends, number)
-    start = (number - (self._ends[split - 1] if split else 0)) * self._seq_len
+  def _window(self, place: int) -> np.ndarray:
+    split, place = take_turns(place, self._shares)
+    start = self._orders[split][place] * self._seq_len
     return self._tokens[split][start : start + self._seq_len + 1]
 
   def __repr__(self) -> str:
-    return f"Batches(num_windows={self._ends[-1]}, seq_len={self._seq_len}, batch_size={self._batch_size})"
+    return f"Batches(splits={len(self._tokens)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
 
 
 def _num_windows(split: Split, seq_len: int) -> int:
   return (len(split.tokens) - 1) // seq_len
+
+
+def _whole_numbers(weights: Sequence[float]) -> list[int]:
+  """Whole numbers in exactly the proportion of the weights."""
+  fractions = [Fraction(weight) for weight in weights]
+  common = math.lcm(*(fraction.denominator for fraction in fractions))
+  return [int(fraction * common) for fraction in fractions]
+
+
+def take_turns(place: int, shares: Sequence[int]) -> tuple[int, int]:
+  """Whose turn it is at a place, and how often it has been its turn before.
+
+  Of the first n places source k has had n shares[k] / sum(shares), to within one for two sources, and to within as
+  many as there are sources for more.
+  """
+  left = sum(shares)
+  for source, share in enumerate(shares[:-1]):
+    before = place * share // left
+    if (place + 1) * share // left > before:
+      return source, before
+    place, left = place - before, left - share
+  return len(shares) - 1, place
+
+
+def document_end(config: Any, tokenizer: Tokenizer) -> int | None:
+  """The end mark, by which `packing` keeps documents apart, or None if `config.attend_across_documents`.
+
+  Raises:
+    UserError: If documents begin with the mark that they end with.
+  """
+  if config.attend_across_documents:
+    return None
+  if tokenizer.bos_id == tokenizer.eos_id:
+    raise UserError(
+      "data.attend_across_documents=False: the tokenizer's begin and end marks are the same, so that nothing tells "
+      "where a document ends; set data.begin_mark=False, or leave it at True"
+    )
+  return tokenizer.eos_id
 
 
 def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
@@ -69,13 +114,13 @@ def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]
 
 def train_batches(
   train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None,
-  eos_id: int | None = None,
+  start: int = 0, eos_id: int | None = None,
 ) -> grain.MapDataset:  # fmt: skip
   """Endless training batches; which one belongs to a step depends on the seed and the step alone.
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
   window appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
-  Windows of several splits take turns, as near to their weights as may be at every step.
+  Windows of several splits take turns (`take_turns`).
 
   Args:
     train: The tokens.
@@ -83,6 +128,7 @@ def train_batches(
     batch_size: B, rows in a batch.
     seed: Of the shuffle; taken modulo 2**32.
     rows: The rows of each batch to read, in order; None for all B.
+    start: Windows that went before the first batch.
     eos_id: The end mark, for batches that keep documents apart; None for batches that don't.
 
   Returns:
@@ -95,17 +141,11 @@ def train_batches(
   for split in train.splits:
     if len(split.tokens) < seq_len + 1:
       raise UserError(
-        f"data.seq_len={seq_len}: needs {seq_len + 1} tokens, but the split has {len(split.tokens)}; "
-        f"use at most {len(split.tokens) - 1}, or more text"
+        f"model.seq_len={seq_len}: needs {seq_len + 1} tokens, but the training part of a source has "
+        f"{len(split.tokens)}; use at most {len(split.tokens) - 1}, or more text"
       )
-  ends = itertools.accumulate((_num_windows(split, seq_len) for split in train.splits), initial=0)
-  each = [
-    grain.MapDataset.range(*bounds).seed((seed + number) % 2**32).shuffle().repeat()
-    for number, bounds in enumerate(itertools.pairwise(ends))
-  ]
-  order = each[0] if len(each) == 1 else grain.MapDataset.mix(each, train.weights)
   rows = np.arange(batch_size) if rows is None else rows
-  return grain.MapDataset.source(_Batches(train.splits, order, seq_len, batch_size, rows, eos_id))
+  return grain.MapDataset.source(_Batches(train, seq_len, batch_size, seed, rows, start, eos_id))
 
 
 def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:

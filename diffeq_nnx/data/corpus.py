@@ -17,7 +17,9 @@ from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
-_TERM = re.compile(r"\s*([0-9.eE+-]+)\s*\*\s*(shards:.+?)\s*")
+_NUMBER = r"\d[\d.]*(?:[eE][+-]?\d+)?"
+_TERM = re.compile(rf"({_NUMBER})\s*\*\s*(\w+:.+)")
+_NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,13 @@ class Corpus:
     tokenizer: The tokenizer.
     train: What is trained on.
     validation: What is validated on; that of all sources of a mixture, one after the other.
+    fingerprint: Tells these tokens and weights from others, wherever they lie, in hex.
   """
 
   tokenizer: Tokenizer
   train: Mixture
   validation: Split
+  fingerprint: str
 
 
 def load(config: Any, vocab_size: int, seed: int) -> Corpus:
@@ -92,41 +96,50 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
 
 def _terms(source: str) -> dict[str, float]:
   """Weights by directory, as they are written, if the source is shards or a mixture of them; else empty."""
-  if source.startswith("shards:"):
-    return {source.removeprefix("shards:"): 1.0}
-  if "*shards:" not in source.replace(" ", ""):
+  if source.startswith("shards:") and source.count("shards:") == 1:
+    return {_directory_of(source, "data.source"): 1.0}
+  if "shards:" not in source and not _TERM.fullmatch(source.strip()):
     return {}
   terms: dict[str, float] = {}
-  for term in re.split(r"\s\+\s", source):
+  known = set()
+  for term in _NEXT_TERM.split(source.strip()):
     found = _TERM.fullmatch(term)
-    try:
-      weight, directory = float(found[1]), found[2].removeprefix("shards:")
-    except (TypeError, ValueError):
-      weight = -1.0
-    if not 0 < weight < float("inf") or directory in terms:
+    weight = float(found[1]) if found and found[1].count(".") < 2 else -1.0
+    directory = found[2].removeprefix("shards:").strip() if found else ""
+    place = os.path.realpath(os.path.expanduser(directory))
+    good = found and found[2].startswith("shards:") and directory and "shards:" not in directory
+    if not (good and 0 < weight < 1e100 and place not in known):
       raise UserError(
-        f"data.source={source}: {term.strip()!r} is not a weight above 0 and shards of its own; write for example "
-        "'0.7*shards:web + 0.3*shards:books'"
+        f"data.source={source}: {term!r} must be a weight above 0, a *, and shards:DIR of a directory of its own; "
+        "write for example '0.7*shards:web + 0.3*shards:books'"
       )
+    known.add(place)
     terms[directory] = weight
   return terms
+
+
+def _directory_of(source: str, key: str) -> str:
+  directory = source.removeprefix("shards:")
+  if not directory or "shards:" in directory:
+    raise UserError(f"{key}={source}: must name one directory, as in shards:DIR")
+  return directory
 
 
 def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
   """Prepared shards as a corpus."""
   opened = {directory: _directory(directory, "data.source") for directory in terms}
-  validation = [one.splits["validation"] for one in opened.values()]
+  validated = list(opened.values())
   if config.validation is not None and config.validation.startswith("shards:"):
-    directory = config.validation.removeprefix("shards:")
+    directory = _directory_of(config.validation, "data.validation")
     opened[directory] = _directory(directory, "data.validation")
-    validation = [opened[directory].splits["validation"]]
+    validated = [opened[directory]]
   elif config.validation is not None:
     for directory, one in opened.items():
       if one.manifest["recipe"].get("validation") != config.validation:
         raise UserError(
           f"data.validation={config.validation}: shards:{directory} was prepared with "
-          f"{one.manifest['recipe'].get('validation') or 'documents held out of its source'}; set it to shards:DIR, or to None for "
-          "what the shards hold"
+          f"{one.manifest['recipe'].get('validation') or 'documents held out of its source'}; set it to shards:DIR, or "
+          "to None for what the shards hold"
         )
   first, tokenizer = next((directory, one.tokenizer) for directory, one in opened.items())
   for directory, one in opened.items():
@@ -138,8 +151,18 @@ def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
   _check_tokenizer(config, tokenizer, f"shards:{first}")
   preparation.check_vocabulary(tokenizer, vocab_size, f"shards:{first}")
   total = sum(terms.values())
-  train = Mixture(tuple(opened[name].splits["train"] for name in terms), tuple(one / total for one in terms.values()))
-  return Corpus(tokenizer, train, shards.join(validation))
+  return _corpus([opened[name] for name in terms], [weight / total for weight in terms.values()], validated)
+
+
+def _corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
+  """A corpus of some directories' training parts, with their weights, and of some directories' validation parts."""
+  facts = [[one.digest("train") for one in trained], weights, [one.digest("validation") for one in validated]]
+  return Corpus(
+    trained[0].tokenizer,
+    Mixture(tuple(one.splits["train"] for one in trained), tuple(weights)),
+    shards.join([one.splits["validation"] for one in validated]),
+    hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+  )
 
 
 def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
@@ -188,7 +211,7 @@ def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
     try:
       os.makedirs(part)
       _remove_abandoned(cache_dir, key)
-      preparation.prepare(part, recipe, config.num_processes or os.cpu_count() or 1)
+      preparation.prepare(part, recipe, config.num_processes or preparation.num_cores())
       return _publish(part, final)
     finally:
       shutil.rmtree(part, ignore_errors=True)
@@ -205,7 +228,7 @@ def _open(directory: str) -> Corpus | None:
     found = _directory(directory, "data.cache_dir")
   except UserError:
     return None
-  return Corpus(found.tokenizer, Mixture((found.splits["train"],)), found.splits["validation"])
+  return _corpus([found], [1.0], [found])
 
 
 def _remove_abandoned(cache_dir: str, key: str) -> None:

@@ -18,7 +18,7 @@ def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
   the documents, as a number from 0 to 1, is below the fraction; at least one on each side. With "permutation"
   it is the rule of `Dataset.train_test_split` in Hugging Face's datasets, so that of the same records in the
   same order the same are held out: of n records, empty ones included, those at the first ceil(fraction n)
-  places of `numpy.random.default_rng(seed).permutation(n)`. Drawing that takes 8 bytes a record, the rest 2.
+  places of `numpy.random.default_rng(seed).permutation(n)`. Either takes 8 bytes a record for a moment, the rest 2.
 
   Args:
     present: [num_records] bool: whether a record has text; an empty or bad one has none.

@@ -7,10 +7,12 @@ tokens.
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
 import os
+import resource
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
-VERSION = 1  # of the format and of how text becomes tokens: raise it when either changes
+VERSION = 1  # of the format (RECORD_TOKENS too) and of how text becomes tokens: raise it when either changes
 MANIFEST = "manifest.json"
 RECORD_TOKENS = 16384  # read at least at a time: a window of 1024 tokens lies in 1.06 records on average
 _READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # what random access wants
@@ -70,21 +72,21 @@ class Split:
 class Tokens:
   """The tokens of a split as one long array, of which slices are read from its shards; for any number of threads."""
 
-  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype, record_tokens: int = RECORD_TOKENS):
+  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
     """Opens no file yet.
 
     Args:
       paths: Of the shards, in order.
       sizes: Tokens in each of them.
       dtype: Of the tokens.
-      record_tokens: Tokens in each record but the last of a shard.
     """
-    self.dtype, self.record_tokens = np.dtype(dtype), record_tokens
+    self.dtype, self._record_tokens = np.dtype(dtype), RECORD_TOKENS
     self.paths, self.sizes = paths, sizes
     self._disk_dtype = self.dtype.newbyteorder("<")
     self._ends = list(itertools.accumulate(sizes))
     self._readers: list[Any] = [None] * len(paths)
     self._lock = threading.Lock()
+    _allow_open_files(len(paths))
 
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0
@@ -115,16 +117,21 @@ class Tokens:
 
   def _read(self, number: int, start: int, stop: int) -> np.ndarray:
     """Tokens start to stop - 1 of one shard, of which there is at least one."""
-    first, last = start // self.record_tokens, (stop - 1) // self.record_tokens
+    first, last = start // self._record_tokens, (stop - 1) // self._record_tokens
     try:
       records = (self._readers[number] or self._open(number)).read(range(first, last + 1))
     except UserError:
       raise
     except Exception as error:  # array_record raises bare RuntimeError
+      if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise UserError(
+          f"{self.paths[number]}: can't be opened (too many open files); every shard is kept open: raise the limit, "
+          "for example with ulimit -n 4096"
+        ) from error
       raise self._damaged(number, first, first_line(error, 200)) from error
     data = records[0] if len(records) == 1 else b"".join(records)
-    offset = first * self.record_tokens
-    expected = min((last + 1) * self.record_tokens, self.sizes[number]) - offset
+    offset = first * self._record_tokens
+    expected = min((last + 1) * self._record_tokens, self.sizes[number]) - offset
     if len(data) != expected * self.dtype.itemsize:
       raise self._damaged(number, first, f"{len(data)} bytes where {expected * self.dtype.itemsize} belong")
     return np.frombuffer(data, self._disk_dtype)[start - offset : stop - offset]
@@ -132,8 +139,10 @@ class Tokens:
   def _open(self, number: int) -> Any:
     with self._lock:
       if self._readers[number] is None:
+        with open(self.paths[number], "rb"):
+          pass  # array_record says nothing of a file that it can't open
         reader = array_record_module.ArrayRecordReader(self.paths[number], _READ_OPTIONS)
-        wanted = -(-self.sizes[number] // self.record_tokens)
+        wanted = -(-self.sizes[number] // self._record_tokens)
         if reader.num_records() != wanted:  # what a file that was cut short gives is none
           raise UserError(
             f"{self.paths[number]}: holds {reader.num_records()} records where {wanted} belong: damaged; restore "
@@ -149,6 +158,14 @@ class Tokens:
     )
 
 
+def _allow_open_files(number: int) -> None:
+  """Raises this process's own limit of open files, as far as it may, for so many shards more."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = number + 512  # and what else is open
+  if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+
+
 def join(splits: Sequence[Split]) -> Split:
   """Splits of `Tokens` of one type, one after the other."""
   first = splits[0]
@@ -156,12 +173,12 @@ def join(splits: Sequence[Split]) -> Split:
     return first
   paths = [path for split in splits for path in split.tokens.paths]
   sizes = [size for split in splits for size in split.tokens.sizes]
-  tokens = Tokens(paths, sizes, first.tokens.dtype, first.tokens.record_tokens)
+  tokens = Tokens(paths, sizes, first.tokens.dtype)
   return Split(tokens, sum(split.num_bytes for split in splits), sum(split.num_documents for split in splits))
 
 
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
-  """Writes tokens [num_tokens] to a file that is to be called `name`, and sees that they are on the disk.
+  """Writes tokens [num_tokens] to a file that is to be called `name`.
 
   Raises:
     OSError: If they can't be written.
@@ -174,10 +191,13 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
     writer.close()
   except Exception as error:  # array_record raises bare RuntimeError
     raise OSError(first_line(error, 200)) from error
+  return Shard(name, len(tokens), os.path.getsize(path), sha256(path))
+
+
+def sha256(path: str) -> str:
+  """Of a file, in hex."""
   with open(path, "rb") as file:
-    os.fsync(file.fileno())
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-  return Shard(name, len(tokens), os.path.getsize(path), digest)
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
@@ -209,7 +229,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
   """Raises ValueError, KeyError or TypeError unless all is there that is read later."""
   manifest["recipe"]["source"]
   [manifest["tokenizer"][name] for name in ("file", "hash", "bos_id")]
-  if manifest["dtype"] not in ("uint16", "uint32") or type(manifest["record_tokens"]) is not int:
+  if manifest["dtype"] not in ("uint16", "uint32"):
     raise ValueError
   for name in ("train", "validation"):
     info = manifest["splits"][name]
@@ -232,6 +252,11 @@ class Directory:
   splits: dict[str, Split]
   manifest: dict[str, Any]
 
+  def digest(self, split: str) -> str:
+    """Tells the tokens of a split from others, in hex."""
+    files = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
 
 def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Directory:
   """What a manifest names, after a look at the size of every file.
@@ -246,7 +271,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
     for path, shard in zip(paths, shards):
       _check_size(path, shard.size, label)
     sizes = [shard.tokens for shard in shards]
-    tokens = Tokens(paths, sizes, np.dtype(manifest["dtype"]), manifest["record_tokens"])
+    tokens = Tokens(paths, sizes, np.dtype(manifest["dtype"]))
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])

@@ -10,7 +10,9 @@ on the number of processes. What a pass has finished stays under `UNFINISHED`; a
 from there and ends with the same bytes.
 """
 
-from diffeq_nnx.data.preparation.preparing import UNFINISHED, Sizes, prepare
+from diffeq_nnx.data.preparation.directory import UNFINISHED
+from diffeq_nnx.data.preparation.preparing import Sizes, prepare
 from diffeq_nnx.data.preparation.recipe import Recipe, check_vocabulary, recipe
+from diffeq_nnx.data.preparation.workers import num_cores
 
-__all__ = ["UNFINISHED", "Recipe", "Sizes", "check_vocabulary", "prepare", "recipe"]
+__all__ = ["UNFINISHED", "Recipe", "Sizes", "check_vocabulary", "num_cores", "prepare", "recipe"]

@@ -19,11 +19,18 @@ _SAMPLE_BYTES = 1 << 30  # that a tokenizer is trained on, about
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """What the first pass found in a source: of each record whether it has text, of each part records and bytes."""
+  """What the first pass found in a source.
 
-  present: np.ndarray  # [num_records] bool
-  records: np.ndarray  # [num_parts] int64
-  bytes: np.ndarray  # [num_parts] int64
+  Attributes:
+    present: [num_records] bool: whether a record has text.
+    records: [num_parts] int64: records in each part.
+    bytes: [num_parts] int64: UTF-8 bytes of text in each part.
+    counts: What became of the records.
+  """
+
+  present: np.ndarray
+  records: np.ndarray
+  bytes: np.ndarray
   counts: Counts
 
   @property
@@ -79,7 +86,7 @@ def utf8_size(text: str) -> int:
 
 
 def sample(source: Source, counted: Counted, sides: np.ndarray) -> Iterator[str]:
-  """Training documents to train a tokenizer on: all of them, or those of some parts, evenly spread, of a large source."""
+  """Training documents to train a tokenizer on; of a large source those of some parts, evenly spread."""
   every = max(1, counted.num_bytes // _SAMPLE_BYTES)
   starts = np.cumsum(counted.records) - counted.records
   with workers.bar("training the tokenizer", int(counted.bytes[::every].sum())) as bar:
@@ -93,7 +100,15 @@ def sample(source: Source, counted: Counted, sides: np.ndarray) -> Iterator[str]
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-  """Records `start` to `stop - 1` of a source, of about `size` bytes; `parts` hold them and begin with record `first`."""
+  """Records `start` to `stop - 1` of a source.
+
+  Attributes:
+    parts: They hold the records, and perhaps more.
+    first: The first record of the parts.
+    start: The first record of the stretch.
+    stop: One more than its last.
+    size: Bytes of its text, about.
+  """
 
   parts: list[Part]
   first: int

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and on the disk once they are there."""
 
 import contextlib
 import json
@@ -10,11 +10,19 @@ import numpy as np
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[str]:
-  """A name to write to, which then becomes `path` in one step."""
-  part = f"{path}.{os.getpid()}"
-  yield part
-  os.replace(part, path)
+def replacing(path: str, at: str | None = None) -> Iterator[str]:
+  """A name to write to, `at` or beside `path`, which then becomes `path` in one step."""
+  part = f"{at or path}.{os.getpid()}"
+  try:
+    yield part
+    descriptor = os.open(part, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    os.replace(part, path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      os.remove(part)
+    raise
 
 
 def write(path: str, content: bytes) -> None:
@@ -35,10 +43,8 @@ def read_json(path: str) -> Any:
     return json.load(file)
 
 
-def write_json(path: str, content: Any) -> None:
-  """Writes a JSON file, and sees that it is on the disk."""
-  with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
+def write_json(path: str, content: Any, at: str | None = None) -> None:
+  """Writes a JSON file; `at` as for `replacing`."""
+  with replacing(path, at) as part, open(part, "w", encoding="utf-8") as file:
     json.dump(content, file, indent=1)
     file.write("\n")
-    file.flush()
-    os.fsync(file.fileno())

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from diffeq_nnx.data import shards
-from diffeq_nnx.data.preparation.files import write_json
+from diffeq_nnx.data.preparation.files import read_json, replacing, write_json
+from diffeq_nnx.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,13 @@ class GatherTask:
   dtype: str
   directory: str
   file: str
+
+  def is_whole(self) -> bool:
+    """Whether the shard is in its place, with the size that it was written with."""
+    try:
+      return os.path.getsize(os.path.join(self.directory, self.file)) == read_json(self.done)["shard"]["size"]
+    except (OSError, ValueError):
+      return False
 
 
 def gather(task: GatherTask, progress: Callable[[int], None]) -> None:
@@ -46,14 +54,13 @@ def gather(task: GatherTask, progress: Callable[[int], None]) -> None:
     begin, end = int(index[1, 0]), int(index[1, -1])
     piece = np.fromfile(path, dtype, end - begin, offset=begin * dtype.itemsize)
     if len(piece) != end - begin:
-      raise OSError(f"{path} was cut short")
+      raise UserError(f"{path}: was cut short; remove {os.path.dirname(os.path.dirname(path))} and start again")
     for first, last in zip((index[1, :-1] - index[1, 0]).tolist(), (index[1, 1:] - index[1, 0]).tolist()):
       tokens[starts[number] : starts[number] + last - first] = piece[first:last]
       number += 1
     progress(int(index[2, :-1].sum()))
-  part = f"{task.done}.{os.getpid()}"
-  shard = shards.write_shard(part, tokens, task.file)
-  os.replace(part, os.path.join(task.directory, task.file))
+  with replacing(os.path.join(task.directory, task.file), at=task.done) as part:
+    shard = shards.write_shard(part, tokens, task.file)
   num_bytes = sum(int(index[2, :-1].sum()) for _, index in found)
   write_json(task.done, {
     "tokens": len(tokens), "bytes": num_bytes, "documents": len(keys), "shard": dataclasses.asdict(shard)

@@ -1,24 +1,18 @@
-"""One preparation: its directory, and its passes one after the other."""
+"""One preparation: its passes one after the other."""
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import glob
 import importlib.metadata
-import json
 import os
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
-from absl import logging
 import numpy as np
 
 from diffeq_nnx.data import holdout, shards, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.counting import Counted, CountTask, count, sample, stretches
-from diffeq_nnx.data.preparation.files import read_json, save, write, write_json
+from diffeq_nnx.data.preparation.directory import claim, finish, locked, whole
+from diffeq_nnx.data.preparation.files import read_json, save, write
 from diffeq_nnx.data.preparation.gathering import GatherTask, gather
 from diffeq_nnx.data.preparation.recipe import Recipe
 from diffeq_nnx.data.preparation.tokenising import KEY_BITS, TokeniseTask, Written, tokenise
@@ -26,8 +20,8 @@ from diffeq_nnx.data.sources import Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
-UNFINISHED = ".unfinished"
 _COUNTED_PARTS = 1024  # the tasks of the first pass, at most
+_DOCUMENT_BYTES = 100  # what a document costs in memory beside its text, about, as so many of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Sizes:
   Attributes:
     stretch: Bytes of text that are tokenised as one task.
     run: Tokens that are held before they are sorted and written.
-    shard: Bytes of text in a shard.
+    shard: Bytes of text in a shard, each document counted as 100 more.
     most_shards: Of a split; beyond, they grow.
   """
 
@@ -48,12 +42,13 @@ class Sizes:
 
 
 def prepare(directory: str, recipe: Recipe, num_processes: int = 1, sizes: Sizes = Sizes()) -> dict[str, Any]:
-  """Fills a directory with shards and their manifest, or goes on with that; nothing to do if it is whole.
+  """Fills a directory with shards and their manifest, or goes on with that.
 
-  Memory stays flat: for each process a stretch's batch, a run, or a shard. On disk the tokens lie twice for a time.
+  Where it is whole already its files are read and compared with their SHA-256, and what is damaged is made again.
+  Memory stays flat: for each process a batch of text, a run, or a shard. On disk the tokens lie twice for a time.
 
   Args:
-    directory: A directory of its own; made if it isn't there.
+    directory: A directory of its own; made if it isn't there; `~` expands.
     recipe: What is to be in it.
     num_processes: How many work at the same time; with 1 it is this one alone.
     sizes: How the work is cut.
@@ -67,82 +62,26 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, sizes: Sizes
     RunError: If a process dies.
     OSError: If the directory can't be written.
   """
-  record = recipe.record()
-  label, unfinished = f"workdir={directory}", os.path.join(directory, UNFINISHED)
-  manifest = shards.read_manifest(directory, label)
-  if manifest is not None:
-    _check_same(record, manifest["recipe"], label)
-    with contextlib.suppress(UserError):  # damaged: it is made again
-      return shards.open_directory(directory, manifest, label).manifest
-  elif os.path.isdir(directory) and os.listdir(directory) and not os.path.isdir(unfinished):
-    raise UserError(f"{label}: holds files that are no prepared shards; name an empty or a new directory")
-  os.makedirs(unfinished, exist_ok=True)
-  with _locked(unfinished, label):
-    if manifest is not None:
-      os.remove(os.path.join(directory, shards.MANIFEST))
-    _claim(unfinished, {"recipe": record, "sizes": dataclasses.asdict(sizes)}, label)
-    manifest = _Preparation(directory, recipe, num_processes, sizes).run(record)
-    if recipe.record() != record:
-      shutil.rmtree(unfinished)
-      os.makedirs(unfinished)  # so that the directory is known again
-      raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
-    _publish(directory, manifest)
-  return manifest
-
-
-def _publish(directory: str, manifest: dict[str, Any]) -> None:
-  """Makes the directory whole: last of all comes the manifest."""
-  unfinished, name = os.path.join(directory, UNFINISHED), manifest["tokenizer"]["file"]
-  os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
-  ours = {shard["file"] for split in manifest["splits"].values() for shard in split["shards"]}
-  for path in glob.glob(os.path.join(glob.escape(directory), "*.array_record")):
-    if os.path.basename(path) not in ours:  # of an earlier state of the files
-      os.remove(path)
-  write_json(os.path.join(directory, shards.MANIFEST), manifest)
-  shutil.rmtree(unfinished)
-
-
-def _check_same(ours: dict[str, Any], theirs: dict[str, Any], label: str) -> None:
-  """Raises UserError, naming the keys, where two recipes differ."""
-  differing = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
-  if differing:
-    told = "; ".join(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in differing)
-    raise UserError(f"{label}: is prepared from something else: {told}; name another directory, or remove this one")
-
-
-def _claim(unfinished: str, ours: dict[str, Any], label: str) -> None:
-  """Sees that what an earlier run left here, if anything, is of the same recipe."""
-  path = os.path.join(unfinished, "recipe.json")
-  try:
-    with open(path, encoding="utf-8") as file:
-      theirs = json.load(file)
-  except FileNotFoundError:
-    write_json(path, ours)
-    return
-  if theirs["recipe"] == ours["recipe"] and theirs != ours:
-    raise UserError(f"{label}: was begun with other sizes; remove {unfinished} to start anew")
-  _check_same(ours["recipe"], theirs["recipe"], label)
-
-
-@contextlib.contextmanager
-def _locked(unfinished: str, label: str) -> Iterator[None]:
-  """Keeps a second process out."""
-  with open(os.path.join(unfinished, "lock"), "w") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-        raise UserError(f"{label}: another process is preparing it; wait for it, or stop it") from error
-      logging.warning("%s: can't be locked (%s); see that no other process prepares it", label, error.strerror)
-    yield
+  record, label = recipe.record(), f"workdir={directory}"
+  directory = os.path.abspath(os.path.expanduser(directory))
+  os.makedirs(directory, exist_ok=True)
+  with locked(directory, label):
+    manifest = whole(directory, record, label)
+    if manifest is None:
+      work = {"version": shards.VERSION, "recipe": record, "sizes": dataclasses.asdict(sizes)}
+      unfinished = claim(directory, work, label)
+      manifest = _Preparation(directory, unfinished, recipe, num_processes, sizes).run(record)
+      if recipe.record() != record:
+        raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
+      finish(directory, manifest)
+    return manifest
 
 
 class _Preparation:
   """One call of `prepare`: its passes, and where each leaves what it has finished."""
 
-  def __init__(self, directory: str, recipe: Recipe, num_processes: int, sizes: Sizes):
-    self._directory, self._recipe, self._sizes = directory, recipe, sizes
-    self._unfinished = os.path.join(directory, UNFINISHED)
+  def __init__(self, directory: str, unfinished: str, recipe: Recipe, num_processes: int, sizes: Sizes):
+    self._directory, self._unfinished, self._recipe, self._sizes = directory, unfinished, recipe, sizes
     self._num_processes = num_processes
     for name in ("counted", "runs", "shards"):
       os.makedirs(os.path.join(self._unfinished, name), exist_ok=True)
@@ -164,6 +103,10 @@ class _Preparation:
       )  # fmt: skip
       self._tokenise(pool, opened, counted, written)
       splits = self._gather(pool, counted, sides, written)
+    found, expected = (sum(split["documents"] for split in splits.values()),
+                       sum(one.counts.documents for one in counted.values()))  # fmt: skip
+    if found != expected:  # files under `_unfinished` were changed or lost
+      raise UserError(f"{self._unfinished}: gives {found} documents where {expected} belong; remove it and start again")
     return {
       "version": shards.VERSION,
       "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
@@ -173,13 +116,12 @@ class _Preparation:
         "eos_id": tokenizer.eos_id, "bos_id": tokenizer.bos_id,
       },
       "dtype": dtype.name,
-      "record_tokens": shards.RECORD_TOKENS,
       # Only here can it be read later what became of the records that are in neither split.
       "records": {key: dataclasses.asdict(one.counts) for key, one in counted.items()},
       "splits": splits,
     }  # fmt: skip
 
-  def _count(self, pool: workers.Workers, key: str, source: Source) -> "Counted":
+  def _count(self, pool: workers.Workers, key: str, source: Source) -> Counted:
     """The first pass over one source."""
     at_once = -(-len(source.parts) // _COUNTED_PARTS)
     tasks = [
@@ -191,7 +133,7 @@ class _Preparation:
     source.check(counted.counts)
     return counted
 
-  def _sides(self, key: str, counted: dict[str, "Counted"]) -> np.ndarray:
+  def _sides(self, key: str, counted: dict[str, Counted]) -> np.ndarray:
     """[num_records] int8: the split of each record (see `holdout.SIDES`), or 0."""
     present = counted[key].present
     if key == "data.validation":
@@ -203,7 +145,7 @@ class _Preparation:
     save(self._path(f"{key}.npy"), sides)
     return sides
 
-  def _tokenizer(self, source: Source, counted: "Counted", sides: np.ndarray) -> Tokenizer:
+  def _tokenizer(self, source: Source, counted: Counted, sides: np.ndarray) -> Tokenizer:
     """The tokenizer, given or trained, its file in place."""
     tokenizer = self._recipe.tokenizer
     if tokenizer is None:
@@ -215,7 +157,7 @@ class _Preparation:
     return tokenizer
 
   def _tokenise(
-    self, pool: workers.Workers, opened: dict[str, Source], counted: dict[str, "Counted"], written: "Written"
+    self, pool: workers.Workers, opened: dict[str, Source], counted: dict[str, Counted], written: Written
   ) -> None:
     """The second pass, over all sources."""
     tasks = []
@@ -229,14 +171,14 @@ class _Preparation:
     pool.run(tokenise, tasks, "tokenising")
 
   def _gather(
-    self, pool: workers.Workers, counted: dict[str, "Counted"], sides: dict[str, np.ndarray], written: "Written"
+    self, pool: workers.Workers, counted: dict[str, Counted], sides: dict[str, np.ndarray], written: Written
   ) -> dict[str, Any]:
     """The third pass; what the manifest says of each split."""
     tasks: dict[str, list[GatherTask]] = {}
     for split, side in holdout.SIDES.items():
       key = "data.validation" if split == "validation" and "data.validation" in counted else "data.source"
       documents, present = int((sides[key] == side).sum()), int(counted[key].present.sum())
-      size = counted[key].num_bytes * documents // present  # about
+      size = counted[key].num_bytes * documents // present + _DOCUMENT_BYTES * documents  # about
       number = max(1, min(-(-size // self._sizes.shard), self._sizes.most_shards))
       keys = 1 << KEY_BITS if split == "train" else len(sides[key])
       bounds = [keys * place // number for place in range(number + 1)]
@@ -248,6 +190,10 @@ class _Preparation:
         )
         for place in range(number)
       ]  # fmt: skip
+    for task in (*tasks["train"], *tasks["validation"]):
+      if not task.is_whole():
+        with contextlib.suppress(FileNotFoundError):
+          os.remove(task.done)
     pool.run(gather, [*tasks["train"], *tasks["validation"]], "gathering")
     splits = {}
     for split, its in tasks.items():

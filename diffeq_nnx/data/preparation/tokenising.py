@@ -16,6 +16,7 @@ from diffeq_nnx.errors import UserError
 
 KEY_BITS = 63
 _BATCH_CHARS = 1 << 20  # tokenised at a time
+_DOCUMENT_TOKENS = 200  # what a document costs in memory beside its tokens, about, as so many of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +114,14 @@ class _Run:
   def _clear(self) -> None:
     self._documents: list[np.ndarray] = []
     self._places: list[tuple[int, int]] = []  # record, bytes
-    self._tokens = 0
+    self._held = 0
 
   def add(self, index: int, ids: np.ndarray, num_bytes: int) -> None:
     """Takes one document in."""
     self._documents.append(ids.astype(self._dtype))
     self._places.append((index, num_bytes))
-    self._tokens += len(ids) + len(self._begin) + 1
-    if self._tokens >= self._task.run:
+    self._held += len(ids) + _DOCUMENT_TOKENS
+    if self._held >= self._task.run:
       self.write()
 
   def write(self) -> None:

@@ -1,12 +1,14 @@
 """Tasks shared out over processes, with a bar that shows how far they are."""
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tqdm
@@ -68,7 +70,8 @@ class Workers:
   def _share_out(self, function: Callable, tasks: list[Task], shown: "tqdm.tqdm | _Lines") -> None:
     if self._pool is None:
       self._start()
-    futures = [self._pool.submit(_call, function, task) for task in tasks]
+    with _without_main():  # submitting starts the processes
+      futures = [self._pool.submit(_call, function, task) for task in tasks]
     before, already = self._counter.value, shown.n
     waiting: set[concurrent.futures.Future] = set(futures)
     while waiting:
@@ -84,8 +87,8 @@ class Workers:
           future.result()
       except concurrent.futures.process.BrokenProcessPool as error:
         raise RunError(
-          "a worker process ended, as when memory runs out; give data.num_processes a smaller number, and start again: "
-          "what is finished stays"
+          "a worker process ended, as when memory runs out; give data.num_processes a smaller number, and start "
+          "again"
         ) from error
 
   def _start(self) -> None:
@@ -98,7 +101,7 @@ class Workers:
 
 
 def bar(what: str, total: int, initial: int = 0) -> "tqdm.tqdm | _Lines":
-  """Shows how much text is worked through, in bytes; `total` 0: of nobody knows how much."""
+  """Shows how much text is worked through, in bytes; `total` is 0 where nobody knows."""
   if not sys.stderr.isatty():
     return _Lines(what, total, initial)
   return tqdm.tqdm(
@@ -129,6 +132,24 @@ class _Lines:
     """Nothing is left open."""
 
 
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+  """Spares new processes the main module: they don't need it, and as a plain script it would run again in them."""
+  main = sys.modules["__main__"]
+  kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+  vars(main).pop("__file__", None)
+  main.__spec__ = None
+  try:
+    yield
+  finally:
+    vars(main).update(kept)
+
+
+def num_cores() -> int:
+  """How many cores this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 _counter: Any = None  # in a worker: shared by all, bytes of text done
 
 
@@ -136,6 +157,7 @@ def _begin(counter: Any, alive: Any) -> None:
   """Readies a worker process: it ends when the other end of `alive` is closed, and keeps to one thread."""
   global _counter
   _counter = counter
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
   def watch() -> None:

@@ -111,8 +111,9 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   if kind == "tfds" and rest:
     opened = catalogue.resolve(rest, prefix, options)
     return Source(source, key, options, opened.parts, [kind, *opened.state])
-  if kind == "shards" or "*shards:" in source:
-    raise UserError(f"{prefix} prepared shards hold tokens, and here text is wanted; use one of {', '.join(KINDS[:-1])}")
+  if "shards:" in source:
+    kinds = ", ".join(KINDS[:-1])
+    raise UserError(f"{prefix} prepared shards hold tokens, and here text is wanted; use one of {kinds}")
   raise UserError(
     f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_nearest(source)}"
   )

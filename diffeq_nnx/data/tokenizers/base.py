@@ -75,7 +75,7 @@ class Tokenizer(abc.ABC):
 
 
 def num_threads() -> int:
-  """How many threads encode: the machine's, and one where TOKENIZERS_PARALLELISM=false, as Hugging Face's library has it."""
+  """How many threads encode: the machine's, and one where TOKENIZERS_PARALLELISM=false, as for Hugging Face's library."""
   return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
 
 
