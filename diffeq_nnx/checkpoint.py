@@ -19,6 +19,7 @@ from diffeq_nnx.train_step import State
 
 FOLDER = "checkpoints"
 DAMAGED = "checkpoints_damaged"
+FROZEN = "frozen"
 
 
 class Checkpoints:
@@ -82,12 +83,33 @@ class Checkpoints:
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
-        return _state(items), items["data"]
+        return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
       self._set_aside(step, problem)
     if found:
       raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
                       f"{DAMAGED}; remove the directory to start anew", everywhere=True)
     return None
+
+  def save_frozen(self, frozen: dict[str, Any]) -> None:
+    """Saves the parameters that don't learn, once for all checkpoints; {}: there are none.
+
+    Raises:
+      RunError: they could not be written.
+    """
+    if frozen:
+      with self._told("save", 0), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(os.path.join(self._workdir, FROZEN), frozen, force=True)
+
+  def _restore_frozen(self, abstract: dict[str, Any]) -> dict[str, Any]:
+    if not abstract:
+      return {}
+    path = os.path.join(self._workdir, FROZEN)
+    try:
+      with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, abstract)
+    except Exception as error:  # as above
+      raise UserError(f"workdir={self._workdir}: {FROZEN}, the parameters that don't learn, can't be read "
+                      f"({type(error).__name__}: {first_line(error, 200)}); restore it, or fine-tune again") from error
 
   def _problems(self, step: int, problem: str) -> list[str]:
     """What each process met when it restored; where only some could, the others still wait for them inside orbax."""

@@ -31,6 +31,16 @@ class TimeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
+  rank: int = 0  # columns of A; 0: no adapters, all parameters learn
+  alpha: float = 16.0
+  targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
+  dropout: float = 0.0  # share of a kernel's input features that A doesn't see in a train step
+  embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Three independent choices (weights, field, solver) and their sizes."""
   weights: str = "generated"  # generated | stored (one set a step) | shared (one set for all steps)
@@ -50,6 +60,7 @@ class ModelConfig:
   dtype: str = "bfloat16"  # of the computation; parameters are float32
   attention: str = "auto"  # auto | reference | pallas | cudnn: how it is computed; kernels/README.md
   time: TimeConfig = TimeConfig()
+  lora: LoraConfig = LoraConfig()
 
   @property
   def kv_heads(self) -> int:
@@ -178,12 +189,12 @@ CHOICES = {
 POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
     "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.time.sinusoidal_dim",
-    "model.time.time_embed_dim", "model.time.scale", "optimizer.peak_rate", "optimizer.eps",
+    "model.time.time_embed_dim", "model.time.scale", "model.lora.alpha", "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
     "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes")
 FRACTIONS = {  # key: (may be 0, may be 1)
-    "model.dropout": (True, False), "data.validation_fraction": (False, False),
+    "model.dropout": (True, False), "model.lora.dropout": (True, False), "data.validation_fraction": (False, False),
     "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),
     "optimizer.b1": (True, False), "optimizer.b2": (True, False)}
 
@@ -358,7 +369,7 @@ def _check_values(config: Config) -> None:
       raise UserError(f"{key}={flat[key]}: must be 1 or above, or -1 for what the others leave")
   if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
     raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
-  for key in ("seed", "optimizer.weight_decay", "data.validation_seed", "data.shuffle_seed"):
+  for key in ("seed", "optimizer.weight_decay", "data.validation_seed", "data.shuffle_seed", "model.lora.rank"):
     if flat[key] is not None and not flat[key] >= 0:
       raise UserError(f"{key}={flat[key]}: must be 0 or above")
 
@@ -384,6 +395,9 @@ def _check_model(model: ModelConfig) -> None:
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
       raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one for each of "
                       "model.num_steps")
+  if model.lora.rank and model.weights != "stored":
+    raise UserError(f"model.lora.rank={model.lora.rank}: adapters are for model.weights=stored; discretise the model "
+                    "first, or set it to 0")
   if model.time.constant and model.weights != "generated":
     raise UserError(f"model.time.constant=True: only generated weights depend on time; set it to False or "
                     f"model.weights={model.weights!r} to 'generated'")

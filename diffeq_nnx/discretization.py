@@ -7,7 +7,7 @@ from flax import nnx
 import jax
 
 from diffeq_nnx import solvers
-from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.config import LoraConfig, ModelConfig, TimeConfig
 from diffeq_nnx.model import Model, parameter_dtype
 from diffeq_nnx.train_step import Params, graph
 
@@ -36,7 +36,8 @@ def discretized_config(model: ModelConfig, num_steps: int | None = None,
     raise ValueError(f"the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
                      "discretised anew; start from the model with generated weights")
   return dataclasses.replace(model, weights="stored", num_steps=num_steps, horizon=None if sizes else model.total_time,
-                             step_sizes=sizes, time=TimeConfig())
+                             step_sizes=sizes, time=TimeConfig(),
+                             lora=LoraConfig())
 
 
 def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) -> Params:
@@ -49,7 +50,7 @@ def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) 
 def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequence[float] | None = None) -> Model:
   """The same model with stored weights, W(t) at the times of one grid: an ordinary transformer's.
 
-  It gives the very logits that `model` gives at that number of steps.
+  It gives the very logits that `model` gives at that number of steps. Adapters become part of the weights.
 
   Args:
     model: any model; one with stored weights at its own number of steps only.

@@ -10,14 +10,16 @@ from jax.sharding import Mesh
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx import distributed
+from diffeq_nnx import trainable
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, LoraConfig, ModelConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
+from diffeq_nnx.report import say
 from diffeq_nnx.train import claim, load_corpus, prepare, train
-from diffeq_nnx.train_step import State, abstract_state, init_state, state_shardings
+from diffeq_nnx.train_step import Params, State, abstract_state, all_params, init_state, state_shardings
 
 
 def evaluate(config: Config, workdir: str) -> dict:
@@ -33,7 +35,7 @@ def evaluate(config: Config, workdir: str) -> dict:
     corpus, state = _open_run(config, workdir, mesh)
     evaluator = Evaluator(config, corpus, mesh)
     return _print({"job": "evaluate", "workdir": workdir, "step": int(state["step"]),
-                   "num_steps": evaluator.num_steps, **evaluator(state["params"])})
+                   "num_steps": evaluator.num_steps, **evaluator(all_params(state))})
 
 
 def _open_run(config: Config, workdir: str, mesh: Mesh, key: str = "workdir") -> tuple[data.Corpus, State]:
@@ -60,7 +62,8 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
                step_sizes: Sequence[float] | None = None) -> dict:
   """Writes the newest model of a run with stored weights, as a run of its own at step 0, and prints one JSON line.
 
-  The line has the validation values of the model before, at its own number of steps, and after.
+  The line has the validation values of the model before, at its own number of steps, and after. Adapters become part
+  of the weights.
 
   Args:
     config: of the run in `from_workdir`.
@@ -73,32 +76,104 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     UserError: a number of steps or step sizes that can't be, no checkpoint, or a directory that holds a run.
   """
   distributed.end_on_sigterm()
-  try:
-    model = discretized_config(config.model, num_steps, step_sizes)
-  except ValueError as error:
-    raise UserError(f"--job=discretize: {error}", everywhere=True) from error
-  every = config.train.remat_every if model.num_steps % config.train.remat_every == 0 else 1
-  stored = config_lib.from_dict(config_lib.to_dict(dataclasses.replace(
-      config, model=model, train=dataclasses.replace(config.train, step_counts=(), remat_every=every),
-      eval=dataclasses.replace(config.eval, num_steps=None))))
+  stored = _derived(config, _discretized(config, num_steps, step_sizes))
   mesh = prepare(config)
   with jax.set_mesh(mesh):
     with distributed.together():
       workdir_lib.require_none(workdir)
     corpus, state = _open_run(config, from_workdir, mesh, "from_workdir")
-    places = state_shardings(stored, mesh)
-    params = jax.jit(discretized_params, static_argnums=(0, 1), out_shardings=places["params"])(
-        config.model, model, state["params"])
-    before = Evaluator(config, corpus, mesh, config.model.num_steps)(state["params"])
+    params = _stored_params(config, stored, all_params(state), mesh)
+    before = Evaluator(config, corpus, mesh, config.model.num_steps)(all_params(state))
     after = Evaluator(stored, corpus, mesh)(params)
-    claim(stored, workdir, corpus)
-    checkpoints = Checkpoints(workdir, stored, corpus.tokenizer.hash)
-    state = jax.jit(init_state, static_argnums=0, out_shardings=places)(stored)
-    checkpoints.save({**state, "params": params}, {"windows": 0}, after["loss"])
-    checkpoints.close()
+    _start_run(stored, workdir, corpus, params, mesh, after["loss"])
     return _print({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
                    "before": {"num_steps": config.model.num_steps, **before},
-                   "after": {"num_steps": model.num_steps, **after}})
+                   "after": {"num_steps": stored.model.num_steps, **after}})
+
+
+def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
+             step_sizes: Sequence[float] | None = None) -> dict[str, float]:
+  """Trains the newest model of a run, with stored weights at any steps, on the text of `config`; run again, it goes on.
+
+  With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
+
+  Args:
+    config: what to train on and how; of `config.model` only dropout, attention and lora are read, the rest is the
+      run's.
+    workdir: the new run's directory.
+    from_workdir: the run's; its tokenizer is used.
+    num_steps: as for `discretization.discretize`.
+    step_sizes: likewise.
+
+  Returns:
+    The last validation values, as `train`.
+
+  Raises:
+    UserError: as `discretize` and `train`, and a pattern of targets that matches nothing.
+    RunError: as `train`.
+  """
+  source = workdir_lib.config_of(from_workdir, "from_workdir")
+  model = dataclasses.replace(
+      _discretized(source, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
+      lora=config.model.lora)
+  data_config = config.data
+  if data_config.tokenizer == "train" and "shards:" not in data_config.source:
+    data_config = dataclasses.replace(data_config, tokenizer=workdir_lib.tokenizer_path(from_workdir))
+  config = _derived(dataclasses.replace(config, data=data_config), model)
+  if not workdir_lib.holds_run(workdir):
+    mesh = prepare(config)
+    with jax.set_mesh(mesh):
+      with distributed.together():
+        workdir_lib.require(from_workdir, source)
+      corpus = load_corpus(config)
+      workdir_lib.require_tokenizer(from_workdir, corpus.tokenizer)
+      restored = Checkpoints(from_workdir, source, corpus.tokenizer.hash).restore(abstract_state(source, mesh))
+      if restored is None:
+        raise UserError(f"from_workdir={from_workdir}: holds no checkpoint yet; train first", everywhere=True)
+      params = _stored_params(source, config, all_params(restored[0]), mesh)
+      before = Evaluator(config, corpus, mesh)(params)
+      say(f"before fine-tuning: validation loss {before['loss']:.4f}, perplexity {before['perplexity']:.2f}")
+      _start_run(config, workdir, corpus, params, mesh, before["loss"])
+  return train(config, workdir)
+
+
+def _discretized(config: Config, num_steps: int | None, step_sizes: Sequence[float] | None) -> ModelConfig:
+  """`discretized_config`, its ValueError told in one line."""
+  try:
+    return discretized_config(config.model, num_steps, step_sizes)
+  except ValueError as error:
+    raise UserError(f"--num_steps, --step_sizes: {error}", everywhere=True) from error
+
+
+def _derived(config: Config, model: ModelConfig) -> Config:
+  """The config with a model of stored weights, and without what doesn't go with its steps; checked."""
+  every = config.train.remat_every if model.num_steps % config.train.remat_every == 0 else 1
+  return config_lib.from_dict(config_lib.to_dict(dataclasses.replace(
+      config, model=model, train=dataclasses.replace(config.train, step_counts=(), remat_every=every),
+      eval=dataclasses.replace(config.eval, num_steps=None))))
+
+
+def _stored_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
+  """All parameters of a model as those of its discretised one, adapters new where `stored` has them."""
+  whole = dataclasses.replace(stored.model, lora=LoraConfig())
+  made = jax.jit(discretized_params, static_argnums=(0, 1))(source.model, whole, params)
+  if not stored.model.lora.rank:
+    return made
+  state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(stored, mesh))(stored)
+  made["weight_source"] = {**made["weight_source"], "lora": all_params(state)["weight_source"]["lora"]}
+  return made
+
+
+def _start_run(config: Config, workdir: str, corpus: data.Corpus, params: Params, mesh: Mesh, loss: float) -> None:
+  """Writes a run at step 0 that has these parameters, all of the model's."""
+  places = state_shardings(config, mesh)
+  state = jax.jit(init_state, static_argnums=0, out_shardings=places)(config)
+  learning, frozen = trainable.split(config.model, jax.device_put(params, all_params(places)))
+  checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+  checkpoints.save_frozen(frozen)
+  claim(config, workdir, corpus)
+  checkpoints.save({**state, "params": learning, "frozen": frozen}, {"windows": 0}, loss)
+  checkpoints.close()
 
 
 def prepare_shards(config: Config, workdir: str) -> dict:
@@ -129,4 +204,5 @@ def prepare_shards(config: Config, workdir: str) -> dict:
                  "records": manifest["records"], **counts})
 
 
-JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize}
+JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
+        "finetune": finetune}

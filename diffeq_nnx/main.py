@@ -15,10 +15,10 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize"], "What to do.")
-FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize: the run whose newest model is taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize: how many steps, of one size; default: its own.")
-STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize: the size of each step instead, e.g. 0.5,0.25,0.25.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune"], "What to do.")
+FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is taken.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and finetune: how many steps, of one size; default: its own.")
+STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -26,7 +26,7 @@ JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for t
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
-OPTIONS = {"discretize": (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)}  # flags that belong to one job
+OPTIONS = dict.fromkeys(("discretize", "finetune"), (FROM_WORKDIR, NUM_STEPS, STEP_SIZES))  # flags of some jobs only
 
 
 def run(argv: list[str]) -> None:
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> None:
   job, options = JOB.value, _options(JOB.value)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  if CONFIG.value is None and job in ("train", "prepare"):
+  if CONFIG.value is None and job in ("train", "prepare", "finetune"):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job == "discretize":
     raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
@@ -57,9 +57,9 @@ def _options(job: str) -> dict[str, object]:
   """The values of the flags that belong to this job alone."""
   for other, its in OPTIONS.items():
     for flag in its:
-      if other != job and flag.value is not None:
+      if flag not in OPTIONS.get(job, ()) and flag.value is not None:
         raise UserError(f"--{flag.name}={flag.value}: is for --job={other}, and this is --job={job}; leave it out")
-  if job != "discretize":
+  if job not in OPTIONS:
     return {}
   if FROM_WORKDIR.value is None:
     raise UserError("--from_workdir: missing; e.g. --job=discretize --from_workdir=runs/tiny --workdir=runs/tiny9")

@@ -51,12 +51,14 @@ class Model(nnx.Module):
     """The config's own grid, or a uniform one of `num_steps` steps over the same horizon."""
     return solvers.make_grid(self.config, num_steps)
 
-  def block_weights(self, grid: solvers.Grid | None = None) -> weights_lib.BlockWeights:
+  def block_weights(self, grid: solvers.Grid | None = None,
+                    dropout_key: jax.Array | None = None) -> weights_lib.BlockWeights:
     """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
 
-    Each device makes its own part of them from its own part of the parameters.
+    Each device makes its own part of them from its own part of the parameters. With a key, adapters drop out.
     """
-    weights = self.weight_source(np.asarray((grid or self.grid()).times_S), jnp.dtype(self.config.dtype))
+    times_S = np.asarray((grid or self.grid()).times_S)
+    weights = self.weight_source(times_S, jnp.dtype(self.config.dtype), dropout_key)
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
   def hidden(self, tokens_BxL: jax.Array, block_weights: weights_lib.BlockWeights, grid: solvers.Grid | None = None,

@@ -22,7 +22,7 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.kernels import attention
 from diffeq_nnx.report import Reporter, Silent, parameter_table, reporter, say
-from diffeq_nnx.train_step import State, abstract_state, init_state, make_train_step, state_shardings
+from diffeq_nnx.train_step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
@@ -121,7 +121,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
   restored = checkpoints.restore(abstract_state(config, mesh))
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
-    say(parameter_table(state["params"]))
+    say(parameter_table(all_params(state)))
     return state, 0
   state, data_state = restored
   say(f"going on from the checkpoint of step {int(state['step'])}")
@@ -171,7 +171,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       watch.finish()  # so that nothing is saved after a step that was not finite
       with watch.paused():
         if validate:
-          values = evaluator(state["params"])
+          values = evaluator(all_params(state))
           run.report.validation(step + 1, values)
         if save:
           windows = run.windows + (step + 1 - start) * config.train.batch_size
@@ -184,7 +184,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   if start >= steps:
     say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
         "raise train.steps to go on")
-    values = evaluator(state["params"])
+    values = evaluator(all_params(state))
   return values
 
 

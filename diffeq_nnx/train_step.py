@@ -15,12 +15,14 @@ import optax
 from diffeq_nnx import optimizer as optimizer_lib
 from diffeq_nnx import sharding
 from diffeq_nnx import solvers
+from diffeq_nnx import trainable
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.loss import chunked_cross_entropy
 from diffeq_nnx.model import Model
 
 Params = dict[str, Any]  # a pure dict of the model's parameters
-State = dict[str, Any]  # params, opt_state, step [], key: everything that a checkpoint holds
+# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; and frozen, the other parameters
+State = dict[str, Any]
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are apart
 
 
@@ -33,25 +35,33 @@ def init_state(config: Config) -> State:
   """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
   model_key, dropout_key = jax.random.split(jax.random.key(config.seed))
   params = nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(params=model_key)), nnx.Param))
+  params, frozen = trainable.split(config.model, params)
   opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
-  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": dropout_key}
+  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": dropout_key,
+          "frozen": frozen}
+
+
+def all_params(state: State) -> Params:
+  """The whole model's parameters."""
+  return trainable.join(state["params"], state["frozen"])
 
 
 def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.Grid, params: Params,
-                       batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
-  """Mean loss in nats a token, and its gradient.
+                       batch: Batch, key: jax.Array, frozen: Params | None = None) -> tuple[jax.Array, Params]:
+  """Mean loss in nats a token, and its gradient by `params`; `frozen` are the parameters that don't learn, if any.
 
   The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
   respect to them add up over micro-batches, and the generator is differentiated once.
   """
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
-  generate = lambda p: nnx.merge(model_graph, {**rest, "weight_source": p}).block_weights(grid)
+  merge = lambda learning: nnx.merge(model_graph, trainable.join(learning, frozen or {}))
+  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, jax.random.fold_in(key, 0))
   block_weights, pull_back = jax.vjp(generate, source)
   remat = solvers.Remat(config.train.remat, config.train.remat_every)
 
   def microbatch_loss(block_weights, rest, batch):
-    model = nnx.merge(model_graph, {**rest, "weight_source": source})
+    model = merge({**rest, "weight_source": source})
     hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"],
                            remat=remat)
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
@@ -104,15 +114,16 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
   """Where each array of the state lives, in the state's structure: optimizer moments where their parameters do."""
   abstract = nnx.state(nnx.eval_shape(lambda: Model(config.model, rngs=nnx.Rngs(0))), nnx.Param)
   axes = lambda variable: variable.get_metadata().get("axes", (None,) * len(variable.shape))
-  params = nnx.to_pure_dict(jax.tree.map(
+  places = nnx.to_pure_dict(jax.tree.map(
       lambda variable: variable.replace(sharding.named(mesh, axes(variable), variable.shape)), abstract,
       is_leaf=lambda x: isinstance(x, nnx.Variable)))
+  params, frozen = trainable.split(config.model, places)
   shapes = jax.eval_shape(lambda: init_state(config))
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   whole = sharding.whole(mesh)
   opt_state = optax.tree_utils.tree_map_params(
       optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: whole)
-  return {"params": params, "opt_state": opt_state, "step": whole, "key": whole}
+  return {"params": params, "opt_state": opt_state, "step": whole, "key": whole, "frozen": frozen}
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
@@ -147,12 +158,12 @@ def make_train_step(config: Config,
   def train_step(state: State, batch: Batch, num_steps: int):
     grid = solvers.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
-    loss, gradients = loss_and_gradients(config, model_graph, grid, state["params"], batch, key)
+    loss, gradients = loss_and_gradients(config, model_graph, grid, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients),
                "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32)}
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state,
-            "step": state["step"] + 1, "key": state["key"]}, metrics
+            "step": state["step"] + 1, "key": state["key"], "frozen": state["frozen"]}, metrics
 
   return train_step
 

@@ -9,6 +9,7 @@ S times, T time_embed_dim, M frequencies, P = 2 M + 1 features, N groups (weight
 import dataclasses
 import functools
 import math
+import re
 
 from flax import nnx
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.time_embedding import fixed_frequencies, sinusoidal_features
 
 BlockWeights = dict[str, dict[str, jax.Array]]
@@ -60,12 +62,54 @@ class StoredWeights(nnx.Module):
     self.stored = nnx.data({group: {name: _initial(leaf, (num_steps,), rngs, dtype) for name, leaf in leaves.items()}
                             for group, leaves in specs.items()})
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype) -> BlockWeights:
+  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets in `dtype`; raises ValueError unless S is the number stored."""
     if len(times_S) != self.num_steps:
       raise ValueError(f"asked for {len(times_S)} steps: the weights of {self.num_steps} are stored; use that "
                        "number, or a model with generated or shared weights")
     return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(nnx.state(self))["stored"])
+
+
+class LoraWeights(StoredWeights):
+  """Stored weights that stay as they are, and low-rank adapters on some of the kernels that learn.
+
+  A kernel of step s is W_s + alpha / rank A_s B_s, A_s [in, rank], B_s [rank, out] (Hu et al. 2021). Made whole once
+  for a train step, like generated weights; so dropout, which in that paper is drawn for each token, is drawn here for
+  each input feature and step of the solver.
+  """
+
+  def __init__(self, specs: BlockSpecs, lora: config_lib.LoraConfig, num_steps: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    """Raises UserError where no kernel's name matches `lora.targets`."""
+    super().__init__(specs, num_steps, dtype, rngs)
+    self.config = lora
+    self.lora = nnx.data({group: {
+        "a": _initial(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_steps,), rngs, dtype),
+        "b": _initial(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_steps,), rngs, dtype),
+    } for group, (fan_in, fan_out), axes in _targets(specs, lora)})
+
+  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
+    """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
+    made = super().__call__(times_S, dtype)
+    keep = 1.0 - self.config.dropout
+    for number, (group, adapter) in enumerate(sorted(nnx.to_pure_dict(nnx.state(self))["lora"].items())):
+      a_SxIxR, b_SxRxO = adapter["a"], adapter["b"] * (self.config.alpha / self.config.rank)
+      if dropout_key is not None and self.config.dropout:
+        kept = jax.random.bernoulli(jax.random.fold_in(dropout_key, number), keep, a_SxIxR.shape[:2])
+        a_SxIxR = jnp.where(kept[..., None], a_SxIxR / keep, 0)
+      kernel = nnx.to_pure_dict(nnx.state(self))["stored"][group]["kernel"]
+      delta = jnp.einsum("sir,sro->sio", a_SxIxR, b_SxRxO, precision=jax.lax.Precision.HIGHEST)
+      made[group]["kernel"] = (kernel + delta).astype(dtype)
+    return made
+
+
+def _targets(specs: BlockSpecs, lora: config_lib.LoraConfig) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+  """(group, shape, axis names) of the kernels that get adapters."""
+  kernels = {f"{group}.kernel": (group, leaves["kernel"].shape, leaves["kernel"].axes)
+             for group, leaves in specs.items() if "kernel" in leaves}
+  found = [value for name, value in kernels.items() if re.search(lora.targets, name)]
+  if not found:
+    raise UserError(f"model.lora.targets={lora.targets!r}: matches none of {', '.join(kernels)}; name one of them")
+  return found
 
 
 class SharedWeights(nnx.Module):
@@ -75,7 +119,7 @@ class SharedWeights(nnx.Module):
     self.stored = nnx.data({group: {name: _initial(leaf, (), rngs, dtype) for name, leaf in leaves.items()}
                             for group, leaves in specs.items()})
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype) -> BlockWeights:
+  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The one set in `dtype`, repeated along S."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf.astype(dtype), (len(times_S), *leaf.shape)),
                         nnx.to_pure_dict(nnx.state(self))["stored"])
@@ -144,7 +188,7 @@ class GeneratedWeights(nnx.Module):
     e_NxSxT = jnp.einsum("nst,ntu->nsu", hidden_NxSxT, mlp["kernel2"][...], precision=highest)
     return e_NxSxT + mlp["bias2"][...][:, None]
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype) -> BlockWeights:
+  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """W(t) at `times_S` in `dtype`; the products run in `dtype` and add up in float32 or wider."""
     e_NxSxT = self.time_vectors(times_S)
     weights: BlockWeights = {group: {} for group in self.groups}
@@ -186,6 +230,8 @@ _combine.defvjp(_combine_forward, _combine_backward)
 def make_source(model: config_lib.ModelConfig, specs: BlockSpecs, times_S: np.ndarray, dtype: jnp.dtype,
                 rngs: nnx.Rngs) -> nnx.Module:
   """The weight source that `model.weights` names."""
+  if model.lora.rank:
+    return LoraWeights(specs, model.lora, model.num_steps, dtype, rngs)
   if model.weights == "stored":
     return StoredWeights(specs, model.num_steps, dtype, rngs)
   if model.weights == "shared":

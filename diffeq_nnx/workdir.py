@@ -10,7 +10,7 @@ from typing import Any
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.data import Corpus
+from diffeq_nnx.data import Corpus, Tokenizer
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
@@ -74,8 +74,37 @@ def require_none(workdir: str) -> None:
   Raises:
     UserError: it holds one.
   """
-  if os.path.exists(os.path.join(workdir, RUN_FILE)):
+  if holds_run(workdir):
     raise UserError(f"workdir={workdir}: holds a run already; name another directory, or remove this one")
+
+
+def holds_run(workdir: str) -> bool:
+  """Whether a work directory holds a run."""
+  return os.path.exists(os.path.join(workdir, RUN_FILE))
+
+
+def tokenizer_path(workdir: str) -> str:
+  """The tokenizer's file of a run.
+
+  Raises:
+    UserError: there is none.
+  """
+  for name in ("tokenizer.model", "tokenizer.json"):
+    if os.path.exists(path := os.path.join(os.path.abspath(workdir), name)):
+      return path
+  raise UserError(f"workdir={workdir}: holds no tokenizer.model and no tokenizer.json; restore it")
+
+
+def require_tokenizer(workdir: str, tokenizer: Tokenizer) -> None:
+  """Sees that a run was trained with this tokenizer.
+
+  Raises:
+    UserError: it wasn't.
+  """
+  theirs = _read(workdir)["tokenizer_hash"]
+  if theirs != tokenizer.hash:
+    raise UserError(f"workdir={workdir}: was trained with another tokenizer ({theirs[:12]}) than that of the text here "
+                    f"({tokenizer.hash[:12]}); prepare the text with the run's own, {tokenizer_path(workdir)}")
 
 
 def config_of(workdir: str, flag: str = "workdir") -> Config:

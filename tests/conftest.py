@@ -13,9 +13,11 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TimeConfig, TrainConfig)
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
+from diffeq_nnx.train import train
 from diffeq_nnx.train_step import graph
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -106,3 +108,25 @@ def x64():
   """float64 for one test."""
   with jax.enable_x64(True):
     yield
+
+
+def run_config(folder, steps=20, **optimizer) -> Config:
+  """A run of a second: 20 steps, validation and checkpoints every 4."""
+  return Config(
+      model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
+      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+      optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
+      train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
+      eval=EvalConfig(every=4, batch_size=4, max_batches=2),
+      checkpoint=CheckpointConfig(every=4, keep=2))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+  """(config, work directory) of a run of 20 steps; not to be changed."""
+  folder = tmp_path_factory.mktemp("text")
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  workdir = folder / "run"
+  train(run_config(folder), str(workdir))
+  return run_config(folder), workdir

@@ -16,11 +16,11 @@ import pytest
 from diffeq_nnx import data, distributed, jobs, main  # main defines the flags
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import DAMAGED
-from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimizerConfig, TrainConfig
+from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.report import read_metrics
 from diffeq_nnx.train import train
-from tests.conftest import small_model, told
+from tests.conftest import run_config, told
 
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
@@ -34,31 +34,9 @@ def collected():
   gc.collect()
 
 
-def config_of(folder, steps=20, **optimizer) -> Config:
-  """A run of a second: 20 steps, validation and checkpoints every 4."""
-  return Config(
-      model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
-      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-      optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
-      train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
-      eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-      checkpoint=CheckpointConfig(every=4, keep=2))
-
-
 def kept(workdir) -> list[int]:
   """Steps with a checkpoint."""
   return sorted(int(name) for name in os.listdir(workdir / "checkpoints") if name.isdigit())
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  """(config, work directory) of a run of 20 steps; not to be changed."""
-  folder = tmp_path_factory.mktemp("text")
-  for i in range(12):
-    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
-  workdir = folder / "run"
-  train(config_of(folder), str(workdir))
-  return config_of(folder), workdir
 
 
 @pytest.fixture
@@ -110,7 +88,7 @@ def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
   """It learns, its evaluation agrees, its losses are not those of a run that doesn't, and it can't become one."""
   for i in range(30):
     (tmp_path / f"{i}.txt").write_text(f"Rain {i}." * (1 + i % 3))
-  across = config_of(tmp_path, steps=8)
+  across = run_config(tmp_path, steps=8)
   apart = dataclasses.replace(across, data=dataclasses.replace(across.data, attend_across_documents=False))
   last = train(apart, str(tmp_path / "apart"))
   first, second = (record["loss"] for record in read_metrics(tmp_path / "apart", "validation"))
@@ -289,10 +267,10 @@ FULL = """
 import resource, sys
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.train import train
-from tests import test_run
+from tests.conftest import run_config
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)  # a write beyond fails, as on a full disk
 try:
-  train(test_run.config_of(sys.argv[1], steps=28), sys.argv[2])
+  train(run_config(sys.argv[1], steps=28), sys.argv[2])
 except RunError as error:
   print(error)
 """

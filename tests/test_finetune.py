@@ -1,0 +1,149 @@
+"""Fine-tuning: what learns, what stays, what is saved, and that adapters become part of the weights."""
+
+import dataclasses
+import math
+import os
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx import jobs, trainable
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.config import LoraConfig
+from diffeq_nnx.report import read_metrics
+from diffeq_nnx.solvers import uniform_grid
+from diffeq_nnx.train_step import all_params, graph, init_state, loss_and_gradients, make_train_step
+from tests.conftest import perturb, random_batch, run_config, small_config, small_model, told
+
+
+LORA = LoraConfig(rank=2, alpha=3.0, targets="qkv|up")
+
+
+def lora_config(dtype="float64", **lora):
+  return small_config(small_model(weights="stored", dtype=dtype, lora=dataclasses.replace(LORA, **lora)))
+
+
+def start(config):
+  state = jax.jit(init_state, static_argnums=0)(config)
+  return {**state, "params": perturb(state["params"]), "frozen": perturb(state["frozen"], seed=1)}
+
+
+def test_split_and_join_are_inverse_and_say_what_learns(x64):
+  for embeddings, expected in ((True, {"embedding", "positions", "weight_source"}), (False, {"weight_source"})):
+    state = start(lora_config(embeddings=embeddings))
+    assert state["params"].keys() == expected
+    assert state["params"]["weight_source"].keys() == {"lora"}
+    assert state["params"]["weight_source"]["lora"].keys() == {"qkv", "up"}
+    assert state["frozen"].keys() >= {"final_norm", "weight_source"}
+    whole = all_params(state)
+    again = trainable.split(lora_config(embeddings=embeddings).model, whole)
+    assert jax.tree.structure(again) == jax.tree.structure((state["params"], state["frozen"]))
+  plain = start(small_config(small_model(dtype="float64")))
+  assert plain["frozen"] == {}
+
+
+def test_a_kernel_is_its_own_and_the_product_of_its_adapters(x64):
+  config = lora_config()
+  params = all_params(start(config))
+  weights = nnx.merge(graph(config.model), params).block_weights()
+  for group, kernels in params["weight_source"]["stored"].items():
+    for name, kernel in kernels.items():
+      expected = np.asarray(kernel)
+      if group in ("qkv", "up") and name == "kernel":
+        adapter = params["weight_source"]["lora"][group]
+        expected = expected + 1.5 * np.einsum("sir,sro->sio", adapter["a"], adapter["b"])
+      np.testing.assert_allclose(weights[group][name], expected, rtol=1e-12)
+
+
+def test_new_adapters_change_nothing_and_only_what_learns_moves(x64):
+  config = lora_config()
+  state = jax.jit(init_state, static_argnums=0)(config)
+  plain = dataclasses.replace(config.model, lora=LoraConfig())
+  params = all_params(state)
+  tokens = jnp.asarray(random_batch(config)["inputs"])
+  bare = {**params, "weight_source": {"stored": params["weight_source"]["stored"]}}
+  np.testing.assert_allclose(nnx.merge(graph(config.model), params)(tokens), nnx.merge(graph(plain), bare)(tokens))
+  before = jax.tree.map(np.asarray, (state["params"], state["frozen"]))
+  step = make_train_step(config)
+  for number in range(3):
+    state, _ = step(state, random_batch(config, number), 3)
+  jax.tree.map(np.testing.assert_array_equal, before[1], state["frozen"])
+  moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before[0], state["params"])
+  assert all(jax.tree.leaves(moved))
+  sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state["params"], state["opt_state"])]
+  assert sizes[1] <= 2 * sizes[0] + 8  # two moments of what learns and counters: nothing of what stays
+
+
+def test_gradients_are_those_of_the_whole_model(x64):
+  """Against the gradient of the merged kernels, by the chain rule."""
+  config = lora_config()
+  state = start(config)
+  batch, grid, key = random_batch(config), uniform_grid(3, 3.0), jax.random.key(0)
+  function = jax.jit(lambda params, frozen: loss_and_gradients(config, graph(config.model), grid, params, batch, key,
+                                                               frozen))
+  _, found = function(state["params"], state["frozen"])
+  plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
+  whole = all_params(state)
+  merged = nnx.merge(graph(config.model), whole).block_weights()
+  bare = {**whole, "weight_source": {"stored": merged}}
+  _, full = jax.jit(lambda params: loss_and_gradients(plain, graph(plain.model), grid, params, batch, key))(bare)
+  for group, adapter in whole["weight_source"]["lora"].items():
+    gradient = full["weight_source"]["stored"][group]["kernel"]
+    expected = {"a": 1.5 * np.einsum("sio,sro->sir", gradient, adapter["b"]),
+                "b": 1.5 * np.einsum("sio,sir->sro", gradient, adapter["a"])}
+    for name, value in expected.items():
+      np.testing.assert_allclose(found["weight_source"]["lora"][group][name], value, rtol=1e-7, atol=1e-12)
+  np.testing.assert_allclose(found["embedding"], full["embedding"], rtol=1e-7, atol=1e-12)
+
+
+def test_adapters_drop_out_in_training_only_and_keep_their_mean(x64):
+  config = lora_config(dropout=0.3)
+  model = nnx.merge(graph(config.model), all_params(start(config)))
+  plain = model.block_weights()["qkv"]["kernel"]
+  stored = all_params(start(config))["weight_source"]["stored"]["qkv"]["kernel"]
+  draw = jax.jit(jax.vmap(lambda number: model.block_weights(None, jax.random.key(number))["qkv"]["kernel"]))
+  drawn = np.asarray(draw(jnp.arange(4000)))
+  assert abs(drawn.mean(0) - plain).max() < 0.15 * abs(plain - stored).max()
+  ratio = (drawn[0] - stored) / (plain - stored)  # a feature is there, larger, or not at all
+  assert set(np.round(np.unique(ratio), 6)) == {0.0, round(1 / 0.7, 6)}
+  assert np.isclose((drawn[:50] == np.asarray(stored)).mean(), 0.3, atol=0.05)
+
+
+def test_a_pattern_that_matches_nothing_is_one_line():
+  message = told(lambda: init_state(lora_config("float32", targets="query$")))
+  assert message.startswith("model.lora.targets='query$': matches none of qkv.kernel, out.kernel")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path, rank, capsys):
+  source_config, source = finished
+  for i in range(12):
+    (tmp_path / f"{i}.txt").write_text(f"Text {i} is of ships and the sea. " * (20 + i))
+  config = run_config(tmp_path, steps=8)
+  config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(rank=rank)))
+  new = str(tmp_path / "tuned")
+  last = jobs.finetune(config, new, from_workdir=str(source), num_steps=3)
+  losses = [record["loss"] for record in read_metrics(tmp_path / "tuned", "validation")]
+  assert "before fine-tuning: validation loss" in capsys.readouterr().err and losses[-1] == last["loss"] < losses[0]
+  tuned = workdir_lib.config_of(new)
+  assert (tuned.model.num_steps, tuned.model.weights, tuned.model.lora.rank) == (3, "stored", rank)
+  assert jobs.evaluate(tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
+  names = {path.split(os.sep)[-1] for path, _, _ in os.walk(tmp_path / "tuned")}
+  assert ("frozen" in names) == bool(rank)
+  again = jobs.finetune(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)), new,
+                        from_workdir=str(source), num_steps=3)  # it goes on
+  assert read_metrics(tmp_path / "tuned", "validation")[-1]["step"] == 12 and math.isfinite(again["loss"])
+  merged = jobs.discretize(workdir_lib.config_of(new), str(tmp_path / "merged"), from_workdir=new)
+  assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
+  assert workdir_lib.config_of(str(tmp_path / "merged")).model.lora == LoraConfig()
+  capsys.readouterr()
+
+
+def test_text_of_another_tokenizer_is_turned_away(finished, tmp_path):
+  config, source = finished
+  config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
+  message = told(lambda: jobs.finetune(config, str(tmp_path / "tuned"), from_workdir=str(source)))
+  assert "was trained with another tokenizer" in message and not (tmp_path / "tuned").exists()
