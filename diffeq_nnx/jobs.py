@@ -17,7 +17,7 @@ from diffeq_nnx.config import Config, LoraConfig, ModelConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.report import say
+from diffeq_nnx.report import reporter
 from diffeq_nnx.train import claim, load_corpus, prepare, train
 from diffeq_nnx.train_step import Params, State, abstract_state, all_params, init_state, state_shardings
 
@@ -132,8 +132,9 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
         raise UserError(f"from_workdir={from_workdir}: holds no checkpoint yet; train first", everywhere=True)
       params = _stored_params(source, config, all_params(restored[0]), mesh)
       before = Evaluator(config, corpus, mesh)(params)
-      say(f"before fine-tuning: validation loss {before['loss']:.4f}, perplexity {before['perplexity']:.2f}")
       _start_run(config, workdir, corpus, params, mesh, before["loss"])
+      with reporter(workdir, 0, config.train.steps) as report:
+        report.validation(0, before)
   return train(config, workdir)
 
 

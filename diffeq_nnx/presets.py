@@ -1,7 +1,7 @@
 """What config files share: the rows of the model table, and the corpora.
 
 A config file's argument is `CORPUS,ROW`, either part left out for its default:
-`--config=configs/gpt_small.py:wikitext103,gpt`.
+`--config=configs/gpt_small.py:wikitext103,gpt`. A row of a fine-tuning config is `full` or `lora`.
 """
 
 from typing import Callable
@@ -96,19 +96,33 @@ def _c4(config: ml_collections.ConfigDict) -> None:
 # _START_PARAGRAPH_ and _NEWLINE_. Preparing it, once, needs Apache Beam and TensorFlow; reading it neither.
 CORPORA: dict[str, Change] = {"builtin": _builtin, "wikitext103": _tfds("wikitext103"),
                               "openwebtext": _openwebtext, "c4": _c4, "wiki40b": _tfds("wiki40b/en"),
-                              "english": _files("english")}
+                              "english": _files("english"), "rfc": _files("rfc")}
 
 
-def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str) -> tuple[str, str]:
-  """Applies `CORPUS,ROW` to a config, and returns the two names.
+def _full(config: ml_collections.ConfigDict) -> None:
+  """All parameters learn."""
 
-  `gpt` and `llama` name the row `baseline` of a config whose field they are.
+
+def _lora(config: ml_collections.ConfigDict) -> None:
+  """Adapters of rank 16 on every kernel learn, and the tables."""
+  config.model.weights = "stored"  # what the run is discretised to
+  config.model.lora.rank = 16
+  config.model.lora.alpha = 32.0
+
+
+TUNING: dict[str, Change] = {"full": _full, "lora": _lora}  # the rows of a fine-tuning config
+
+
+def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str,
+           rows: dict[str, Change] | None = None) -> tuple[str, str]:
+  """Applies `CORPUS,ROW` to a config, and returns the two names; the default row is the first.
+
+  Without `rows` they are `ROWS`, and `gpt` and `llama` name the row `baseline` of a config whose field they are.
 
   Raises:
     UserError: a name that is neither a corpus nor a row, or two of one kind.
   """
-  field = config.model.field
-  rows = {**ROWS, field: ROWS["baseline"]}
+  rows = rows or {**ROWS, config.model.field: ROWS["baseline"]}
   corpus = row = None
   for name in filter(None, choice.split(",")):
     if name in CORPORA and corpus is None:
@@ -118,7 +132,7 @@ def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str) 
     else:
       raise UserError(f"config argument {name!r}: names no further corpus or row; write CORPUS,ROW; "
                       f"{nearest(name, [*CORPORA, *rows])}")
-  corpus, row = corpus or default_corpus, row or "diffeq"
+  corpus, row = corpus or default_corpus, row or next(iter(rows))
   CORPORA[corpus](config)
   rows[row](config)
   return corpus, row

@@ -47,8 +47,8 @@ def num_parameters(config) -> int:
   return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("row", presets.ROWS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name,row", [
+    (name, row) for name in FILES for row in (presets.TUNING if name.startswith("finetune") else presets.ROWS)])
 def test_every_config_parses_and_shapes_in_every_row(name, row):
   config = config_lib.from_config_dict(raw_config(name, row))
   assert num_parameters(config) > 0

@@ -6,7 +6,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
-from launch import benchmark, benchmark_attention, compare
+from launch import benchmark, benchmark_attention, compare, finetune_depths
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
          "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -59,3 +59,17 @@ def test_a_config_that_cannot_be_loaded_is_one_line(name, settings, part):
   with pytest.raises(UserError) as told:
     config_lib.load(name, settings)
   assert part in str(told.value)
+
+
+def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished, tmp_path, capsys, monkeypatch):
+  arguments = ["--config=configs/finetune_small.py:builtin", f"--from_workdir={finished[1]}", f"--workdir={tmp_path}/out",
+               "--rows=full,lora", "--steps=2,3", "--set=train.steps=2", "--set=train.batch_size=4",
+               "--set=train.loss_chunks=4", "--set=eval.max_batches=1", f"--set=data.cache_dir={tmp_path}/cache"]
+  finetune_depths.main(arguments)
+  table = capsys.readouterr().out
+  monkeypatch.setattr(finetune_depths.jobs, "finetune", None)
+  finetune_depths.main(arguments)
+  assert capsys.readouterr().out == table
+  header, _, *rows = table.splitlines()
+  assert header == "| steps | before | full | lora |" and [row.split(" | ")[0] for row in rows] == ["| 2", "| 3"]
+  assert all(float(cell.strip("| ")) > 1 for row in rows for cell in row.split(" | ")[1:])

@@ -1,0 +1,27 @@
+"""Fine-tuning of configs/english.py's run on technical text, small enough for a CPU: the depths of RESULTS.md.
+
+  python launch/finetune_depths.py --config=configs/finetune_small.py --from_workdir=runs/english --workdir=runs/rfc
+
+The text is read from data/rfc/*train*.jsonl* and data/rfc/*validation*.jsonl*, key `text`. Of the model, dropout and
+lora are read here.
+"""
+
+import ml_collections
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import presets
+
+
+def get_config(choice: str = "") -> ml_collections.ConfigDict:
+  """The experiment; `choice` is CORPUS,ROW, the rows full and lora (diffeq_nnx/presets.py)."""
+  config = config_lib.default()
+  config.optimizer.peak_rate = 1e-3
+  config.train.steps = 200
+  config.train.batch_size = 16
+  config.train.remat = "none"
+  config.train.loss_chunks = 16
+  config.eval.every = 200
+  config.eval.max_batches = 64
+  config.checkpoint.every = 200
+  presets.select(config, choice, default_corpus="rfc", rows=presets.TUNING)
+  return config
