@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
-from typing import Sequence
+import sys
+from typing import Any, Sequence
 
+from flax import nnx
 import jax
 from jax.sharding import Mesh
 
@@ -14,12 +16,14 @@ from diffeq_nnx import distributed
 from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, MeshConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.train import batch_iterator, claim, load_corpus, prepare, train
-from diffeq_nnx.train_step import State, abstract_state, init_state, state_shardings
+from diffeq_nnx.generation import Decoder, generate_texts, prompt_ids
+from diffeq_nnx.sampling import Sampling
+from diffeq_nnx.train import batch_iterator, claim, load_corpus, prepare, say_attention, train
+from diffeq_nnx.train_step import State, abstract_state, graph, init_state, state_shardings
 
 
 def evaluate(config: Config, workdir: str) -> dict:
@@ -129,4 +133,53 @@ def prepare_shards(config: Config, workdir: str) -> dict:
                  "records": manifest["records"], **counts})
 
 
-JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize}
+def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None,
+             **sampling: Any) -> list[dict]:
+  """Continues prompts with the newest model of a run, and prints on stdout.
+
+  For one prompt its text, on a terminal as it comes; for several a JSON line each: prompt, text, tokens, stopped
+  (eos or length).
+
+  Args:
+    config: of the run.
+    workdir: the run's directory; the text that it was trained on need not be there.
+    prompts: texts.
+    num_steps: of the solver; None: eval.num_steps, or else the model's own.
+    **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
+
+  Returns:
+    What the JSON lines say.
+
+  Raises:
+    UserError: several processes, prompts or values that can't be, no checkpoint, an attention that this backend lacks.
+  """
+  if jax.process_count() > 1:
+    raise UserError("--job=generate: runs in one process; start it on one host", everywhere=True)
+  Sampling(**sampling)  # a mistake is told before anything is read
+  say_attention(config.model)
+  workdir_lib.require(workdir, config)
+  tokenizer = workdir_lib.tokenizer_of(workdir, config)
+  prompt_ids(tokenizer, prompts)
+  mesh = sharding.make_mesh(MeshConfig())  # whatever the run was trained on
+  with jax.set_mesh(mesh):
+    params = Checkpoints(workdir, config, tokenizer.hash).restore_params(abstract_state(config, mesh)["params"])
+    if params is None:
+      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+    decoder = Decoder(nnx.merge(graph(config.model), params), config.eval.num_steps if num_steps is None else num_steps)
+    del params  # the decoder has what it needs
+  alone = len(prompts) == 1
+  streams = alone and sys.stdout.isatty()
+  show = (lambda _, piece: print(piece, end="", flush=True)) if streams else None
+  try:
+    found = generate_texts(decoder, tokenizer, prompts, on_text=show, **sampling)
+  except KeyboardInterrupt:  # how a text that has been read far enough is ended
+    print(file=sys.stderr)
+    raise SystemExit(130) from None
+  results = [{"prompt": one.prompt, "text": one.text, "tokens": len(one.ids), "stopped": one.stopped} for one in found]
+  for result in results:
+    print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
+  return results
+
+
+JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
+        "generate": generate}

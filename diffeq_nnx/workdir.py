@@ -10,7 +10,7 @@ from typing import Any
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data import Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
@@ -81,6 +81,28 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   if known is None:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
   return config_lib.from_dict(known["config"])
+
+
+def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
+  """The tokenizer that a run was started with, from its directory alone: the text need not be there.
+
+  Raises:
+    UserError: the directory holds no run, or not its tokenizer.
+  """
+  known, problem = _read(workdir), "holds neither"
+  if known is None:
+    raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
+  for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
+    for begin_mark in (config.data.begin_mark, False, True) if os.path.exists(path) else ():
+      try:  # a file of sentencepiece does not say whether documents begin with its mark
+        tokenizer = load_tokenizer(path, begin_mark=begin_mark)
+        if tokenizer.hash == known["tokenizer_hash"]:
+          return tokenizer
+        problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"
+      except UserError as error:
+        problem = str(error)
+  raise UserError(f"workdir={workdir}: lacks the tokenizer of its run, tokenizer.model or tokenizer.json ({problem}); "
+                  "restore the file")
 
 
 def _check(workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str | None) -> None:
