@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-_HOMES = {"discretize": "discretization"}  # what the package offers by itself, and where it is
+_HOMES = {  # what the package offers by itself, and where it is
+    "discretize": "discretization", "generate": "generation", "generate_texts": "generation", "Decoder": "generation"}
 
 
 def __getattr__(name: str) -> Any:

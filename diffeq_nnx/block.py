@@ -78,6 +78,10 @@ class Packing(NamedTuple):
   segment_ids_BxL: jax.Array | None = None
   positions_BxL: jax.Array | None = None
 
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """Causal attention among the tokens of each row, [B, L, H, C]."""
+    return sharded_attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, self.segment_ids_BxL, implementation)
+
 
 def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array,
                       segment_ids_BxL: jax.Array | None, implementation: str) -> jax.Array:
@@ -87,6 +91,60 @@ def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax
 
   segments = () if segment_ids_BxL is None else (segment_ids_BxL,)
   return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, *segments)
+
+
+@dataclasses.dataclass
+class Noted:
+  """A packing at one solver step that notes the keys and values of its tokens, for tokens to come.
+
+  Attributes:
+    packing: what the tokens see.
+    kept: what it noted, keys and values, [B, K, L, C] each.
+  """
+  packing: Packing
+  kept: tuple[jax.Array, jax.Array] | None = None
+
+  @property
+  def positions_BxL(self) -> jax.Array | None:
+    """As the packing's."""
+    return self.packing.positions_BxL
+
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """As the packing's."""
+    self.kept = k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)
+    return self.packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
+
+
+@dataclasses.dataclass
+class Cached:
+  """One token a row at one solver step, and the keys and values of those before it; P slots a row.
+
+  Rows begin at different slots, so that the new token has the same slot in all of them.
+
+  Attributes:
+    kept: keys and values, [B, K, P, C] each; after `attend` with the new token's.
+    slot: the new token's, [].
+    first_B: the slot of each row's first token.
+    positions_BxL: the new token's place in its row, [B, 1].
+  """
+  kept: tuple[jax.Array, jax.Array]
+  slot: jax.Array
+  first_B: jax.Array
+  positions_BxL: jax.Array
+
+  def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
+    """Attention of the new token to its row, [B, 1, H, C]; plain, since kernels are made for many queries."""
+    del implementation
+    self.kept = tuple(jax.lax.dynamic_update_slice_in_dim(kept, new.swapaxes(1, 2), self.slot, axis=2)
+                      for kept, new in zip(self.kept, (k_Bx1xKxC, v_Bx1xKxC)))
+    slots_1xP = jnp.arange(self.kept[0].shape[2], dtype=jnp.int32)[None]
+    seen_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
+    segments = jnp.ones((len(seen_BxP), 1), jnp.int32), seen_BxP.astype(jnp.int32)
+    return attention(q_Bx1xHxC, *(kept.swapaxes(1, 2) for kept in self.kept), causal=False, segment_ids=segments,
+                     implementation="reference")
+
+
+Seen = Packing | Noted | Cached  # what the tokens of a batch see, and their positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +185,7 @@ class GPTField:
         "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
-  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Packing = Packing()) -> jax.Array:
+  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, D = x_BxLxD.shape
     normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
@@ -138,8 +196,8 @@ class GPTField:
       made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
-    out_BxLxHxC = sharded_attention(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
-                                    packing.segment_ids_BxL, self.implementation)
+    out_BxLxHxC = packing.attend(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
+                                 self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -187,7 +245,7 @@ class LlamaField:
         "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
     }
 
-  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Packing = Packing()) -> jax.Array:
+  def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
     B, L, _ = x_BxLxD.shape
@@ -195,8 +253,7 @@ class LlamaField:
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
     q_BxLxHxC = rotate(project("query", self.num_heads), positions)
     k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions)
-    out_BxLxHxC = sharded_attention(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads),
-                                    packing.segment_ids_BxL, self.implementation)
+    out_BxLxHxC = packing.attend(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -208,9 +265,9 @@ class LlamaField:
 
 @dataclasses.dataclass(frozen=True)
 class PackedField:
-  """A field with the packing of one batch: a solver calls it like any other."""
+  """A field told what the tokens of one batch see: a solver calls it like any other."""
   field: GPTField | LlamaField
-  packing: Packing
+  packing: Seen
 
   def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """The field's, told of the packing: [B, L, D] -> [B, L, D]."""

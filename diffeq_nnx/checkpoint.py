@@ -15,7 +15,7 @@ from diffeq_nnx import distributed
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.report import say
-from diffeq_nnx.train_step import State
+from diffeq_nnx.train_step import Params, State, all_params
 
 FOLDER = "checkpoints"
 DAMAGED = "checkpoints_damaged"
@@ -73,17 +73,31 @@ class Checkpoints:
       UserError: there are checkpoints, and none can be read.
       RunError: some processes can read one, and others can't.
     """
+    items = self._restore({"data": ocp.args.JsonRestore(), **{
+        name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}})
+    if items is None:
+      return None
+    return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
+
+  def restore_params(self, abstract: State) -> Params | None:
+    """All parameters of the newest model, the rest of the state left on disk; otherwise as `restore`."""
+    items = self._restore({"params": ocp.args.StandardRestore(abstract["params"])})
+    if items is None:
+      return None
+    return all_params({"params": items["params"], "frozen": self._restore_frozen(abstract["frozen"])})
+
+  def _restore(self, wanted: dict[str, Any]) -> Any:
+    """These items of the newest checkpoint that can be read; None if there is none."""
     found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # as process 0 sees the directory
     for step in reversed(found):
       problem = ""
       try:
-        restore = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
-        items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **restore))
+        items = self._manager.restore(step, args=ocp.args.Composite(**wanted))
       except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
-        return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
+        return items
       self._set_aside(step, problem)
     if found:
       raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
@@ -117,7 +131,8 @@ class Checkpoints:
       return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
     except jax.errors.JaxRuntimeError as error:
       raise RunError(f"the checkpoint of step {step} can be read by some processes only "
-                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start again") from error
+                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start "
+                     "again") from error
 
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED, str(step))

@@ -2,24 +2,30 @@
 
 import dataclasses
 import json
-from typing import Sequence
+import os
+import sys
+from typing import Any, Sequence
 
+from flax import nnx
 import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx import distributed
+from diffeq_nnx import sharding
 from diffeq_nnx import trainable
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config, LoraConfig, ModelConfig
+from diffeq_nnx.config import Config, LoraConfig, MeshConfig, ModelConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
+from diffeq_nnx.generation import Decoder, generate_texts, prompt_ids
 from diffeq_nnx.report import reporter
-from diffeq_nnx.train import claim, load_corpus, prepare, train
-from diffeq_nnx.train_step import Params, State, abstract_state, all_params, init_state, state_shardings
+from diffeq_nnx.sampling import Sampling
+from diffeq_nnx.train import claim, load_corpus, prepare, say_attention, train
+from diffeq_nnx.train_step import Params, State, abstract_state, all_params, graph, init_state, state_shardings
 
 
 def evaluate(config: Config, workdir: str) -> dict:
@@ -116,9 +122,11 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
   model = dataclasses.replace(
       _discretized(source, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
       lora=config.model.lora)
+  tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
+  own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
-    data_config = dataclasses.replace(data_config, tokenizer=workdir_lib.tokenizer_path(from_workdir))
+    data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
   config = _derived(dataclasses.replace(config, data=data_config), model)
   if not workdir_lib.holds_run(workdir):
     mesh = prepare(config)
@@ -126,7 +134,10 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
       with distributed.together():
         workdir_lib.require(from_workdir, source)
       corpus = load_corpus(config)
-      workdir_lib.require_tokenizer(from_workdir, corpus.tokenizer)
+      if corpus.tokenizer.hash != tokenizer.hash:
+        raise UserError(f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
+                        f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own}",
+                        everywhere=True)
       restored = Checkpoints(from_workdir, source, corpus.tokenizer.hash).restore(abstract_state(source, mesh))
       if restored is None:
         raise UserError(f"from_workdir={from_workdir}: holds no checkpoint yet; train first", everywhere=True)
@@ -205,5 +216,53 @@ def prepare_shards(config: Config, workdir: str) -> dict:
                  "records": manifest["records"], **counts})
 
 
+def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None,
+             **sampling: Any) -> list[dict]:
+  """Continues prompts with the newest model of a run, and prints on stdout.
+
+  For one prompt its text, on a terminal as it comes; for several a JSON line each: prompt, text, tokens, stopped
+  (eos or length).
+
+  Args:
+    config: of the run.
+    workdir: the run's directory; the text that it was trained on need not be there.
+    prompts: texts.
+    num_steps: of the solver; None: eval.num_steps, or else the model's own.
+    **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
+
+  Returns:
+    What the JSON lines say.
+
+  Raises:
+    UserError: several processes, prompts or values that can't be, no checkpoint, an attention that this backend lacks.
+  """
+  if jax.process_count() > 1:
+    raise UserError("--job=generate: runs in one process; start it on one host", everywhere=True)
+  Sampling(**sampling)  # a mistake is told before anything is read
+  say_attention(config.model)
+  workdir_lib.require(workdir, config)
+  tokenizer = workdir_lib.tokenizer_of(workdir, config)
+  prompt_ids(tokenizer, prompts)
+  mesh = sharding.make_mesh(MeshConfig())  # whatever the run was trained on
+  with jax.set_mesh(mesh):
+    params = Checkpoints(workdir, config, tokenizer.hash).restore_params(abstract_state(config, mesh))
+    if params is None:
+      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+    decoder = Decoder(nnx.merge(graph(config.model), params), config.eval.num_steps if num_steps is None else num_steps)
+    del params  # the decoder has what it needs
+  alone = len(prompts) == 1
+  streams = alone and sys.stdout.isatty()
+  show = (lambda _, piece: print(piece, end="", flush=True)) if streams else None
+  try:
+    found = generate_texts(decoder, tokenizer, prompts, on_text=show, **sampling)
+  except KeyboardInterrupt:  # how a text that has been read far enough is ended
+    print(file=sys.stderr)
+    raise SystemExit(130) from None
+  results = [{"prompt": one.prompt, "text": one.text, "tokens": len(one.ids), "stopped": one.stopped} for one in found]
+  for result in results:
+    print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
+  return results
+
+
 JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
-        "finetune": finetune}
+        "finetune": finetune, "generate": generate}

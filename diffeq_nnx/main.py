@@ -15,10 +15,22 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune"], "What to do.")
-FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and finetune: how many steps, of one size; default: its own.")
-STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate"],
+                        "What to do.")
+FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
+                                   "taken.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and finetune: how many steps, of one size; default: "
+                                 "its own. For generate: steps of the solver; default: eval.num_steps, or else its own.")
+STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. "
+                               "0.5,0.25,0.25.")
+PROMPT = flags.DEFINE_multi_string("prompt", None, "For generate: the text to go on from; may be given several times.")
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "For generate: as many tokens at most; default: 128.")
+TEMPERATURE = flags.DEFINE_float("temperature", None, "For generate: logits are divided by it; 0: always the likeliest "
+                                 "token; default: 1.")
+TOP_K = flags.DEFINE_integer("top_k", None, "For generate: draw from so many of the likeliest tokens; default: all.")
+TOP_P = flags.DEFINE_float("top_p", None, "For generate: draw from the fewest of the likeliest tokens that together "
+                           "have this probability; default: 1.")
+SEED = flags.DEFINE_integer("seed", None, "For generate: of the random numbers; default: 0.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -26,7 +38,9 @@ JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for t
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
-OPTIONS = dict.fromkeys(("discretize", "finetune"), (FROM_WORKDIR, NUM_STEPS, STEP_SIZES))  # flags of some jobs only
+_DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
+OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
+           "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED)}
 
 
 def run(argv: list[str]) -> None:
@@ -54,15 +68,23 @@ def run(argv: list[str]) -> None:
 
 
 def _options(job: str) -> dict[str, object]:
-  """The values of the flags that belong to this job alone."""
-  for other, its in OPTIONS.items():
-    for flag in its:
-      if flag not in OPTIONS.get(job, ()) and flag.value is not None:
-        raise UserError(f"--{flag.name}={flag.value}: is for --job={other}, and this is --job={job}; leave it out")
-  if job not in OPTIONS:
-    return {}
+  """The values of the flags that belong to this job."""
+  for flag in (flag for its in OPTIONS.values() for flag in its if flag.value is not None):
+    jobs = [other for other, its in OPTIONS.items() if any(flag is one for one in its)]
+    if job not in jobs:
+      value = ",".join(flag.value) if isinstance(flag.value, list) else flag.value
+      raise UserError(f"--{flag.name}={value}: is for --job={' or '.join(jobs)}, and this is --job={job}; leave it out")
+  if job == "generate":
+    if PROMPT.value is None:
+      raise UserError("--prompt: missing; e.g. --job=generate --workdir=runs/tiny --prompt='The river'")
+    return {"prompts": PROMPT.value, **{flag.name: flag.value for flag in OPTIONS[job][1:] if flag.value is not None}}
+  return _depth(job) if OPTIONS.get(job) is _DEPTH else {}
+
+
+def _depth(job: str) -> dict[str, object]:
+  """The run to start from, and at which steps."""
   if FROM_WORKDIR.value is None:
-    raise UserError("--from_workdir: missing; e.g. --job=discretize --from_workdir=runs/tiny --workdir=runs/tiny9")
+    raise UserError(f"--from_workdir: missing; e.g. --job={job} --from_workdir=runs/tiny --workdir=runs/tiny9")
   try:
     sizes = None if STEP_SIZES.value is None else tuple(map(float, STEP_SIZES.value))
   except ValueError:

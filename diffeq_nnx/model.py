@@ -4,6 +4,7 @@ B batch, L positions, D embed_dim, V vocab_size, S solver steps.
 """
 
 import functools
+from typing import Sequence
 
 from flax import nnx
 import jax
@@ -81,13 +82,10 @@ class Model(nnx.Module):
       ValueError: L is larger than the number of learned positions.
     """
     L = tokens_BxL.shape[1]
-    x_BxLxD = self._table(self.embedding)[tokens_BxL]
-    if self.positions is not None:
-      if L > self.config.seq_len:
-        raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-      table_PxD = self._table(self.positions)
-      x_BxLxD = x_BxLxD + (table_PxD[None, :L] if positions_BxL is None else table_PxD[positions_BxL])
-    dropout = _no_dropout
+    if self.positions is not None and L > self.config.seq_len:
+      raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
+    x_BxLxD = self._embed(tokens_BxL, positions_BxL)
+    dropout = solvers.no_dropout
     if dropout_key is not None and self.config.dropout:
       rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
       dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
@@ -96,8 +94,21 @@ class Model(nnx.Module):
     field = block.PackedField(self.field, block.Packing(segment_ids_BxL, positions_BxL))
     x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
                             grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
-    norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
-    return self.field.final_norm(x_BxLxD, norm)
+    return self._normed(x_BxLxD)
+
+  def hidden_written_out(self, tokens_BxL: jax.Array, weights_S: Sequence[weights_lib.BlockWeights],
+                         seen_S: Sequence[block.Seen], grid: solvers.Grid) -> jax.Array:
+    """The same state as `hidden` gives, [B, L, D], with each step written out; for generating on one device.
+
+    Args:
+      tokens_BxL: token ids.
+      weights_S: the weights at each time of the grid, without the axis S.
+      seen_S: what the tokens see at each step; their positions must be below `config.seq_len` where they are learned.
+      grid: times and step sizes.
+    """
+    x_BxLxD = self._embed(tokens_BxL, seen_S[0].positions_BxL)
+    fields_S = [block.PackedField(self.field, seen) for seen in seen_S]
+    return self._normed(solvers.solve_written_out(self.config.solver, fields_S, x_BxLxD, weights_S, grid))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -109,8 +120,25 @@ class Model(nnx.Module):
     grid = self.grid(num_steps)
     hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL,
                                positions_BxL=positions_BxL)
+    return self.logits(hidden_BxLxD)
+
+  def logits(self, hidden_BxLxD: jax.Array) -> jax.Array:
+    """The output head's logits of a last hidden state, [B, L, V] in float32 or wider."""
     return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
                       preferred_element_type=parameter_dtype(self.config.dtype))
+
+  def _embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None) -> jax.Array:
+    """The state at time 0, [B, L, D]; positions None: 0 to L-1."""
+    x_BxLxD = self._table(self.embedding)[tokens_BxL]
+    if self.positions is None:
+      return x_BxLxD
+    table_PxD = self._table(self.positions)
+    return x_BxLxD + (table_PxD[None, :tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
+
+  def _normed(self, x_BxLxD: jax.Array) -> jax.Array:
+    """The final norm, [B, L, D] -> [B, L, D]."""
+    norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
+    return self.field.final_norm(x_BxLxD, norm)
 
   def _table(self, table: nnx.Param) -> jax.Array:
     """A table of rows in the compute dtype, gathered."""
@@ -127,8 +155,3 @@ class Model(nnx.Module):
     # the barrier keeps random numbers out of the matrix products' fusions, which they would make slow
     kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(rows_B))
     return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
-
-
-def _no_dropout(key: jax.Array, x: jax.Array) -> jax.Array:
-  del key
-  return x

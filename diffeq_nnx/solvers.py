@@ -71,6 +71,12 @@ Dropout = Callable[[jax.Array, jax.Array], jax.Array]  # (key, x) -> x
 Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
 
 
+def no_dropout(key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
+  """x as it is."""
+  del key
+  return x_BxLxD
+
+
 def euler_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, key) -> jax.Array:
   """x + dt (Attention(x) + FeedForward(x)): both branches read the same x."""
   attention_key, feedforward_key = jax.random.split(key)
@@ -135,4 +141,17 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
   run = remat.wrap(run)
   stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), (weights, dts_S, keys_S))
   x_BxLxD, _ = jax.lax.scan(lambda x, stretch: (run(x, stretch), None), x_BxLxD, stretches)
+  return x_BxLxD
+
+
+def solve_written_out(solver: str, fields_S: Sequence[VectorField], x_BxLxD: jax.Array, weights_S: Sequence[dict],
+                      grid: Grid) -> jax.Array:
+  """The same state as `solve`, each step with a field and weights of its own; no dropout, no rematerialisation.
+
+  For a token at a time: a loop cuts each step's weights out of the whole, and where XLA copies them then, as on CPUs, a
+  token takes many times as long.
+  """
+  key = jax.random.key(0)  # of no use without dropout
+  for field, weights, dt in zip(fields_S, weights_S, grid.dts_S, strict=True):
+    x_BxLxD = SOLVERS[solver](field, x_BxLxD, weights, jnp.asarray(dt, x_BxLxD.dtype), no_dropout, key)
   return x_BxLxD

@@ -10,7 +10,7 @@ from typing import Any
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.data import Corpus, Tokenizer
+from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
@@ -83,30 +83,6 @@ def holds_run(workdir: str) -> bool:
   return os.path.exists(os.path.join(workdir, RUN_FILE))
 
 
-def tokenizer_path(workdir: str) -> str:
-  """The tokenizer's file of a run.
-
-  Raises:
-    UserError: there is none.
-  """
-  for name in ("tokenizer.model", "tokenizer.json"):
-    if os.path.exists(path := os.path.join(os.path.abspath(workdir), name)):
-      return path
-  raise UserError(f"workdir={workdir}: holds no tokenizer.model and no tokenizer.json; restore it")
-
-
-def require_tokenizer(workdir: str, tokenizer: Tokenizer) -> None:
-  """Sees that a run was trained with this tokenizer.
-
-  Raises:
-    UserError: it wasn't.
-  """
-  theirs = _read(workdir)["tokenizer_hash"]
-  if theirs != tokenizer.hash:
-    raise UserError(f"workdir={workdir}: was trained with another tokenizer ({theirs[:12]}) than that of the text here "
-                    f"({tokenizer.hash[:12]}); prepare the text with the run's own, {tokenizer_path(workdir)}")
-
-
 def config_of(workdir: str, flag: str = "workdir") -> Config:
   """The config that a run was started with.
 
@@ -117,6 +93,28 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   if known is None:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
   return config_lib.from_dict(known["config"])
+
+
+def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
+  """The tokenizer that a run was started with, from its directory alone: the text need not be there.
+
+  Raises:
+    UserError: the directory holds no run, or not its tokenizer.
+  """
+  known, problem = _read(workdir), "holds neither"
+  if known is None:
+    raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
+  for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
+    for begin_mark in (config.data.begin_mark, False, True) if os.path.exists(path) else ():
+      try:  # a file of sentencepiece does not say whether documents begin with its mark
+        tokenizer = load_tokenizer(path, begin_mark=begin_mark)
+        if tokenizer.hash == known["tokenizer_hash"]:
+          return tokenizer
+        problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"
+      except UserError as error:
+        problem = str(error)
+  raise UserError(f"workdir={workdir}: lacks the tokenizer of its run, tokenizer.model or tokenizer.json ({problem}); "
+                  "restore the file")
 
 
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:

@@ -9,7 +9,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import hlo
 from diffeq_nnx import sharding
 from diffeq_nnx.train_step import abstract_state
-from launch import compile_ahead
+from launch import benchmark_generation, compile_ahead
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                                   reason="needs the TPU compiler: pip install 'jax[tpu]'")
@@ -160,3 +160,11 @@ def test_a_mistake_is_one_line(arguments, told):
   with pytest.raises(config_lib.UserError) as error:
     compile_ahead.main([*SMALL, *arguments])
   assert told in str(error.value)
+
+
+@needs_libtpu
+def test_a_token_takes_the_time_to_read_the_weights_by_the_compilers_estimate(capsys):
+  """Of a Llama of 4 of the 16 steps, on one chip."""
+  benchmark_generation.main(["--config=configs/llama1b.py:builtin,llama", "--topology=v5e:2x2", "--set=model.num_steps=4"])
+  weights, _, token, read, ratio = (float(cell) for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|"))
+  assert weights > 600 and ratio == pytest.approx(token / read, abs=0.01) and ratio < 1.15

@@ -6,7 +6,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
-from launch import benchmark, benchmark_attention, compare, finetune_depths
+from launch import benchmark, benchmark_attention, benchmark_generation, compare, finetune_depths
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
          "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -34,6 +34,17 @@ def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   assert {(row[1], row[2]) for row in rows} == {
       (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")}
   assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
+
+
+@pytest.mark.parametrize("row", ["gpt", "diffeq"])
+def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
+  benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=16", "--rounds=2", "--tokens=2", *SMALL])
+  header, _, titles, _, values = capsys.readouterr().out.strip().splitlines()
+  assert header.startswith(f"configs/tiny.py:{row}, 1 rows of 16 slots, median of 2 interleaved rounds of 2, ")
+  values = [cell.strip() for cell in values.strip("|").split("|")]
+  assert len(values) == titles.count("|") - 1 and all(float(value.split()[0].replace(",", "")) >= 0 for value in values)
+  with pytest.raises(UserError, match="--slots=17: the model has 16 positions"):
+    benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=17", *SMALL])
 
 
 def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):

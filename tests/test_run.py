@@ -13,6 +13,7 @@ import sys
 from absl import flags
 import pytest
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, distributed, jobs, main  # main defines the flags
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import DAMAGED
@@ -139,6 +140,39 @@ def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
   assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
 
 
+def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, capsys, monkeypatch):
+  """One prompt: its text alone, streamed or not; several: a JSON line each, each as if it were alone."""
+  config, workdir = finished
+  config = dataclasses.replace(config, data=dataclasses.replace(config.data, source="text:/nowhere/*.txt"))
+  record = json.loads((workdir / "run.json").read_text())
+  shutil.copytree(workdir, tmp_path / "run")
+  (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
+  prompts, how = ["Document 3 tells", "hills"], {"max_tokens": 5, "temperature": 0.0}
+  results = jobs.generate(config, str(tmp_path / "run"), prompts=prompts, **how)
+  assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
+  assert [(one["prompt"], one["tokens"], one["stopped"]) for one in results] == [(p, 5, "length") for p in prompts]
+  (alone,) = jobs.generate(config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  assert alone == results[1] and capsys.readouterr().out == alone["text"] + "\n"
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  jobs.generate(config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  assert capsys.readouterr().out == alone["text"] + "\n"
+  for options, part in (
+      ({"prompts": ["a " * 40]}, "prompts[0]: "),
+      ({"prompts": []}, "prompts: none given"),
+      ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
+      ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
+      ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
+  ):
+    assert part in told(lambda: jobs.generate(config, str(tmp_path / "run"), **options)), part
+  with monkeypatch.context() as patch:
+    patch.setattr("jax.process_count", lambda: 2)
+    assert "runs in one process" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+  shutil.rmtree(tmp_path / "run" / "checkpoints")
+  assert "holds no checkpoint yet" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+  (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
+  assert "lacks the tokenizer of its run" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+
+
 def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):
   config, workdir = finished
   split = data.load(config.data, config.model.vocab_size, config.seed).validation
@@ -245,11 +279,14 @@ def test_a_directory_of_another_model_or_tokenizer_names_the_keys(run, tmp_path)
     train(config, str(workdir))
 
 
-@pytest.mark.parametrize("job", ["train", "evaluate"])
-def test_an_attention_that_this_backend_lacks_is_told(finished, job):
+@pytest.mark.parametrize("job", sorted(set(jobs.JOBS) - {"prepare"}))
+def test_an_attention_that_this_backend_lacks_is_told(finished, tmp_path, job):
   config = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, attention="pallas"))
+  workdir = str(finished[1])
+  options = {"discretize": {"from_workdir": workdir}, "finetune": {"from_workdir": workdir},
+             "generate": {"prompts": ["Rain"]}}.get(job, {})
   with pytest.raises(UserError, match="model.attention='pallas': .*the backend is 'cpu'.*use 'auto'"):
-    jobs.JOBS[job](config, str(finished[1]))
+    jobs.JOBS[job](config, str(tmp_path) if "from_workdir" in options else workdir, **options)
 
 
 def test_the_run_says_which_attention_it_uses(run, capfd):

@@ -1,0 +1,85 @@
+"""Which token comes next, by a model's logits.
+
+B rows, V vocab_size, N tokens that are left to choose from.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from diffeq_nnx.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are drawn, and how many.
+
+  Filters come in this order: the temperature, then top_k, then top_p on what top_k leaves.
+
+  Attributes:
+    max_tokens: as many at most.
+    temperature: logits are divided by it; 0: always the likeliest token.
+    top_k: draw from so many of the likeliest tokens; None: from all.
+    top_p: draw from the fewest of the likeliest tokens that together have this probability.
+    seed: of the random numbers, which depend on it, the row and the place in the row alone.
+
+  Raises:
+    UserError: a value outside its rule.
+  """
+  max_tokens: int = 128
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float = 1.0
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.max_tokens < 1:
+      raise UserError(f"max_tokens={self.max_tokens}: must be 1 or above")
+    if not 0 <= self.temperature < math.inf:
+      raise UserError(f"temperature={self.temperature}: must be 0 (always the likeliest token) or above, and finite")
+    if self.top_k is not None and self.top_k < 1:
+      raise UserError(f"top_k={self.top_k}: must be 1 or above; leave it out to draw from all tokens")
+    if not 0 < self.top_p <= 1:
+      raise UserError(f"top_p={self.top_p}: must lie between 0 (excluded) and 1 (included: draw from all tokens)")
+    if not 0 <= self.seed < 2**32:
+      raise UserError(f"seed={self.seed}: must lie between 0 and 2^32 - 1")
+
+  @property
+  def way(self) -> "Way":
+    """What a program is compiled for."""
+    return Way(greedy=self.temperature == 0, top_k=self.top_k, nucleus=self.top_p < 1)
+
+  def numbers(self) -> dict[str, jax.Array]:
+    """What a compiled program is given: temperature, top_p, key."""
+    return {"temperature": jnp.float32(self.temperature), "top_p": jnp.float32(self.top_p),
+            "key": jax.random.key(self.seed)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """The parts of `Sampling` that make another program."""
+  greedy: bool
+  top_k: int | None
+  nucleus: bool
+
+
+def sample(way: Way, numbers: dict[str, jax.Array], logits_BxV: jax.Array, places_B: jax.Array) -> jax.Array:
+  """The next tokens [B], int32; `places_B` are their places in their rows."""
+  if way.greedy:
+    return logits_BxV.argmax(-1).astype(jnp.int32)
+  key = lambda row, place: jax.random.fold_in(jax.random.fold_in(numbers["key"], row), place)
+  keys_B = jax.vmap(key)(jnp.arange(len(logits_BxV), dtype=jnp.int32), places_B)
+  logits_BxV = logits_BxV / numbers["temperature"]
+  if way.top_k is None and not way.nucleus:
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)
+  V = logits_BxV.shape[1]
+  logits_BxN, tokens_BxN = jax.lax.top_k(logits_BxV, min(way.top_k or V, V))  # the likeliest first
+  if way.nucleus:
+    shares_BxN = jax.nn.softmax(logits_BxN)
+    before_BxN = shares_BxN.cumsum(-1) - shares_BxN
+    kept_BxN = (before_BxN < numbers["top_p"]) | (jnp.arange(logits_BxN.shape[1], dtype=jnp.int32) == 0)[None]
+    logits_BxN = jnp.where(kept_BxN, logits_BxN, -jnp.inf)
+  chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxN)
+  return jnp.take_along_axis(tokens_BxN, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)

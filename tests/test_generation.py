@@ -1,0 +1,296 @@
+"""Generation: the tokens of the uncached forward, rows that don't touch each other, draws, ends, streaming."""
+
+import os
+import subprocess
+import sys
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx import data
+from diffeq_nnx import generation
+from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
+from diffeq_nnx.model import Model
+from diffeq_nnx.sampling import Sampling, sample
+from diffeq_nnx.text_stream import TextStream
+from diffeq_nnx.train_step import graph
+from tests.conftest import ROWS, perturb, small_instance, small_model, told
+from tests.test_tokenizer import sentencepiece_model, trained_pairs
+
+PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
+
+
+def make(config) -> Model:
+  """A model of which no parameter sits at its initial value."""
+  return nnx.merge(graph(config), perturb(nnx.to_pure_dict(nnx.state(small_instance(config))), scale=0.3))
+
+
+@pytest.fixture(scope="module")
+def decoder():
+  """Of a llama: its positions don't end."""
+  return diffeq_nnx.Decoder(make(small_model(field="llama")))
+
+
+def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) -> list[np.ndarray]:
+  """Logits [n, V] of each row, by the forward pass of all its tokens, alone but for padding behind it."""
+  tokens_BxL = np.zeros((len(rows), 12), np.int32)
+  for padded, row in zip(tokens_BxL, rows):
+    padded[:len(row)] = row
+  logits = nnx.jit(lambda model, tokens: model(tokens, num_steps))(model, jnp.asarray(tokens_BxL))
+  return [np.asarray(one[:len(row)]) for one, row in zip(logits, rows)]
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("row", ROWS)
+def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
+  model = make(small_model(field=field, **ROWS[row]))
+  made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
+  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
+  for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
+    assert tokens == logits.argmax(-1)[len(prompt) - 1:].tolist() and len(tokens) == 6
+
+
+@pytest.mark.parametrize("field,solver,num_steps", [
+    ("gpt", "euler", None), ("llama", "euler", 2), ("gpt", "sequential", 2), ("llama", "sequential", None)])
+def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, num_steps, x64):
+  """Rows of different lengths, read in one call and then token by token, against the forward pass of each row."""
+  model = make(small_model(field=field, solver=solver, dtype="float64"))
+  decoder, lengths = diffeq_nnx.Decoder(model, num_steps), (2, 7, 4)
+  rows = np.random.default_rng(0).integers(31, size=(3, 11)).astype(np.int32)
+  tokens_BxL = np.zeros((3, 7), np.int32)
+  for padded, row, length in zip(tokens_BxL, rows, lengths):
+    padded[7 - length:] = row[:length]
+  first_B = jnp.asarray([7 - length for length in lengths], jnp.int32)
+  read = jax.jit(generation.prompt_logits, static_argnums=(0, 1, 2))
+  go_on = jax.jit(generation.next_logits, static_argnums=(0, 1))
+  state, logits_BxV = read(decoder.config, decoder.grid, 16, decoder.weights, tokens_BxL, first_B)
+  found = [logits_BxV]
+  for place in range(4):
+    newest_B = jnp.asarray([row[length + place] for row, length in zip(rows, lengths)])
+    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, newest_B)
+    found.append(logits_BxV)
+  expected = uncached(model, rows.tolist(), num_steps)
+  for row, length in enumerate(lengths):
+    here = [logits[row] for logits in found]
+    np.testing.assert_allclose(here, expected[row][length - 1:length + 4], rtol=0, atol=1e-10)
+
+
+def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
+  model, calls, ready = make(small_model()), [], generation.ready
+  monkeypatch.setattr(generation, "ready", lambda *arguments: calls.append(1) or ready(*arguments))
+  diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
+  assert len(calls) == 1
+  decoder = diffeq_nnx.Decoder(model)
+  assert "weight_source" not in decoder.weights["rest"]
+  state, _ = jax.eval_shape(lambda: generation.prompt_logits(
+      decoder.config, decoder.grid, 64, decoder.weights, jnp.zeros((1, 8), jnp.int32), jnp.zeros(1, jnp.int32)))
+  step = jax.jit(generation.next_logits, static_argnums=(0, 1))
+  program = str(step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros(1, jnp.int32)).jaxpr)
+  # per solver step six products with kernels and two of attention's, then the head; and no loop
+  assert program.count("dot_general[") == 3 * (6 + 2) + 1 and "scan[" not in program
+  for one in (decoder, decoder):  # a decoder's own weights serve many calls
+    diffeq_nnx.generate(one, PROMPTS, max_tokens=6, temperature=0)
+  assert len(calls) == 2
+
+
+def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
+  decoder = diffeq_nnx.Decoder(small_instance(small_model(field="llama", dtype="bfloat16")))
+  kept = {**decoder.weights["rest"], **decoder.weights["steps"][0]["up"]}
+  assert {kept[name].dtype for name in ("embedding", "head", "kernel")} == {jnp.bfloat16.dtype}
+
+
+def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
+  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
+  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_k=1, temperature=3.0) == greedy
+  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_p=1e-6) == greedy
+  drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
+  assert drawn[0] == drawn[1] != drawn[2]
+  assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
+
+
+def test_a_prompt_alone_on_a_tpu_is_computed_twice_and_given_once(decoder, monkeypatch):
+  expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
+  monkeypatch.setattr(decoder, "platform", "tpu")
+  assert [decoder.num_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
+  assert [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)] == expected
+
+
+def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
+  """Probabilities of all tokens, in NumPy."""
+  shares = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+  order = np.argsort(-shares)
+  shares[order[top_k:] if top_k else []] = 0
+  shares /= shares.sum()
+  before = np.cumsum(shares[order]) - shares[order]
+  shares[order[before >= top_p]] = 0
+  return shares / shares.sum()
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [
+    (1.0, None, 1.0), (0.5, None, 1.0), (2.0, 3, 1.0), (1.0, None, 0.6), (1.5, 4, 0.7), (1.0, 100, 1.0),
+    (1.0, None, 0.05)])
+def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k, top_p):
+  count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
+  how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+  draw = jax.jit(sample, static_argnums=0)
+  tokens = draw(how.way, how.numbers(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
+                jnp.full(count, 7, jnp.int32))
+  drawn = np.bincount(np.asarray(tokens), minlength=6)
+  shares = expected_shares(logits, temperature, top_k, top_p)
+  assert (drawn[shares == 0] == 0).all()
+  expected = count * shares[shares > 0]
+  assert ((drawn[shares > 0] - expected)**2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
+
+
+def test_stop_marks_end_a_row_and_no_other(decoder):
+  free = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3)
+  mark = free[1][4]
+  ended = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3, stop_ids=[mark])
+  assert ended == [row[:row.index(mark)] if mark in row else row for row in free] and len(ended[1]) <= 4
+
+
+def test_rows_end_where_learned_positions_do_and_rotary_ones_go_on(decoder):
+  gpt, prompts = make(small_model()), [[1] * 10, [2] * 12, [3]]
+  made = diffeq_nnx.generate(gpt, prompts, max_tokens=8, temperature=0)
+  assert [len(row) for row in made] == [3, 1, 8]
+  alone = diffeq_nnx.generate(gpt, prompts[2:], max_tokens=8, temperature=0)
+  assert made[2:] == alone
+  assert [len(row) for row in diffeq_nnx.generate(decoder, [[1] * 13, [2]], max_tokens=70)] == [70, 70]
+
+
+def test_bad_input_is_one_line(decoder):
+  for prompts, how, part in (
+      ([], {}, "prompts: none given"),
+      ([[1], []], {}, "prompts[1]: has no tokens"),
+      ([[31]], {}, "prompts[0]: holds the id 31; the model's ids are 0 to 30"),
+      ([[-1]], {}, "holds the id -1"),
+      ([[1]], {"max_tokens": 0}, "max_tokens=0: must be 1 or above"),
+      ([[1]], {"temperature": -0.5}, "temperature=-0.5: must be 0"),
+      ([[1]], {"temperature": float("nan")}, "temperature=nan: must be 0"),
+      ([[1]], {"top_k": 0}, "top_k=0: must be 1 or above"),
+      ([[1]], {"top_p": 0.0}, "top_p=0.0: must lie between 0 (excluded) and 1"),
+      ([[1]], {"top_p": 1.5}, "top_p=1.5: must lie"),
+      ([[1]], {"seed": -1}, "seed=-1: must lie"),
+      ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 3"),
+  ):
+    assert part in told(lambda: diffeq_nnx.generate(decoder, prompts, **how))
+  assert "13 tokens; the model has 12 positions" in told(
+      lambda: diffeq_nnx.generate(small_instance(small_model()), [[1] * 13]))
+  assert "stored, for its own 3 steps" in told(
+      lambda: diffeq_nnx.generate(small_instance(small_model(weights="stored")), [[1]], num_steps=4))
+  assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(small_instance(small_model()), 0))
+
+
+TOKENIZERS = {"bytes": lambda folder: data.load_tokenizer("bytes"),
+              "sentencepiece": lambda folder: SentencePieceTokenizer(sentencepiece_model()),
+              "byte_pairs": lambda folder: _saved(folder, trained_pairs())}
+
+
+def _saved(folder, content: str) -> data.Tokenizer:
+  (folder / "tokenizer.json").write_text(content)
+  return data.load_tokenizer(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_pieces_of_a_stream_add_up_to_the_text_and_split_no_character(kind, tmp_path):
+  tokenizer = TOKENIZERS[kind](tmp_path)
+  text = "Two  words,\n a\u00f1o \U0001f642\U0001f642 \u5b57\ufffd e\u0301\n"
+  stream = TextStream(tokenizer.decode)
+  pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
+  assert "\ufffd" not in "".join(pieces).replace("\u5b57\ufffd", "")
+  assert "".join(pieces) + stream.finish() == stream.text == text
+  rng = np.random.default_rng(0)
+  for _ in range(30):  # ids in any order: bytes that are no text
+    ids = rng.integers(tokenizer.vocab_size, size=40).tolist()
+    stream = TextStream(tokenizer.decode)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == stream.text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text,stop,expected", [
+    ("one. two. three", (". t",), "one"),
+    ("one. two. three", ("zero", "three", "two"), "one. "),
+    ("aaab", ("aab",), "a"),
+    ("ends with al", ("also",), "ends with al"),
+    ("never", ("x",), "never"),
+])
+def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out(text, stop, expected):
+  stream = TextStream(data.load_tokenizer("bytes").decode, stop)
+  given = ""
+  for byte in text.encode():
+    given += stream.add(byte)
+    assert expected.startswith(given)
+  assert given + stream.finish() == stream.text == expected
+  assert stream.stopped == (expected != text)
+
+
+def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
+  model = make(small_model(field="llama", vocab_size=257))
+  tokenizer, prompts = data.load_tokenizer("bytes"), ["one", "two words"]
+  pieces = {0: [], 1: []}
+  made = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20,
+                                   on_text=lambda row, piece: pieces[row].append(piece))
+  encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+  ids = diffeq_nnx.generate(model, encoded, max_tokens=20, stop_ids=[256])
+  for row, one in enumerate(made):
+    assert one.prompt == prompts[row] and one.stopped == "length" and one.ids == ids[row] and len(one.ids) == 20
+    assert "".join(pieces[row]) == one.text == tokenizer.decode(one.ids)
+  at = next(place for place, token in enumerate(ids[0]) if 32 < token < 127)
+  stop = chr(ids[0][at])
+  first, _ = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, stop=[stop])
+  assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
+  tokenizer.eos_id = ids[1][5]
+  ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20)[1]
+  assert ended.stopped == "eos" and ended.ids == ids[1][:ids[1].index(ids[1][5])]
+
+
+def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
+  plain = TOKENIZERS["bytes"](tmp_path)
+  assert generation.prompt_ids(plain, ["a"]) == [[97]]
+  assert "prompts[1]='': gives no tokens" in told(lambda: generation.prompt_ids(plain, ["a", ""]))
+  assert "prompts: none given" in told(lambda: generation.prompt_ids(plain, []))
+  assert "not Unicode text" in told(lambda: generation.prompt_ids(plain, ["\udc80"]))
+  begins = TOKENIZERS["sentencepiece"](tmp_path)
+  assert generation.prompt_ids(begins, [""]) == [[begins.bos_id]]
+  assert "stop: holds an empty string" in told(
+      lambda: diffeq_nnx.generate_texts(small_instance(small_model()), plain, ["a"], stop=[""]))
+
+
+def test_calls_of_like_lengths_compile_nothing_anew(decoder):
+  def compiled():
+    return generation.read_prompts._cache_size(), generation.next_tokens._cache_size()
+
+  diffeq_nnx.generate(decoder, [[1]], max_tokens=3, top_p=0.5)
+  before = compiled()
+  diffeq_nnx.generate(decoder, [[1] * 40], max_tokens=20, top_p=0.9, temperature=0.7, seed=5)
+  assert compiled() == before
+
+
+SPLIT = """
+import jax
+from flax import nnx
+import diffeq_nnx
+from diffeq_nnx import sharding
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.train_step import graph, init_state, state_shardings
+from tests.conftest import small_config, small_model
+config, found = small_config(small_model(embed_dim=32, mlp_dim=64)), []
+for sizes in (None, MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
+  mesh = sharding.make_mesh(MeshConfig() if sizes is None else sizes, jax.devices()[:1] if sizes is None else None)
+  with jax.set_mesh(mesh):
+    params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
+    decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params))
+    found.append(diffeq_nnx.generate(decoder, [[1, 2, 3], [4]], max_tokens=5, seed=1))
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1}
+assert found[0] == found[1] == found[2], found
+"""
+
+
+def test_a_model_split_over_devices_generates_what_it_does_on_one():
+  done = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, env={
+      **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+  assert done.returncode == 0, done.stderr
