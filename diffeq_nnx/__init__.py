@@ -3,7 +3,9 @@
 import importlib
 from typing import Any
 
-_HOMES = {"discretize": "discretization"}  # what the package offers by itself, and where it is
+_HOMES = {  # what the package offers by itself, and where it is
+    "discretize": "discretization", "export_hf": "exporting.huggingface", "export_stablehlo": "exporting.stablehlo",
+    "import_hf": "exporting.importing"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.evaluate import Evaluator
+from diffeq_nnx.exporting.jobs import export_run, import_run
 from diffeq_nnx.train import batch_iterator, claim, load_corpus, prepare, train
 from diffeq_nnx.train_step import State, abstract_state, init_state, state_shardings
 
@@ -129,4 +130,5 @@ def prepare_shards(config: Config, workdir: str) -> dict:
                  "records": manifest["records"], **counts})
 
 
-JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize}
+JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
+        "export": export_run, "import": import_run}

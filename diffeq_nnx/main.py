@@ -15,10 +15,14 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize"], "What to do.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "export", "import"], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize: the run whose newest model is taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize: how many steps, of one size; default: its own.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and export: how many steps, of one size; default: its own.")
 STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize: the size of each step instead, e.g. 0.5,0.25,0.25.")
+OUT = flags.DEFINE_string("out", None, "For export: the folder to make.")
+FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_code", "stablehlo"], "For export: hf (the default: GPT-2 or Llama "
+                           "where they hold the model), hf_code (our own modelling file) or stablehlo.")
+FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -26,7 +30,8 @@ JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for t
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
-OPTIONS = {"discretize": (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)}  # flags that belong to one job
+OPTIONS = {"discretize": (FROM_WORKDIR, NUM_STEPS, STEP_SIZES), "export": (OUT, FORMAT, NUM_STEPS),
+           "import": (FROM_HF,)}  # flags that belong to some jobs
 
 
 def run(argv: list[str]) -> None:
@@ -41,6 +46,8 @@ def run(argv: list[str]) -> None:
   if CONFIG.value is not None and job == "discretize":
     raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
   config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
+  if config is None and job == "import":
+    config = config_lib.Config()
   from diffeq_nnx import distributed, jobs, workdir  # after the flags, so that a mistake in them is told at once
   if config is None:
     flag = FROM_WORKDIR if job == "discretize" else WORKDIR
@@ -54,11 +61,21 @@ def run(argv: list[str]) -> None:
 
 
 def _options(job: str) -> dict[str, object]:
-  """The values of the flags that belong to this job alone."""
-  for other, its in OPTIONS.items():
+  """The values of the flags that belong to this job and not to all."""
+  ours = [flag.name for flag in OPTIONS.get(job, ())]
+  for its in OPTIONS.values():
     for flag in its:
-      if other != job and flag.value is not None:
-        raise UserError(f"--{flag.name}={flag.value}: is for --job={other}, and this is --job={job}; leave it out")
+      if flag.name not in ours and flag.value is not None:
+        jobs = " or ".join(f"--job={other}" for other, those in OPTIONS.items() if flag.name in [f.name for f in those])
+        raise UserError(f"--{flag.name}={flag.value}: is for {jobs}, and this is --job={job}; leave it out")
+  if job == "export":
+    if OUT.value is None:
+      raise UserError("--out: missing; e.g. --job=export --workdir=runs/tiny --out=exported/tiny")
+    return {"out": OUT.value, "format": FORMAT.value or "hf", "num_steps": NUM_STEPS.value}
+  if job == "import":
+    if FROM_HF.value is None:
+      raise UserError("--from_hf: missing; e.g. --job=import --from_hf=gpt2 --workdir=runs/gpt2")
+    return {"from_hf": FROM_HF.value}
   if job != "discretize":
     return {}
   if FROM_WORKDIR.value is None:

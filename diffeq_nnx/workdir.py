@@ -49,6 +49,19 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer) -> None:
     _check(workdir, known, config, tokenizer.hash)
 
 
+def write_tokenizer(workdir: str, tokenizer: Tokenizer) -> None:
+  """Puts a tokenizer's own file into a directory that is to be a run's.
+
+  Raises:
+    UserError: the directory can't be written.
+  """
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+
+
 def require(workdir: str, config: Config, tokenizer_hash: str | None = None) -> None:
   """Sees that a work directory holds a run of this config and tokenizer (None: any); writes nothing.
 
