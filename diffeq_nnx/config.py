@@ -185,7 +185,8 @@ CHOICES = {
 }
 POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
-    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.norm_eps", "model.final_norm_eps", "model.time.sinusoidal_dim",
+    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.norm_eps", "model.final_norm_eps",
+    "model.time.sinusoidal_dim",
     "model.time.time_embed_dim", "model.time.scale", "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",

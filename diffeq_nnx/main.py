@@ -15,13 +15,16 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "export", "import"], "What to do.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "export", "import"],
+                        "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize: the run whose newest model is taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and export: how many steps, of one size; default: its own.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None,
+                                 "For discretize and export: how many steps, of one size; default: its own.")
 STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize: the size of each step instead, e.g. 0.5,0.25,0.25.")
 OUT = flags.DEFINE_string("out", None, "For export: the folder to make.")
-FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_code", "stablehlo"], "For export: hf (the default: GPT-2 or Llama "
-                           "where they hold the model), hf_code (our own modelling file) or stablehlo.")
+FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stablehlo"],
+                           "For export: hf (the default: GPT-2 or Llama where they hold the model), hf_exact (a wider Llama, for its eps), hf_code "
+                           "(our own modelling file) or stablehlo.")
 FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "

@@ -40,9 +40,9 @@ CASES = [
 
 def load(result):
   """The exported model, by transformers alone unless the folder says that it needs its own code."""
-  kind = transformers.AutoModelForCausalLM if result["trust_remote_code"] else getattr(transformers, result["architecture"])
-  loaded, info = kind.from_pretrained(result["folder"], trust_remote_code=result["trust_remote_code"],
-                                      output_loading_info=True)
+  own = result["trust_remote_code"]
+  kind = transformers.AutoModelForCausalLM if own else getattr(transformers, result["architecture"])
+  loaded, info = kind.from_pretrained(result["folder"], trust_remote_code=own, output_loading_info=True)
   assert not any(info.values()), info  # nothing missing, nothing left over
   assert loaded.dtype == torch.float32 and type(loaded).__name__ == result["architecture"]
   return loaded.eval()
@@ -63,9 +63,11 @@ def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_pa
     changes = {**changes, **({"num_kv_heads": None} if field == "gpt" else ONE_EPS)}
   model = make(small_model(field=field, solver=solver, **changes))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps)
-  expected = {"euler": "DiffEqFormerForCausalLM"}.get(solver, {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[field])
+  plain = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[field]
+  expected = plain if solver == "sequential" else "DiffEqFormerForCausalLM"
   assert result["architecture"] == expected and result["num_steps"] == (num_steps or model.config.num_steps)
-  assert result["trust_remote_code"] == (solver == "euler") == any("trust_remote_code" in note for note in result["notes"])
+  told_so = any("trust_remote_code" in note for note in result["notes"])
+  assert result["trust_remote_code"] == told_so == (solver == "euler")
   assert result["logit_difference"] < 1e-5
   loaded = load(result)
   assert type(loaded).__module__.startswith("transformers_modules" if solver == "euler" else "transformers.models")
@@ -75,7 +77,7 @@ def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_pa
 @pytest.mark.parametrize("field,kv_heads", [("gpt", 2), ("llama", 4)])
 def test_our_own_modelling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
   model = make(small_model(field=field, solver="sequential", num_kv_heads=kv_heads))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), own_code=True)
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
   assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
   close(torch_logits(load(result)), logits(model))
 
@@ -95,6 +97,17 @@ def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
   close(torch_logits(load(result)), logits(trained))
 
 
+@pytest.mark.parametrize("solver,changes", [("sequential", {"horizon": 2.0}), ("sequential", {"num_kv_heads": 1})])
+def test_a_wider_llama_holds_both_eps(solver, changes, tmp_path):
+  model = make(small_model(field="llama", solver=solver, **changes))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_exact")
+  assert result["architecture"] == "LlamaForCausalLM" and "4 channels more" in result["notes"][0]
+  assert result["logit_difference"] < 3e-6
+  loaded = load(result)
+  assert type(loaded).__module__.startswith("transformers.models") and loaded.config.hidden_size == 28
+  np.testing.assert_allclose(torch_logits(loaded), logits(model), rtol=0, atol=3e-6)
+
+
 def test_the_compute_dtype_s_weights_are_exported(tmp_path):
   model = make(small_model(solver="sequential", num_kv_heads=None, dtype="bfloat16"))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
@@ -107,7 +120,7 @@ def test_the_compute_dtype_s_weights_are_exported(tmp_path):
 def test_our_own_modelling_file_generates(field, solver, tmp_path):
   """With and without a cache, and padded on the left: greedy tokens are those of our logits."""
   model = make(small_model(field=field, solver=solver))
-  loaded = load(diffeq_nnx.export_hf(model, str(tmp_path / "out"), own_code=True))
+  loaded = load(diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code"))
   settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
   ids = torch.tensor(TOKENS_2x12[:, :6])
   cached = loaded.generate(ids, **settings).numpy()
@@ -184,13 +197,15 @@ def sentencepieces(folder, text):
   return str(folder)
 
 
-TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "d\u00e9j\u00e0 vu \u5b57 \U0001f642", "\x00\u00a0x\ufb01 1234567"]
+TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "d\u00e9j\u00e0 vu \u5b57 \U0001f642",
+         "\x00\u00a0x\ufb01 1234567"]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte pairs", "sentencepiece"])
 def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
   text = inspect.getsource(layouts)
-  source = {"bytes": lambda *_: "bytes", "byte pairs": byte_pairs, "sentencepiece": sentencepieces}[kind](tmp_path, text)
+  sources = {"bytes": lambda *_: "bytes", "byte pairs": byte_pairs, "sentencepiece": sentencepieces}
+  source = sources[kind](tmp_path, text)
   ours = data.load_tokenizer(source)
   model = small_instance(small_model(solver="sequential", num_kv_heads=None, vocab_size=ours.vocab_size))
   out = str(tmp_path / "out")
@@ -226,7 +241,9 @@ def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
 # StableHLO
 
 ALONE = """
-import importlib.util, json, os, sys
+import importlib.util, os, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.path = [path for path in sys.path if not os.path.isdir(os.path.join(path or ".", "diffeq_nnx"))]
 assert importlib.util.find_spec("diffeq_nnx") is None
 sys.path.insert(0, sys.argv[1])
 import numpy as np
@@ -256,10 +273,9 @@ def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
   assert set(program.platforms) == {"cpu", "cuda", "tpu"}
   assert len(program.mlir_module_serialized) < 60_000  # the weights are not in it
   np.save(tmp_path / "tokens.npy", TOKENS_2x12)
-  code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n" \
-         "import os; sys.path = [p for p in sys.path if not os.path.isdir(os.path.join(p or '.', 'diffeq_nnx'))]\n" + ALONE
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-  done = subprocess.run([sys.executable, "-c", code, out], cwd=tmp_path, env=environment, capture_output=True, text=True)
+  done = subprocess.run([sys.executable, "-c", ALONE, out], cwd=tmp_path, env=environment, capture_output=True,
+                        text=True)
   assert done.returncode == 0, done.stderr
   theirs = np.load(tmp_path / "logits.npz")
   ours = np.asarray(logits(model, 4))

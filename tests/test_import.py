@@ -1,6 +1,8 @@
 """Imported models give the logits of transformers' own; what can't be held is told; export and import are inverse."""
 
+import dataclasses
 import json
+import math
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,9 +16,11 @@ import torch
 import transformers
 
 import diffeq_nnx
-from diffeq_nnx import data
-from diffeq_nnx.config import ModelConfig
+from diffeq_nnx import data, jobs
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
 from diffeq_nnx.exporting import importing
+from diffeq_nnx.train import train
 from tests.conftest import small_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits, make
 
@@ -91,8 +95,8 @@ def test_import_is_the_inverse_of_export(field, tmp_path):
       leaves[name] = leaf * np.reshape(np.float32([0.5, 1, 2]), (3,) + (1,) * (leaf.ndim - 1))
   jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), expected)
   assert again.config == ModelConfig(
-      weights="stored", field=field, solver="sequential", num_steps=3, embed_dim=24, num_heads=4, mlp_dim=40, vocab_size=31,
-      num_kv_heads=None if field == "gpt" else 2, seq_len=12, norm_eps=1e-4, final_norm_eps=1e-4, dtype="float32",
+      weights="stored", field=field, solver="sequential", num_steps=3, embed_dim=24, num_heads=4, mlp_dim=40,
+      vocab_size=31, num_kv_heads=None if field == "gpt" else 2, seq_len=12, norm_eps=1e-4, final_norm_eps=1e-4, dtype="float32",
       dropout=0.1 if field == "gpt" else 0.0)
   diffeq_nnx.export_hf(again, str(tmp_path / "twice"))
   for name in ("config.json", "model.safetensors"):
@@ -154,7 +158,8 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   name = "transformer.h.1.mlp.c_fc.weight"
   without = {key: array for key, array in tensors.items() if key != name}
   assert f"the weights lack {name}" in told(write(tmp_path, config, without))
-  assert f"{name}: has the shape (24, 39)" in told(write(tmp_path, config, {**tensors, name: np.zeros((24, 39), np.float32)}))
+  other = {**tensors, name: np.zeros((24, 39), np.float32)}
+  assert f"{name}: has the shape (24, 39)" in told(write(tmp_path, config, other))
   assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
@@ -166,3 +171,59 @@ def test_the_folder_s_tokenizer(tmp_path):
   model = small_instance(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
   diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
   assert importing.tokenizer_of(str(tmp_path / "out")).hash == ours.hash
+
+
+# as jobs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """(config, work directory) of a sequential run of 4 steps with generated weights."""
+  folder = tmp_path_factory.mktemp("text")
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  config = Config(
+      model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
+      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+      train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
+      eval=EvalConfig(every=4, batch_size=4, max_batches=2), checkpoint=CheckpointConfig(every=4, keep=1))
+  train(config, str(folder / "run"))
+  return config, str(folder / "run")
+
+
+def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsys):
+  config, workdir = finished
+  out, new = str(tmp_path / "out"), str(tmp_path / "new")
+  result = jobs.JOBS["export"](config, workdir, out=out)
+  assert json.loads(capsys.readouterr().out) == result
+  assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 4, False)
+  assert result["logit_difference"] < 1e-5
+  jobs.JOBS["import"](dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
+  assert json.loads(capsys.readouterr().out)["num_steps"] == 2
+  imported = workdir_lib.config_of(new)
+  assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
+      "stored", "sequential", os.path.join(new, "tokenizer.model"))
+  before, after = jobs.evaluate(config, workdir), jobs.evaluate(imported, new)
+  assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
+  assert "holds a run already" in told(lambda: jobs.JOBS["import"](config, new, from_hf=out))
+  assert "holds something already" in told(lambda: jobs.JOBS["export"](config, workdir, out=out))
+  loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
+  prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
+  assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
+
+
+def test_other_formats_and_mistakes(finished, tmp_path):
+  config, workdir = finished
+  out = str(tmp_path / "out")
+  result = jobs.JOBS["export"](config, workdir, out=out, format="stablehlo", num_steps=3)
+  assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
+  assert "num_steps=0: must be 1 or above" in told(
+      lambda: jobs.JOBS["export"](config, workdir, out=str(tmp_path / "other"), num_steps=0))
+  grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
+  assert "GPT-2 has no grouped-query heads" in told(
+      lambda: jobs.JOBS["export"](grouped, workdir, out=str(tmp_path / "other")))
+  (tmp_path / "empty").mkdir()
+  workdir_lib.claim(str(tmp_path / "empty"), config, importing.tokenizer_of(workdir))
+  assert "holds no checkpoint yet" in told(
+      lambda: jobs.JOBS["export"](config, str(tmp_path / "empty"), out=str(tmp_path / "other")))
+  assert not (tmp_path / "other").exists()

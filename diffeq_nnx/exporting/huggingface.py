@@ -2,8 +2,8 @@
 
 Models with sequential steps are GPT-2 or Llama once dt is folded into the projections that write to the state. No
 architecture of transformers holds parallel steps (looked at: every one with parallel branches in 5.23): GPT-NeoX,
-GPT-J, CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and of those only StableLM
-and Cohere have SwiGLU, without RMSNorm for the llama field.
+GPT-J, CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and of those only
+StableLM and Cohere have SwiGLU, without RMSNorm for the llama field.
 """
 
 import contextlib
@@ -29,13 +29,14 @@ from diffeq_nnx.model import Model
 from diffeq_nnx.solvers import make_grid
 from diffeq_nnx.train_step import Params, graph
 
+FORMS = ("hf", "hf_exact", "hf_code")
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
 MODELING_FILE = "modeling_diffeqformer.py"
 CHECKED_TOKENS = 64  # length of the two sequences whose logits are compared
 
 
 def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, num_steps: int | None = None,
-              own_code: bool = False) -> dict[str, Any]:
+              form: str = "hf") -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
   Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones a folder with its own modelling file.
@@ -45,7 +46,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     folder: where to; made by this call.
     tokenizer: None: no tokenizer files, and no marks.
     num_steps: as for `diffeq_nnx.discretize`.
-    own_code: our own modelling file for sequential steps too: it holds every model, eps and heads included.
+    form: hf, hf_exact (a Llama with a few channels more, whose one eps then does what our two do), or hf_code (our own
+      modelling file for sequential steps too: it holds every model).
 
   Returns:
     What was written: folder, architecture, trust_remote_code, num_steps, dtype, logit_difference (the largest that a
@@ -56,7 +58,7 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     UserError: the folder holds something, there is no such number of steps, or GPT-2 can't hold the heads.
   """
   stored, params = stored_model(model, num_steps)
-  return write(stored, params, folder, tokenizer, own_code)
+  return write(stored, params, folder, tokenizer, form)
 
 
 def stored_model(model: Model, num_steps: int | None) -> tuple[ModelConfig, Params]:
@@ -69,9 +71,11 @@ def stored_model(model: Model, num_steps: int | None) -> tuple[ModelConfig, Para
       model.config, stored, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-def architecture_of(model: ModelConfig, own_code: bool) -> str:
-  """gpt2, llama or diffeqformer; raises UserError where GPT-2 can't hold the heads."""
-  if own_code or model.solver != "sequential":
+def architecture_of(model: ModelConfig, form: str) -> str:
+  """gpt2, llama or diffeqformer; raises UserError where GPT-2 can't hold the heads, or the form is none."""
+  if form not in FORMS:
+    raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
+  if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama":
     return "llama"
@@ -83,13 +87,20 @@ def architecture_of(model: ModelConfig, own_code: bool) -> str:
 
 
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None,
-          own_code: bool) -> dict[str, Any]:
+          form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
-  architecture = architecture_of(stored, own_code)
-  held = held_model(stored, architecture)
-  notes = []
+  architecture = architecture_of(stored, form)
+  wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
+  held = held_model(stored, layouts.OWN if wide else architecture)
+  notes, params = [], jax.device_get(params)
   with new_folder(folder) as place:
     settings, marks = _settings(held, architecture), tokenizer_files.mark_ids(tokenizer)
+    tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts_S)
+    if wide:
+      tensors, eps = layouts.widened(held, tensors)
+      settings |= {"hidden_size": held.embed_dim + held.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
+      notes.append(f"a Llama with {held.num_heads} channels more than the model's {held.embed_dim} and biases in its "
+                   "feed-forward branches, by which its one eps does what our two do")
     write_json(place, "config.json", {**settings, **marks})
     write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
@@ -101,15 +112,18 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
                    f"the folder has its own {MODELING_FILE}, as asked, and loads with trust_remote_code=True only")
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
-    tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts_S)
     path = os.path.join(place, "model.safetensors")
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     del tensors
-    difference = _logit_difference(stored, params, architecture, held, path)
-  if held.final_eps != stored.final_eps:
+    tensors = safetensors.numpy.load_file(path)
+    if wide:
+      tensors, block_eps, final_eps = layouts.narrowed(held, tensors, eps)
+      held = dataclasses.replace(held, norm_eps=block_eps, final_norm_eps=final_eps)
+    difference = _logit_difference(stored, params, held, layouts.to_params(architecture, held, tensors))
+  if held.final_eps != stored.final_eps and not wide:
     notes.append(f"{architecture} has one eps, {held.block_eps:g}, which is the block's; the final norm's is "
                  f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
-                 "--format=hf_code and --format=stablehlo hold both")
+                 "--format=hf_exact (Llama only), hf_code and stablehlo hold both")
   return {"folder": folder, "architecture": CLASSES[architecture], "trust_remote_code": architecture == layouts.OWN,
           "num_steps": stored.num_steps, "dtype": "float32", "logit_difference": difference, "notes": notes}
 
@@ -176,8 +190,8 @@ def _settings(held: ModelConfig, architecture: str) -> dict[str, Any]:
                            "norm_eps": held.block_eps, "final_norm_eps": held.final_eps}
 
 
-def _logit_difference(stored: ModelConfig, params: Params, architecture: str, held: ModelConfig, path: str) -> float:
-  """The largest difference in logits between a model and what its file holds, both computed here in float32."""
+def _logit_difference(stored: ModelConfig, params: Params, held: ModelConfig, read: Params) -> float:
+  """The largest difference in logits between a model and what was read back, both computed here in float32."""
   tokens_BxL = np.random.default_rng(0).integers(stored.vocab_size, size=(2, min(stored.seq_len, CHECKED_TOKENS)))
 
   def logits(config: ModelConfig, params: Params) -> np.ndarray:
@@ -185,6 +199,4 @@ def _logit_difference(stored: ModelConfig, params: Params, architecture: str, he
     run = jax.jit(lambda params, tokens_BxL: nnx.merge(graph(plain), params)(tokens_BxL))
     return np.asarray(run(params, jnp.asarray(tokens_BxL)))
 
-  ours = logits(stored, params)
-  theirs = logits(held, layouts.to_params(architecture, held, safetensors.numpy.load_file(path)))
-  return float(np.abs(ours - theirs).max())
+  return float(np.abs(logits(stored, params) - logits(held, read)).max())

@@ -119,7 +119,8 @@ def _require(said: dict[str, Any], label: str, key: str, default: Any, allowed: 
 def _size(said: dict[str, Any], label: str, key: str, default: int) -> int:
   value = said.get(key, default)
   if type(value) is not int or value < 1:
-    raise UserError(f"{label}: {key} is {value!r}: must be a whole number above 0; restore config.json", everywhere=True)
+    raise UserError(f"{label}: {key} is {value!r}: must be a whole number above 0; restore config.json",
+                    everywhere=True)
   return value
 
 
@@ -151,8 +152,8 @@ def _params(kind: str, model: ModelConfig, said: dict[str, Any], tensors: layout
     head = tensors.pop("lm_head.weight", None)
     embedding = tensors.get("transformer.wte.weight")
     if head is not None and not np.array_equal(head, embedding):
-      raise UserError(f"{label}: lm_head.weight differs from the embedding: GPT-2's head is tied here; give a folder where "
-                      "it is", everywhere=True)
+      raise UserError(f"{label}: lm_head.weight differs from the embedding: GPT-2's head is tied here; give a folder "
+                      "where it is", everywhere=True)
   elif said.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a copy: llama's head is its own here
   try:
@@ -163,8 +164,8 @@ def _params(kind: str, model: ModelConfig, said: dict[str, Any], tensors: layout
     raise UserError(f"{label}: {error}; give files that go together", everywhere=True) from error
   left = sorted(name for name in tensors if not _UNUSED.fullmatch(name))
   if left:
-    raise UserError(f"{label}: the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give "
-                    "files that go together", everywhere=True)
+    raise UserError(f"{label}: the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); "
+                    "give files that go together", everywhere=True)
   return params
 
 

@@ -22,8 +22,6 @@ from diffeq_nnx.exporting import huggingface, importing, stablehlo
 from diffeq_nnx.train import batch_iterator, claim, load_corpus, prepare
 from diffeq_nnx.train_step import abstract_state, init_state, state_shardings
 
-FORMATS = ("hf", "hf_code", "stablehlo")
-
 
 def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  # pylint: disable=redefined-builtin
                num_steps: int | None = None) -> dict[str, Any]:
@@ -33,8 +31,8 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
     config: of the run.
     workdir: the run's directory.
     out: the folder to make.
-    format: hf (GPT-2 or Llama where they hold the model, else our modelling file), hf_code (that file always) or
-      stablehlo.
+    format: hf (GPT-2 or Llama where they hold the model, else our modelling file), hf_exact (a wider Llama, which
+      holds both eps), hf_code (our modelling file always) or stablehlo.
     num_steps: as for `discretization.discretize`.
 
   Raises:
@@ -48,7 +46,7 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
     raise UserError(f"--job=export: {error}") from error
   huggingface.check_new(out)
   if format != "stablehlo":
-    huggingface.architecture_of(model, format == "hf_code")
+    huggingface.architecture_of(model, format)
   tokenizer = tokenizer_of_run(workdir, config)
   mesh = prepare(config)
   with jax.set_mesh(mesh):
@@ -62,7 +60,7 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
   if format == "stablehlo":
     result = stablehlo.write(model, params, out, tokenizer)
   else:
-    result = huggingface.write(model, params, out, tokenizer, format == "hf_code")
+    result = huggingface.write(model, params, out, tokenizer, format)
   return _print({"job": "export", "workdir": workdir, "step": step, "format": format, **result})
 
 

@@ -92,7 +92,8 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
     array = _turned(tensors.pop(entry.name), entry.kind, model, back=True)
     expected = shapes[entry.path]
     if array.shape != expected:
-      raise ValueError(f"{entry.name}: has the shape {array.shape} in our order of axes; by the config it is {expected}")
+      raise ValueError(f"{entry.name}: has the shape {array.shape}, in our order of axes; by the config it is "
+                       f"{expected}")
     stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))
   for path, arrays in stacks.items():
     place = params
@@ -100,6 +101,39 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
       place = place.setdefault(key, {})
     place[path[-1]] = np.stack(arrays) if path[0] == "weight_source" else arrays[0]
   return params
+
+
+def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
+  """Llama's arrays with H channels more, and the one eps with which they have our two: (arrays, rms_norm_eps).
+
+  The new channels are 0 until the bias of the last feed-forward branch sets the first of them to a, which no kernel
+  reads, but the final norm's mean does. With W = D + H channels it is (D mean + a^2) / W + eps, so that
+  eps = D / W of the block's eps, a^2 = D (final eps - block's eps), and the norms' scales shrink by sqrt(D / W).
+  """
+  D, W, F = model.embed_dim, model.embed_dim + model.num_heads, model.hidden_dim
+  wide = {}
+  for name, array in tensors.items():
+    if array.ndim == 1:
+      array = array * (D / W)**0.5
+    writes = array.ndim == 1 or name.endswith(("o_proj.weight", "down_proj.weight"))
+    padding = [(0, 0)] * array.ndim
+    padding[0 if writes else 1] = (0, W - D)
+    wide[name] = np.pad(array, padding).astype(np.float32)
+  for step in range(model.num_steps):
+    for name, size in (("gate_proj", F), ("up_proj", F), ("down_proj", W)):
+      wide[f"model.layers.{step}.mlp.{name}.bias"] = np.zeros(size, np.float32)
+  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps))**0.5
+  return wide, model.block_eps * D / W
+
+
+def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, float, float]:
+  """What `widened` arrays come to: (Llama's arrays, the block's eps, the final norm's)."""
+  D, W = model.embed_dim, model.embed_dim + model.num_heads
+  added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
+  tensors = {name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
+             for name, array in wide.items() if not name.endswith(".bias")}
+  tensors = {name: array * np.float32((W / D)**0.5) if array.ndim == 1 else array for name, array in tensors.items()}
+  return tensors, eps * W / D, float(eps * W / D + added**2 / D)
 
 
 def _shapes(model: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:

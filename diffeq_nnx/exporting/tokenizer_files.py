@@ -12,7 +12,8 @@ from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, Tokenizer
 
 _SPACE = "\u2581"
 _BPE = 2  # TrainerSpec.ModelType in sentencepiece
-_PROBES = ("a b  c\n\n d\u00e9 \u5b57\U0001f642\tx\r\n", "\n", " ", "The quick brown fox: 12,345.67 (a)!", "  two\n three ")
+_PROBES = ("a b  c\n\n d\u00e9 \u5b57\U0001f642\tx\r\n", "\n", " ", "The quick brown fox: 12,345.67 (a)!",
+           "  two\n three ")
 
 
 def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
@@ -35,8 +36,8 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       file.write(tokenizer.model_bytes)
     spec, names = _from_sentencepiece(tokenizer)
     if spec is None:
-      notes.append("tokenizer: a sentencepiece model that tokenizer.json can't say (unigram, or with pieces of the user's); "
-                   "the folder has tokenizer.model only, with which AutoTokenizer may give other ids")
+      notes.append("tokenizer: a sentencepiece model that tokenizer.json can't say (unigram, or with pieces of the "
+                   "user's); the folder has tokenizer.model only, with which AutoTokenizer may give other ids")
     else:
       notes.append("tokenizer: AutoTokenizer gives our ids but for texts with U+2581 and lines above 1024 characters")
   else:
@@ -68,15 +69,18 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
   from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
   proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model_bytes)
   kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
-  special = {number: piece.piece for number, piece in enumerate(proto.pieces) if piece.type in (kinds.UNKNOWN, kinds.CONTROL)}
+  special = {number: piece.piece for number, piece in enumerate(proto.pieces)
+             if piece.type in (kinds.UNKNOWN, kinds.CONTROL)}
   odd = any(piece.type in (kinds.USER_DEFINED, kinds.UNUSED) for piece in proto.pieces)
   if proto.trainer_spec.model_type != _BPE or odd:
     return None, special
   vocab = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-  normal = {piece.piece: (-piece.score, number) for number, piece in enumerate(proto.pieces) if piece.type == kinds.NORMAL}
+  normal = {piece.piece: (-piece.score, number) for number, piece in enumerate(proto.pieces)
+            if piece.type == kinds.NORMAL}
   merges = []
   for piece, rank in normal.items():  # sentencepiece joins whatever two pieces make the piece of the highest score
-    halves = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in normal and piece[at:] in normal]
+    halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))
+              if piece[:at] in normal and piece[at:] in normal]
     merges += [(rank, normal[left][1], normal[right][1], left, right) for left, right in halves]
   merges = [[left, right] for *_, left, right in sorted(merges)]
   unknown = proto.pieces[proto.trainer_spec.unk_id].piece
@@ -87,7 +91,8 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
       "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
       "pre_tokenizer": {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False},
       "decoder": {"type": "Sequence", "decoders": [
-          {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+          {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"},
+          {"type": "Fuse"}]},
       "model": {"type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
                 "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
                 "vocab": vocab, "merges": merges},
