@@ -26,8 +26,10 @@ import transformers
 import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.exporting import layouts, stablehlo, tokenizer_files
-from tests.conftest import perturb, small_instance, small_model, told
-from tests.test_discretize import TOKENS_2x12, logits, make
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import graph
+from tests.conftest import small_model, told
+from tests.test_discretize import TOKENS_2x12, logits
 
 ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
 GENERATED = {"horizon": 2.0}, 5  # changes to a model, num_steps of the export
@@ -36,6 +38,14 @@ CASES = [
     *((field, solver, *case) for field in ("gpt", "llama") for solver in ("sequential", "euler")
       for case in (GENERATED, UNEVEN)),
     ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2), ("gpt", "euler", {"horizon": 2.5}, None)]
+
+
+def make(config) -> Model:
+  """A model of random parameters, by NumPy: nothing is compiled."""
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))
+  noise = lambda path, leaf: jnp.asarray(0.15 * rng.normal(size=leaf.shape) + (path[-1].key == "scale"), jnp.float32)
+  return nnx.merge(graph(config), jax.tree_util.tree_map_with_path(noise, shapes))
 
 
 def load(result):
@@ -112,8 +122,8 @@ def test_the_compute_dtype_s_weights_are_exported(tmp_path):
   model = make(small_model(solver="sequential", num_kv_heads=None, dtype="bfloat16"))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
   stored = diffeq_nnx.discretize(model)  # whose weights are rounded to bfloat16 too
-  wide = small_instance(dataclasses.replace(stored.config, dtype="float32"))
-  close(torch_logits(load(result)), logits(nnx.merge(nnx.graphdef(wide), nnx.to_pure_dict(nnx.state(stored)))))
+  wide = graph(dataclasses.replace(stored.config, dtype="float32"))
+  close(torch_logits(load(result)), logits(nnx.merge(wide, nnx.to_pure_dict(nnx.state(stored)))))
 
 
 @pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "sequential")])
@@ -151,7 +161,7 @@ def test_our_own_modelling_file_gives_a_loss_and_gradients(tmp_path):
 
 
 def test_gpt2_has_no_grouped_query_heads(tmp_path):
-  model = small_instance(small_model(solver="sequential"))
+  model = make(small_model(solver="sequential"))
   line = told(lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out")))
   for part in ("model.num_kv_heads=2", "4", "--format=hf_code", "--format=stablehlo"):
     assert part in line
@@ -159,7 +169,7 @@ def test_gpt2_has_no_grouped_query_heads(tmp_path):
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
-  model = small_instance(small_model(solver="sequential", num_kv_heads=None))
+  model = make(small_model(solver="sequential", num_kv_heads=None))
   (tmp_path / "note").write_text("mine")
   for write in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
     assert "holds something already" in told(lambda: write(model, str(tmp_path)))
@@ -172,7 +182,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
 
 
 def test_steps_that_can_t_be_are_told(tmp_path):
-  model = small_instance(small_model(weights="stored"))
+  model = make(small_model(weights="stored"))
   assert "num_steps=5: the weights of this model are stored" in told(
       lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=5))
 
@@ -207,7 +217,7 @@ def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
   sources = {"bytes": lambda *_: "bytes", "byte pairs": byte_pairs, "sentencepiece": sentencepieces}
   source = sources[kind](tmp_path, text)
   ours = data.load_tokenizer(source)
-  model = small_instance(small_model(solver="sequential", num_kv_heads=None, vocab_size=ours.vocab_size))
+  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=ours.vocab_size))
   out = str(tmp_path / "out")
   diffeq_nnx.export_hf(model, out, tokenizer=ours)
   theirs = transformers.AutoTokenizer.from_pretrained(out)
@@ -287,7 +297,7 @@ def test_names_and_arrays_go_there_and_back():
   for architecture, changes in (("gpt2", {"num_kv_heads": None}), ("llama", {"field": "llama"}),
                                 (layouts.OWN, {}), (layouts.OWN, {"field": "llama"})):
     config = small_model(weights="stored", **changes)
-    params = perturb(nnx.to_pure_dict(nnx.state(small_instance(config))))
+    params = nnx.to_pure_dict(nnx.state(make(config)))
     there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))
     back = layouts.to_params(architecture, config, dict(there))
     jax.tree.map(np.testing.assert_array_equal, back, params)

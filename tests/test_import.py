@@ -21,8 +21,9 @@ from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.train import train
-from tests.conftest import small_instance, small_model, told
-from tests.test_discretize import TOKENS_2x12, logits, make
+from tests.conftest import small_model, told
+from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_export import make
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
 LLAMA = dict(vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -152,7 +153,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   (tmp_path / "model.safetensors").write_bytes(b"nothing")
   assert "model.safetensors can't be read" in told(read)
   out = tmp_path / "out"
-  diffeq_nnx.export_hf(small_instance(small_model(solver="sequential", weights="stored", num_kv_heads=None)), str(out))
+  diffeq_nnx.export_hf(make(small_model(solver="sequential", weights="stored", num_kv_heads=None)), str(out))
   tensors = safetensors.numpy.load_file(out / "model.safetensors")
   write(tmp_path, config, tensors)()
   name = "transformer.h.1.mlp.c_fc.weight"
@@ -168,7 +169,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
 
 def test_the_folder_s_tokenizer(tmp_path):
   ours = data.load_tokenizer("bytes")
-  model = small_instance(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
+  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
   diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
   assert importing.tokenizer_of(str(tmp_path / "out")).hash == ours.hash
 
