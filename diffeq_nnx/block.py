@@ -24,7 +24,7 @@ STD = 0.02  # of a plain model's kernels and embeddings (GPT-2)
 ROPE_BASE = 10000.0
 
 
-def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float = 1e-5) -> jax.Array:
+def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
   centred_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
@@ -32,7 +32,7 @@ def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: 
   return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
-def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
+def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
   """RMSNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
   normed_BxLxD = wide_BxLxD * jax.lax.rsqrt(jnp.square(wide_BxLxD).mean(-1, keepdims=True) + eps)
@@ -154,6 +154,8 @@ class GPTField:
   num_kv_heads: int
   head_dim: int
   implementation: str  # of attention, as in model.attention
+  norm_eps: float  # of the block's norms
+  final_norm_eps: float  # of the norm after the last step
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
 
@@ -162,10 +164,9 @@ class GPTField:
     """The arrays of one norm."""
     return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0), "shift": LeafSpec((embed_dim,), ("embed",))}
 
-  @staticmethod
-  def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """The norm after the last step, [B, L, D] -> [B, L, D]."""
-    return layer_norm(x_BxLxD, w["scale"], w["shift"])
+    return layer_norm(x_BxLxD, w["scale"], w["shift"], self.final_norm_eps)
 
   @staticmethod
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
@@ -188,7 +189,7 @@ class GPTField:
   def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, D = x_BxLxD.shape
-    normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"])
+    normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"], self.norm_eps)
     slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
     kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
 
@@ -202,7 +203,7 @@ class GPTField:
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"])
+    normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"], self.norm_eps)
     hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"][None, None]
     hidden_BxLxF = jax.nn.gelu(hidden_BxLxF, approximate=True)
     return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
@@ -215,6 +216,8 @@ class LlamaField:
   num_kv_heads: int
   head_dim: int
   implementation: str  # of attention, as in model.attention
+  norm_eps: float  # of the block's norms
+  final_norm_eps: float  # of the norm after the last step
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 
@@ -223,10 +226,9 @@ class LlamaField:
     """The arrays of one norm."""
     return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0)}
 
-  @staticmethod
-  def final_norm(x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    """The norm after the last step, [B, L, D] -> [B, L, D]; its eps is 1e-5, unlike the block's."""
-    return rms_norm(x_BxLxD, w["scale"], eps=1e-5)
+  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]; its eps is 1e-5 by default, unlike the block's."""
+    return rms_norm(x_BxLxD, w["scale"], self.final_norm_eps)
 
   @staticmethod
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
@@ -247,7 +249,7 @@ class LlamaField:
 
   def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
+    normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"], self.norm_eps)
     B, L, _ = x_BxLxD.shape
     positions = jnp.arange(L) if packing.positions_BxL is None else packing.positions_BxL
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
@@ -258,7 +260,7 @@ class LlamaField:
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"])
+    normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"], self.norm_eps)
     gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
     return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
 
@@ -283,4 +285,5 @@ FIELDS = {"gpt": GPTField, "llama": LlamaField}
 
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
-  return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention)
+  return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention,
+                              model.block_eps, model.final_eps)

@@ -56,6 +56,8 @@ class ModelConfig:
   mlp_dim: int | None = None  # None: 4 embed_dim
   vocab_size: int = 50257
   seq_len: int = 1024
+  norm_eps: float | None = None  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
+  final_norm_eps: float | None = None  # of the norm after the last step; None: 1e-5
   dropout: float = 0.0  # on the embeddings and on both residual branches
   dtype: str = "bfloat16"  # of the computation; parameters are float32
   attention: str = "auto"  # auto | reference | pallas | cudnn: how it is computed; kernels/README.md
@@ -76,6 +78,16 @@ class ModelConfig:
   def hidden_dim(self) -> int:
     """Width inside the feed-forward branch, the default filled in."""
     return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+  @property
+  def block_eps(self) -> float:
+    """eps of the block's norms, the default filled in."""
+    return {"gpt": 1e-5, "llama": 1e-6}[self.field] if self.norm_eps is None else self.norm_eps
+
+  @property
+  def final_eps(self) -> float:
+    """eps of the norm after the last step, the default filled in."""
+    return 1e-5 if self.final_norm_eps is None else self.final_norm_eps
 
   @property
   def total_time(self) -> float:
@@ -188,8 +200,9 @@ CHOICES = {
 }
 POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
-    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.time.sinusoidal_dim",
-    "model.time.time_embed_dim", "model.time.scale", "model.lora.alpha", "optimizer.peak_rate", "optimizer.eps",
+    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.norm_eps", "model.final_norm_eps",
+    "model.time.sinusoidal_dim", "model.time.time_embed_dim", "model.time.scale", "model.lora.alpha",
+    "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
     "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes")

@@ -21,8 +21,9 @@ from diffeq_nnx.config import Config, LoraConfig, MeshConfig, ModelConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
+from diffeq_nnx.exporting.jobs import export_run, import_run
 from diffeq_nnx.generation import Decoder, generate_texts, prompt_ids
-from diffeq_nnx.report import reporter
+from diffeq_nnx.report import print_result, reporter
 from diffeq_nnx.sampling import Sampling
 from diffeq_nnx.train import claim, load_corpus, prepare, say_attention, train
 from diffeq_nnx.train_step import Params, State, abstract_state, all_params, graph, init_state, state_shardings
@@ -40,7 +41,7 @@ def evaluate(config: Config, workdir: str) -> dict:
   with jax.set_mesh(mesh):
     corpus, state = _open_run(config, workdir, mesh)
     evaluator = Evaluator(config, corpus, mesh)
-    return _print({"job": "evaluate", "workdir": workdir, "step": int(state["step"]),
+    return print_result({"job": "evaluate", "workdir": workdir, "step": int(state["step"]),
                    "num_steps": evaluator.num_steps, **evaluator(all_params(state))})
 
 
@@ -55,13 +56,6 @@ def _open_run(config: Config, workdir: str, mesh: Mesh, key: str = "workdir") ->
   if restored is None:
     raise UserError(f"{key}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True)
   return corpus, restored[0]
-
-
-def _print(result: dict) -> dict:
-  """One JSON line on stdout, from process 0."""
-  if distributed.leads():
-    print(json.dumps(result), flush=True)
-  return result
 
 
 def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
@@ -92,7 +86,7 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     before = Evaluator(config, corpus, mesh, config.model.num_steps)(all_params(state))
     after = Evaluator(stored, corpus, mesh)(params)
     _start_run(stored, workdir, corpus, params, mesh, after["loss"])
-    return _print({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
+    return print_result({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
                    "before": {"num_steps": config.model.num_steps, **before},
                    "after": {"num_steps": stored.model.num_steps, **after}})
 
@@ -212,7 +206,7 @@ def prepare_shards(config: Config, workdir: str) -> dict:
                    "command to go on from what is finished") from error
   counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
             for name, split in manifest["splits"].items()}
-  return _print({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
+  return print_result({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
                  "records": manifest["records"], **counts})
 
 
@@ -265,4 +259,4 @@ def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps:
 
 
 JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
-        "finetune": finetune, "generate": generate}
+        "finetune": finetune, "generate": generate, "export": export_run, "import": import_run}

@@ -15,12 +15,13 @@ from diffeq_nnx.errors import RunError, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate"],
-                        "What to do.")
+JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate", "export",
+                                        "import"], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize and finetune: how many steps, of one size; default: "
-                                 "its own. For generate: steps of the solver; default: eval.num_steps, or else its own.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
+                                 "default: its own. For generate: steps of the solver; default: eval.num_steps, or else "
+                                 "its own.")
 STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. "
                                "0.5,0.25,0.25.")
 PROMPT = flags.DEFINE_multi_string("prompt", None, "For generate: the text to go on from; may be given several times.")
@@ -31,6 +32,11 @@ TOP_K = flags.DEFINE_integer("top_k", None, "For generate: draw from so many of 
 TOP_P = flags.DEFINE_float("top_p", None, "For generate: draw from the fewest of the likeliest tokens that together "
                            "have this probability; default: 1.")
 SEED = flags.DEFINE_integer("seed", None, "For generate: of the random numbers; default: 0.")
+OUT = flags.DEFINE_string("out", None, "For export: the folder to make.")
+FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stablehlo"],
+                           "For export: hf (the default: GPT-2 or Llama where they hold the model), hf_exact (a wider "
+                           "Llama, for its eps), hf_code (our own modelling file) or stablehlo.")
+FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -40,7 +46,12 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, fr
 
 _DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
 OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
-           "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED)}
+           "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
+           "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,)}
+REQUIRED = {FROM_WORKDIR.name: "--job=discretize --from_workdir=runs/tiny --workdir=runs/tiny9",
+            PROMPT.name: "--job=generate --workdir=runs/tiny --prompt='The river'",
+            OUT.name: "--job=export --workdir=runs/tiny --out=exported/tiny",
+            FROM_HF.name: "--job=import --from_hf=gpt2 --workdir=runs/gpt2"}
 
 
 def run(argv: list[str]) -> None:
@@ -55,6 +66,8 @@ def run(argv: list[str]) -> None:
   if CONFIG.value is not None and job == "discretize":
     raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
   config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
+  if config is None and job == "import":
+    config = config_lib.Config()
   from diffeq_nnx import distributed, jobs, workdir  # after the flags, so that a mistake in them is told at once
   if config is None:
     flag = FROM_WORKDIR if job == "discretize" else WORKDIR
@@ -68,28 +81,24 @@ def run(argv: list[str]) -> None:
 
 
 def _options(job: str) -> dict[str, object]:
-  """The values of the flags that belong to this job."""
+  """The values of the flags that belong to this job, by the names that its function gives them."""
   for flag in (flag for its in OPTIONS.values() for flag in its if flag.value is not None):
     jobs = [other for other, its in OPTIONS.items() if any(flag is one for one in its)]
     if job not in jobs:
       value = ",".join(flag.value) if isinstance(flag.value, list) else flag.value
       raise UserError(f"--{flag.name}={value}: is for --job={' or '.join(jobs)}, and this is --job={job}; leave it out")
-  if job == "generate":
-    if PROMPT.value is None:
-      raise UserError("--prompt: missing; e.g. --job=generate --workdir=runs/tiny --prompt='The river'")
-    return {"prompts": PROMPT.value, **{flag.name: flag.value for flag in OPTIONS[job][1:] if flag.value is not None}}
-  return _depth(job) if OPTIONS.get(job) is _DEPTH else {}
-
-
-def _depth(job: str) -> dict[str, object]:
-  """The run to start from, and at which steps."""
-  if FROM_WORKDIR.value is None:
-    raise UserError(f"--from_workdir: missing; e.g. --job={job} --from_workdir=runs/tiny --workdir=runs/tiny9")
-  try:
-    sizes = None if STEP_SIZES.value is None else tuple(map(float, STEP_SIZES.value))
-  except ValueError:
-    raise UserError(f"--step_sizes={','.join(STEP_SIZES.value)}: must be numbers, e.g. 0.5,0.25,0.25") from None
-  return {"from_workdir": FROM_WORKDIR.value, "num_steps": NUM_STEPS.value, "step_sizes": sizes}
+  given = {flag.name: flag.value for flag in OPTIONS.get(job, ())}
+  for name in given:
+    if name in REQUIRED and given[name] is None:
+      raise UserError(f"--{name}: missing; e.g. {REQUIRED[name]}")
+  if given.get("step_sizes"):
+    try:
+      given["step_sizes"] = tuple(map(float, given["step_sizes"]))
+    except ValueError:
+      raise UserError(f"--step_sizes={','.join(given['step_sizes'])}: must be numbers, e.g. 0.5,0.25,0.25") from None
+  if "prompt" in given:
+    given["prompts"] = given.pop("prompt")
+  return {name: value for name, value in given.items() if value is not None}
 
 
 def parse(argv: list[str]) -> list[str]:

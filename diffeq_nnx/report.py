@@ -23,6 +23,13 @@ def say(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
+def print_result(result: dict[str, Any]) -> dict[str, Any]:
+  """One JSON line on stdout, from process 0."""
+  if distributed.leads():
+    print(json.dumps(result), flush=True)
+  return result
+
+
 def parameter_table(params: dict[str, Any]) -> str:
   """Name, shape, size, mean, spread and sharding of every parameter, as text; all processes must call it."""
   return parameter_overview.get_parameter_overview(params, include_stats="global")

@@ -56,6 +56,19 @@ def claim(workdir: str, config: Config, corpus: Corpus) -> None:
     _check(workdir, known, config, corpus)
 
 
+def write_tokenizer(workdir: str, tokenizer: Tokenizer) -> None:
+  """Puts a tokenizer's own file into a directory that is to be a run's.
+
+  Raises:
+    UserError: the directory can't be written.
+  """
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+
+
 def require(workdir: str, config: Config, corpus: Corpus | None = None) -> None:
   """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing.
 

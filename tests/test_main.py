@@ -37,11 +37,16 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
     (["--workdir=x", "--job=discretize", "--from_workdir=/none"], "--from_workdir=/none: holds no run"),
     (["--workdir=x", "--job=discretize", "--from_workdir=/none", "--step_sizes=1,b"], "--step_sizes=1,b: must be numbers"),
     (["--workdir=x", "--job=discretize", "--from_workdir=y", "--config=configs/tiny.py"], "--config: --job=discretize takes"),
-    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=discretize"),
+    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=discretize or"),
     (["--workdir=x", "--job=generate"], "--prompt: missing"),
     (["--workdir=/none", "--job=generate", "--prompt=a"], "--workdir=/none: holds no run"),
     (["--workdir=x", "--config=configs/tiny.py", "--prompt=a", "--prompt=b"], "--prompt=a,b: is for --job=generate, and this"),
     (["--workdir=x", "--job=discretize", "--from_workdir=y", "--top_k=2"], "--top_k=2: is for --job=generate"),
+    (["--workdir=x", "--config=configs/tiny.py", "--out=y"], "--out=y: is for --job=export, and this is --job=train"),
+    (["--workdir=x", "--job=export", "--from_workdir=y"], "--from_workdir=y: is for --job=discretize"),
+    (["--workdir=x", "--job=export"], "--out: missing"),
+    (["--workdir=/none", "--job=export", "--out=y"], "--workdir=/none: holds no run"),
+    (["--workdir=x", "--job=import"], "--from_hf: missing"),
     (["--workdir=x", "more"], "more: not a flag"),
 ])
 def test_flags_that_don_t_go_together_are_one_line(arguments, part):

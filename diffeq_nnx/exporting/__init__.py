@@ -1,0 +1,1 @@
+"""Models for other libraries: Hugging Face folders, StableHLO; and Hugging Face folders as models."""

@@ -1,0 +1,163 @@
+"""Where other libraries keep the arrays of a model with stored weights, and under which names.
+
+S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torch's Linear is [out, in], and GPT-2's
+Conv1D [in, out] as ours.
+"""
+
+from typing import Any, Iterator, NamedTuple
+
+import numpy as np
+
+from diffeq_nnx import block
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.train_step import Params
+
+Tensors = dict[str, np.ndarray]
+
+WRITING = ("out", "down")  # the projections that write to the state: dt is folded into them
+OWN = "diffeqformer"  # the architecture of our own modelling file
+
+_LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias"}
+_GPT2_GROUPS = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "mlp_norm": "ln_2",
+                "up": "mlp.c_fc", "down": "mlp.c_proj"}
+_LLAMA_GROUPS = {"attention_norm": "input_layernorm", "query": "self_attn.q_proj", "key": "self_attn.k_proj",
+                 "value": "self_attn.v_proj", "out": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
+                 "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+
+
+class Entry(NamedTuple):
+  """One array of a file.
+
+  Attributes:
+    name: its name in the file.
+    path: where it is in our parameters.
+    step: which of the S sets it is of; None: of none, as an embedding.
+    kind: how the two differ: same, transposed (of a kernel), or qkv (heads side by side, or q, k and v).
+  """
+  name: str
+  path: tuple[str, ...]
+  step: int | None
+  kind: str
+
+
+def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
+  """Every array of a model as `architecture` (gpt2, llama or diffeqformer) has it."""
+  outside, layer, groups, kernel = {
+      "gpt2": ({"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
+               "transformer.h", _GPT2_GROUPS, "same"),
+      "llama": ({"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
+                "model.layers", _LLAMA_GROUPS, "transposed"),
+      OWN: ({"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm", "head": "lm_head"},
+            "layers", None, "transposed"),
+  }[architecture]
+  field = block.FIELDS[model.field]
+  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
+  for name in tables:
+    yield Entry(f"{outside[name]}.weight", (name,), None, "same")
+  for leaf in field.norm_specs(model.embed_dim):
+    yield Entry(f"{outside['final_norm']}.{_LEAVES[leaf]}", ("final_norm", leaf), None, "same")
+  for step in range(model.num_steps):
+    for group, leaves in field.specs(model).items():
+      for leaf in leaves:
+        name = f"{layer}.{step}.{groups[group] if groups else group}.{_LEAVES[leaf]}"
+        kind = "qkv" if group == "qkv" and architecture == "gpt2" else kernel if leaf == "kernel" else "same"
+        yield Entry(name, ("weight_source", "stored", group, leaf), step, kind)
+
+
+def to_tensors(architecture: str, model: ModelConfig, params: Params, dts_S: tuple[float, ...]) -> Tensors:
+  """Parameters with stored weights as the arrays of a file, in float32, dt folded in."""
+  tensors = {}
+  for entry in entries(architecture, model):
+    array = _leaf(params, entry.path)
+    if entry.step is not None:
+      array = np.asarray(array[entry.step], np.float64)
+      array = array * dts_S[entry.step] if entry.path[2] in WRITING else array
+    tensors[entry.name] = np.ascontiguousarray(_turned(array, entry.kind, model), np.float32)
+  return tensors
+
+
+def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params:
+  """The arrays of a file as parameters with stored weights, in float32; the inverse of `to_tensors` at dt = 1.
+
+  Takes the arrays out of `tensors`; what is left there was not used.
+
+  Raises:
+    KeyError: an array is missing; its name.
+    ValueError: one has another shape than the model; the line says which.
+  """
+  params: dict[str, Any] = {}
+  shapes = _shapes(model)
+  stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
+  for entry in entries(architecture, model):
+    array = _turned(tensors.pop(entry.name), entry.kind, model, back=True)
+    expected = shapes[entry.path]
+    if array.shape != expected:
+      raise ValueError(f"{entry.name}: has the shape {array.shape}, in our order of axes; by the config it is "
+                       f"{expected}")
+    stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))
+  for path, arrays in stacks.items():
+    place = params
+    for key in path[:-1]:
+      place = place.setdefault(key, {})
+    place[path[-1]] = np.stack(arrays) if path[0] == "weight_source" else arrays[0]
+  return params
+
+
+def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
+  """Llama's arrays with H channels more, and the one eps with which they have our two: (arrays, rms_norm_eps).
+
+  The new channels are 0 until the bias of the last feed-forward branch sets the first of them to a, which no kernel
+  reads, but the final norm's mean does. With W = D + H channels it is (D mean + a^2) / W + eps, so that
+  eps = D / W of the block's eps, a^2 = D (final eps - block's eps), and the norms' scales shrink by sqrt(D / W).
+  """
+  D, W, F = model.embed_dim, model.embed_dim + model.num_heads, model.hidden_dim
+  wide = {}
+  for name, array in tensors.items():
+    if array.ndim == 1:
+      array = array * (D / W)**0.5
+    writes = array.ndim == 1 or name.endswith(("o_proj.weight", "down_proj.weight"))
+    padding = [(0, 0)] * array.ndim
+    padding[0 if writes else 1] = (0, W - D)
+    wide[name] = np.pad(array, padding).astype(np.float32)
+  for step in range(model.num_steps):
+    for name, size in (("gate_proj", F), ("up_proj", F), ("down_proj", W)):
+      wide[f"model.layers.{step}.mlp.{name}.bias"] = np.zeros(size, np.float32)
+  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps))**0.5
+  return wide, model.block_eps * D / W
+
+
+def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, float, float]:
+  """What `widened` arrays come to: (Llama's arrays, the block's eps, the final norm's)."""
+  D, W = model.embed_dim, model.embed_dim + model.num_heads
+  added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
+  tensors = {name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
+             for name, array in wide.items() if not name.endswith(".bias")}
+  tensors = {name: array * np.float32((W / D)**0.5) if array.ndim == 1 else array for name, array in tensors.items()}
+  return tensors, eps * W / D, float(eps * W / D + added**2 / D)
+
+
+def _shapes(model: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+  """The shape of every array of the model, of one step where it has S of them."""
+  field, D = block.FIELDS[model.field], model.embed_dim
+  shapes = {("embedding",): (model.vocab_size, D), ("head",): (model.vocab_size, D), ("positions",): (model.seq_len, D)}
+  shapes |= {("final_norm", leaf): spec.shape for leaf, spec in field.norm_specs(D).items()}
+  return shapes | {("weight_source", "stored", group, leaf): spec.shape
+                   for group, leaves in field.specs(model).items() for leaf, spec in leaves.items()}
+
+
+def _leaf(params: Params, path: tuple[str, ...]) -> Any:
+  for key in path:
+    params = params[key]
+  return params
+
+
+def _turned(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
+  """An array as the file has it, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
+  if kind == "transposed":
+    return array.T
+  if kind == "qkv":
+    H, C = model.num_heads, model.head_dim
+    split = (3, H, C) if back else (H, 3, C)
+    return array.reshape(*array.shape[:-1], *split).swapaxes(-3, -2).reshape(array.shape)
+  return array
+

@@ -1,0 +1,112 @@
+"""StableHLO through jax.export: a function of (weights, tokens) and the weights beside it, for CPU, CUDA and TPU.
+
+The weights are arguments, not constants of the program, which may not be above 2 GB.
+"""
+
+import dataclasses
+import importlib.resources
+import os
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.export  # not loaded by jax alone
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.data.tokenizers import Tokenizer
+from diffeq_nnx.exporting import huggingface, tokenizer_files
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import Params, graph
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+PROGRAM, WEIGHTS, LOADER = "model.jax_export", "weights.safetensors", "load.py"
+
+
+def export_stablehlo(model: Model, folder: str, *, tokenizer: Tokenizer | None = None,
+                     num_steps: int | None = None) -> dict[str, Any]:
+  """Writes a model as a program that needs jax, flatbuffers and safetensors, and not this package.
+
+  The program maps tokens [B, L] int32 to logits [B, L, V], at any B and any L up to seq_len, in the model's dtype.
+
+  Args:
+    model: any model; generated and shared weights are discretised.
+    folder: where to; made by this call: the program, its weights, load.py, model.json, tokenizer files.
+    tokenizer: None: no tokenizer files.
+    num_steps: as for `diffeq_nnx.discretize`.
+
+  Returns:
+    What was written: folder, platforms, num_steps, dtype, logit_difference (the largest that the program read back has
+    on this machine), notes.
+
+  Raises:
+    UserError: the folder holds something, or there is no such number of steps.
+  """
+  stored, params = huggingface.stored_model(model, num_steps)
+  return write(stored, params, folder, tokenizer)
+
+
+def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """`export_stablehlo` of a config and parameters with stored weights."""
+  plain = dataclasses.replace(stored, attention="reference")
+  weights = {name: np.asarray(array) for name, array in flat(params).items()}
+  program = _program(plain, weights)
+  with huggingface.new_folder(folder) as place:
+    with open(os.path.join(place, PROGRAM), "wb") as file:
+      file.write(program.serialize())
+    safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))
+    template = importlib.resources.files("diffeq_nnx.exporting").joinpath("templates", LOADER)
+    with open(os.path.join(place, LOADER), "wb") as file:
+      file.write(template.read_bytes())
+    marks = tokenizer_files.mark_ids(tokenizer)
+    huggingface.write_json(place, "model.json", {
+        "field": stored.field, "solver": stored.solver, "num_steps": stored.num_steps, "vocab_size": stored.vocab_size,
+        "seq_len": stored.seq_len, "dtype": stored.dtype, "platforms": PLATFORMS, **marks})
+    notes = [] if tokenizer is None else tokenizer_files.write(tokenizer, place, stored.seq_len)
+    difference = _logit_difference(plain, params, place)
+  return {"folder": folder, "architecture": "StableHLO", "trust_remote_code": False, "platforms": PLATFORMS,
+          "num_steps": stored.num_steps, "dtype": stored.dtype, "logit_difference": difference, "notes": notes}
+
+
+def flat(params: Params, prefix: str = "") -> dict[str, Any]:
+  """Nested dicts as one dict of dotted names."""
+  made = {}
+  for name, value in params.items():
+    made |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+  return made
+
+
+def _nested(weights: dict[str, Any]) -> Params:
+  made: Params = {}
+  for name, array in weights.items():
+    *path, last = name.split(".")
+    place = made
+    for key in path:
+      place = place.setdefault(key, {})
+    place[last] = array
+  return made
+
+
+def _program(model: ModelConfig, weights: dict[str, np.ndarray]) -> jax.export.Exported:
+  model_graph = graph(model)
+
+  @jax.jit
+  def logits(weights, tokens_BxL):
+    return nnx.merge(model_graph, _nested(weights))(tokens_BxL)
+
+  shape = jax.export.symbolic_shape("batch, length", constraints=[f"length <= {model.seq_len}"])
+  shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), weights)
+  return jax.export.export(logits, platforms=PLATFORMS)(shapes, jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
+def _logit_difference(model: ModelConfig, params: Params, folder: str) -> float:
+  """The largest difference in logits between a model and the program read back, in the model's dtype."""
+  shape = (2, min(model.seq_len, huggingface.CHECKED_TOKENS))
+  tokens_BxL = jnp.asarray(np.random.default_rng(0).integers(model.vocab_size, size=shape), jnp.int32)
+  with open(os.path.join(folder, PROGRAM), "rb") as file:
+    program = jax.export.deserialize(bytearray(file.read()))
+  theirs = program.call(safetensors.numpy.load_file(os.path.join(folder, WEIGHTS)), tokens_BxL)
+  ours = jax.jit(lambda params, tokens_BxL: nnx.merge(graph(model), params)(tokens_BxL))(params, tokens_BxL)
+  return float(jnp.abs(ours - theirs).max())

@@ -1,0 +1,307 @@
+"""Exported models give our logits when loaded by the other side's own library; tokenizers give our ids."""
+
+import dataclasses
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # where transformers copies a folder's own code
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import sentencepiece
+import tokenizers
+import torch
+import transformers
+
+import diffeq_nnx
+from diffeq_nnx import data
+from diffeq_nnx.exporting import layouts, stablehlo, tokenizer_files
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import graph
+from tests.conftest import small_model, told
+from tests.test_discretize import TOKENS_2x12, logits
+
+ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
+GENERATED = {"horizon": 2.0}, 5  # changes to a model, num_steps of the export
+UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7, 0.9)}, None
+CASES = [
+    *((field, solver, *case) for field in ("gpt", "llama") for solver in ("sequential", "euler")
+      for case in (GENERATED, UNEVEN)),
+    ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2), ("gpt", "euler", {"horizon": 2.5}, None)]
+
+
+def make(config) -> Model:
+  """A model of random parameters, by NumPy: nothing is compiled."""
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))
+  noise = lambda path, leaf: jnp.asarray(0.15 * rng.normal(size=leaf.shape) + (path[-1].key == "scale"), jnp.float32)
+  return nnx.merge(graph(config), jax.tree_util.tree_map_with_path(noise, shapes))
+
+
+def load(result):
+  """The exported model, by transformers alone unless the folder says that it needs its own code."""
+  own = result["trust_remote_code"]
+  kind = transformers.AutoModelForCausalLM if own else getattr(transformers, result["architecture"])
+  loaded, info = kind.from_pretrained(result["folder"], trust_remote_code=own, output_loading_info=True)
+  assert not any(info.values()), info  # nothing missing, nothing left over
+  assert loaded.dtype == torch.float32 and type(loaded).__name__ == result["architecture"]
+  return loaded.eval()
+
+
+def torch_logits(loaded, tokens=TOKENS_2x12, **arguments):
+  with torch.no_grad():
+    return loaded(torch.tensor(np.asarray(tokens)), **arguments).logits.numpy()
+
+
+def close(a, b):
+  np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("field,solver,changes,num_steps", CASES)
+def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_path):
+  if solver == "sequential":
+    changes = {**changes, **({"num_kv_heads": None} if field == "gpt" else ONE_EPS)}
+  model = make(small_model(field=field, solver=solver, **changes))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps)
+  plain = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[field]
+  expected = plain if solver == "sequential" else "DiffEqFormerForCausalLM"
+  assert result["architecture"] == expected and result["num_steps"] == (num_steps or model.config.num_steps)
+  told_so = any("trust_remote_code" in note for note in result["notes"])
+  assert result["trust_remote_code"] == told_so == (solver == "euler")
+  assert result["logit_difference"] < 1e-5
+  loaded = load(result)
+  assert type(loaded).__module__.startswith("transformers_modules" if solver == "euler" else "transformers.models")
+  close(torch_logits(loaded), logits(model, num_steps))
+
+
+@pytest.mark.parametrize("field,kv_heads", [("gpt", 2), ("llama", 4)])
+def test_our_own_modelling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
+  model = make(small_model(field=field, solver="sequential", num_kv_heads=kv_heads))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
+  assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
+  close(torch_logits(load(result)), logits(model))
+
+
+def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
+  """LlamaConfig has one rms_norm_eps; our final norm's is 1e-5 and the block's 1e-6."""
+  model = make(small_model(field="llama", solver="sequential"))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
+  assert "the final norm's is 1e-05 here" in result["notes"][0]
+  found = np.abs(torch_logits(load(result)) - logits(model)).max()
+  assert 1e-5 < found < 1e-3  # its states are small: mean squares of about 0.03
+  assert abs(result["logit_difference"] - found) < 1e-5 + 0.5 * found  # on other tokens
+  params = nnx.to_pure_dict(nnx.state(model))
+  trained = nnx.merge(nnx.graphdef(model), {**params, "embedding": params["embedding"] * 10})  # as large as trained ones
+  result = diffeq_nnx.export_hf(trained, str(tmp_path / "large"))
+  assert result["logit_difference"] < 1e-4
+  close(torch_logits(load(result)), logits(trained))
+
+
+@pytest.mark.parametrize("solver,changes", [("sequential", {"horizon": 2.0}), ("sequential", {"num_kv_heads": 1})])
+def test_a_wider_llama_holds_both_eps(solver, changes, tmp_path):
+  model = make(small_model(field="llama", solver=solver, **changes))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_exact")
+  assert result["architecture"] == "LlamaForCausalLM" and "4 channels more" in result["notes"][0]
+  assert result["logit_difference"] < 3e-6
+  loaded = load(result)
+  assert type(loaded).__module__.startswith("transformers.models") and loaded.config.hidden_size == 28
+  np.testing.assert_allclose(torch_logits(loaded), logits(model), rtol=0, atol=3e-6)
+
+
+def test_the_compute_dtype_s_weights_are_exported(tmp_path):
+  model = make(small_model(solver="sequential", num_kv_heads=None, dtype="bfloat16"))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
+  stored = diffeq_nnx.discretize(model)  # whose weights are rounded to bfloat16 too
+  wide = graph(dataclasses.replace(stored.config, dtype="float32"))
+  close(torch_logits(load(result)), logits(nnx.merge(wide, nnx.to_pure_dict(nnx.state(stored)))))
+
+
+@pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "sequential")])
+def test_our_own_modelling_file_generates(field, solver, tmp_path):
+  """With and without a cache, and padded on the left: greedy tokens are those of our logits."""
+  model = make(small_model(field=field, solver=solver))
+  loaded = load(diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code"))
+  settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+  ids = torch.tensor(TOKENS_2x12[:, :6])
+  cached = loaded.generate(ids, **settings).numpy()
+  np.testing.assert_array_equal(cached, loaded.generate(ids, use_cache=False, **settings).numpy())
+  tokens = TOKENS_2x12[:, :6]
+  forward = nnx.jit(lambda model, tokens: model(tokens))
+  for _ in range(5):
+    padded = np.pad(tokens, ((0, 0), (0, 12 - tokens.shape[1])))
+    chosen = np.asarray(forward(model, jnp.asarray(padded)))[:, tokens.shape[1] - 1].argmax(-1)
+    tokens = np.concatenate([tokens, chosen[:, None]], 1)
+  np.testing.assert_array_equal(cached, tokens)
+  mask = torch.tensor([[1] * 6, [0] * 2 + [1] * 4])
+  short = loaded.generate(ids[1:, 2:], **settings).numpy()
+  both = loaded.generate(ids, attention_mask=mask, **settings).numpy()
+  np.testing.assert_array_equal(both[0], cached[0])
+  np.testing.assert_array_equal(both[1, 2:], short[0])
+
+
+def test_our_own_modelling_file_gives_a_loss_and_gradients(tmp_path):
+  loaded = load(diffeq_nnx.export_hf(make(small_model()), str(tmp_path / "out"))).train()
+  tokens = torch.tensor(TOKENS_2x12)
+  loss = loaded(tokens, labels=tokens).loss
+  loss.backward()
+  assert loss.item() > 0 and all(p.grad is not None and p.grad.isfinite().all() for p in loaded.parameters())
+  loaded.save_pretrained(tmp_path / "again")
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+  close(torch_logits(again), torch_logits(loaded.eval()))
+
+
+def test_gpt2_has_no_grouped_query_heads(tmp_path):
+  model = make(small_model(solver="sequential"))
+  line = told(lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out")))
+  for part in ("model.num_kv_heads=2", "4", "--format=hf_code", "--format=stablehlo"):
+    assert part in line
+  assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+  model = make(small_model(solver="sequential", num_kv_heads=None))
+  (tmp_path / "note").write_text("mine")
+  for write in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
+    assert "holds something already" in told(lambda: write(model, str(tmp_path)))
+    assert "holds something already" in told(lambda: write(model, str(tmp_path / "note")))
+  assert os.listdir(tmp_path) == ["note"]
+  (tmp_path / "empty").mkdir()
+  diffeq_nnx.export_hf(model, str(tmp_path / "empty"))
+  assert sorted(os.listdir(tmp_path / "empty")) == ["config.json", "generation_config.json", "model.safetensors"]
+  assert sorted(os.listdir(tmp_path)) == ["empty", "note"]
+
+
+def test_steps_that_can_t_be_are_told(tmp_path):
+  model = make(small_model(weights="stored"))
+  assert "num_steps=5: the weights of this model are stored" in told(
+      lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=5))
+
+
+# tokenizers
+
+
+def byte_pairs(folder, text):
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.train_from_iterator([text], tokenizers.trainers.BpeTrainer(
+      vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+      special_tokens=["<s>", "<|endoftext|>"]))
+  made.save(str(folder / "tokenizer.json"))
+  begin = {"bos_token": "<s>", "add_bos_token": True}
+  (folder / "tokenizer_config.json").write_text(json.dumps(begin))
+  return str(folder)
+
+
+def sentencepieces(folder, text):
+  (folder / "tokenizer.model").write_bytes(data.train([text], 500))
+  return str(folder)
+
+
+TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "d\u00e9j\u00e0 vu \u5b57 \U0001f642",
+         "\x00\u00a0x\ufb01 1234567"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte pairs", "sentencepiece"])
+def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
+  text = inspect.getsource(layouts)
+  sources = {"bytes": lambda *_: "bytes", "byte pairs": byte_pairs, "sentencepiece": sentencepieces}
+  source = sources[kind](tmp_path, text)
+  ours = data.load_tokenizer(source)
+  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=ours.vocab_size))
+  out = str(tmp_path / "out")
+  diffeq_nnx.export_hf(model, out, tokenizer=ours)
+  theirs = transformers.AutoTokenizer.from_pretrained(out)
+  assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
+  assert (ours.bos_id is not None) == (kind == "byte pairs")
+  for one in [*TEXTS, text]:
+    ids = ours.encode(one).tolist()
+    assert theirs(one)["input_ids"] == ([] if ours.bos_id is None else [ours.bos_id]) + ids
+    assert theirs.decode(ids) == one
+  for name in ("config.json", "generation_config.json"):
+    with open(os.path.join(out, name), encoding="utf-8") as file:
+      marks = json.load(file)
+    assert (marks["eos_token_id"], marks["bos_token_id"]) == (ours.eos_id, ours.bos_id)
+  assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == ours.eos_id
+  again = data.load_tokenizer(os.path.join(out, "tokenizer.model") if kind == "sentencepiece" else out)
+  assert again.hash == ours.hash
+
+
+def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(["some words to train on, few of them"] * 20), model_writer=model, vocab_size=290,
+      model_type="unigram", byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
+  (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+  tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer.model"))
+  (tmp_path / "out").mkdir()
+  notes = tokenizer_files.write(tokenizer, str(tmp_path / "out"), 12)
+  assert "can't say" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
+
+
+# StableHLO
+
+ALONE = """
+import importlib.util, os, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.path = [path for path in sys.path if not os.path.isdir(os.path.join(path or ".", "diffeq_nnx"))]
+assert importlib.util.find_spec("diffeq_nnx") is None
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from load import load
+model = load(sys.argv[1])
+tokens = np.load("tokens.npy")
+np.savez("logits.npz", whole=model(tokens), part=model(tokens[:1, :5]))
+try:
+  model(np.zeros((1, 13), np.int32))
+except ValueError as error:
+  assert "length at most 12" in str(error), error
+else:
+  raise AssertionError("longer than seq_len")
+assert not any(name.startswith("diffeq_nnx") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("field,solver,changes", [("gpt", "euler", {}), ("llama", "sequential", {"horizon": 2.0})])
+def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
+  model = make(small_model(field=field, solver=solver, **changes))
+  out = str(tmp_path / "out")
+  result = diffeq_nnx.export_stablehlo(model, out, num_steps=4, tokenizer=data.load_tokenizer("bytes"))
+  assert result["logit_difference"] < 1e-5
+  assert sorted(os.listdir(out)) == sorted([
+      stablehlo.PROGRAM, stablehlo.WEIGHTS, stablehlo.LOADER, "model.json", "tokenizer.json", "tokenizer_config.json"])
+  program = jax.export.deserialize(bytearray((tmp_path / "out" / stablehlo.PROGRAM).read_bytes()))
+  assert set(program.platforms) == {"cpu", "cuda", "tpu"}
+  assert len(program.mlir_module_serialized) < 60_000  # the weights are not in it
+  np.save(tmp_path / "tokens.npy", TOKENS_2x12)
+  environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+  done = subprocess.run([sys.executable, "-c", ALONE, out], cwd=tmp_path, env=environment, capture_output=True,
+                        text=True)
+  assert done.returncode == 0, done.stderr
+  theirs = np.load(tmp_path / "logits.npz")
+  ours = np.asarray(logits(model, 4))
+  close(theirs["whole"], ours)
+  close(theirs["part"], ours[:1, :5])  # causal: what follows changes nothing
+
+
+def test_names_and_arrays_go_there_and_back():
+  for architecture, changes in (("gpt2", {"num_kv_heads": None}), ("llama", {"field": "llama"}),
+                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"})):
+    config = small_model(weights="stored", **changes)
+    params = nnx.to_pure_dict(nnx.state(make(config)))
+    there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))
+    back = layouts.to_params(architecture, config, dict(there))
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    half = layouts.to_tensors(architecture, config, params, (1.0, 0.5, 1.0))
+    changed = {name for name in there if not np.array_equal(there[name], half[name])}
+    assert len(changed) == (2 if config.field == "llama" else 4) and all(".1." in name for name in changed)
+    assert safetensors.numpy.save(there)  # contiguous arrays

@@ -1,0 +1,230 @@
+"""Imported models give the logits of transformers' own; what can't be held is told; export and import are inverse."""
+
+import dataclasses
+import json
+import math
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import transformers
+
+import diffeq_nnx
+from diffeq_nnx import data, jobs
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
+from diffeq_nnx.exporting import importing
+from diffeq_nnx.train import train
+from tests.conftest import small_model, told
+from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_export import make
+
+GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
+LLAMA = dict(vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=12, bos_token_id=None, eos_token_id=0)
+
+
+def foreign(kind, **changes):
+  """A model of transformers' own of which no parameter sits at its initial value."""
+  torch.manual_seed(0)
+  made = {"gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **changes})),
+          "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changes}))}[kind]()
+  with torch.no_grad():
+    for parameter in made.parameters():
+      parameter += 0.1 * torch.randn_like(parameter)
+  return made.eval()
+
+
+def same_logits(folder, theirs):
+  model = diffeq_nnx.import_hf(str(folder))
+  with torch.no_grad():
+    expected = theirs(torch.tensor(TOKENS_2x12)).logits.float().numpy()
+  np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-4)
+  return model
+
+
+@pytest.mark.parametrize("kind,changes", [
+    ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3}), ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
+    ("llama", {}), ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+])
+def test_an_imported_model_gives_the_same_logits(kind, changes, tmp_path):
+  theirs = foreign(kind, **changes)
+  theirs.save_pretrained(tmp_path)
+  model = same_logits(tmp_path, theirs)
+  assert (model.config.weights, model.config.solver, model.config.dtype) == ("stored", "sequential", "float32")
+
+
+def test_weights_in_several_files_and_in_bfloat16(tmp_path):
+  theirs = foreign("llama").to(torch.bfloat16)
+  theirs.save_pretrained(tmp_path, max_shard_size="5KB")
+  assert len([name for name in os.listdir(tmp_path) if name.endswith(".safetensors")]) > 2
+  model = diffeq_nnx.import_hf(str(tmp_path))
+  assert model.config.dtype == "bfloat16"
+  table = nnx.to_pure_dict(nnx.state(model))["embedding"]
+  assert table.dtype == np.float32
+  np.testing.assert_array_equal(table, theirs.model.embed_tokens.weight.detach().float().numpy())
+
+
+def test_gpt2_as_first_published(tmp_path):
+  """Without the prefix `transformer.`, with the masks that old versions saved."""
+  theirs = foreign("gpt2")
+  theirs.transformer.save_pretrained(tmp_path)
+  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  tensors |= {f"h.{i}.attn.bias": np.ones((1, 1, 12, 12), np.float32) for i in range(2)}
+  assert "wte.weight" in tensors
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  same_logits(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_import_is_the_inverse_of_export(field, tmp_path):
+  model = make(small_model(field=field, solver="sequential", weights="stored", step_sizes=(0.5, 1.0, 2.0), dropout=0.1,
+                           num_kv_heads=None if field == "gpt" else 2, norm_eps=1e-4, final_norm_eps=1e-4))
+  diffeq_nnx.export_hf(model, str(tmp_path / "out"))
+  again = diffeq_nnx.import_hf(str(tmp_path / "out"))
+  np.testing.assert_allclose(logits(again), logits(model), rtol=0, atol=1e-5)
+  expected = nnx.to_pure_dict(nnx.state(model))
+  for group in ("out", "down"):  # dt is folded in; powers of two leave no rounding
+    leaves = expected["weight_source"]["stored"][group]
+    for name, leaf in leaves.items():
+      leaves[name] = leaf * np.reshape(np.float32([0.5, 1, 2]), (3,) + (1,) * (leaf.ndim - 1))
+  jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), expected)
+  assert again.config == ModelConfig(
+      weights="stored", field=field, solver="sequential", num_steps=3, embed_dim=24, num_heads=4, mlp_dim=40,
+      vocab_size=31, num_kv_heads=None if field == "gpt" else 2, seq_len=12, norm_eps=1e-4, final_norm_eps=1e-4, dtype="float32",
+      dropout=0.1 if field == "gpt" else 0.0)
+  diffeq_nnx.export_hf(again, str(tmp_path / "twice"))
+  for name in ("config.json", "model.safetensors"):
+    if field == "gpt" or name == "model.safetensors":
+      assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def write(folder, config, tensors=None):
+  (folder / "config.json").write_text(json.dumps(config))
+  if tensors is not None:
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  return lambda: importing.read(str(folder))
+
+
+@pytest.mark.parametrize("kind,changes,parts", [
+    ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'", "'gelu_new'"]),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is True"]),
+    ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights is False"]),
+    ("gpt2", {"add_cross_attention": True}, ["add_cross_attention is True"]),
+    ("gpt2", {"tie_word_embeddings": False}, ["tie_word_embeddings is False"]),
+    ("gpt2", {"n_head": 5}, ["n_head is 5", "n_embd, 24"]),
+    ("gpt2", {"n_inner": 0}, ["n_inner is 0"]),
+    ("gpt2", {"torch_dtype": "int8"}, ["dtype is 'int8'", "float32"]),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "llama3"]),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
+    ("llama", {"rope_theta": 500000.0}, ["rope_theta is 500000.0", "10000.0"]),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ["rope_theta is 500000.0"]),
+    ("llama", {"attention_bias": True}, ["attention_bias is True"]),
+    ("llama", {"mlp_bias": True}, ["mlp_bias is True"]),
+    ("llama", {"head_dim": 16}, ["head_dim is 16", "must be 6"]),
+    ("llama", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
+    ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
+    ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+    ("mistral", {}, ["model_type is 'mistral'", "gpt2 and llama"]),
+])
+def test_what_can_t_be_held_is_told(kind, changes, parts, tmp_path):
+  line = told(write(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else LLAMA), **changes}))
+  assert line.startswith(f"from_hf={tmp_path}: ")
+  for part in parts:
+    assert part in line
+
+
+def test_files_that_can_t_be_used_are_told(tmp_path):
+  assert "there is no such folder" in told(lambda: importing.read(str(tmp_path / "none")))
+  assert "config.json can't be read" in told(lambda: importing.read(str(tmp_path)))
+  (tmp_path / "config.json").write_text("{")
+  assert "is not JSON" in told(lambda: importing.read(str(tmp_path)))
+  config = {"model_type": "gpt2", **GPT2, "n_inner": 40, "n_layer": 3}
+  read = write(tmp_path, config)
+  assert "holds no model.safetensors" in told(read)
+  (tmp_path / "pytorch_model.bin").write_bytes(b"")
+  assert "save_pretrained(NEW)" in told(read)
+  (tmp_path / "model.safetensors").write_bytes(b"nothing")
+  assert "model.safetensors can't be read" in told(read)
+  out = tmp_path / "out"
+  diffeq_nnx.export_hf(make(small_model(solver="sequential", weights="stored", num_kv_heads=None)), str(out))
+  tensors = safetensors.numpy.load_file(out / "model.safetensors")
+  write(tmp_path, config, tensors)()
+  name = "transformer.h.1.mlp.c_fc.weight"
+  without = {key: array for key, array in tensors.items() if key != name}
+  assert f"the weights lack {name}" in told(write(tmp_path, config, without))
+  other = {**tensors, name: np.zeros((24, 39), np.float32)}
+  assert f"{name}: has the shape (24, 39)" in told(write(tmp_path, config, other))
+  assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
+  head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
+  assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
+  assert "holds no tokenizer" in told(lambda: importing.tokenizer_of(str(out)))
+
+
+def test_the_folder_s_tokenizer(tmp_path):
+  ours = data.load_tokenizer("bytes")
+  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
+  diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
+  assert importing.tokenizer_of(str(tmp_path / "out")).hash == ours.hash
+
+
+# as jobs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """(config, work directory) of a sequential run of 4 steps with generated weights."""
+  folder = tmp_path_factory.mktemp("text")
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  config = Config(
+      model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
+      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+      train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
+      eval=EvalConfig(every=4, batch_size=4, max_batches=2), checkpoint=CheckpointConfig(every=4, keep=1))
+  train(config, str(folder / "run"))
+  return config, str(folder / "run")
+
+
+def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsys):
+  config, workdir = finished
+  out, new = str(tmp_path / "out"), str(tmp_path / "new")
+  result = jobs.JOBS["export"](config, workdir, out=out)
+  assert json.loads(capsys.readouterr().out) == result
+  assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 4, False)
+  assert result["logit_difference"] < 1e-5
+  jobs.JOBS["import"](dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
+  assert json.loads(capsys.readouterr().out)["num_steps"] == 2
+  imported = workdir_lib.config_of(new)
+  assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
+      "stored", "sequential", os.path.join(new, "tokenizer.model"))
+  before, after = jobs.evaluate(config, workdir), jobs.evaluate(imported, new)
+  assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
+  assert "holds a run already" in told(lambda: jobs.JOBS["import"](config, new, from_hf=out))
+  assert "holds something already" in told(lambda: jobs.JOBS["export"](config, workdir, out=out))
+  loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
+  prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
+  assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
+
+
+def test_other_formats_and_mistakes(finished, tmp_path):
+  config, workdir = finished
+  out = str(tmp_path / "out")
+  result = jobs.JOBS["export"](config, workdir, out=out, format="stablehlo", num_steps=3)
+  assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
+  assert "num_steps=0: must be 1 or above" in told(
+      lambda: jobs.JOBS["export"](config, workdir, out=str(tmp_path / "other"), num_steps=0))
+  grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
+  assert "GPT-2 has no grouped-query heads" in told(
+      lambda: jobs.JOBS["export"](grouped, workdir, out=str(tmp_path / "other")))
+  (tmp_path / "empty").mkdir()
+  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.tokenizer_of(workdir), None, None, ""))
+  assert "holds no checkpoint yet" in told(
+      lambda: jobs.JOBS["export"](config, str(tmp_path / "empty"), out=str(tmp_path / "other")))
+  assert not (tmp_path / "other").exists()
