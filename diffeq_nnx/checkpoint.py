@@ -117,13 +117,17 @@ class Checkpoints:
   def _restore_frozen(self, abstract: dict[str, Any]) -> dict[str, Any]:
     if not abstract:
       return {}
-    path = os.path.join(self._workdir, FROZEN)
+    problem, frozen = "", {}
     try:
       with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, abstract)
+        frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN), abstract)
     except Exception as error:  # as above
-      raise UserError(f"workdir={self._workdir}: {FROZEN}, the parameters that don't learn, can't be read "
-                      f"({type(error).__name__}: {first_line(error, 200)}); restore it, or fine-tune again") from error
+      problem = f"{type(error).__name__}: {first_line(error, 200)}"
+    problem = next(filter(None, self._problems(0, problem)), None)
+    if problem is not None:
+      raise UserError(f"workdir={self._workdir}: {FROZEN}, the parameters that don't learn, can't be read ({problem}); "
+                      "restore it, or fine-tune again", everywhere=True)
+    return frozen
 
   def _problems(self, step: int, problem: str) -> list[str]:
     """What each process met when it restored; where only some could, the others still wait for them inside orbax."""

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import math
 import os
+import re
 import types
 import typing
 from typing import Any, Sequence
@@ -408,9 +409,10 @@ def _check_model(model: ModelConfig) -> None:
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
       raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one for each of "
                       "model.num_steps")
-  if model.lora.rank and model.weights != "stored":
-    raise UserError(f"model.lora.rank={model.lora.rank}: adapters are for model.weights=stored; discretise the model "
-                    "first, or set it to 0")
+  try:
+    re.compile(model.lora.targets)
+  except re.error as error:
+    raise UserError(f"model.lora.targets={model.lora.targets!r}: is no regular expression ({error})") from error
   if model.time.constant and model.weights != "generated":
     raise UserError(f"model.time.constant=True: only generated weights depend on time; set it to False or "
                     f"model.weights={model.weights!r} to 'generated'")

@@ -42,6 +42,8 @@ def discretized_config(model: ModelConfig, num_steps: int | None = None,
 
 def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) -> Params:
   """The parameters of `model` as those of `stored`, a config from `discretized_config`; can be jitted."""
+  if model.weights == "stored" and not model.lora.rank:
+    return params
   weights = nnx.merge(graph(model), params).block_weights(solvers.make_grid(stored))
   wide = parameter_dtype(model.dtype)  # of weights already rounded to the compute dtype, so that nothing changes
   return {**params, "weight_source": {"stored": jax.tree.map(lambda leaf: leaf.astype(wide), weights)}}

@@ -150,14 +150,14 @@ def together() -> Iterator[None]:
     raise kind(line if alike else f"process {first}: {line}", everywhere=True) from error
 
 
-def agree(config: Config, job: str, workdir: str) -> None:
+def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> None:
   """Checks that all processes run the same job from the same code.
 
   Raises:
     UserError: they don't; the line says in what, and which process differs from process 0.
   """
   facts = {"--job": job, "--workdir": workdir, "the code": code_version(), "jax": jax.__version__,
-           **config_lib.flatten(config_lib.to_dict(config))}
+           **{f"--{name}": value for name, value in options.items()}, **config_lib.flatten(config_lib.to_dict(config))}
   said = [json.loads(one) for one in exchange(json.dumps(facts))]
   for process, theirs in enumerate(said):
     differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"

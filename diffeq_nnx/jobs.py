@@ -10,14 +10,12 @@ from flax import nnx
 import jax
 from jax.sharding import Mesh
 
-from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx import distributed
+from diffeq_nnx import runs
 from diffeq_nnx import sharding
-from diffeq_nnx import trainable
 from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config, LoraConfig, MeshConfig, ModelConfig
+from diffeq_nnx.config import Config, LoraConfig, ModelConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
@@ -25,8 +23,8 @@ from diffeq_nnx.exporting.jobs import export_run, import_run
 from diffeq_nnx.generation import Decoder, generate_texts, prompt_ids
 from diffeq_nnx.report import print_result, reporter
 from diffeq_nnx.sampling import Sampling
-from diffeq_nnx.train import claim, load_corpus, prepare, say_attention, train
-from diffeq_nnx.train_step import Params, State, abstract_state, all_params, graph, init_state, state_shardings
+from diffeq_nnx.train import load_corpus, prepare, say_attention, train
+from diffeq_nnx.train_step import Params, all_params, graph, init_state, state_shardings
 
 
 def evaluate(config: Config, workdir: str) -> dict:
@@ -39,23 +37,21 @@ def evaluate(config: Config, workdir: str) -> dict:
   distributed.end_on_sigterm()
   mesh = prepare(config)
   with jax.set_mesh(mesh):
-    corpus, state = _open_run(config, workdir, mesh)
+    corpus = _corpus_of(config, workdir)
+    params, step = runs.read(config, workdir, mesh, corpus.tokenizer.hash)
     evaluator = Evaluator(config, corpus, mesh)
-    return print_result({"job": "evaluate", "workdir": workdir, "step": int(state["step"]),
-                   "num_steps": evaluator.num_steps, **evaluator(all_params(state))})
+    return print_result({"job": "evaluate", "workdir": workdir, "step": step, "num_steps": evaluator.num_steps,
+                         **evaluator(params)})
 
 
-def _open_run(config: Config, workdir: str, mesh: Mesh, key: str = "workdir") -> tuple[data.Corpus, State]:
-  """The corpus and the newest state of a run; errors name `key`."""
+def _corpus_of(config: Config, workdir: str, flag: str = "workdir") -> data.Corpus:
+  """The corpus of a run, which is found to be the run's; errors name `flag`."""
   with distributed.together():
-    workdir_lib.require(workdir, config)  # before the text is read
+    workdir_lib.require(workdir, config, flag=flag)  # before the text is read
   corpus = load_corpus(config)
   with distributed.together():
-    workdir_lib.require(workdir, config, corpus)
-  restored = Checkpoints(workdir, config, corpus.tokenizer.hash).restore(abstract_state(config, mesh))
-  if restored is None:
-    raise UserError(f"{key}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True)
-  return corpus, restored[0]
+    workdir_lib.require(workdir, config, corpus, flag)
+  return corpus
 
 
 def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
@@ -76,19 +72,22 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     UserError: a number of steps or step sizes that can't be, no checkpoint, or a directory that holds a run.
   """
   distributed.end_on_sigterm()
-  stored = _derived(config, _discretized(config, num_steps, step_sizes))
-  mesh = prepare(config)
+  stored = runs.derived(config, _discretized(config, num_steps, step_sizes))
+  here = runs.anywhere(config)
+  with distributed.together():
+    mesh = sharding.make_mesh(here.mesh)
   with jax.set_mesh(mesh):
     with distributed.together():
       workdir_lib.require_none(workdir)
-    corpus, state = _open_run(config, from_workdir, mesh, "from_workdir")
-    params = _stored_params(config, stored, all_params(state), mesh)
-    before = Evaluator(config, corpus, mesh, config.model.num_steps)(all_params(state))
-    after = Evaluator(stored, corpus, mesh)(params)
-    _start_run(stored, workdir, corpus, params, mesh, after["loss"])
+    corpus = _corpus_of(config, from_workdir, "from_workdir")
+    params, _ = runs.read(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
+    before = Evaluator(here, corpus, mesh, config.model.num_steps)(params)
+    params = _stored_params(config, stored, params, mesh)
+    after = Evaluator(runs.anywhere(stored), corpus, mesh)(params)
+    runs.start(stored, workdir, corpus, params, mesh, after["loss"], workdir_lib.run_hash(from_workdir))
     return print_result({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
-                   "before": {"num_steps": config.model.num_steps, **before},
-                   "after": {"num_steps": stored.model.num_steps, **after}})
+                         "before": {"num_steps": config.model.num_steps, **before},
+                         "after": {"num_steps": stored.model.num_steps, **after}})
 
 
 def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
@@ -112,34 +111,51 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
     UserError: as `discretize` and `train`, and a pattern of targets that matches nothing.
     RunError: as `train`.
   """
+  if workdir_lib.holds_run(workdir):  # the run goes on; its source need not be there any more
+    workdir_lib.check_source(workdir, from_workdir)
+    known = workdir_lib.config_of(workdir)
+    model, data_config = known.model, config.data
+    if config.data.tokenizer == "train" and "shards:" not in config.data.source:
+      data_config = dataclasses.replace(config.data, tokenizer=known.data.tokenizer, begin_mark=known.data.begin_mark)
+    model = dataclasses.replace(model, dropout=config.model.dropout, attention=config.model.attention,
+                                lora=config.model.lora)
+    if num_steps is not None and num_steps != model.num_steps:
+      raise UserError(f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
+                      "directory, or leave it out", everywhere=True)
+    return train(runs.derived(config, model, data_config), workdir)
   source = workdir_lib.config_of(from_workdir, "from_workdir")
+  tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
   model = dataclasses.replace(
       _discretized(source, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
       lora=config.model.lora)
-  tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
-  own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
+    with distributed.together():
+      if distributed.leads():
+        workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: its source may go
+    own = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
-  config = _derived(dataclasses.replace(config, data=data_config), model)
-  if not workdir_lib.holds_run(workdir):
-    mesh = prepare(config)
-    with jax.set_mesh(mesh):
-      with distributed.together():
-        workdir_lib.require(from_workdir, source)
-      corpus = load_corpus(config)
-      if corpus.tokenizer.hash != tokenizer.hash:
-        raise UserError(f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
-                        f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own}",
-                        everywhere=True)
-      restored = Checkpoints(from_workdir, source, corpus.tokenizer.hash).restore(abstract_state(source, mesh))
-      if restored is None:
-        raise UserError(f"from_workdir={from_workdir}: holds no checkpoint yet; train first", everywhere=True)
-      params = _stored_params(source, config, all_params(restored[0]), mesh)
-      before = Evaluator(config, corpus, mesh)(params)
-      _start_run(config, workdir, corpus, params, mesh, before["loss"])
-      with reporter(workdir, 0, config.train.steps) as report:
-        report.validation(0, before)
+  config = runs.derived(config, model, data_config)
+  graph(config.model)  # a mistake in lora.targets is told before the text is read
+  mesh = prepare(config)
+  with jax.set_mesh(mesh):
+    corpus = load_corpus(config)
+    if corpus.tokenizer.hash != tokenizer.hash:
+      own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
+      raise UserError(f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
+                      f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
+                      f"data.begin_mark={tokenizer.bos_id is not None}", everywhere=True)
+    here = dataclasses.replace(source, mesh=config.mesh)
+    params, _ = runs.read(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
+    params = _stored_params(source, config, params, mesh)
+    before = Evaluator(config, corpus, mesh)(params)
+    with distributed.together():
+      if distributed.leads():
+        os.makedirs(workdir, exist_ok=True)
+    with reporter(workdir, -1, config.train.steps) as report:
+      report.validation(0, before)
+    runs.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))
+    del params
   return train(config, workdir)
 
 
@@ -151,35 +167,15 @@ def _discretized(config: Config, num_steps: int | None, step_sizes: Sequence[flo
     raise UserError(f"--num_steps, --step_sizes: {error}", everywhere=True) from error
 
 
-def _derived(config: Config, model: ModelConfig) -> Config:
-  """The config with a model of stored weights, and without what doesn't go with its steps; checked."""
-  every = config.train.remat_every if model.num_steps % config.train.remat_every == 0 else 1
-  return config_lib.from_dict(config_lib.to_dict(dataclasses.replace(
-      config, model=model, train=dataclasses.replace(config.train, step_counts=(), remat_every=every),
-      eval=dataclasses.replace(config.eval, num_steps=None))))
-
-
 def _stored_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
   """All parameters of a model as those of its discretised one, adapters new where `stored` has them."""
   whole = dataclasses.replace(stored.model, lora=LoraConfig())
   made = jax.jit(discretized_params, static_argnums=(0, 1))(source.model, whole, params)
   if not stored.model.lora.rank:
     return made
-  state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(stored, mesh))(stored)
-  made["weight_source"] = {**made["weight_source"], "lora": all_params(state)["weight_source"]["lora"]}
-  return made
-
-
-def _start_run(config: Config, workdir: str, corpus: data.Corpus, params: Params, mesh: Mesh, loss: float) -> None:
-  """Writes a run at step 0 that has these parameters, all of the model's."""
-  places = state_shardings(config, mesh)
-  state = jax.jit(init_state, static_argnums=0, out_shardings=places)(config)
-  learning, frozen = trainable.split(config.model, jax.device_put(params, all_params(places)))
-  checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
-  checkpoints.save_frozen(frozen)
-  claim(config, workdir, corpus)
-  checkpoints.save({**state, "params": learning, "frozen": frozen}, {"windows": 0}, loss)
-  checkpoints.close()
+  fresh = jax.jit(lambda: all_params(init_state(stored))["weight_source"]["lora"],
+                  out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"])()
+  return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
 
 
 def prepare_shards(config: Config, workdir: str) -> dict:
@@ -233,15 +229,14 @@ def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps:
   if jax.process_count() > 1:
     raise UserError("--job=generate: runs in one process; start it on one host", everywhere=True)
   Sampling(**sampling)  # a mistake is told before anything is read
-  say_attention(config.model)
   workdir_lib.require(workdir, config)
+  config = runs.anywhere(config)
+  say_attention(config.model)
   tokenizer = workdir_lib.tokenizer_of(workdir, config)
   prompt_ids(tokenizer, prompts)
-  mesh = sharding.make_mesh(MeshConfig())  # whatever the run was trained on
+  mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
-    params = Checkpoints(workdir, config, tokenizer.hash).restore_params(abstract_state(config, mesh))
-    if params is None:
-      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+    params, _ = runs.read(config, workdir, mesh, tokenizer.hash)
     decoder = Decoder(nnx.merge(graph(config.model), params), config.eval.num_steps if num_steps is None else num_steps)
     del params  # the decoder has what it needs
   alone = len(prompts) == 1

@@ -48,10 +48,9 @@ _DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
 OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
            "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
            "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,)}
-REQUIRED = {FROM_WORKDIR.name: "--job=discretize --from_workdir=runs/tiny --workdir=runs/tiny9",
-            PROMPT.name: "--job=generate --workdir=runs/tiny --prompt='The river'",
-            OUT.name: "--job=export --workdir=runs/tiny --out=exported/tiny",
-            FROM_HF.name: "--job=import --from_hf=gpt2 --workdir=runs/gpt2"}
+REQUIRED = {FROM_WORKDIR.name: "--from_workdir=runs/tiny --workdir=runs/tiny9",
+            PROMPT.name: "--workdir=runs/tiny --prompt='The river'", OUT.name: "--workdir=runs/tiny --out=exported/tiny",
+            FROM_HF.name: "--from_hf=gpt2 --workdir=runs/gpt2"}
 
 
 def run(argv: list[str]) -> None:
@@ -76,7 +75,7 @@ def run(argv: list[str]) -> None:
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
   with distributed.in_one_line():
-    distributed.agree(config, job, WORKDIR.value)
+    distributed.agree(config, job, WORKDIR.value, options)
     jobs.JOBS[job](config, WORKDIR.value, **options)
 
 
@@ -90,7 +89,7 @@ def _options(job: str) -> dict[str, object]:
   given = {flag.name: flag.value for flag in OPTIONS.get(job, ())}
   for name in given:
     if name in REQUIRED and given[name] is None:
-      raise UserError(f"--{name}: missing; e.g. {REQUIRED[name]}")
+      raise UserError(f"--{name}: missing; e.g. --job={job} {REQUIRED[name]}")
   if given.get("step_sizes"):
     try:
       given["step_sizes"] = tuple(map(float, given["step_sizes"]))

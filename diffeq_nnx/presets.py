@@ -105,7 +105,6 @@ def _full(config: ml_collections.ConfigDict) -> None:
 
 def _lora(config: ml_collections.ConfigDict) -> None:
   """Adapters of rank 16 on every kernel learn, and the tables."""
-  config.model.weights = "stored"  # what the run is discretised to
   config.model.lora.rank = 16
   config.model.lora.alpha = 32.0
 

@@ -81,11 +81,11 @@ def load_corpus(config: Config) -> data.Corpus:
   return corpus
 
 
-def claim(config: Config, workdir: str, corpus: data.Corpus) -> None:
-  """Makes the work directory ours, and sees that all processes see the same one."""
+def claim(config: Config, workdir: str, corpus: data.Corpus, source: str | None = None) -> None:
+  """Makes the work directory ours, and sees that all processes see the same one; `source` as `workdir.claim`."""
   with distributed.together():
     if distributed.leads():
-      workdir_lib.claim(workdir, config, corpus)
+      workdir_lib.claim(workdir, config, corpus, source)
   with distributed.together():
     workdir_lib.require(workdir, config, corpus)
 
@@ -119,6 +119,9 @@ def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
 def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, int]:
   """The newest checkpoint's state, or the state at step 0, split over the mesh; and the windows trained on so far."""
   restored = checkpoints.restore(abstract_state(config, mesh))
+  if restored is None and config.model.lora.rank:
+    raise UserError(f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
+                    "--from_workdir=RUN, or set it to 0", everywhere=True)
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(all_params(state)))

@@ -35,10 +35,18 @@ def init_state(config: Config) -> State:
   """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
   model_key, dropout_key = jax.random.split(jax.random.key(config.seed))
   params = nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(params=model_key)), nnx.Param))
+  return _state_of(config, params, dropout_key)
+
+
+def start_state(config: Config, params: Params) -> State:
+  """The state at step 0 of a model that has these parameters. Jit it."""
+  return _state_of(config, params, jax.random.split(jax.random.key(config.seed))[1])
+
+
+def _state_of(config: Config, params: Params, key: jax.Array) -> State:
   params, frozen = trainable.split(config.model, params)
   opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
-  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": dropout_key,
-          "frozen": frozen}
+  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
 
 
 def all_params(state: State) -> Params:
@@ -56,7 +64,7 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
   merge = lambda learning: nnx.merge(model_graph, trainable.join(learning, frozen or {}))
-  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, jax.random.fold_in(key, 0))
+  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, jax.random.fold_in(key, 2))  # 0 and 1 are the model's
   block_weights, pull_back = jax.vjp(generate, source)
   remat = solvers.Remat(config.train.remat, config.train.remat_every)
 

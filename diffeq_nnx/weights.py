@@ -64,10 +64,13 @@ class StoredWeights(nnx.Module):
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets in `dtype`; raises ValueError unless S is the number stored."""
+    self._check(times_S)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(nnx.state(self))["stored"])
+
+  def _check(self, times_S: np.ndarray) -> None:
     if len(times_S) != self.num_steps:
       raise ValueError(f"asked for {len(times_S)} steps: the weights of {self.num_steps} are stored; use that "
                        "number, or a model with generated or shared weights")
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(nnx.state(self))["stored"])
 
 
 class LoraWeights(StoredWeights):
@@ -89,17 +92,17 @@ class LoraWeights(StoredWeights):
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
-    made = super().__call__(times_S, dtype)
-    keep = 1.0 - self.config.dropout
-    for number, (group, adapter) in enumerate(sorted(nnx.to_pure_dict(nnx.state(self))["lora"].items())):
+    self._check(times_S)
+    params, keep = nnx.to_pure_dict(nnx.state(self)), 1.0 - self.config.dropout
+    made = dict(params["stored"])
+    for number, (group, adapter) in enumerate(sorted(params["lora"].items())):
       a_SxIxR, b_SxRxO = adapter["a"], adapter["b"] * (self.config.alpha / self.config.rank)
       if dropout_key is not None and self.config.dropout:
         kept = jax.random.bernoulli(jax.random.fold_in(dropout_key, number), keep, a_SxIxR.shape[:2])
         a_SxIxR = jnp.where(kept[..., None], a_SxIxR / keep, 0)
-      kernel = nnx.to_pure_dict(nnx.state(self))["stored"][group]["kernel"]
       delta = jnp.einsum("sir,sro->sio", a_SxIxR, b_SxRxO, precision=jax.lax.Precision.HIGHEST)
-      made[group]["kernel"] = (kernel + delta).astype(dtype)
-    return made
+      made[group] = {**made[group], "kernel": made[group]["kernel"] + delta}
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), made)
 
 
 def _targets(specs: BlockSpecs, lora: config_lib.LoraConfig) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -231,6 +234,9 @@ def make_source(model: config_lib.ModelConfig, specs: BlockSpecs, times_S: np.nd
                 rngs: nnx.Rngs) -> nnx.Module:
   """The weight source that `model.weights` names."""
   if model.lora.rank:
+    if model.weights != "stored":
+      raise UserError(f"model.lora.rank={model.lora.rank}: adapters are for model.weights=stored, not "
+                      f"{model.weights}; use --job=finetune, which discretises the model of a run, or set it to 0")
     return LoraWeights(specs, model.lora, model.num_steps, dtype, rngs)
   if model.weights == "stored":
     return StoredWeights(specs, model.num_steps, dtype, rngs)

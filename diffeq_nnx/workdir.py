@@ -4,8 +4,11 @@ run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the
 tokenizer or text is turned away.
 """
 
+import dataclasses
+import hashlib
 import json
 import os
+import shutil
 from typing import Any
 
 from diffeq_nnx import config as config_lib
@@ -23,8 +26,9 @@ def identity(config: Config) -> dict[str, Any]:
   """
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
-  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "model.attention"):
-    # where and how, not what
+  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "data.tokenizer",
+              "data.begin_mark", "model.attention"):
+    # where and how, not what; the tokenizer is known by its hash
     del flat[key]
   if "shards:" in config.data.source:
     flat = {key: value for key, value in flat.items()
@@ -32,8 +36,8 @@ def identity(config: Config) -> dict[str, Any]:
   return flat
 
 
-def claim(workdir: str, config: Config, corpus: Corpus) -> None:
-  """Makes the work directory ours, or checks that it already is.
+def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
+  """Makes the work directory ours, or checks that it already is; `source` tells the run that it starts from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
@@ -45,7 +49,8 @@ def claim(workdir: str, config: Config, corpus: Corpus) -> None:
     known = _read(workdir)
     if known is None:
       _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
-      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint}
+      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint,
+                "source": source}
       _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     else:
       _write(os.path.join(workdir, ".writable"), b"")
@@ -56,28 +61,48 @@ def claim(workdir: str, config: Config, corpus: Corpus) -> None:
     _check(workdir, known, config, corpus)
 
 
-def write_tokenizer(workdir: str, tokenizer: Tokenizer) -> None:
-  """Puts a tokenizer's own file into a directory that is to be a run's.
+def clear(workdir: str, tokenizer: Tokenizer) -> None:
+  """Readies a directory for a run that is to be written whole: its tokenizer, and nothing of a run that was not.
 
   Raises:
     UserError: the directory can't be written.
   """
   try:
+    for name in ("checkpoints", "frozen"):
+      shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
     os.makedirs(workdir, exist_ok=True)
     _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 
 
-def require(workdir: str, config: Config, corpus: Corpus | None = None) -> None:
-  """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing.
+def run_hash(workdir: str) -> str:
+  """Tells a run from others, wherever it lies, in hex."""
+  with open(os.path.join(workdir, RUN_FILE), "rb") as file:
+    return hashlib.sha256(file.read()).hexdigest()
+
+
+def check_source(workdir: str, from_workdir: str) -> None:
+  """Sees that a run was started from this one, if that is still there.
+
+  Raises:
+    UserError: it was started from another.
+  """
+  theirs = (_read(workdir) or {}).get("source")
+  if holds_run(from_workdir) and theirs != run_hash(from_workdir):
+    raise UserError(f"workdir={workdir}: holds a run that was not started from --from_workdir={from_workdir}; name "
+                    "another directory, or that run")
+
+
+def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
+  """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing; errors name `flag`.
 
   Raises:
     UserError: it holds none, or one of another model, tokenizer or text.
   """
   known = _read(workdir)
   if known is None:
-    raise UserError(f"workdir={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+    raise UserError(f"{flag}={workdir}: holds no run; train with --workdir={workdir} first, or name another")
   _check(workdir, known, config, corpus)
 
 
@@ -105,7 +130,12 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   known = _read(workdir)
   if known is None:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
-  return config_lib.from_dict(known["config"])
+  config = config_lib.from_dict(known["config"])
+  path = os.path.expanduser(config.data.tokenizer)
+  own = os.path.join(os.path.abspath(workdir), os.path.basename(path))
+  if os.path.isabs(path) and not os.path.exists(path) and os.path.exists(own):  # the directory was moved
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
+  return config
 
 
 def tokenizer_of(workdir: str, config: Config) -> Tokenizer:

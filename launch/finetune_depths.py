@@ -1,9 +1,9 @@
 """Fine-tunes one run at several numbers of steps, and prints validation perplexity before and after as a Markdown table.
 
   python launch/finetune_depths.py --config=configs/finetune_small.py --from_workdir=runs/english --workdir=runs/rfc \\
-      --rows=full,lora --steps=3,4,6,8,12 [--set=train.steps=200] [--set=seed=1]
+      --rows=full,lora --steps=3,4,6,8,12 [--set=train.steps=200]
 
-A run with stored weights has one number of steps, its own: give it as --steps. Runs that have finished are not run
+A run with stored weights has one number of steps, its own: give it as --steps. Runs that have finished are not trained
 again, so the same command goes on after an interruption.
 """
 
@@ -12,7 +12,8 @@ import os
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.errors import UserError
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.report import read_metrics
 
 
@@ -20,10 +21,15 @@ def perplexities(args: argparse.Namespace, row: str, num_steps: int) -> tuple[fl
   """Validation perplexity at step 0 and at the last step."""
   config = config_lib.load(f"{args.config}{',' if ':' in args.config else ':'}{row}", args.set)
   workdir = os.path.join(args.workdir, f"{row}_{num_steps}")
-  recorded = read_metrics(workdir, "validation") if os.path.isdir(workdir) else []
-  if not recorded or recorded[-1]["step"] < config.train.steps:
-    jobs.finetune(config, workdir, from_workdir=args.from_workdir, num_steps=num_steps)
-    recorded = read_metrics(workdir, "validation")
+  if workdir_lib.holds_run(workdir):
+    known = workdir_lib.config_of(workdir)
+    if (known.optimizer, known.train.steps, known.train.batch_size, known.seed) != (
+        config.optimizer, config.train.steps, config.train.batch_size, config.seed):
+      raise UserError(f"--workdir={args.workdir}: {row}_{num_steps} was trained with other settings; name another")
+  jobs.finetune(config, workdir, from_workdir=args.from_workdir, num_steps=num_steps)
+  recorded = read_metrics(workdir, "validation")
+  if recorded[0]["step"] or recorded[-1]["step"] < config.train.steps:
+    raise RunError(f"{workdir}: is not finished; run the same command to go on")
   return recorded[0]["perplexity"], recorded[-1]["perplexity"]
 
 
@@ -48,5 +54,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
   try:
     main()
-  except UserError as error:
+  except (RunError, UserError) as error:
     raise SystemExit(f"error: {error}") from None

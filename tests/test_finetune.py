@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import shutil
 
 from flax import nnx
 import jax
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx import jobs, trainable
+from diffeq_nnx import checkpoint, config as config_lib, jobs, trainable
 from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.config import LoraConfig
+from diffeq_nnx.config import LoraConfig, MeshConfig
 from diffeq_nnx.report import read_metrics
 from diffeq_nnx.solvers import uniform_grid
+from diffeq_nnx.train import train
 from diffeq_nnx.train_step import all_params, graph, init_state, loss_and_gradients, make_train_step
 from tests.conftest import perturb, random_batch, run_config, small_config, small_model, told
 
@@ -148,3 +150,53 @@ def test_text_of_another_tokenizer_is_turned_away(finished, tmp_path):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
   message = told(lambda: jobs.finetune(config, str(tmp_path / "tuned"), from_workdir=str(source)))
   assert "was trained with another tokenizer" in message and not (tmp_path / "tuned").exists()
+
+
+def test_killed_before_its_first_checkpoint_it_starts_again(finished, tmp_path, monkeypatch):
+  config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
+      finished[0].model, lora=LoraConfig(rank=2)))
+  whole = jobs.finetune(config, str(tmp_path / "whole"), from_workdir=str(finished[1]))
+  for name in ("save_frozen", "save"):
+    with monkeypatch.context() as patched:
+      patched.setattr(checkpoint.Checkpoints, name, lambda *_: os.close(-1))
+      with pytest.raises(OSError):
+        jobs.finetune(config, str(tmp_path / "killed"), from_workdir=str(finished[1]))
+    assert not workdir_lib.holds_run(str(tmp_path / "killed"))
+  assert jobs.finetune(config, str(tmp_path / "killed"), from_workdir=str(finished[1]))["loss"] == whole["loss"]
+
+
+def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_path, capsys):
+  source, new = str(tmp_path / "source"), str(tmp_path / "new")
+  shutil.copytree(finished[1], source)
+  config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
+      finished[0].model, lora=LoraConfig(rank=2)))
+  last = jobs.finetune(config, new, from_workdir=source)
+  other = str(tmp_path / "other")
+  jobs.discretize(finished[0], other, from_workdir=source)
+  assert "was not started from" in told(lambda: jobs.finetune(config, new, from_workdir=other))
+  shutil.rmtree(source)
+  longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
+  jobs.finetune(longer, new, from_workdir=source)
+  shutil.move(new, tmp_path / "moved")
+  moved = workdir_lib.config_of(str(tmp_path / "moved"))
+  assert math.isfinite(jobs.evaluate(moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
+  capsys.readouterr()
+  (one,) = jobs.generate(moved, str(tmp_path / "moved"), prompts=["Document"], max_tokens=3, temperature=0.0)
+  assert one["tokens"] == 3
+
+
+def test_adapters_without_a_trained_model_are_turned_away(finished, tmp_path):
+  config = dataclasses.replace(finished[0], model=dataclasses.replace(
+      finished[0].model, weights="stored", lora=LoraConfig(rank=2)))
+  assert "use --job=finetune" in told(lambda: train(config, str(tmp_path / "run")))
+  bad = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, lora=LoraConfig(2, targets="(")))
+  assert "is no regular expression" in told(lambda: config_lib.from_dict(config_lib.to_dict(bad)))
+
+
+def test_a_run_is_exported_and_discretised_on_another_machine(finished, tmp_path):
+  """Its mesh and its attention are of the machine that it was trained on."""
+  config = dataclasses.replace(finished[0], mesh=MeshConfig(data=2, fsdp=4, tensor=1), model=dataclasses.replace(
+      finished[0].model, attention="pallas"))
+  result = jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(finished[1]))
+  assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
+  jobs.JOBS["export"](config, str(finished[1]), out=str(tmp_path / "out"))

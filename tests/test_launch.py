@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from launch import benchmark, benchmark_attention, benchmark_generation, compare, finetune_depths
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
@@ -78,9 +78,14 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
                "--set=train.loss_chunks=4", "--set=eval.max_batches=1", f"--set=data.cache_dir={tmp_path}/cache"]
   finetune_depths.main(arguments)
   table = capsys.readouterr().out
-  monkeypatch.setattr(finetune_depths.jobs, "finetune", None)
   finetune_depths.main(arguments)
-  assert capsys.readouterr().out == table
+  again = capsys.readouterr()
+  assert again.out == table and "nothing to train" in again.err
+  with pytest.raises(UserError, match="full_2 was trained with other settings"):
+    finetune_depths.main([*arguments, "--set=optimizer.peak_rate=0.5"])
+  monkeypatch.setattr(finetune_depths, "read_metrics", lambda *_: [{"step": 0, "perplexity": 9.0}])
+  with pytest.raises(RunError, match="is not finished"):
+    finetune_depths.main(arguments)
   header, _, *rows = table.splitlines()
   assert header == "| steps | before | full | lora |" and [row.split(" | ")[0] for row in rows] == ["| 2", "| 3"]
   assert all(float(cell.strip("| ")) > 1 for row in rows for cell in row.split(" | ")[1:])

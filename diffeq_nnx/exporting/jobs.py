@@ -1,24 +1,21 @@
 """--job=export and --job=import."""
 
 import dataclasses
-import math
 import os
 from typing import Any
 
 import jax
 
-from diffeq_nnx import config as config_lib
 from diffeq_nnx import distributed
+from diffeq_nnx import runs
+from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.checkpoint import Checkpoints
-from diffeq_nnx.config import Config, ModelConfig
-from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.config import Config
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import huggingface, importing, stablehlo
 from diffeq_nnx.report import print_result
-from diffeq_nnx.train import claim, load_corpus, prepare
-from diffeq_nnx.train_step import abstract_state, init_state, state_shardings
+from diffeq_nnx.train import load_corpus, prepare
 
 
 def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  # pylint: disable=redefined-builtin
@@ -47,18 +44,16 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
     huggingface.architecture_of(model, format)
   workdir_lib.require(workdir, config)
   tokenizer = workdir_lib.tokenizer_of(workdir, config)
-  mesh = prepare(config)
+  config = runs.anywhere(config)
+  mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
-    checkpoints = Checkpoints(workdir, config, tokenizer.hash)
-    params = checkpoints.restore_params(abstract_state(config, mesh))
-    if params is None:
-      raise UserError(f"workdir={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+    params, step = runs.read(config, workdir, mesh, tokenizer.hash)
     params = jax.device_get(jax.jit(discretized_params, static_argnums=(0, 1))(config.model, model, params))
   if format == "stablehlo":
     result = stablehlo.write(model, params, out, tokenizer)
   else:
     result = huggingface.write(model, params, out, tokenizer, format)
-  return print_result({"job": "export", "workdir": workdir, "step": checkpoints.steps()[-1], "format": format, **result})
+  return print_result({"job": "export", "workdir": workdir, "step": step, "format": format, **result})
 
 
 def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
@@ -77,31 +72,17 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)
   tokenizer = importing.tokenizer_of(from_hf, config.data.begin_mark)
-  config = _run_config(config, model, tokenizer, os.path.join(os.path.abspath(workdir), tokenizer.file_name))
+  path = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
+  config = runs.derived(
+      config, dataclasses.replace(model, attention=config.model.attention),
+      dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None))
   mesh = prepare(config)
   with jax.set_mesh(mesh):
-    workdir_lib.write_tokenizer(workdir, tokenizer)  # the run's own from the start: the folder may go
-    corpus = load_corpus(config)
-    claim(config, workdir, corpus)
-    places = state_shardings(config, mesh)
-    state = jax.jit(init_state, static_argnums=0, out_shardings=places)(config)
-    checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
-    checkpoints.save({**state, "params": jax.device_put(params, places["params"])}, {"windows": 0}, None)
-    checkpoints.close()
+    workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
+    runs.start(config, workdir, load_corpus(config), params, mesh, None)
   return print_result({"job": "import", "workdir": workdir, "from_hf": from_hf, "field": config.model.field,
                  "num_steps": config.model.num_steps, "dtype": config.model.dtype,
                  "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))})
-
-
-def _run_config(config: Config, model: ModelConfig, tokenizer: Tokenizer, path: str) -> Config:
-  """The config of an imported run: keys that must go with the model go with this one."""
-  train = config.train
-  return config_lib.from_dict(config_lib.to_dict(dataclasses.replace(
-      config, model=dataclasses.replace(model, attention=config.model.attention),
-      data=dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None),
-      train=dataclasses.replace(train, step_counts=(), loss_chunks=math.gcd(train.loss_chunks, model.seq_len),
-                                remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1),
-      eval=dataclasses.replace(config.eval, num_steps=None))))
 
 
 def _one_process(job: str) -> None:
