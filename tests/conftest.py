@@ -1,6 +1,7 @@
 """What every test runs under: the CPU, no silent rank promotion, and a small model to build on."""
 
 import functools
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -93,6 +94,14 @@ def optimizations():
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def released():
+  """What a file of tests compiled is given back at its end: it adds up to gigabytes."""
+  yield
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(autouse=True)
