@@ -4,6 +4,7 @@ run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the
 tokenizer or text is turned away.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,6 +18,7 @@ from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"
+STARTING = ".starting"  # marks a directory whose run.json is still to come
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
       record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint,
                 "source": source}
       _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(workdir, STARTING))
     else:
       _write(os.path.join(workdir, ".writable"), b"")
       os.remove(os.path.join(workdir, ".writable"))
@@ -62,15 +66,19 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
 
 
 def clear(workdir: str, tokenizer: Tokenizer) -> None:
-  """Readies a directory for a run that is to be written whole: its tokenizer, and nothing of a run that was not.
+  """Readies a directory for a run that is to be written whole: its tokenizer, and nothing of one that was not finished.
 
   Raises:
-    UserError: the directory can't be written.
+    UserError: the directory can't be written, or holds checkpoints of something else.
   """
+  mark, folders = os.path.join(workdir, STARTING), [os.path.join(workdir, name) for name in ("checkpoints", "frozen")]
+  if not os.path.exists(mark) and any(map(os.path.exists, folders)):
+    raise UserError(f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one")
   try:
-    for name in ("checkpoints", "frozen"):
-      shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
     os.makedirs(workdir, exist_ok=True)
+    _write(mark, b"")
+    for folder in folders:
+      shutil.rmtree(folder, ignore_errors=True)
     _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error

@@ -265,7 +265,7 @@ def test_code_that_differs_is_told(monkeypatch):
 
   monkeypatch.setattr(distributed, "exchange", both)
   with pytest.raises(UserError) as told:
-    distributed.agree(small_config(), "train", "runs")
+    distributed.agree(small_config(), "train", "runs", {})
   assert "process 1 runs something else: the code is '0123456789ab' there and" in str(told.value)
 
 

@@ -165,6 +165,15 @@ def test_killed_before_its_first_checkpoint_it_starts_again(finished, tmp_path, 
   assert jobs.finetune(config, str(tmp_path / "killed"), from_workdir=str(finished[1]))["loss"] == whole["loss"]
 
 
+def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
+  (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+  (tmp_path / "new" / "checkpoints" / "thesis").write_text("x")
+  for job, options in ((jobs.finetune, {}), (jobs.discretize, {"num_steps": 3})):
+    message = told(lambda: job(finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
+    assert "holds checkpoints and no run.json" in message
+  assert (tmp_path / "new" / "checkpoints" / "thesis").exists()
+
+
 def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_path, capsys):
   source, new = str(tmp_path / "source"), str(tmp_path / "new")
   shutil.copytree(finished[1], source)
