@@ -1,6 +1,7 @@
 """From weights that are functions of time to stored ones: an ordinary transformer of any depth."""
 
 import dataclasses
+import functools
 from typing import Sequence
 
 from flax import nnx
@@ -8,6 +9,7 @@ import jax
 
 from diffeq_nnx import solvers
 from diffeq_nnx.config import LoraConfig, ModelConfig, TimeConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model, parameter_dtype
 from diffeq_nnx.train_step import Params, graph
 
@@ -17,31 +19,34 @@ def discretized_config(model: ModelConfig, num_steps: int | None = None,
   """The config of what `discretize` makes of a model.
 
   Raises:
-    ValueError: step sizes that are not above 0 or don't add up to the model's horizon, both arguments, or weights that
+    UserError: step sizes that are not above 0 or don't add up to the model's horizon, both arguments, or weights that
       are stored already, for other steps.
   """
   if step_sizes is None:
     num_steps = model.num_steps if num_steps is None else num_steps
     if num_steps < 1:
-      raise ValueError(f"num_steps={num_steps}: must be 1 or above")
+      raise UserError(f"num_steps={num_steps}: must be 1 or above", everywhere=True)
     sizes = model.step_sizes if num_steps == model.num_steps else ()
   elif num_steps is not None:
-    raise ValueError("num_steps and step_sizes: give one of them")
+    raise UserError("num_steps and step_sizes: give one of them", everywhere=True)
   else:
     sizes, total = tuple(map(float, step_sizes)), model.total_time
     if not sizes or not all(size > 0 for size in sizes) or abs(sum(sizes) - total) > 1e-6 * total:
-      raise ValueError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}")
+      raise UserError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}",
+                      everywhere=True)
     num_steps = len(sizes)
   if model.weights == "stored" and (num_steps, sizes) != (model.num_steps, model.step_sizes):
-    raise ValueError(f"the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
-                     "discretised anew; start from the model with generated weights")
+    asked = f"step_sizes={sizes}" if sizes else f"num_steps={num_steps}"
+    raise UserError(f"{asked}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
+                    "discretised anew; start from the model with generated weights", everywhere=True)
   return dataclasses.replace(model, weights="stored", num_steps=num_steps, horizon=None if sizes else model.total_time,
                              step_sizes=sizes, time=TimeConfig(),
                              lora=LoraConfig())
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) -> Params:
-  """The parameters of `model` as those of `stored`, a config from `discretized_config`; can be jitted."""
+  """The parameters of `model` as those of `stored`, a config from `discretized_config`."""
   if model.weights == "stored" and not model.lora.rank:
     return params
   weights = nnx.merge(graph(model), params).block_weights(solvers.make_grid(stored))
@@ -60,9 +65,8 @@ def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequen
     step_sizes: dt of each step instead, in the units of the horizon, whose sum it must be.
 
   Raises:
-    ValueError: no such grid, or the weights are stored for another number of steps.
+    UserError: no such grid, or the weights are stored for another number of steps.
   """
   stored = discretized_config(model.config, num_steps, step_sizes)
-  params = jax.jit(discretized_params, static_argnums=(0, 1))(
-      model.config, stored, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  params = discretized_params(model.config, stored, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
   return nnx.merge(graph(stored), params)

@@ -24,7 +24,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
 from diffeq_nnx.sampling import Sampling, Way, sample
 from diffeq_nnx.text_stream import TextStream
-from diffeq_nnx.train_step import graph
+from diffeq_nnx.train_step import graph, model_around
 
 BUCKET = 64  # slots come in multiples of it, so that few shapes are compiled
 
@@ -60,11 +60,6 @@ class Decoder:
       UserError: a number of steps that the model has no weights for.
     """
     self.config = model.config
-    if num_steps is not None and num_steps < 1:
-      raise UserError(f"num_steps={num_steps}: must be 1 or above")
-    if self.config.weights == "stored" and num_steps not in (None, self.config.num_steps):
-      raise UserError(f"num_steps={num_steps}: the weights of this model are stored, for its own "
-                      f"{self.config.num_steps} steps; leave it out")
     self.grid = model.grid(num_steps)
     made = ready(self.config, self.grid, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     device = min(model.embedding[...].devices(), key=lambda device: device.id)
@@ -142,12 +137,6 @@ def ready(config: ModelConfig, grid: solvers.Grid, params: dict[str, Any]) -> We
   return {"steps": [jax.tree.map(lambda leaf: leaf[i], weights) for i in range(grid.num_steps)], "rest": rest}
 
 
-def _model(config: ModelConfig, weights: Weights) -> Model:
-  """The model around weights that are made; its weight source is empty, and must not be asked."""
-  abstract = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
-  return nnx.merge(graph(config), {**weights["rest"], "weight_source": abstract["weight_source"]})
-
-
 def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weights: Weights, tokens_BxL: jax.Array,
                   first_B: jax.Array) -> tuple[dict, jax.Array]:
   """The state after the prompts, with room for P = `num_slots`, and the logits [B, V] of what follows them.
@@ -158,7 +147,7 @@ def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weigh
   places_BxL = jnp.arange(L, dtype=jnp.int32)[None] - first_B[:, None]
   packing = block.Packing((places_BxL >= 0).astype(jnp.int32), jnp.maximum(places_BxL, 0))
   seen_S = [block.Noted(packing) for _ in range(grid.num_steps)]
-  model = _model(config, weights)
+  model = model_around(config, weights["rest"])
   hidden_BxLxD = model.hidden_written_out(tokens_BxL, weights["steps"], seen_S, grid)
   room = ((0, 0), (0, 0), (0, num_slots - L), (0, 0))
   kept_S = [tuple(jnp.pad(one, room) for one in seen.kept) for seen in seen_S]
@@ -173,7 +162,7 @@ def next_logits(config: ModelConfig, grid: solvers.Grid, weights: Weights, state
   if block.FIELDS[config.field].learned_positions:
     places_B = jnp.minimum(places_B, config.seq_len - 1)  # beyond them a row has ended, and others go on
   seen_S = [block.Cached(kept, slot, first_B, places_B[:, None]) for kept in state["kept"]]
-  model = _model(config, weights)
+  model = model_around(config, weights["rest"])
   hidden_Bx1xD = model.hidden_written_out(tokens_B[:, None], weights["steps"], seen_S, grid)
   state = {"kept": [seen.kept for seen in seen_S], "slot": slot + 1, "first_B": first_B}
   return state, model.logits(hidden_Bx1xD)[:, 0]

@@ -15,7 +15,7 @@ from diffeq_nnx import distributed
 from diffeq_nnx import runs
 from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.config import Config, LoraConfig, ModelConfig
+from diffeq_nnx.config import Config, LoraConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
@@ -72,7 +72,7 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     UserError: a number of steps or step sizes that can't be, no checkpoint, or a directory that holds a run.
   """
   distributed.end_on_sigterm()
-  stored = runs.derived(config, _discretized(config, num_steps, step_sizes))
+  stored = runs.derived(config, discretized_config(config.model, num_steps, step_sizes))
   here = runs.anywhere(config)
   with distributed.together():
     mesh = sharding.make_mesh(here.mesh)
@@ -126,7 +126,7 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
   model = dataclasses.replace(
-      _discretized(source, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
+      discretized_config(source.model, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
       lora=config.model.lora)
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
@@ -159,18 +159,10 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
   return train(config, workdir)
 
 
-def _discretized(config: Config, num_steps: int | None, step_sizes: Sequence[float] | None) -> ModelConfig:
-  """`discretized_config`, its ValueError told in one line."""
-  try:
-    return discretized_config(config.model, num_steps, step_sizes)
-  except ValueError as error:
-    raise UserError(f"--num_steps, --step_sizes: {error}", everywhere=True) from error
-
-
 def _stored_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
   """All parameters of a model as those of its discretised one, adapters new where `stored` has them."""
   whole = dataclasses.replace(stored.model, lora=LoraConfig())
-  made = jax.jit(discretized_params, static_argnums=(0, 1))(source.model, whole, params)
+  made = discretized_params(source.model, whole, params)
   if not stored.model.lora.rank:
     return made
   fresh = jax.jit(lambda: all_params(init_state(stored))["weight_source"]["lora"],
@@ -203,7 +195,7 @@ def prepare_shards(config: Config, workdir: str) -> dict:
   counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
             for name, split in manifest["splits"].items()}
   return print_result({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
-                 "records": manifest["records"], **counts})
+                       "records": manifest["records"], **counts})
 
 
 def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None,

@@ -16,6 +16,7 @@ from diffeq_nnx import sharding
 from diffeq_nnx import solvers
 from diffeq_nnx import weights as weights_lib
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 
 
 def parameter_dtype(dtype: str) -> jnp.dtype:
@@ -49,7 +50,16 @@ class Model(nnx.Module):
         config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
 
   def grid(self, num_steps: int | None = None) -> solvers.Grid:
-    """The config's own grid, or a uniform one of `num_steps` steps over the same horizon."""
+    """The config's own grid, or a uniform one of `num_steps` steps over the same horizon.
+
+    Raises:
+      UserError: a number below 1, or one that the model has no weights for.
+    """
+    if num_steps is not None and num_steps < 1:
+      raise UserError(f"num_steps={num_steps}: must be 1 or above")
+    if self.config.weights == "stored" and num_steps not in (None, self.config.num_steps):
+      raise UserError(f"num_steps={num_steps}: the weights of this model are stored, for its own "
+                      f"{self.config.num_steps} steps; leave it out")
     return solvers.make_grid(self.config, num_steps)
 
   def block_weights(self, grid: solvers.Grid | None = None,
@@ -84,7 +94,7 @@ class Model(nnx.Module):
     L = tokens_BxL.shape[1]
     if self.positions is not None and L > self.config.seq_len:
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-    x_BxLxD = self._embed(tokens_BxL, positions_BxL)
+    x_BxLxD = self.embed(tokens_BxL, positions_BxL)
     dropout = solvers.no_dropout
     if dropout_key is not None and self.config.dropout:
       rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
@@ -94,7 +104,7 @@ class Model(nnx.Module):
     field = block.PackedField(self.field, block.Packing(segment_ids_BxL, positions_BxL))
     x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
                             grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
-    return self._normed(x_BxLxD)
+    return self.normed(x_BxLxD)
 
   def hidden_written_out(self, tokens_BxL: jax.Array, weights_S: Sequence[weights_lib.BlockWeights],
                          seen_S: Sequence[block.Seen], grid: solvers.Grid) -> jax.Array:
@@ -106,9 +116,9 @@ class Model(nnx.Module):
       seen_S: what the tokens see at each step; their positions must be below `config.seq_len` where they are learned.
       grid: times and step sizes.
     """
-    x_BxLxD = self._embed(tokens_BxL, seen_S[0].positions_BxL)
+    x_BxLxD = self.embed(tokens_BxL, seen_S[0].positions_BxL)
     fields_S = [block.PackedField(self.field, seen) for seen in seen_S]
-    return self._normed(solvers.solve_written_out(self.config.solver, fields_S, x_BxLxD, weights_S, grid))
+    return self.normed(solvers.solve_written_out(self.config.solver, fields_S, x_BxLxD, weights_S, grid))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -127,7 +137,7 @@ class Model(nnx.Module):
     return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
                       preferred_element_type=parameter_dtype(self.config.dtype))
 
-  def _embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None) -> jax.Array:
+  def embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None = None) -> jax.Array:
     """The state at time 0, [B, L, D]; positions None: 0 to L-1."""
     x_BxLxD = self._table(self.embedding)[tokens_BxL]
     if self.positions is None:
@@ -135,7 +145,7 @@ class Model(nnx.Module):
     table_PxD = self._table(self.positions)
     return x_BxLxD + (table_PxD[None, :tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
 
-  def _normed(self, x_BxLxD: jax.Array) -> jax.Array:
+  def normed(self, x_BxLxD: jax.Array) -> jax.Array:
     """The final norm, [B, L, D] -> [B, L, D]."""
     norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
     return self.field.final_norm(x_BxLxD, norm)

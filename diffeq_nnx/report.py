@@ -13,6 +13,7 @@ import tensorboardX
 from tqdm import tqdm
 
 from diffeq_nnx import distributed
+from diffeq_nnx.files import write
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -118,9 +119,7 @@ def _truncate(path: str, last_step: int) -> None:
   if not os.path.exists(path):
     return
   kept = [line for line, record in _lines(path) if record["step"] <= last_step]
-  with open(path + ".new", "w", encoding="utf-8") as file:
-    file.writelines(kept)
-  os.replace(path + ".new", path)
+  write(path, "".join(kept).encode())
 
 
 def _lines(path: str):

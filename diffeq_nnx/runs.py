@@ -15,7 +15,7 @@ from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config, MeshConfig, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.train import claim
-from diffeq_nnx.train_step import Params, abstract_state, all_params, start_state, state_shardings
+from diffeq_nnx.train_step import Params, abstract_state, all_params, state_of, state_shardings
 
 
 def anywhere(config: Config) -> Config:
@@ -73,7 +73,7 @@ def start(config: Config, workdir: str, corpus: data.Corpus, params: Params, mes
   places = state_shardings(config, mesh)
   learning, frozen = trainable.split(config.model, params)
   params = jax.device_put(trainable.join(learning, frozen), all_params(places))
-  state = jax.jit(start_state, static_argnums=0, out_shardings=places)(config, params)
+  state = jax.jit(state_of, static_argnums=0, out_shardings=places)(config, params)
   checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
   checkpoints.save_frozen(state["frozen"])
   checkpoints.save(state, {"windows": 0}, loss)

@@ -21,7 +21,7 @@ from diffeq_nnx.loss import chunked_cross_entropy
 from diffeq_nnx.model import Model
 
 Params = dict[str, Any]  # a pure dict of the model's parameters
-# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; and frozen, the other parameters
+# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; frozen: the other parameters
 State = dict[str, Any]
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are apart
 
@@ -31,19 +31,26 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
   return nnx.split(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))))[0]
 
 
+def model_around(config: ModelConfig, rest: Params) -> Model:
+  """The model around weights that are made: its weight source is empty, and must not be asked.
+
+  Args:
+    config: of the model.
+    rest: its parameters but for the weight source's.
+  """
+  abstract = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
+  return nnx.merge(graph(config), {**rest, "weight_source": abstract["weight_source"]})
+
+
 def init_state(config: Config) -> State:
   """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
-  model_key, dropout_key = jax.random.split(jax.random.key(config.seed))
-  params = nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(params=model_key)), nnx.Param))
-  return _state_of(config, params, dropout_key)
+  model_key, _ = jax.random.split(jax.random.key(config.seed))
+  return state_of(config, nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(params=model_key)), nnx.Param)))
 
 
-def start_state(config: Config, params: Params) -> State:
+def state_of(config: Config, params: Params) -> State:
   """The state at step 0 of a model that has these parameters. Jit it."""
-  return _state_of(config, params, jax.random.split(jax.random.key(config.seed))[1])
-
-
-def _state_of(config: Config, params: Params, key: jax.Array) -> State:
+  _, key = jax.random.split(jax.random.key(config.seed))
   params, frozen = trainable.split(config.model, params)
   opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
   return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
@@ -64,7 +71,8 @@ def loss_and_gradients(config: Config, model_graph: nnx.GraphDef, grid: solvers.
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
   merge = lambda learning: nnx.merge(model_graph, trainable.join(learning, frozen or {}))
-  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, jax.random.fold_in(key, 2))  # 0 and 1 are the model's
+  adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
+  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   remat = solvers.Remat(config.train.remat, config.train.remat_every)
 

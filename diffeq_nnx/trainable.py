@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from flax import traverse_util
+
 from diffeq_nnx.config import ModelConfig
 
 Params = dict[str, Any]
@@ -18,22 +20,11 @@ def learns(model: ModelConfig, path: tuple[str, ...]) -> bool:
 
 def split(model: ModelConfig, params: Params) -> tuple[Params, Params]:
   """(what learns, what stays), each a nested dict without empty ones; `params` may hold anything at its leaves."""
-  def part(node: Params, path: tuple[str, ...], wanted: bool) -> Params:
-    kept = {}
-    for name, value in node.items():
-      if isinstance(value, dict):
-        inner = part(value, (*path, name), wanted)
-        kept |= {name: inner} if inner else {}
-      elif learns(model, (*path, name)) == wanted:
-        kept[name] = value
-    return kept
-
-  return part(params, (), True), part(params, (), False)
+  flat = traverse_util.flatten_dict(params)
+  part = lambda wanted: {path: leaf for path, leaf in flat.items() if learns(model, path) == wanted}
+  return traverse_util.unflatten_dict(part(True)), traverse_util.unflatten_dict(part(False))
 
 
 def join(learning: Params, staying: Params) -> Params:
   """The inverse of `split`."""
-  joined = dict(staying)
-  for name, value in learning.items():
-    joined[name] = join(value, staying.get(name, {})) if isinstance(value, dict) else value
-  return joined
+  return traverse_util.unflatten_dict(traverse_util.flatten_dict(staying) | traverse_util.flatten_dict(learning))

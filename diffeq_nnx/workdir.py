@@ -12,10 +12,12 @@ import os
 import shutil
 from typing import Any
 
+from diffeq_nnx import checkpoint
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import write
 
 RUN_FILE = "run.json"
 STARTING = ".starting"  # marks a directory whose run.json is still to come
@@ -50,14 +52,14 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
     os.makedirs(workdir, exist_ok=True)
     known = _read(workdir)
     if known is None:
-      _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+      write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
       record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint,
                 "source": source}
-      _write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+      write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
       with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(workdir, STARTING))
     else:
-      _write(os.path.join(workdir, ".writable"), b"")
+      write(os.path.join(workdir, ".writable"), b"")
       os.remove(os.path.join(workdir, ".writable"))
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
@@ -71,15 +73,16 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   Raises:
     UserError: the directory can't be written, or holds checkpoints of something else.
   """
-  mark, folders = os.path.join(workdir, STARTING), [os.path.join(workdir, name) for name in ("checkpoints", "frozen")]
+  mark = os.path.join(workdir, STARTING)
+  folders = [os.path.join(workdir, name) for name in (checkpoint.FOLDER, checkpoint.FROZEN)]
   if not os.path.exists(mark) and any(map(os.path.exists, folders)):
     raise UserError(f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one")
   try:
     os.makedirs(workdir, exist_ok=True)
-    _write(mark, b"")
+    write(mark, b"")
     for folder in folders:
       shutil.rmtree(folder, ignore_errors=True)
-    _write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+    write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 
@@ -196,9 +199,3 @@ def _read(workdir: str) -> dict[str, Any] | None:
     return known
   except (json.JSONDecodeError, KeyError, TypeError) as error:
     raise UserError(f"{path}: damaged; remove it if the directory is this run's, or choose another workdir") from error
-
-
-def _write(path: str, content: bytes) -> None:
-  with open(path + ".new", "wb") as file:
-    file.write(content)
-  os.replace(path + ".new", path)

@@ -79,6 +79,11 @@ def perturb(tree, seed: int = 0, scale: float = 0.1):
   return jax.tree.map(lambda a: a + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
 
 
+def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Model:
+  """A model of which no parameter sits at its initial value."""
+  return nnx.merge(graph(config), perturb(nnx.to_pure_dict(nnx.state(small_instance(config))), seed, scale))
+
+
 def told(call) -> str:
   """The one line of the UserError that a call raises."""
   with pytest.raises(UserError) as caught:

@@ -13,17 +13,9 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import solvers
 from diffeq_nnx.discretization import discretized_config
-from diffeq_nnx.model import Model
-from diffeq_nnx.train_step import graph
-from tests.conftest import ROWS, perturb, small_config, small_instance, small_model, told
+from tests.conftest import ROWS, moved_instance, small_config, small_instance, small_model, told
 
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
-
-
-def make(config) -> Model:
-  """A model of which no parameter sits at its initial value."""
-  params = perturb(nnx.to_pure_dict(nnx.state(small_instance(config))))
-  return nnx.merge(graph(config), params)
 
 
 @nnx.jit(static_argnums=(1,))
@@ -34,7 +26,7 @@ def logits(model, num_steps=None):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
-  model = make(small_model(dtype=dtype, **ROWS[row]))
+  model = moved_instance(small_model(dtype=dtype, **ROWS[row]))
   stored = diffeq_nnx.discretize(model)
   assert stored.config.weights == "stored" and stored.config.num_steps == 3
   np.testing.assert_allclose(logits(stored), logits(model), rtol=0, atol=2e-6)
@@ -43,7 +35,7 @@ def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
 @pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "euler"), ("gpt", "sequential")])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_at_any_number_of_steps_it_is_the_model_there(field, solver, num_steps):
-  model = make(small_model(field=field, solver=solver, horizon=2.5))
+  model = moved_instance(small_model(field=field, solver=solver, horizon=2.5))
   stored = diffeq_nnx.discretize(model, num_steps)
   assert stored.config.num_steps == num_steps and stored.config.total_time == 2.5
   np.testing.assert_allclose(logits(stored), logits(model, num_steps), rtol=0, atol=2e-6)
@@ -61,7 +53,7 @@ def test_every_number_of_steps_is_exactly_that_many():
 
 @pytest.mark.parametrize("num_steps", [93, 99, 105])
 def test_counts_that_the_published_code_loses_a_step_of(num_steps):
-  model = make(small_model(embed_dim=8, num_heads=2, mlp_dim=8, horizon=1.0))
+  model = moved_instance(small_model(embed_dim=8, num_heads=2, mlp_dim=8, horizon=1.0))
   stored = diffeq_nnx.discretize(model, num_steps)
   assert {len(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(stored))["weight_source"])} == {num_steps}
   np.testing.assert_allclose(logits(stored), logits(model, num_steps), rtol=0, atol=1e-5)
@@ -69,7 +61,7 @@ def test_counts_that_the_published_code_loses_a_step_of(num_steps):
 
 @pytest.mark.parametrize("field", ["gpt", "llama"])
 def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
-  model = make(small_model(field=field, dtype="float64", horizon=2.0))
+  model = moved_instance(small_model(field=field, dtype="float64", horizon=2.0))
   sizes = (0.5, 0.1, 1.0, 0.4)
   stored = diffeq_nnx.discretize(model, step_sizes=sizes)
   grid = solvers.Grid((0.25, 0.3, 0.8, 1.0), sizes)

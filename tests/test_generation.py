@@ -17,16 +17,15 @@ from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.model import Model
 from diffeq_nnx.sampling import Sampling, sample
 from diffeq_nnx.text_stream import TextStream
-from diffeq_nnx.train_step import graph
-from tests.conftest import ROWS, perturb, small_instance, small_model, told
+from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
 
 
 def make(config) -> Model:
-  """A model of which no parameter sits at its initial value."""
-  return nnx.merge(graph(config), perturb(nnx.to_pure_dict(nnx.state(small_instance(config))), scale=0.3))
+  """A model whose likeliest tokens differ."""
+  return moved_instance(config, scale=0.3)
 
 
 @pytest.fixture(scope="module")

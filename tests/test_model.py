@@ -11,15 +11,12 @@ import pytest
 from diffeq_nnx import solvers
 from diffeq_nnx.model import Model
 from tests import reference
-from tests.conftest import ROWS, perturb, small_instance, small_model
+from tests.conftest import ROWS, moved_instance, small_instance, small_model
 
 
 def make(model_config, moved=True) -> Model:
   """A model, its parameters moved off their initial values."""
-  model = small_instance(model_config)
-  if not moved:
-    return model
-  return nnx.merge(nnx.split(model)[0], perturb(nnx.to_pure_dict(nnx.state(model)), seed=1))
+  return moved_instance(model_config, seed=1) if moved else small_instance(model_config)
 
 
 def numpy_of(module) -> dict:

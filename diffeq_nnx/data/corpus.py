@@ -201,7 +201,7 @@ def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
   """Text as a corpus."""
   recipe = preparation.recipe(config, vocab_size, seed)
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
-  key = hashlib.sha256(json.dumps(recipe.record(), sort_keys=True).encode()).hexdigest()
+  key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
   final = os.path.join(cache_dir, key)
   corpus = _open(final)
   if corpus is not None:

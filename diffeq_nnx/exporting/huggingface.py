@@ -6,13 +6,9 @@ GPT-J, CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for t
 StableLM and Cohere have SwiGLU, without RMSNorm for the llama field.
 """
 
-import contextlib
 import dataclasses
-import importlib.resources
-import json
 import os
-import shutil
-from typing import Any, Iterator
+from typing import Any
 
 from flax import nnx
 import jax
@@ -22,9 +18,9 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
-from diffeq_nnx.discretization import discretized_config, discretized_params
+from diffeq_nnx.discretization import discretize
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import layouts, tokenizer_files
+from diffeq_nnx.exporting import folders, layouts, tokenizer_files
 from diffeq_nnx.model import Model
 from diffeq_nnx.solvers import make_grid
 from diffeq_nnx.train_step import Params, graph
@@ -57,18 +53,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
   Raises:
     UserError: the folder holds something, there is no such number of steps, or GPT-2 can't hold the heads.
   """
-  stored, params = stored_model(model, num_steps)
-  return write(stored, params, folder, tokenizer, form)
-
-
-def stored_model(model: Model, num_steps: int | None) -> tuple[ModelConfig, Params]:
-  """Config and parameters of the discretised model; raises UserError for a number of steps that can't be."""
-  try:
-    stored = discretized_config(model.config, num_steps)
-  except ValueError as error:
-    raise UserError(f"num_steps={num_steps}: {error}") from error
-  return stored, jax.jit(discretized_params, static_argnums=(0, 1))(
-      model.config, stored, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  stored = discretize(model, num_steps)
+  return write(stored.config, nnx.to_pure_dict(nnx.state(stored, nnx.Param)), folder, tokenizer, form)
 
 
 def architecture_of(model: ModelConfig, form: str) -> str:
@@ -93,7 +79,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
   held = held_model(stored, layouts.OWN if wide else architecture)
   notes, params = [], jax.device_get(params)
-  with new_folder(folder) as place:
+  with folders.new_folder(folder) as place:
     settings, marks = _settings(held, architecture), tokenizer_files.mark_ids(tokenizer)
     tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts_S)
     if wide:
@@ -101,12 +87,10 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
       settings |= {"hidden_size": held.embed_dim + held.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
       notes.append(f"a Llama with {held.num_heads} channels more than the model's {held.embed_dim} and biases in its "
                    "feed-forward branches, by which its one eps does what our two do")
-    write_json(place, "config.json", {**settings, **marks})
-    write_json(place, "generation_config.json", marks)
+    folders.write_json(place, "config.json", {**settings, **marks})
+    folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
-      template = importlib.resources.files("diffeq_nnx.exporting").joinpath("templates", MODELING_FILE)
-      with open(os.path.join(place, MODELING_FILE), "wb") as file:
-        file.write(template.read_bytes())
+      folders.copy_template(MODELING_FILE, place)
       notes.append(f"no architecture of transformers holds this model exactly: the folder has its own {MODELING_FILE}, "
                    "and loads with trust_remote_code=True only" if stored.solver == "euler" else
                    f"the folder has its own {MODELING_FILE}, as asked, and loads with trust_remote_code=True only")
@@ -132,41 +116,6 @@ def held_model(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The model that the folder holds: dt is folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
   return dataclasses.replace(stored, horizon=None, step_sizes=(), norm_eps=stored.block_eps, final_norm_eps=final_eps)
-
-
-def check_new(folder: str) -> None:
-  """Raises UserError where the folder holds something already."""
-  if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-    raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one", everywhere=True)
-
-
-@contextlib.contextmanager
-def new_folder(folder: str) -> Iterator[str]:
-  """A folder beside the one asked for, which becomes it once all is written.
-
-  Raises:
-    UserError: the folder holds something already, or can't be written.
-  """
-  check_new(folder)
-  folder = os.path.abspath(folder)
-  place = folder + ".unfinished"
-  try:
-    shutil.rmtree(place, ignore_errors=True)
-    os.makedirs(place)
-    yield place
-    os.replace(place, folder)
-  except OSError as error:
-    raise UserError(f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder",
-                    everywhere=True) from error
-  finally:
-    shutil.rmtree(place, ignore_errors=True)
-
-
-def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
-  """One JSON file."""
-  with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-    json.dump(content, file, indent=2, ensure_ascii=False)
-    file.write("\n")
 
 
 def _settings(held: ModelConfig, architecture: str) -> dict[str, Any]:

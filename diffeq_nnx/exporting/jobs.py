@@ -13,7 +13,7 @@ from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import huggingface, importing, stablehlo
+from diffeq_nnx.exporting import folders, huggingface, importing, stablehlo
 from diffeq_nnx.report import print_result
 from diffeq_nnx.train import load_corpus, prepare
 
@@ -35,11 +35,8 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
   """
   distributed.end_on_sigterm()
   _one_process("export")
-  try:
-    model = discretized_config(config.model, num_steps)
-  except ValueError as error:
-    raise UserError(f"--job=export: {error}") from error
-  huggingface.check_new(out)
+  model = discretized_config(config.model, num_steps)
+  folders.check_new(out)
   if format != "stablehlo":
     huggingface.architecture_of(model, format)
   workdir_lib.require(workdir, config)
@@ -48,7 +45,7 @@ def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  #
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
     params, step = runs.read(config, workdir, mesh, tokenizer.hash)
-    params = jax.device_get(jax.jit(discretized_params, static_argnums=(0, 1))(config.model, model, params))
+    params = jax.device_get(discretized_params(config.model, model, params))
   if format == "stablehlo":
     result = stablehlo.write(model, params, out, tokenizer)
   else:
@@ -81,8 +78,8 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     runs.start(config, workdir, load_corpus(config), params, mesh, None)
   return print_result({"job": "import", "workdir": workdir, "from_hf": from_hf, "field": config.model.field,
-                 "num_steps": config.model.num_steps, "dtype": config.model.dtype,
-                 "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))})
+                       "num_steps": config.model.num_steps, "dtype": config.model.dtype,
+                       "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))})
 
 
 def _one_process(job: str) -> None:

@@ -4,8 +4,9 @@ S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torc
 Conv1D [in, out] as ours.
 """
 
-from typing import Any, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
+from flax import traverse_util
 import numpy as np
 
 from diffeq_nnx import block
@@ -66,9 +67,9 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
 
 def to_tensors(architecture: str, model: ModelConfig, params: Params, dts_S: tuple[float, ...]) -> Tensors:
   """Parameters with stored weights as the arrays of a file, in float32, dt folded in."""
-  tensors = {}
+  tensors, leaves = {}, traverse_util.flatten_dict(params)
   for entry in entries(architecture, model):
-    array = _leaf(params, entry.path)
+    array = leaves[entry.path]
     if entry.step is not None:
       array = np.asarray(array[entry.step], np.float64)
       array = array * dts_S[entry.step] if entry.path[2] in WRITING else array
@@ -85,7 +86,6 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
     KeyError: an array is missing; its name.
     ValueError: one has another shape than the model; the line says which.
   """
-  params: dict[str, Any] = {}
   shapes = _shapes(model)
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
   for entry in entries(architecture, model):
@@ -95,12 +95,8 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
       raise ValueError(f"{entry.name}: has the shape {array.shape}, in our order of axes; by the config it is "
                        f"{expected}")
     stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))
-  for path, arrays in stacks.items():
-    place = params
-    for key in path[:-1]:
-      place = place.setdefault(key, {})
-    place[path[-1]] = np.stack(arrays) if path[0] == "weight_source" else arrays[0]
-  return params
+  return traverse_util.unflatten_dict({
+      path: np.stack(arrays) if path[0] == "weight_source" else arrays[0] for path, arrays in stacks.items()})
 
 
 def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
@@ -143,12 +139,6 @@ def _shapes(model: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
   shapes |= {("final_norm", leaf): spec.shape for leaf, spec in field.norm_specs(D).items()}
   return shapes | {("weight_source", "stored", group, leaf): spec.shape
                    for group, leaves in field.specs(model).items() for leaf, spec in leaves.items()}
-
-
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-  for key in path:
-    params = params[key]
-  return params
 
 
 def _turned(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:

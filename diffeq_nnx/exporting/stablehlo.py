@@ -4,11 +4,11 @@ The weights are arguments, not constants of the program, which may not be above 
 """
 
 import dataclasses
-import importlib.resources
 import os
 from typing import Any
 
 from flax import nnx
+from flax import traverse_util
 import jax
 import jax.export  # not loaded by jax alone
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
-from diffeq_nnx.exporting import huggingface, tokenizer_files
+from diffeq_nnx.discretization import discretize
+from diffeq_nnx.exporting import folders, huggingface, tokenizer_files
 from diffeq_nnx.model import Model
 from diffeq_nnx.train_step import Params, graph
 
@@ -44,24 +45,22 @@ def export_stablehlo(model: Model, folder: str, *, tokenizer: Tokenizer | None =
   Raises:
     UserError: the folder holds something, or there is no such number of steps.
   """
-  stored, params = huggingface.stored_model(model, num_steps)
-  return write(stored, params, folder, tokenizer)
+  stored = discretize(model, num_steps)
+  return write(stored.config, nnx.to_pure_dict(nnx.state(stored, nnx.Param)), folder, tokenizer)
 
 
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """`export_stablehlo` of a config and parameters with stored weights."""
   plain = dataclasses.replace(stored, attention="reference")
-  weights = {name: np.asarray(array) for name, array in flat(params).items()}
+  weights = {name: np.asarray(array) for name, array in traverse_util.flatten_dict(params, sep=".").items()}
   program = _program(plain, weights)
-  with huggingface.new_folder(folder) as place:
+  with folders.new_folder(folder) as place:
     with open(os.path.join(place, PROGRAM), "wb") as file:
       file.write(program.serialize())
     safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))
-    template = importlib.resources.files("diffeq_nnx.exporting").joinpath("templates", LOADER)
-    with open(os.path.join(place, LOADER), "wb") as file:
-      file.write(template.read_bytes())
+    folders.copy_template(LOADER, place)
     marks = tokenizer_files.mark_ids(tokenizer)
-    huggingface.write_json(place, "model.json", {
+    folders.write_json(place, "model.json", {
         "field": stored.field, "solver": stored.solver, "num_steps": stored.num_steps, "vocab_size": stored.vocab_size,
         "seq_len": stored.seq_len, "dtype": stored.dtype, "platforms": PLATFORMS, **marks})
     notes = [] if tokenizer is None else tokenizer_files.write(tokenizer, place, stored.seq_len)
@@ -70,31 +69,12 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
           "num_steps": stored.num_steps, "dtype": stored.dtype, "logit_difference": difference, "notes": notes}
 
 
-def flat(params: Params, prefix: str = "") -> dict[str, Any]:
-  """Nested dicts as one dict of dotted names."""
-  made = {}
-  for name, value in params.items():
-    made |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-  return made
-
-
-def _nested(weights: dict[str, Any]) -> Params:
-  made: Params = {}
-  for name, array in weights.items():
-    *path, last = name.split(".")
-    place = made
-    for key in path:
-      place = place.setdefault(key, {})
-    place[last] = array
-  return made
-
-
 def _program(model: ModelConfig, weights: dict[str, np.ndarray]) -> jax.export.Exported:
   model_graph = graph(model)
 
   @jax.jit
   def logits(weights, tokens_BxL):
-    return nnx.merge(model_graph, _nested(weights))(tokens_BxL)
+    return nnx.merge(model_graph, traverse_util.unflatten_dict(weights, sep="."))(tokens_BxL)
 
   shape = jax.export.symbolic_shape("batch, length", constraints=[f"length <= {model.seq_len}"])
   shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), weights)

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from diffeq_nnx.exporting import folders
 
 _SPACE = "\u2581"
 _BPE = 2  # TrainerSpec.ModelType in sentencepiece
@@ -47,8 +48,8 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
   if tokenizer.bos_id is not None:
     marks["bos_token"] = names[tokenizer.bos_id]
   if spec is not None:
-    _write(folder, "tokenizer.json", {**spec, "post_processor": _begin_mark(tokenizer, marks.get("bos_token"))})
-  _write(folder, "tokenizer_config.json", {
+    folders.write_json(folder, "tokenizer.json", {**spec, "post_processor": _begin_mark(tokenizer, marks.get("bos_token"))})
+  folders.write_json(folder, "tokenizer_config.json", {
       "tokenizer_class": "PreTrainedTokenizerFast" if spec is not None else "LlamaTokenizer", **marks,
       "add_bos_token": tokenizer.bos_id is not None, "add_eos_token": False, "clean_up_tokenization_spaces": False,
       "model_max_length": max_length})
@@ -105,9 +106,3 @@ def _agrees(spec: dict[str, Any], tokenizer: SentencePieceTokenizer) -> bool:
   import tokenizers
   encoder = tokenizers.Tokenizer.from_str(json.dumps(spec))
   return all(encoder.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist() for text in _PROBES)
-
-
-def _write(folder: str, name: str, content: dict[str, Any]) -> None:
-  with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-    json.dump(content, file, indent=2, ensure_ascii=False)
-    file.write("\n")

@@ -9,8 +9,8 @@ import numpy as np
 
 from diffeq_nnx.data import holdout
 from diffeq_nnx.data.preparation import workers
-from diffeq_nnx.data.preparation.files import replacing
 from diffeq_nnx.data.sources import Counts, Part, Source
+from diffeq_nnx.files import replacing
 
 _CUTS = 16  # of one part: each cut reads the part from its start, which costs little beside tokenising
 _PROGRESS_BYTES = 1 << 20

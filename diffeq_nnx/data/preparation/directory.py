@@ -13,8 +13,8 @@ from typing import Any
 from absl import logging
 
 from diffeq_nnx.data import shards
-from diffeq_nnx.data.preparation.files import write_json
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import write_json
 
 UNFINISHED = ".unfinished"
 _REMOVED = ".removed"  # what `UNFINISHED` is called while it is deleted, so that half of it is never taken for work

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from diffeq_nnx.data import shards
-from diffeq_nnx.data.preparation.files import read_json, replacing, write_json
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import read_json, replacing, write_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ from diffeq_nnx.data import holdout, shards, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.counting import Counted, CountTask, count, sample, stretches
 from diffeq_nnx.data.preparation.directory import claim, finish, locked, whole
-from diffeq_nnx.data.preparation.files import read_json, save, write
 from diffeq_nnx.data.preparation.gathering import GatherTask, gather
 from diffeq_nnx.data.preparation.recipe import Recipe
 from diffeq_nnx.data.preparation.tokenising import KEY_BITS, TokeniseTask, Written, tokenise
 from diffeq_nnx.data.sources import Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import read_json, save, write
 
 _COUNTED_PARTS = 1024  # the tasks of the first pass, at most
 _DOCUMENT_BYTES = 100  # what a document costs in memory beside its text, about, as so many of them
@@ -62,7 +62,7 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, sizes: Sizes
     RunError: If a process dies.
     OSError: If the directory can't be written.
   """
-  record, label = recipe.record(), f"workdir={directory}"
+  record, label = recipe.record, f"workdir={directory}"
   directory = os.path.abspath(os.path.expanduser(directory))
   os.makedirs(directory, exist_ok=True)
   with locked(directory, label):
@@ -70,8 +70,8 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, sizes: Sizes
     if manifest is None:
       work = {"version": shards.VERSION, "recipe": record, "sizes": dataclasses.asdict(sizes)}
       unfinished = claim(directory, work, label)
-      manifest = _Preparation(directory, unfinished, recipe, num_processes, sizes).run(record)
-      if recipe.record() != record:
+      manifest = _Preparation(directory, unfinished, recipe, num_processes, sizes).run()
+      if not recipe.holds():
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(directory, manifest)
     return manifest
@@ -89,9 +89,9 @@ class _Preparation:
   def _path(self, *names: str) -> str:
     return os.path.join(self._unfinished, *names)
 
-  def run(self, record: dict[str, Any]) -> dict[str, Any]:
+  def run(self) -> dict[str, Any]:
     """All passes; returns the manifest."""
-    config, opened = self._recipe.config, self._recipe.open()
+    config, opened = self._recipe.config, self._recipe.opened
     with workers.Workers(self._num_processes) as pool:
       counted = {key: self._count(pool, key, source) for key, source in opened.items()}
       sides = {key: self._sides(key, counted) for key in counted}
@@ -110,7 +110,7 @@ class _Preparation:
     return {
       "version": shards.VERSION,
       "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
-      "recipe": record,
+      "recipe": self._recipe.record,
       "tokenizer": {
         "hash": tokenizer.hash, "file": tokenizer.file_name, "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id, "bos_id": tokenizer.bos_id,

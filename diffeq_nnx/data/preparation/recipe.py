@@ -40,17 +40,19 @@ class Recipe:
     config = self.config
     return sources.Options(config.text_key, config.bad_records, config.tfds_dir, config.download)
 
-  def open(self) -> dict[str, Source]:
-    """The sources, by the key that names them."""
+  @functools.cached_property
+  def opened(self) -> dict[str, Source]:
+    """The sources as they are found at first, by the key that names them."""
     named = {"data.source": self.config.source, "data.validation": self.config.validation}
     return {key: sources.open_source(name, key, self.options) for key, name in named.items() if name is not None}
 
+  @functools.cached_property
   def record(self) -> dict[str, Any]:
-    """The recipe as JSON; files that changed since make it another one."""
-    config = self.config
+    """The recipe as JSON; of files that have changed it is another one."""
+    config, prints = self.config, {key: source.fingerprint() for key, source in self.opened.items()}
     record = {
       "source": config.source,
-      "source_fingerprint": sources.fingerprint(config.source, options=self.options),
+      "source_fingerprint": prints["data.source"],
       "text_key": config.text_key,
       "bad_records": config.bad_records,
       "shuffle_seed": config.shuffle_seed,
@@ -58,13 +60,17 @@ class Recipe:
       "libraries": {"sentencepiece": sentencepiece.__version__, "tokenizers": huggingface.__version__},
     }
     if config.validation is not None:
-      fingerprint = sources.fingerprint(config.validation, "data.validation", self.options)
-      return record | {"validation": config.validation, "validation_fingerprint": fingerprint}
+      return record | {"validation": config.validation, "validation_fingerprint": prints["data.validation"]}
     return record | {
       "validation_fraction": config.validation_fraction,
       "validation_split": config.validation_split,
       "validation_seed": self.split_seed,
     }
+
+
+  def holds(self) -> bool:
+    """Whether the files are still as they were found."""
+    return dataclasses.replace(self).record == self.record
 
 
 def recipe(config: Any, vocab_size: int, seed: int) -> Recipe:

@@ -9,10 +9,10 @@ import numpy as np
 
 from diffeq_nnx.data import holdout, tokenizers
 from diffeq_nnx.data.preparation.counting import Stretch, utf8_size
-from diffeq_nnx.data.preparation.files import replacing, save, write
 from diffeq_nnx.data.sources import Counts
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import replacing, save, write
 
 KEY_BITS = 63
 _BATCH_CHARS = 1 << 20  # tokenised at a time

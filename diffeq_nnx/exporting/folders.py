@@ -1,0 +1,52 @@
+"""The folders that exports are written to."""
+
+import contextlib
+import importlib.resources
+import json
+import os
+import shutil
+from typing import Any, Iterator
+
+from diffeq_nnx.errors import UserError
+
+
+def check_new(folder: str) -> None:
+  """Raises UserError where the folder holds something already."""
+  if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+    raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one", everywhere=True)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str) -> Iterator[str]:
+  """A folder beside the one asked for, which becomes it once all is written.
+
+  Raises:
+    UserError: the folder holds something already, or can't be written.
+  """
+  check_new(folder)
+  folder = os.path.abspath(folder)
+  place = folder + ".unfinished"
+  try:
+    shutil.rmtree(place, ignore_errors=True)
+    os.makedirs(place)
+    yield place
+    os.replace(place, folder)
+  except OSError as error:
+    raise UserError(f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder",
+                    everywhere=True) from error
+  finally:
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
+  """One JSON file."""
+  with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+    json.dump(content, file, indent=2, ensure_ascii=False)
+    file.write("\n")
+
+
+def copy_template(name: str, folder: str) -> None:
+  """One file of `templates/`."""
+  template = importlib.resources.files("diffeq_nnx.exporting").joinpath("templates", name)
+  with open(os.path.join(folder, name), "wb") as file:
+    file.write(template.read_bytes())
