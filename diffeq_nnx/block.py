@@ -68,6 +68,25 @@ def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict
   return {"kernel": LeafSpec((fan_in, fan_out), axes, std), "bias": LeafSpec((fan_out,), axes[1:])}
 
 
+class HeadKernels(NamedTuple):
+  """The kernels of attention by head, and those of the feed-forward pair; with whatever axes come first.
+
+  Attributes:
+    query: [..., D, H, C].
+    key: [..., D, K, C]; head h reads key head h // (H / K).
+    value: [..., D, K, C].
+    out: [..., H, C, D].
+    up: [..., D, F].
+    down: [..., F, D].
+  """
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  out: jax.Array
+  up: jax.Array
+  down: jax.Array
+
+
 class Packing(NamedTuple):
   """Where several documents share a row: which one each token belongs to, and the token's place in it.
 
@@ -186,6 +205,14 @@ class GPTField:
         "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
+  def head_kernels(self, w: Weights) -> HeadKernels:
+    """The kernels by head; leaves of `w` may have axes in front."""
+    qkv, out = w["qkv"]["kernel"], w["out"]["kernel"]
+    split = qkv.reshape(*qkv.shape[:-1], self.num_kv_heads, -1, self.head_dim)  # [..., D, K, G + 2, C]
+    query = split[..., :-2, :].reshape(*qkv.shape[:-1], self.num_heads, self.head_dim)
+    by_head = out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1)
+    return HeadKernels(query, split[..., -2, :], split[..., -1, :], by_head, w["up"]["kernel"], w["down"]["kernel"])
+
   def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, D = x_BxLxD.shape
@@ -246,6 +273,14 @@ class LlamaField:
         "up": kernel((D, F), ("embed", "mlp"), STD),
         "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
     }
+
+  def head_kernels(self, w: Weights) -> HeadKernels:
+    """The kernels by head; leaves of `w` may have axes in front."""
+    by_head = lambda name, heads: w[name]["kernel"].reshape(*w[name]["kernel"].shape[:-1], heads, self.head_dim)
+    out = w["out"]["kernel"]
+    return HeadKernels(by_head("query", self.num_heads), by_head("key", self.num_kv_heads),
+                       by_head("value", self.num_kv_heads), out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1),
+                       w["up"]["kernel"], w["down"]["kernel"])
 
   def attention(self, x_BxLxD: jax.Array, w: Weights, packing: Seen = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""

@@ -15,6 +15,7 @@ from diffeq_nnx import distributed
 from diffeq_nnx import runs
 from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.analysis.jobs import analyse
 from diffeq_nnx.config import Config, LoraConfig
 from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
@@ -246,4 +247,5 @@ def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps:
 
 
 JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
-        "finetune": finetune, "generate": generate, "export": export_run, "import": import_run}
+        "finetune": finetune, "generate": generate, "export": export_run, "import": import_run,
+        "analyse": analyse}

@@ -16,7 +16,7 @@ from diffeq_nnx.errors import RunError, UserError
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
 JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate", "export",
-                                        "import"], "What to do.")
+                                        "import", "analyse"], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
@@ -37,6 +37,11 @@ FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stable
                            "For export: hf (the default: GPT-2 or Llama where they hold the model), hf_exact (a wider "
                            "Llama, for its eps), hf_code (our own modelling file) or stablehlo.")
 FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
+TEXT = flags.DEFINE_string("text", None, "For analyse: whose tokens the sensitivity is of; default: an English sentence.")
+POSITION = flags.DEFINE_integer("position", None, "For analyse: the output token, from 0; negative: from the end; default: "
+                                "-1.")
+LEADING = flags.DEFINE_integer("leading", None, "For analyse: how many Lyapunov exponents of each token; default: 16.")
+TIMES = flags.DEFINE_list("times", None, "For analyse: times of the spectra, e.g. 0,0.5,1; default: the model's own.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -47,7 +52,8 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, fr
 _DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
 OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
            "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
-           "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,)}
+           "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,),
+           "analyse": (TEXT, POSITION, LEADING, TIMES, NUM_STEPS)}
 REQUIRED = {FROM_WORKDIR.name: "--from_workdir=runs/tiny --workdir=runs/tiny9",
             PROMPT.name: "--workdir=runs/tiny --prompt='The river'", OUT.name: "--workdir=runs/tiny --out=exported/tiny",
             FROM_HF.name: "--from_hf=gpt2 --workdir=runs/gpt2"}
@@ -90,11 +96,12 @@ def _options(job: str) -> dict[str, object]:
   for name in given:
     if name in REQUIRED and given[name] is None:
       raise UserError(f"--{name}: missing; e.g. --job={job} {REQUIRED[name]}")
-  if given.get("step_sizes"):
-    try:
-      given["step_sizes"] = tuple(map(float, given["step_sizes"]))
-    except ValueError:
-      raise UserError(f"--step_sizes={','.join(given['step_sizes'])}: must be numbers, e.g. 0.5,0.25,0.25") from None
+  for name in ("step_sizes", "times"):
+    if given.get(name):
+      try:
+        given[name] = tuple(map(float, given[name]))
+      except ValueError:
+        raise UserError(f"--{name}={','.join(given[name])}: must be numbers, e.g. 0.5,0.25,0.25") from None
   if "prompt" in given:
     given["prompts"] = given.pop("prompt")
   return {name: value for name, value in given.items() if value is not None}

@@ -214,7 +214,7 @@ def test_too_many_tokens_for_the_positions_is_an_error():
 
 
 def test_stored_weights_of_another_number_of_steps_is_an_error():
-  with pytest.raises(ValueError, match="asked for 4 steps: the weights of 3 are stored"):
+  with pytest.raises(ValueError, match="num_steps=4: the weights of this model are stored, for its own 3"):
     make(small_model(weights="stored"))(jnp.zeros((1, 12), jnp.int32), 4)
 
 

@@ -1,0 +1,91 @@
+"""What attention and gradients say of a text: to be set beside the exponents.
+
+L positions, D embed_dim, S solver steps, H query heads.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx import block
+from diffeq_nnx import solvers
+from diffeq_nnx.analysis.subject import Pass, Subject, advance, exactly, logits_of, steps_of
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
+
+
+def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
+  """Attention rollout, [L, L]: of each token, the shares of the tokens before (Abnar & Zuidema 2020).
+
+  The product over steps of (A + I) / 2, A the mean over heads; rows add up to 1.
+  """
+  L = attention_SxHxLxL.shape[-1]
+  mixed_LxL = np.eye(L)
+  for heads_HxLxL in np.asarray(attention_SxHxLxL, np.float64):
+    mixed_LxL = (heads_HxLxL.mean(0) + np.eye(L)) / 2 @ mixed_LxL
+  return mixed_LxL
+
+
+def gradient_times_input(subject: Subject, passed: Pass, position: int, token: int) -> np.ndarray:
+  """The gradient of one logit times each token's state at the start, summed over D: [L], signed.
+
+  Args:
+    subject: the model.
+    passed: a forward pass of one text.
+    position: where the logit is taken, from 0.
+    token: whose logit.
+  """
+  with exactly():
+    return np.asarray(_gradient_times_input(subject.config, subject.grid, subject.rest, subject.weights,
+                                            passed.states[0], position, token))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: Any,
+                          x_1xLxD: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
+  def logit(x_1xLxD):
+    step = lambda x, one: (advance(config, block.Packing(), *one, x), None)
+    end_1xLxD, _ = jax.lax.scan(step, x_1xLxD, steps_of(config, grid, weights))
+    return logits_of(config, rest, end_1xLxD)[0, position, token]
+
+  return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
+
+
+def likeliest(subject: Subject, passed: Pass, position: int) -> tuple[int, float]:
+  """The likeliest token after `position`, and its probability."""
+  with exactly():
+    logits_V = np.asarray(logits_of(subject.config, subject.rest, passed.states[-1])[0, position], np.float64)
+  token = int(logits_V.argmax())
+  return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
+
+
+def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
+  """How far each head is an induction head, measured: [S, H], from 0 to 1 (Olsson et al. 2022).
+
+  Texts of random tokens that are repeated once: the mean attention of each token of the second half to the token that
+  came after its first occurrence.
+
+  Args:
+    subject: the model.
+    half: tokens that are repeated; None: 25, or as many as the positions allow.
+    rows: texts.
+    seed: of the tokens.
+
+  Raises:
+    UserError: fewer than two tokens, or more than the positions allow.
+  """
+  most = subject.config.seq_len // 2
+  half = min(25, most) if half is None else half
+  if not 2 <= half <= most:
+    raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
+  first_BxL = np.random.default_rng(seed).integers(subject.config.vocab_size, size=(rows, half))
+  scores = [_after_first(subject.observe(np.tile(row_L, 2)).attention, half) for row_L in first_BxL]
+  return np.mean(scores, axis=0)
+
+
+def _after_first(attention_Sx1xHxLxL: jax.Array, half: int) -> np.ndarray:
+  queries = jnp.arange(half, 2 * half - 1)
+  return np.asarray(attention_Sx1xHxLxL[:, 0, :, queries, queries - half + 1].mean(0))

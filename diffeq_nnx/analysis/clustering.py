@@ -1,0 +1,124 @@
+"""Whether tokens gather in clusters: a simulation with nothing but attention, and the same question to a model.
+
+L tokens, D dimensions, S steps, N worlds, k order of a polynomial.
+
+The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens gather, as theory has it for weights
+that are shared over depth (Geshkovski et al. 2023); with weights that grow over depth they gather less.
+"""
+
+import dataclasses
+from typing import Sequence
+
+import numpy as np
+
+from diffeq_nnx.analysis.subject import Subject
+
+NEAR = 0.1  # two directions nearer than this, as unit vectors, count as one
+
+SCALES = ("same_end", "same_mean", "plain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+  """Tokens moved by attention alone, in N worlds of their own.
+
+  Attributes:
+    states: [S + 1, N, L, D].
+    times: [S + 1], from 0.
+    order: k.
+    clustering: `clustered_share` of the states, [S + 1, N].
+  """
+  states: np.ndarray
+  times: np.ndarray
+  order: int
+  clustering: np.ndarray
+
+
+def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, dim: int = 3, step: float = 0.1,
+             time: float = 20.0, scale: str = "same_end") -> Simulation:
+  """x <- x + step Attention(standardised x), with random weights that a polynomial of t scales.
+
+  W_qk = A A^T p(t)^2 and W_v = V p(t), where A and V [D, D] are normal and stay the same; x starts uniform in
+  [-2, 2]; a token sees all tokens; softmax has no scale.
+
+  Args:
+    order: k of the polynomial; 0: constant weights.
+    seeds: of A, V and x, one for each of the N worlds; the same ones for every order.
+    num_tokens: L.
+    dim: D.
+    step: of the Euler method.
+    time: T; the defaults are 200 steps.
+    scale: of the polynomial: same_end, (t / T)^k, ends at 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
+      for every order, so that no order moves tokens less; plain, t^k.
+  """
+  if scale not in SCALES:
+    raise ValueError(f"scale={scale!r}: must be one of {', '.join(SCALES)}")
+  generators = [np.random.default_rng(seed) for seed in seeds]
+  a_NxDxD, v_NxDxD = np.stack([rng.normal(size=(2, dim, dim)) for rng in generators], axis=1)
+  x_NxLxD = np.stack([rng.uniform(-2, 2, (num_tokens, dim)) for rng in generators])
+  times = step * np.arange(round(time / step) + 1)
+  factor = {"same_end": 1.0, "same_mean": order + 1.0, "plain": time**order}[scale]
+  states = [x_NxLxD]
+  for t in times[:-1]:
+    size = factor * (t / time)**order
+    normed_NxLxD = _standardised(x_NxLxD)
+    compared_NxLxD = normed_NxLxD @ a_NxDxD * size
+    scores_NxLxL = compared_NxLxD @ compared_NxLxD.swapaxes(1, 2)
+    shares_NxLxL = np.exp(scores_NxLxL - scores_NxLxL.max(-1, keepdims=True))
+    shares_NxLxL /= shares_NxLxL.sum(-1, keepdims=True)
+    x_NxLxD = x_NxLxD + step * shares_NxLxL @ normed_NxLxD @ v_NxDxD * size
+    states.append(x_NxLxD)
+  states = np.stack(states)
+  return Simulation(states, times, order, clustered_share(states))
+
+
+def _standardised(x_NxLxD: np.ndarray) -> np.ndarray:
+  return (x_NxLxD - x_NxLxD.mean(-1, keepdims=True)) / np.sqrt(x_NxLxD.var(-1, keepdims=True) + 1e-5)
+
+
+def clustered_share(states: np.ndarray, near: float = NEAR) -> np.ndarray:
+  """The share of pairs of tokens that point the same way, within `near` as unit vectors: [..., L, D] -> [...].
+
+  0: no two tokens are together; 1: all are. Directions, because norms see nothing else of a state.
+  """
+  L = states.shape[-2]
+  together = _squared_distances(_directions(states)) < near**2
+  return (together.sum((-1, -2)) - L) / (L * (L - 1))
+
+
+def spread(states: np.ndarray) -> np.ndarray:
+  """The mean distance of two tokens' directions, from 0 to 2: [..., L, D] -> [...]; random directions: sqrt(2)."""
+  L = states.shape[-2]
+  distances = np.sqrt(np.maximum(_squared_distances(_directions(states)), 0))
+  return distances.sum((-1, -2)) / (L * (L - 1))
+
+
+def _directions(states: np.ndarray) -> np.ndarray:
+  states = np.asarray(states, np.float64)
+  return states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def _squared_distances(directions: np.ndarray) -> np.ndarray:
+  return 2 - 2 * directions @ directions.swapaxes(-1, -2)
+
+
+def held_at(subject: Subject, step: int) -> dict:
+  """BlockWeights of the model's grid with those of one step, from 0, at every step."""
+  hold = lambda leaf: leaf[np.full(subject.grid.num_steps, step)]
+  return {group: {name: hold(leaf) for name, leaf in leaves.items()} for group, leaves in subject.weights.items()}
+
+
+def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+  """(spread, clustered share) of a text's states over depth, [S + 1] each, the model's own or with weights held.
+
+  Args:
+    subject: the model.
+    tokens_L: at least two.
+    held: a step, from 0, whose weights take the place of all others'; None: the model as it is.
+
+  Raises:
+    UserError: as `Subject.check_tokens`.
+  """
+  weights = None if held is None else held_at(subject, held)
+  states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0])
+  return spread(states_SxLxD), clustered_share(states_SxLxD)

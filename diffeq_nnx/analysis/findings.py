@@ -1,0 +1,154 @@
+"""Everything that is found of one model and one text, as numbers.
+
+L positions, D embed_dim, S solver steps, H query heads, r exponents, O orders.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from typing import Callable, Iterator, Sequence
+
+import numpy as np
+from tqdm import tqdm
+
+from diffeq_nnx import distributed
+from diffeq_nnx.analysis import attention, clustering, sensitivity
+from diffeq_nnx.analysis.sensitivity import Sensitivity
+from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
+from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.errors import UserError
+
+BETWEEN = 4  # times at which spectra are also taken, for each step of the solver
+ORDERS = (0, 1, 2, 3, 4)  # of the polynomials that scale the simulation's weights
+SEEDS = 20  # simulations of each order and scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+  """What was found.
+
+  Attributes:
+    pieces: the tokens' texts, [L].
+    tokens: [L].
+    position: of the output token, n.
+    grid: times [S] and dts [S] of the steps.
+    spectra: at the model's times, or those asked for.
+    between: spectra of the heads at times between, and at, the steps; None where the weights are stored or shared.
+    prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
+    exact: exponents of the tokens up to n.
+    per_token: the same in the paper's form.
+    rollout: shares of the tokens in n's attention rollout, [n + 1].
+    gradient: gradient times input of n's likeliest next token, [n + 1].
+    next_token: that token's text and its probability.
+    depth: label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token.
+    simulations: of each order, in SEEDS worlds, weights the same at the end.
+    clustering: clustered share of the simulations over time, mean of SEEDS, [O, S' + 1], by scale.
+  """
+  pieces: tuple[str, ...]
+  tokens: np.ndarray
+  position: int
+  grid: tuple[np.ndarray, np.ndarray]
+  spectra: Spectra
+  between: Spectra | None
+  prefix_matching: np.ndarray | None
+  exact: Sensitivity
+  per_token: Sensitivity
+  rollout: np.ndarray
+  gradient: np.ndarray
+  next_token: tuple[str, float]
+  depth: dict[str, tuple[np.ndarray, np.ndarray]] | None
+  simulations: tuple[clustering.Simulation, ...]
+  clustering: dict[str, np.ndarray]
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Every number, by name."""
+    made = {"tokens": self.tokens, "position": np.array(self.position), "times": self.grid[0], "dts": self.grid[1],
+            "spectra_times": self.spectra.times, "exponents_exact": self.exact.exponents,
+            "exponents_per_token": self.per_token.exponents, "rollout": self.rollout,
+            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]),
+            "simulation_times": self.simulations[0].times,
+            "simulation_states": np.stack([one.states[:, 0] for one in self.simulations])}
+    for pair in PAIRS:
+      values = self.spectra.of(pair)
+      made |= {f"eigenvalues_{pair}": values, f"positive_share_{pair}": positive_share(values),
+               f"copying_score_{pair}": copying_score(values)}
+    if self.between is not None:
+      made |= {"between_times": self.between.times, "between_eigenvalues_qk": self.between.qk,
+               "between_eigenvalues_ov": self.between.ov}
+    if self.prefix_matching is not None:
+      made["prefix_matching"] = self.prefix_matching
+    for label, (spread, share) in (self.depth or {}).items():
+      name = label.replace(" ", "_")
+      made |= {f"depth_spread_{name}": spread, f"depth_clustered_share_{name}": share}
+    return made | {f"simulation_clustered_share_{scale}": values for scale, values in self.clustering.items()}
+
+
+def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
+         position: int = -1, leading: int | None = 16, times: Sequence[float] | None = None) -> Findings:
+  """Looks at a model with one text; progress is shown on stderr.
+
+  Args:
+    subject: the model.
+    tokens_L: the text's tokens.
+    pieces: their texts, [L].
+    decode: a token's text.
+    position: of the output token; negative ones count from the end.
+    leading: how many exponents; None: all. At most embed_dim are taken.
+    times: of the spectra, from 0 to 1; None: the model's own.
+
+  Raises:
+    UserError: no tokens, ids that the model lacks, a position out of range, times that the model has no weights for,
+      a number of exponents below 1.
+  """
+  tokens_L = subject.check_tokens(tokens_L)
+  position = subject.check_position(position, len(tokens_L))
+  if leading is not None and leading < 1:
+    raise UserError(f"leading={leading}: must be 1 or above")
+  generated, S = subject.config.weights == "generated", subject.grid.num_steps
+  leading = None if leading is None else min(leading, subject.config.embed_dim)
+  with showing("spectra", S if times is None else len(times)) as progress:
+    found = spectra(subject, times, progress=progress)
+  between = None
+  if generated:
+    fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
+    with showing("spectra between", len(fine)) as progress:
+      between = spectra(subject, np.union1d(fine, subject.grid.times_S), feedforward=False, progress=progress)
+  exponents = {}
+  for form in sensitivity.FORMS:
+    with showing(f"exponents, {form}", position + 1) as progress:
+      exponents[form] = sensitivity.exponents(subject, tokens_L, position, leading=leading, form=form,
+                                              progress=progress)
+  passed = subject.observe(tokens_L[:position + 1])
+  token, probability = attention.likeliest(subject, passed, position)
+  simulations, clustered = _simulated()
+  return Findings(
+      tuple(pieces), tokens_L, position, (np.asarray(subject.grid.times_S), np.asarray(subject.grid.dts_S)), found,
+      between, attention.prefix_matching(subject) if subject.config.seq_len >= 4 else None,
+      exponents["exact"], exponents["per_token"], attention.rollout(np.asarray(passed.attention[:, 0]))[position],
+      attention.gradient_times_input(subject, passed, position, token), (decode(token), probability),
+      _depth(subject, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered)
+
+
+def _depth(subject: Subject, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """The spread of states, with the model's weights and with those of the first, middle and last step at all."""
+  S = subject.grid.num_steps
+  held = {f"held at step {step + 1}": step for step in dict.fromkeys((0, S // 2, S - 1))}
+  return {label: clustering.depth_spread(subject, tokens_L, step) for label, step in {"own": None, **held}.items()}
+
+
+def _simulated() -> tuple[tuple[clustering.Simulation, ...], dict[str, np.ndarray]]:
+  """(simulations of each order, mean clustered share by scale)."""
+  made = {scale: [clustering.simulate(order, seeds=range(SEEDS), scale=scale) for order in ORDERS]
+          for scale in clustering.SCALES}
+  clustered = {scale: np.stack([one.clustering.mean(-1) for one in ones]) for scale, ones in made.items()}
+  return tuple(made["same_end"]), clustered
+
+
+@contextlib.contextmanager
+def showing(what: str, total: int) -> Iterator[Callable[[float], None]]:
+  """A progress bar on stderr for work that takes longer than a second; yields what is told of work done."""
+  terminal = sys.stderr.isatty()
+  with tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, delay=1, disable=not distributed.leads(),
+            mininterval=0.1 if terminal else 10, bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed}<{remaining}"
+            ) as bar:
+    yield bar.update

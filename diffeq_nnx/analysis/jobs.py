@@ -1,0 +1,129 @@
+"""--job=analyse: a report on a run's newest model."""
+
+import os
+import time
+from typing import Any, Sequence
+
+from flax import nnx
+import jax
+import numpy as np
+
+from diffeq_nnx import distributed
+from diffeq_nnx import runs
+from diffeq_nnx import sharding
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.analysis.figures import sections
+from diffeq_nnx.analysis.findings import Findings, find
+from diffeq_nnx.analysis.pages.charts import ColouredText, Figure
+from diffeq_nnx.analysis.pages.page import write_page
+from diffeq_nnx.analysis.pages.png import draw
+from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.config import Config
+from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.files import replacing
+from diffeq_nnx.report import print_result
+from diffeq_nnx.text_stream import TextStream
+from diffeq_nnx.train_step import graph
+
+FOLDER = "report"
+TEXT = ("The river rose in the night, and in the morning the people of the town came down to the river to see how far "
+        "the water had come.")
+TOKENS = 32  # of the text above, at most
+
+
+def analyse(config: Config, workdir: str, *, text: str | None = None, position: int = -1, num_steps: int | None = None,
+            leading: int = 16, times: Sequence[float] | None = None) -> dict[str, Any]:
+  """Looks at the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
+
+  report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
+
+  Args:
+    config: of the run.
+    workdir: the run's directory; the text that it was trained on need not be there.
+    text: whose tokens the sensitivity is of; None: an English sentence, its first 32 tokens.
+    position: of the output token; negative ones count from the end.
+    num_steps: of the solver; None: the model's own.
+    leading: how many exponents.
+    times: of the spectra, from 0 to 1; None: the model's own.
+
+  Raises:
+    UserError: several processes, no checkpoint, a text without tokens or too long, a position, number or times out of
+      range.
+    RunError: the report can't be written.
+  """
+  if jax.process_count() > 1:
+    raise UserError("--job=analyse: runs in one process; start it on one host", everywhere=True)
+  distributed.end_on_sigterm()
+  start = time.perf_counter()
+  workdir_lib.require(workdir, config)
+  config = runs.anywhere(config)
+  tokenizer = workdir_lib.tokenizer_of(workdir, config)
+  ids = text_ids(tokenizer, TEXT if text is None else text)
+  if text is None:
+    ids = ids[:min(TOKENS, config.model.seq_len)]
+  mesh = sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    params, step = runs.read(config, workdir, mesh, tokenizer.hash)
+    subject = Subject(nnx.merge(graph(config.model), params), num_steps)
+    del params  # the subject has what it needs
+    found = find(subject, ids, pieces(tokenizer, ids), lambda token: tokenizer.decode([token]), position=position,
+                 leading=leading, times=times)
+  model = config.model
+  facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
+           ("Weights", model.weights), ("Solver", f"{model.solver}, {subject.grid.num_steps} steps"),
+           ("Width", f"{model.embed_dim}, {model.num_heads} heads"), ("Tokens of the text", str(len(ids)))]
+  folder = os.path.join(workdir, FOLDER)
+  try:
+    write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
+  return print_result({
+      "job": "analyse", "workdir": workdir, "step": step, "report": os.path.join(folder, "index.html"),
+      "num_steps": subject.grid.num_steps, "tokens": len(ids), "position": found.position,
+      "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
+      "most_sensitive_to": _most_sensitive(found), "seconds": time.perf_counter() - start})
+
+
+def _most_sensitive(found: Findings) -> str | None:
+  """The token before the output token that it is most sensitive to; None where there is none."""
+  before = found.exact.exponents[:found.position, 0]
+  return found.pieces[int(np.argmax(before))] if len(before) else None
+
+
+def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple[str, str]]) -> None:
+  """Writes index.html, the PNGs and numbers.npz into a folder, which is made; a page that is there is replaced last.
+
+  Raises:
+    OSError: it can't be written.
+  """
+  os.makedirs(folder, exist_ok=True)
+  with replacing(os.path.join(folder, "numbers.npz")) as part, open(part, "wb") as file:
+    np.savez_compressed(file, **found.arrays())
+  made = sections(found)
+  for _, _, items in made:
+    for item in items:
+      if isinstance(item, (Figure, ColouredText)):
+        draw(item, os.path.join(folder, f"{item.name}.png"))
+  write_page(os.path.join(folder, "index.html"), title, facts, made)
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+  """The ids of a document that begins with this text.
+
+  Raises:
+    UserError: it gives no tokens, or is no Unicode text.
+  """
+  try:
+    ids = tokenizer.encode_batch([text])[0].tolist()
+  except UnicodeEncodeError as error:
+    raise UserError(f"--text: not Unicode text ({error.reason}); give valid UTF-8") from error
+  if not ids:
+    raise UserError(f"--text={text!r}: gives no tokens; give some text")
+  return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+  """The text of each token; they add up to the whole, so one in the midst of a character has none."""
+  stream = TextStream(tokenizer.decode, ())
+  return ["[begin]" if token == tokenizer.bos_id else stream.add(token) for token in ids]

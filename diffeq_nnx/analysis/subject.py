@@ -1,0 +1,178 @@
+"""A model made ready to be looked at, and what it does with a text, step by step.
+
+B batch, L positions, D embed_dim, S solver steps, H query heads, K key/value heads, C head_dim.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx import block
+from diffeq_nnx import solvers
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import Model, parameter_dtype
+from diffeq_nnx.train_step import graph, model_around
+from diffeq_nnx.weights import BlockWeights
+
+
+class Subject:
+  """A model with the weights of all its steps, made once, in float32 or wider, and with plain attention.
+
+  So it computes what the trained model does, but for rounding: tangents in bfloat16 would be noise, and fused attention
+  has no forward derivative.
+
+  Attributes:
+    config: of the model, in the wider dtype.
+    grid: times and step sizes.
+    weights: BlockWeights at the grid's times.
+    rest: the other parameters.
+  """
+
+  def __init__(self, model: Model, num_steps: int | None = None):
+    """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for them."""
+    self.grid = model.grid(num_steps)
+    self.config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)),
+                                      attention="reference", dropout=0.0)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    self._source = params["weight_source"]
+    self.rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
+    self.weights = _weights(self.config, self.grid.times_S, self._params)
+
+  @property
+  def _params(self) -> dict[str, Any]:
+    return {**self.rest, "weight_source": self._source}
+
+  def check_times(self, times_S: Sequence[float]) -> tuple[float, ...]:
+    """Times that there can be weights at.
+
+    Raises:
+      UserError: no times, or some outside 0 to 1; or weights that are stored, so that they have no time between steps.
+    """
+    if not len(times_S) or not all(0 <= t <= 1 for t in times_S):
+      raise UserError(f"times={list(times_S)}: must be one or more times from 0 to 1")
+    if self.config.weights == "stored":
+      raise UserError(f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
+                      f"{self.config.num_steps} steps, and there are none between; leave it out")
+    return tuple(map(float, times_S))
+
+  def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
+    """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
+    return _weights(self.config, self.check_times(times_S), self._params)
+
+  def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
+    """The tokens as an array [L].
+
+    Raises:
+      UserError: none, ids that the model lacks, or more than it has positions.
+    """
+    tokens_L = np.asarray(tokens_L, np.int32).reshape(-1)
+    V, seq_len = self.config.vocab_size, self.config.seq_len
+    if not len(tokens_L):
+      raise UserError("tokens: there are none; give one or more")
+    if tokens_L.min() < 0 or tokens_L.max() >= V:
+      wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
+      raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
+    if block.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
+      raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that many")
+    return tokens_L
+
+  @staticmethod
+  def check_position(position: int, length: int) -> int:
+    """A position from 0, of one that may count from the end; raises UserError where the text has none such."""
+    if not -length <= position < length:
+      raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
+    return position % length
+
+  def observe(self, tokens_L: Sequence[int], weights: BlockWeights | None = None) -> "Pass":
+    """One forward pass of a text, all of it kept; `weights` in place of the model's own. Raises as `check_tokens`."""
+    tokens_1xL = self.check_tokens(tokens_L)[None]
+    with exactly():
+      return observe(self.config, self.grid, self.rest, self.weights if weights is None else weights, tokens_1xL)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+  """Products in the full precision of their dtype, which TPUs and GPUs don't give unasked."""
+  with jax.default_matmul_precision("highest"):
+    yield
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _weights(config: ModelConfig, times_S: tuple[float, ...], params: dict[str, Any]) -> BlockWeights:
+  with exactly():
+    return nnx.merge(graph(config), params).weight_source(np.asarray(times_S), jnp.dtype(config.dtype))
+
+
+class Pass(NamedTuple):
+  """A forward pass, kept.
+
+  Attributes:
+    states: the hidden state before the first step and after each, [S + 1, B, L, D].
+    attention: attention probabilities of each step, [S, B, H, L, L]: of each token, over the tokens that it sees.
+    keys: of each step, [S, B, K, L, C], rotated where the model rotates.
+    values: of each step, [S, B, K, L, C].
+  """
+  states: jax.Array
+  attention: jax.Array
+  keys: jax.Array
+  values: jax.Array
+
+
+@dataclasses.dataclass
+class _Watched(block.Noted):
+  """What notes also the attention probabilities, [B, H, L, L]."""
+  probabilities: jax.Array | None = None
+
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """As the packing's."""
+    self.probabilities = attention_probabilities(q_BxLxHxC, k_BxLxKxC)
+    return super().attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
+
+
+def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.Array:
+  """softmax(q k^T / sqrt(C)) over the tokens not after each, [B, H, L, L]; head h reads key head h // (H / K)."""
+  L, H, C = q_BxLxHxC.shape[1:]
+  k_BxLxHxC = jnp.repeat(k_BxLxKxC, H // k_BxLxKxC.shape[2], axis=2)
+  scores_BxHxLxL = jnp.einsum("blhc,bmhc->bhlm", q_BxLxHxC, k_BxLxHxC) / np.sqrt(C).astype(q_BxLxHxC.dtype)
+  seen_1x1xLxL = jnp.tril(jnp.ones((1, 1, L, L), bool))
+  return jax.nn.softmax(jnp.where(seen_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
+
+
+def advance(config: ModelConfig, seen: block.Seen, weights: block.Weights, dt: jax.Array,
+            x_BxLxD: jax.Array) -> jax.Array:
+  """One step of the model's solver, [B, L, D] -> [B, L, D], with the weights at one time."""
+  field = block.PackedField(block.make_field(config), seen)
+  return solvers.SOLVERS[config.solver](field, x_BxLxD, weights, dt, solvers.no_dropout, jax.random.key(0))
+
+
+def steps_of(config: ModelConfig, grid: solvers.Grid, weights: BlockWeights) -> tuple[BlockWeights, jax.Array]:
+  """What a scan over the steps takes: the weights and the step sizes [S]."""
+  return weights, jnp.asarray(np.asarray(grid.dts_S), config.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def observe(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: BlockWeights,
+            tokens_BxL: jax.Array) -> Pass:
+  """One forward pass of a batch, all of it kept."""
+  def step(x_BxLxD, one):
+    seen = _Watched(block.Packing())
+    moved_BxLxD = advance(config, seen, *one, x_BxLxD)
+    return moved_BxLxD, (moved_BxLxD, seen.probabilities, *seen.kept)
+
+  x_BxLxD = model_around(config, rest).embed(tokens_BxL)
+  _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
+  return Pass(jnp.concatenate([x_BxLxD[None], moved]), attention, keys, values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(config: ModelConfig, rest: dict[str, Any], x_BxLxD: jax.Array) -> jax.Array:
+  """Logits [B, L, V] of a state after the last step."""
+  model = model_around(config, rest)
+  return model.logits(model.normed(x_BxLxD))

@@ -1,0 +1,335 @@
+"""Spectra, exponents, attribution and clustering: against dense float64 computations and systems that are known."""
+
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx import block
+from diffeq_nnx.analysis import attention, clustering, sensitivity, tangents
+from diffeq_nnx.analysis.findings import find
+from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
+from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
+from diffeq_nnx.analysis.subject import Subject, advance, logits_of
+from diffeq_nnx.discretization import discretize
+from diffeq_nnx.train_step import graph
+from tests.conftest import ROWS, moved_instance, small_model, told
+
+TOKENS = np.random.default_rng(0).integers(31, size=9)
+KINDS = [("gpt", "diffeq"), ("llama", "diffeq"), ("gpt", "baseline"), ("llama", "baseline")]
+
+
+@functools.cache
+def subject(field="gpt", row="diffeq", dtype="float64", **changes) -> Subject:
+  with jax.enable_x64(dtype == "float64"):
+    return Subject(moved_instance(small_model(dtype=dtype, field=field, **ROWS[row], **changes), scale=0.3))
+
+
+def same_set(found, expected, tolerance):
+  """Whether two sets of complex numbers are the same, in any order."""
+  found, expected = list(found), list(expected)
+  for value in found:
+    nearest = int(np.argmin(np.abs(np.array(expected) - value)))
+    if abs(expected.pop(nearest) - value) > tolerance:
+      return False
+  return not expected
+
+
+# what is looked at is what was trained
+
+@pytest.mark.parametrize("field, row", KINDS)
+def test_the_last_state_gives_the_models_logits(x64, field, row):
+  one = subject(field, row)
+  model = moved_instance(small_model(dtype="float64", field=field, **ROWS[row]), scale=0.3)
+  passed = one.observe(TOKENS)
+  np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None]), atol=1e-12)
+  assert passed.states.shape == (4, 1, 9, 24)
+  np.testing.assert_allclose(passed.attention.sum(-1), 1)
+  assert not np.triu(passed.attention, 1).any()
+
+
+def test_a_bfloat16_model_is_looked_at_in_float32():
+  model = moved_instance(small_model(dtype="bfloat16"))
+  one = Subject(model)
+  wide = moved_instance(small_model())
+  np.testing.assert_allclose(logits_of(one.config, one.rest, one.observe(TOKENS).states[-1]), wide(TOKENS[None]), atol=1e-5)
+
+
+# spectra
+
+@pytest.mark.parametrize("field, row", KINDS)
+def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
+  one = subject(field, row)
+  found = spectra(one)
+  D, H, K, C = 24, 4, 2, 6
+  for s in range(3):
+    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights)
+    if field == "gpt":
+      parts = w["qkv"]["kernel"].reshape(D, K, H // K + 2, C)
+      query = parts[:, :, :-2].reshape(D, H, C)
+      key, value = parts[:, :, -2], parts[:, :, -1]
+    else:
+      query = w["query"]["kernel"].reshape(D, H, C)
+      key, value = (w[name]["kernel"].reshape(D, K, C) for name in ("key", "value"))
+    for h in range(H):
+      out = w["out"]["kernel"][h * C:(h + 1) * C]
+      for values, dense in ((found.qk[s, h], query[:, h] @ key[:, h // 2].T), (found.ov[s, h], value[:, h // 2] @ out)):
+        assert same_set(np.concatenate([values, np.zeros(D - C)]), np.linalg.eigvals(dense), 1e-6)
+    assert same_set(found.ff[s, 0], np.linalg.eigvals(w["up"]["kernel"] @ w["down"]["kernel"]), 1e-6)
+  assert np.abs(found.qk.imag).max() > 1e-3  # kept
+
+
+def test_spectra_at_any_times_and_after_discretising():
+  model = moved_instance(small_model())
+  own, asked = spectra(Subject(model)), spectra(Subject(model), [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
+  np.testing.assert_allclose(np.abs(asked.qk[[0, 2, 4]]).sum(), np.abs(own.qk).sum(), rtol=1e-5)
+  assert asked.ff.shape == (5, 1, 24)
+  stored = spectra(Subject(discretize(model)))
+  np.testing.assert_allclose(np.sort(np.abs(stored.ov)), np.sort(np.abs(own.ov)), atol=1e-5)
+  assert "the weights of this model are stored" in told(lambda: spectra(Subject(discretize(model)), [0.5]))
+  assert "times from 0 to 1" in told(lambda: spectra(Subject(model), [0.5, 1.5]))
+  assert "times from 0 to 1" in told(lambda: spectra(Subject(model), []))
+
+
+@pytest.mark.parametrize("row", ["shared", "constant"])
+def test_weights_that_are_constant_have_flat_spectra(row):
+  found = spectra(subject(row=row, dtype="float32"))
+  for values in (found.qk, found.ov, found.ff):
+    np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
+  moving = spectra(subject(dtype="float32"))
+  assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
+
+
+def test_scores_of_known_eigenvalues():
+  values = np.array([[1, 2, 3], [-1, -2, -3], [1j, -1j, 2], [0, 0, 0]])
+  np.testing.assert_allclose(positive_share(values), [1, 0, 1 / 3, 0])
+  np.testing.assert_allclose(copying_score(values), [1, -1, 0.5, 0])
+
+
+# exponents
+
+def flow(one: Subject):
+  """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
+  def step(x_LxD, stretch):
+    return advance(one.config, block.Packing(), *stretch, x_LxD[None])[0], None
+
+  return jax.jit(lambda x_LxD: jax.lax.scan(step, x_LxD, (one.weights, jnp.asarray(one.grid.dts_S)))[0])
+
+
+def dense_jacobian(one: Subject, tokens) -> np.ndarray:
+  """d x_n(1) / d x_k(0), [L, D, D], by forward derivatives of the whole pass at once."""
+  x_LxD = one.observe(tokens).states[0, 0]
+  return np.asarray(jax.jit(jax.jacfwd(lambda x: flow(one)(x)[-1]))(x_LxD)).swapaxes(0, 1)
+
+
+def dense_per_token(one: Subject, tokens) -> np.ndarray:
+  """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
+  def added(x_LxD, stretch):
+    return (advance(one.config, block.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
+
+  states, stretches = one.observe(tokens).states[:-1, 0], (one.weights, jnp.asarray(one.grid.dts_S))
+  j_SxDxLxD = np.asarray(jax.jit(jax.vmap(jax.jacfwd(added)))(states, stretches))
+  products = np.stack([np.eye(24)] * len(tokens))
+  for j_DxLxD in j_SxDxLxD:
+    products = (np.eye(24) + j_DxLxD.swapaxes(0, 1)) @ products
+  return products
+
+
+@pytest.mark.parametrize("field, row", KINDS)
+@pytest.mark.parametrize("form, dense", [("exact", dense_jacobian), ("per_token", dense_per_token)])
+def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
+  one = subject(field, row)
+  expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)
+  np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form).exponents), expected, rtol=1e-9, atol=1e-9)
+  found = exponents(one, TOKENS, leading=5, form=form, method="iteration", tolerance=1e-8)
+  np.testing.assert_allclose(found.exponents, np.log(expected[:, :5]), atol=1e-6)
+  assert found.residual <= 1e-8
+
+
+def test_both_methods_agree_at_any_position(x64):
+  one = subject()
+  for position in (0, 4, -1):
+    whole, led = (exponents(one, TOKENS, position, leading=3, method=method) for method in ("jacobian", "iteration"))
+    np.testing.assert_allclose(whole.exponents, led.exponents, atol=1e-3)
+    assert whole.exponents.shape == (position % 9 + 1, 3)
+    np.testing.assert_allclose(whole.exponents, exponents(one, TOKENS[:position % 9 + 1], leading=3).exponents, atol=1e-9)
+
+
+def test_float32_in_chunks_is_near_float64(monkeypatch):
+  wide = moved_instance(small_model(), scale=0.3)
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), nnx.to_pure_dict(nnx.state(wide)))
+    exact = exponents(Subject(nnx.merge(graph(small_model(dtype="float64")), params)), TOKENS, leading=4).exponents
+  monkeypatch.setattr(sensitivity, "CHUNK_BYTES", 5000)
+  for method in ("jacobian", "iteration"):
+    found = exponents(Subject(wide), TOKENS, leading=4, method=method)
+    np.testing.assert_allclose(found.exponents, exact, atol=2e-3)
+
+
+def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
+  one, k, eps = subject(), 3, 1e-6
+  passed = one.observe(TOKENS)
+  _, _, directions = np.linalg.svd(sensitivity.jacobian(one, passed)[k])
+  x_LxD, end = passed.states[0, 0], flow(one)
+  moved = (end(x_LxD.at[k].add(eps * directions[0])) - end(x_LxD.at[k].add(-eps * directions[0])))[-1]
+  growth = np.log(np.linalg.norm(moved) / (2 * eps))
+  assert growth == pytest.approx(exponents(one, TOKENS, leading=1).exponents[k, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_linear_field_has_the_exponents_of_its_rates(rotated):
+  # dx/dt = A x with rates a_i: after n Euler steps the singular values are (1 + a_i / n)^n, near exp(a_i)
+  rates, n, size = np.array([3.0, 1.5, 0.2, -0.7, -2.0, *-np.linspace(3, 4, 15)]), 400, 20
+  turn = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0] if rotated else np.eye(size)
+  matrix = turn @ np.diag(rates) @ turn.T
+  step = jnp.asarray(np.eye(size) + matrix / n, jnp.float32)
+  chain = jnp.stack([step] * n)
+
+  def sweep(reverse, vectors):
+    walk = lambda v: tangents.propagate(lambda link, q: q @ (link if reverse else link.T), chain, v, reverse)
+    return tangents.whole(*map(np.asarray, jax.vmap(walk)(jnp.asarray(vectors, jnp.float32))))
+
+  values, change = tangents.leading_singular_values(
+      functools.partial(sweep, False), functools.partial(sweep, True), 1, size, 4, block=3, tolerance=1e-4)
+  np.testing.assert_allclose(np.log(values[0]), n * np.log1p(rates[:4] / n), atol=1e-3)
+  assert change <= 1e-4
+
+
+def test_orthonormalised_vectors_keep_what_float32_would_lose():
+  factors, steps = np.array([8.0, 2.0, 0.5, 0.1]), 12  # after the steps all vectors point the same way
+  turn, start = (np.linalg.qr(np.random.default_rng(seed).normal(size=(4, 4)))[0] for seed in (0, 1))
+  step = (turn * factors @ turn.T).astype(np.float32)
+  end, r = tangents.propagate(lambda link, q: q @ link.T, jnp.stack([jnp.asarray(step)] * steps),
+                              jnp.asarray(start, jnp.float32))
+  made = tangents.whole(np.asarray(end)[None], np.asarray(r)[None])[0]
+  np.testing.assert_allclose(np.linalg.svd(made, compute_uv=False)[:3], factors[:3]**steps, rtol=1e-2)
+  naive = start.astype(np.float32)
+  for _ in range(steps):
+    naive = naive @ step.T
+  assert np.linalg.svd(naive, compute_uv=False)[2] > 10 * factors[2]**steps
+
+
+def test_iteration_of_the_identity_and_of_zero_ends():
+  for size, factor in ((12, 1.0), (12, 0.0), (5, 2.0)):
+    same = lambda vectors: factor * np.asarray(vectors)
+    values, _ = tangents.leading_singular_values(same, same, 2, size, 3)
+    np.testing.assert_allclose(values, factor, atol=1e-12)
+
+
+def test_kaplan_yorke_dimension_of_known_spectra():
+  assert kaplan_yorke_dimension(np.array([0.9, 0.0, -14.5])) == pytest.approx(2 + 0.9 / 14.5)  # Lorenz
+  assert kaplan_yorke_dimension(np.array([-1.0, -2.0])) == 0
+  assert kaplan_yorke_dimension(np.array([2.0, -1.0])) == 2
+  assert kaplan_yorke_dimension(np.array([-3.0, 1.0, -2.0])) == pytest.approx(1.5)
+
+
+# beside the exponents
+
+def test_rollout_of_known_attention():
+  first = np.tril(np.ones((3, 3)))
+  first /= first.sum(-1, keepdims=True)
+  attention_SxHxLxL = np.stack([np.stack([first, first]), np.stack([np.eye(3)] * 2)])
+  np.testing.assert_allclose(attention.rollout(attention_SxHxLxL), (first + np.eye(3)) / 2)
+  shares = attention.rollout(np.asarray(subject(dtype="float32").observe(TOKENS).attention[:, 0]))
+  np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
+
+
+def test_gradient_times_input_is_the_logits_slope(x64):
+  one = subject()
+  passed = one.observe(TOKENS)
+  found = attention.gradient_times_input(one, passed, 8, 5)
+  eps, x_LxD, end = 1e-6, passed.states[0, 0], flow(one)
+  logit = lambda x_LxD: float(logits_of(one.config, one.rest, end(x_LxD)[None])[0, 8, 5])
+  for k in (0, 4, 8):
+    change = logit(x_LxD.at[k].multiply(1 + eps)) - logit(x_LxD.at[k].multiply(1 - eps))
+    assert found[k] == pytest.approx(change / (2 * eps), abs=1e-6)
+
+
+def test_prefix_matching_finds_a_head_that_matches():
+  half, L = 4, 8
+  attention_Sx1xHxLxL = np.zeros((1, 1, 2, L, L))
+  attention_Sx1xHxLxL[..., 0] = 1  # both look at the first token
+  for query in range(half, L - 1):
+    attention_Sx1xHxLxL[0, 0, 1, query] = np.eye(L)[query - half + 1]  # the second at what came after, last time
+  np.testing.assert_allclose(attention._after_first(jnp.asarray(attention_Sx1xHxLxL), half), [[0, 1]])
+  scores = attention.prefix_matching(subject(dtype="float32"))
+  assert scores.shape == (3, 4) and (0 <= scores).all() and (scores <= 1).all()
+  assert "must be 2 to 6" in told(lambda: attention.prefix_matching(subject(dtype="float32"), half=7))
+
+
+# clustering
+
+def test_clustering_tells_constant_from_growing_weights():
+  constant, growing = (clustering.simulate(order, seeds=range(20)) for order in (0, 4))
+  assert constant.clustering[-1].mean() > 2 * growing.clustering[-1].mean()
+  assert constant.states.shape == (201, 20, 40, 3) and constant.times[-1] == pytest.approx(20)
+  assert constant.clustering[0].mean() < 0.01
+
+
+def test_scales_of_the_simulation():
+  same = [clustering.simulate(0, seeds=[1], scale=scale).states for scale in clustering.SCALES]
+  np.testing.assert_array_equal(same[0], same[1])
+  np.testing.assert_array_equal(same[0], same[2])
+  plain = clustering.simulate(1, scale="plain", time=1.0).states
+  np.testing.assert_allclose(plain, clustering.simulate(1, time=1.0).states)
+  np.testing.assert_allclose(clustering.simulate(3, seeds=[4, 1], scale="same_mean").states[:, 1],
+                             clustering.simulate(3, seeds=[1], scale="same_mean").states[:, 0])
+  with pytest.raises(ValueError, match="same_end"):
+    clustering.simulate(1, scale="other")
+
+
+def test_clustered_share_and_spread_of_known_states():
+  together = np.array([[1.0, 0, 0], [2, 0, 0], [0, 3, 0], [0, 1, 0]])
+  assert clustering.clustered_share(together) == pytest.approx(4 / 12)
+  assert clustering.spread(together) == pytest.approx(8 * 2**0.5 / 12)
+  assert clustering.clustered_share(together[:1].repeat(5, 0)) == 1
+  assert clustering.spread(-together[[0, 0, 2]] * [[1], [-1], [1]]) == pytest.approx((2 + 2 * 2**0.5) / 3)
+
+
+def test_held_weights_are_those_of_one_step_at_all():
+  one = subject(dtype="float32")
+  spread, share = clustering.depth_spread(one, TOKENS)
+  held, _ = clustering.depth_spread(one, TOKENS, 0)
+  assert spread.shape == share.shape == (4,)
+  np.testing.assert_allclose(spread[:2], held[:2], rtol=1e-6)  # the first step is the same
+  assert abs(spread[-1] - held[-1]) > 1e-3
+  constant = subject(row="constant", dtype="float32")
+  for step in range(3):
+    np.testing.assert_allclose(clustering.depth_spread(constant, TOKENS, step)[0],
+                               clustering.depth_spread(constant, TOKENS)[0], rtol=1e-6)
+
+
+# bad input
+
+@pytest.mark.parametrize("tokens, more, says", [
+    ([], {}, "there are none"), ([3, 31], {}, "the id 31"), ([-1], {}, "the id -1"), ([1] * 13, {}, "12 learned positions"),
+    ([1, 2], dict(position=2), "position=2: the text has 2 tokens"), ([1, 2], dict(position=-3), "position=-3"),
+    ([1, 2], dict(leading=25), "must be 1 to 24"), ([1, 2], dict(leading=0), "must be 1 to 24"),
+    ([1, 2], dict(form="other"), "exact, per_token")])
+def test_what_can_t_be_is_told(tokens, more, says):
+  assert says in told(lambda: exponents(subject(dtype="float32"), tokens, **more))
+
+
+def test_steps_that_the_model_lacks_are_told():
+  model = moved_instance(small_model(weights="stored"))
+  assert "num_steps=5: the weights of this model are stored" in told(lambda: Subject(model, 5))
+  assert "num_steps=0" in told(lambda: Subject(model, 0))
+  assert "leading=0" in told(lambda: find(subject(dtype="float32"), [1, 2], ["a", "b"], str, leading=0))
+
+
+def test_everything_is_found_of_one_token_and_of_one_step():
+  one = Subject(moved_instance(small_model(num_steps=1, seq_len=3)))
+  found = find(one, [5], ["a"], str, leading=100)
+  assert found.depth is None and found.prefix_matching is None
+  assert found.exact.exponents.shape == (1, 24)
+  assert all(np.asarray(array).dtype != object for array in found.arrays().values())
+
+
+def test_a_config_with_other_solver_steps_is_looked_at_there():
+  one = Subject(moved_instance(small_model()), 5)
+  assert one.observe(TOKENS).states.shape == (6, 1, 9, 24)
+  assert dataclasses.replace(one.config, dropout=0.0) == one.config
