@@ -1,0 +1,1 @@
+"""What a trained model shows when it is looked at from inside."""
