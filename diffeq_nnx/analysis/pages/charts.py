@@ -124,6 +124,7 @@ class Panel:
     marks: `Points` and `Line`s, or one `Heatmap`.
     colour_label: Beside the colour scale, where there is one.
     x_ticks: (place, text) of each tick on the x axis, for points and lines; by default round numbers.
+    equal: Whether a unit of y is as long as one of x, for points and lines: then a circle looks like one.
 
   Raises:
     ValueError: If a heat map isn't alone.
@@ -134,6 +135,7 @@ class Panel:
   marks: Sequence[Points | Line | Heatmap]
   colour_label: str = ""
   x_ticks: Sequence[tuple[float, str]] | None = None
+  equal: bool = False
 
   def __post_init__(self):
     _hold(self, marks=tuple(self.marks))

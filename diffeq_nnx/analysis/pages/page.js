@@ -4,8 +4,8 @@
   const plots = [...document.querySelectorAll(".plot")];
   const touch = matchMedia("(pointer: coarse)").matches;
   const config = {
-    responsive: true, displaylogo: false, showTips: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+    responsive: true, displaylogo: false, showTips: false, displayModeBar: touch ? false : "hover",
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]], plotlyServerURL: "",  // no button that sends
   };
 
   // ---- figures: drawn when they come near, in the colours of the page
@@ -19,7 +19,7 @@
       automargin: true, ...own, title: { font: { size: 12 }, standoff: 8, ...own.title },
     });
     const layout = {
-      margin: { l: 8, r: 8, t: 30, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      margin: { l: 8, r: 20, t: 26, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: text },
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--axis"), align: "left", font: { color: text, size: 12 } },
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom" },

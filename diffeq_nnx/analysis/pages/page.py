@@ -149,9 +149,10 @@ def _coloured_text(text: ColouredText) -> tuple[str, str]:
     number = f"{value:.4g}" if colour else "not finite"
     style = f' style="background:{colour[0]};color:{colour[1]}"' if colour else ""
     marked = " marked" * (index == text.marked)
+    after = "<br>" if "\n" in piece else ""
     told = html.escape(f"{visible(text.value_label) or 'value'}: {number}")
     tokens.append(f'<span class="token{marked}" role="listitem" tabindex="{-1 if index else 0}" data-told="{told}" '
-                  f'aria-label="{_sign(piece)}, {told}"{style}>{_sign(piece)}</span>{"<br>" * ("\n" in piece)}')
+                  f'aria-label="{_sign(piece)}, {told}"{style}>{_sign(piece)}</span>{after}')
   gradient = ", ".join(stops)
   return (f'<p class="tokens" role="list" aria-label="{_sign(text.title or text.name)}">{"".join(tokens)}</p>\n'
           f'<div class="scale"><span>{_text(text.value_label)}</span><span>{low:.3g}</span>'

@@ -32,6 +32,10 @@ def plot(panel: Panel, mark_colours: list[str]) -> dict[str, Any]:
   if panel.x_ticks is not None:
     layout["xaxis"].update(tickmode="array", tickvals=compact([place for place, _ in panel.x_ticks]),
                            ticktext=[plain(text) for _, text in panel.x_ticks])
+  if panel.equal:
+    layout["xaxis"]["automargin"] = False  # a margin that depends on a range that depends on the margin
+    layout["yaxis"].update(automargin=False, scaleanchor="x", scaleratio=1)
+    layout["margin"] = {"l": 58, "r": 20, "t": 26, "b": 46}
   if scale:
     layout["coloraxis"] = _colour_axis(panel, *scale, palette.VALUES)
   return {"data": data, "layout": layout}
@@ -67,8 +71,11 @@ def compact(values: Any) -> list:
 
 
 def plain(text: str) -> str:
-  """Text that Plotly shows as it is: it reads tags and entities in texts, and %{...} in some."""
-  return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%", "&#37;")
+  """Text that Plotly shows as it is: it reads tags and entities in texts, formulas in $...$, in some also %{...}."""
+  return visible(text).translate(_ENTITIES)
+
+
+_ENTITIES = {ord(char): f"&#{ord(char)};" for char in "&<>%$"}
 
 
 def _nested(values: np.ndarray, digits: int) -> list:
@@ -150,5 +157,6 @@ def _cell(mark: Heatmap, row: int, column: int) -> str:
 
 
 def _colour_axis(panel: Panel, low: float, high: float, stops: tuple[str, ...]) -> dict[str, Any]:
-  bar = {"thickness": 10, "outlinewidth": 0, "xpad": 6, "title": {"text": plain(panel.colour_label), "side": "right"}}
+  label = f"<br>{plain(panel.colour_label)}" * bool(panel.colour_label)  # Plotly alone sets it too near the numbers
+  bar = {"thickness": 10, "outlinewidth": 0, "xpad": 6, "title": {"text": label, "side": "right", "font": {"size": 12}}}
   return {"cmin": low, "cmax": high, "colorscale": palette.colour_scale(stops), "colorbar": bar}
