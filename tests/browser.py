@@ -161,7 +161,10 @@ class Browser:
 
   def drag(self, x: float, y: float, distance: float) -> None:
     """Draws a finger upwards over so many pixels."""
-    self.call("Input.synthesizeScrollGesture", x=x, y=y, yDistance=-distance, gestureSourceType="touch", speed=2000)
+    self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    for part in range(1, 11):
+      self.call("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": x, "y": y - distance * part / 10}])
+    self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
   def press(self, key: str) -> None:
     """Presses a key that has a name, such as Tab."""

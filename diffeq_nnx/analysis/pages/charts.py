@@ -295,6 +295,11 @@ def _thinned(mark: Points) -> Points:
     in_order = kept[np.argsort(mark.y[kept], kind="stable")]
     evenly = in_order[np.linspace(0, len(kept) - 1, MAX_POINTS - len(extremes)).round().astype(np.int64)]
     kept = np.union1d(evenly, list(extremes))
+  return pick(mark, kept)
+
+
+def pick(mark: Points, kept: np.ndarray) -> Points:
+  """The points at these indices."""
   hover = None if mark.hover is None else [mark.hover[index] for index in kept]
   colour = None if mark.colour is None else mark.colour[kept]
   return dataclasses.replace(mark, x=mark.x[kept], y=mark.y[kept], hover=hover, colour=colour)

@@ -34,7 +34,7 @@ def token_colours(values: np.ndarray, low: float, high: float, stops: tuple[str,
       found.append(None)
       continue
     behind = colour_of(float(np.clip((value - low) / (high - low), 0, 1)))
-    found.append((colors.to_hex(behind), "#111111" if luminance(behind) > 0.18 else "#ffffff"))
+    found.append((colors.to_hex(behind), "#000000" if luminance(behind) > 0.179 else "#ffffff"))
   return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffeq_nnx.analysis.pages import palette
-from diffeq_nnx.analysis.pages.charts import Heatmap, Line, Panel, Points, limits, visible
+from diffeq_nnx.analysis.pages.charts import Heatmap, Line, Panel, Points, limits, pick, visible
 
 MAX_LEGEND = 12  # more labels than this are told by hovering alone
 MAX_TICKS = 40  # of a heat map's axis
@@ -23,10 +23,10 @@ def plot(panel: Panel, mark_colours: list[str]) -> dict[str, Any]:
   shown, seen, data = legend(panel), set(), []
   scale = colour_limits(panel)
   for mark, colour in zip(panel.marks, mark_colours):
-    trace = (_line if isinstance(mark, Line) else _points)(panel, mark, colour)
-    trace.update(name=plain(mark.label), legendgroup=plain(mark.label), showlegend=mark.label in shown - seen)
-    seen.add(mark.label)
-    data.append(trace)
+    for trace in [_line(panel, mark, colour)] if isinstance(mark, Line) else _points(panel, mark, colour):
+      data.append({**trace, "name": plain(mark.label), "legendgroup": plain(mark.label),
+                   "showlegend": mark.label in shown - seen})
+      seen.add(mark.label)
   layout = {"xaxis": {"title": {"text": plain(panel.x_label)}}, "yaxis": {"title": {"text": plain(panel.y_label)}},
             "showlegend": bool(shown)}
   if panel.x_ticks is not None:
@@ -97,14 +97,21 @@ def _digits(value: float) -> int:
   return 4 - math.floor(math.log10(abs(value)))
 
 
-def _points(panel: Panel, mark: Points, colour: str) -> dict[str, Any]:
-  marker = {"size": mark.size, "opacity": mark.opacity, "color": colour, "line": {"width": 0}}
-  trace = {**_places(panel, mark), "mode": "markers", "marker": marker}
-  if mark.colour is not None:
-    values = compact(mark.colour)
-    marker.update(color=[palette.MISSING if value is None else value for value in values], coloraxis="coloraxis")
-    trace["customdata"] = ["not finite" if value is None else value for value in values]
-  return trace
+def _points(panel: Panel, mark: Points, colour: str) -> list[dict[str, Any]]:
+  """One trace, or with colours three: the legend's, the coloured points, and grey ones where a colour is missing."""
+  marker = {"size": mark.size, "opacity": mark.opacity, "line": {"width": 0}}
+  if mark.colour is None:
+    return [{**_places(panel, mark), "mode": "markers", "marker": {**marker, "color": colour}}]
+  made = []
+  for kept, number in ((np.isfinite(mark.colour), "%{marker.color:.5~g}"), (~np.isfinite(mark.colour), "not finite")):
+    if kept.any():
+      part = pick(mark, np.nonzero(kept)[0])
+      colours = {"color": palette.MISSING} if number == "not finite" else {
+          "color": compact(part.colour), "coloraxis": "coloraxis"}
+      made.append({**_places(panel, part, number), "mode": "markers", "marker": {**marker, **colours}})
+  # what the legend shows: it takes no colour from a scale
+  listed = {"type": "scatter", "x": [None], "y": [None], "mode": "markers"}
+  return [{**listed, "marker": {**marker, "color": palette.VALUES[len(palette.VALUES) // 2]}}, *made]
 
 
 def _line(panel: Panel, mark: Line, colour: str) -> dict[str, Any]:
@@ -118,12 +125,12 @@ def marks_points(mark: Line) -> bool:
   return not mark.dashed and len(mark.x) <= MARKED_LINE
 
 
-def _places(panel: Panel, mark: Points | Line) -> dict[str, Any]:
-  """What points and lines have in common: where they are, and what hovering says."""
+def _places(panel: Panel, mark: Points | Line, colour: str = "") -> dict[str, Any]:
+  """What points and lines have in common: where they are, and what hovering says, perhaps of a colour's value."""
   said = [f"<b>{plain(mark.label)}</b>"] * bool(mark.label) + ["%{text}"] * (mark.hover is not None)
   said += [f"{plain(panel.x_label) or 'x'}: %{{x:.6~g}}", f"{plain(panel.y_label) or 'y'}: %{{y:.6~g}}"]
-  if isinstance(mark, Points) and mark.colour is not None:
-    said.append(f"{plain(panel.colour_label) or 'colour'}: %{{customdata}}")
+  if colour:
+    said.append(f"{plain(panel.colour_label) or 'colour'}: {colour}")
   trace = {"type": "scatter", "x": compact(mark.x), "y": compact(mark.y), "hovertemplate": "<br>".join(said) + _NO_NAME}
   return trace if mark.hover is None else {**trace, "text": [plain(text) for text in mark.hover]}
 
