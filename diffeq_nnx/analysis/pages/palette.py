@@ -10,7 +10,9 @@ from diffeq_nnx.analysis.pages.charts import Figure, Line, Points
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 MISSING = "#a3a7ad"  # a value that isn't finite
 
-VALUES = tuple(colors.to_hex(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, 17)))
+_VIRIDIS = matplotlib.colormaps["viridis"]
+CELLS = tuple(colors.to_hex(colour) for colour in _VIRIDIS(np.linspace(0, 1, 17)))
+DOTS = tuple(colors.to_hex(colour) for colour in _VIRIDIS(np.linspace(0.2, 0.93, 17)))  # seen on dark and on white
 TINTS = ("#f7fafc", "#d9e8f2", "#b3d1e6", "#84b5d6", "#5497c4", "#2a79ae", "#0b5a8f")  # behind a text: none at first
 DIVERGING = ("#1f4e8c", "#3f7fbf", "#86b4dc", "#c9deee", "#f8f8f8", "#f6d3c5", "#eb9c7e", "#cc5a45", "#96202b")
 

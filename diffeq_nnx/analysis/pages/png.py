@@ -1,5 +1,6 @@
 """Figures as PNG files."""
 
+import bisect
 import functools
 import io
 import textwrap
@@ -11,11 +12,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from diffeq_nnx import files
 from diffeq_nnx.analysis.pages import palette
 from diffeq_nnx.analysis.pages.charts import ColouredText, Figure, Heatmap, Line, Panel, drawable, limits, visible
-from diffeq_nnx.analysis.pages.traces import colour_limits, legend, marks_points, ticks
+from diffeq_nnx.analysis.pages.traces import MAX_ROWS, colour_limits, legend, marks_points, shortened, ticks
 
 DPI = 120
 _FONT = "DejaVu Sans"  # comes with matplotlib
@@ -84,11 +86,11 @@ def _figure_canvas(figure: Figure) -> Canvas:
 
 def _height(panel: Panel) -> float:
   """Inches."""
-  return max([3.4] + [1.2 + 0.19 * len(mark.y) for mark in panel.marks if isinstance(mark, Heatmap)])
+  return max([3.4] + [1.2 + 0.19 * min(len(mark.y), MAX_ROWS) for mark in panel.marks if isinstance(mark, Heatmap)])
 
 
 def _draw_panel(canvas: Canvas, axes, panel: Panel, colours: list[str]) -> None:
-  axes.set(title=_lines(panel.title, 4.2, 10), xlabel=_sign(panel.x_label), ylabel=_sign(panel.y_label))
+  axes.set(title=_lines(panel.title, 4.2, 10), xlabel=_lines(panel.x_label, 4.2, 9), ylabel=_lines(panel.y_label, 3, 9))
   listed, scale = legend(panel), colour_limits(panel)
   for mark, colour in zip(panel.marks, colours):
     if isinstance(mark, Heatmap):
@@ -102,36 +104,36 @@ def _draw_panel(canvas: Canvas, axes, panel: Panel, colours: list[str]) -> None:
     elif mark.colour is None:
       axes.scatter(mark.x, mark.y, s=(0.75 * mark.size)**2, color=colour, alpha=mark.opacity, linewidths=0)
     else:
-      axes.scatter(mark.x, mark.y, s=(0.75 * mark.size)**2, c=mark.colour, cmap=palette.colour_map(palette.VALUES),
+      axes.scatter(mark.x, mark.y, s=(0.75 * mark.size)**2, c=mark.colour, cmap=palette.colour_map(palette.DOTS),
                    norm=Normalize(*scale), plotnonfinite=True, alpha=mark.opacity, linewidths=0)
     if label:
       (axes.lines if isinstance(mark, Line) else axes.collections)[-1].set_label(label)
   if scale:
-    _draw_scale(canvas, axes, Normalize(*scale), palette.VALUES, panel.colour_label)
+    _draw_scale(canvas, axes, Normalize(*scale), palette.DOTS, panel.colour_label)
   if legend(panel):
     axes.legend(fontsize=8)
   if panel.equal:
     axes.set_aspect("equal", adjustable="datalim")
   if panel.x_ticks is not None:
-    axes.set_xticks([place for place, _ in panel.x_ticks], [_sign(text) for _, text in panel.x_ticks])
-    _turn(axes, [text for _, text in panel.x_ticks])
+    _set_ticks(axes, [place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
 
 
 def _draw_heatmap(canvas: Canvas, axes, panel: Panel, mark: Heatmap) -> None:
-  stops = palette.DIVERGING if mark.diverging else palette.VALUES
+  stops = palette.DIVERGING if mark.diverging else palette.CELLS
   norm = Normalize(*limits(mark.z, mark.low, mark.high, mark.diverging))
   axes.grid(False)
   if mark.z.size:
     axes.imshow(mark.z, cmap=palette.colour_map(stops), norm=norm, aspect="auto", interpolation="nearest")
   across, down = ticks(mark.x), ticks(mark.y)
-  axes.set_xticks(across, [_sign(mark.x[place]) for place in across])
-  axes.set_yticks(down, [_sign(mark.y[place]) for place in down])
-  _turn(axes, [mark.x[place] for place in across])
+  _set_ticks(axes, across, [mark.x[place] for place in across])
+  axes.set_yticks(down, [_sign(shortened(mark.y[place])) for place in down])
   _draw_scale(canvas, axes, norm, stops, panel.colour_label)
 
 
-def _turn(axes, labels: list[str]) -> None:
-  """Turns labels of the x axis upright where they would touch."""
+def _set_ticks(axes, places: list, labels: list[str]) -> None:
+  """Labels the x axis; upright where they would touch."""
+  labels = [_sign(shortened(label)) for label in labels]
+  axes.set_xticks(places, labels)
   if sum(map(len, labels)) + len(labels) > 44:
     axes.tick_params(axis="x", rotation=90)
 
@@ -151,7 +153,8 @@ def _text_canvas(text: ColouredText) -> Canvas:
   canvas = Canvas(figsize=(_WIDTH / DPI, 1), dpi=DPI)
   measure = functools.partial(_width, FigureCanvasAgg(canvas).get_renderer())
   boxes, rows = _laid_out([_sign(piece) for piece in text.pieces], ["\n" in piece for piece in text.pieces], measure)
-  title, caption = (_lines(part, (_WIDTH - 2 * _MARGIN) / DPI, size) for part, size in ((text.title, 12), (text.caption, 8)))
+  room = (_WIDTH - 2 * _MARGIN) / DPI
+  title, caption = _lines(text.title, room, 12), _lines(text.caption, room, 8)
   top = 16 + 26 * (title.count("\n") + 1) * bool(title)
   bottom = top + _ROW * rows
   height = bottom + 66 + (16 * (caption.count("\n") + 1) + 8) * bool(caption)
@@ -170,9 +173,10 @@ def _text_canvas(text: ColouredText) -> Canvas:
     axes.add_patch(Rectangle((left, middle - _BOX / 2), width, _BOX, facecolor=behind, **framed))
     axes.text(left + _GAP + indent, middle + 5, piece, fontsize=_SIZE, color=letters, va="baseline", zorder=4)
   scale = canvas.add_axes((_MARGIN / _WIDTH, 1 - (bottom + 24) / height, 220 / _WIDTH, 10 / height))
-  bar = canvas.colorbar(ScalarMappable(Normalize(low, high), palette.colour_map(stops)), cax=scale, orientation="horizontal")
+  shown = ScalarMappable(Normalize(low, high), palette.colour_map(stops))
+  bar = canvas.colorbar(shown, cax=scale, orientation="horizontal")
   bar.outline.set_visible(False)
-  bar.locator = matplotlib.ticker.MaxNLocator(4)
+  bar.locator = MaxNLocator(4)
   axes.text(_MARGIN + 232, bottom + 23, _sign(text.value_label), fontsize=9, color=_QUIET, va="baseline")
   return canvas
 
@@ -180,8 +184,9 @@ def _text_canvas(text: ColouredText) -> Canvas:
 def _width(renderer, text: str) -> float:
   """How far a text reaches in pixels, spaces at its ends included."""
   properties = font_manager.FontProperties(size=_SIZE)
-  with_ends, ends = (renderer.get_text_width_height_descent(f"|{inside}|", properties, False)[0] for inside in (text, ""))
-  return max(0.0, with_ends - ends)
+  between, nothing = (renderer.get_text_width_height_descent(inside, properties, False)[0]
+                      for inside in (f"|{text}|", "||"))
+  return max(0.0, between - nothing)
 
 
 def _laid_out(pieces: list[str], breaks: list[bool], measure) -> tuple[list[tuple], int]:
@@ -206,6 +211,6 @@ def _parts(piece: str, most: float, measure) -> list[str]:
   parts = [piece]
   while len(parts[-1]) > 1 and measure(parts[-1]) > most:
     last = parts.pop()
-    fits = next((count for count in range(len(last) - 1, 1, -1) if measure(last[:count]) <= most), 1)
+    fits = max(1, bisect.bisect_right(range(len(last)), most, key=lambda count: measure(last[:count])) - 1)
     parts += [last[:fits], last[fits:]]
   return parts

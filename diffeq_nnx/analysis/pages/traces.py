@@ -12,7 +12,8 @@ from diffeq_nnx.analysis.pages import palette
 from diffeq_nnx.analysis.pages.charts import Heatmap, Line, Panel, Points, limits, pick, visible
 
 MAX_LEGEND = 12  # more labels than this are told by hovering alone
-MAX_TICKS = 40  # of a heat map's axis
+MAX_TICKS = 32  # of a heat map's axis
+MAX_ROWS = 64  # of a heat map that it grows with
 MARKED_LINE = 24  # lines of so few points show them
 
 
@@ -31,13 +32,13 @@ def plot(panel: Panel, mark_colours: list[str]) -> dict[str, Any]:
             "showlegend": bool(shown)}
   if panel.x_ticks is not None:
     layout["xaxis"].update(tickmode="array", tickvals=compact([place for place, _ in panel.x_ticks]),
-                           ticktext=[plain(text) for _, text in panel.x_ticks])
+                           ticktext=[plain(shortened(text)) for _, text in panel.x_ticks])
   if panel.equal:
     layout["xaxis"]["automargin"] = False  # a margin that depends on a range that depends on the margin
     layout["yaxis"].update(automargin=False, scaleanchor="x", scaleratio=1)
     layout["margin"] = {"l": 58, "r": 20, "t": 26, "b": 46}
   if scale:
-    layout["coloraxis"] = _colour_axis(panel, *scale, palette.VALUES)
+    layout["coloraxis"] = _colour_axis(panel, *scale, palette.DOTS)
   return {"data": data, "layout": layout}
 
 
@@ -56,6 +57,11 @@ def colour_limits(panel: Panel) -> tuple[float, float] | None:
 def ticks(labels: tuple[str, ...], most: int = MAX_TICKS) -> list[int]:
   """The places of a heat map's labels that are written: all, or every second, third, ..."""
   return list(range(0, len(labels), max(1, math.ceil(len(labels) / most))))
+
+
+def shortened(label: str, most: int = 24) -> str:
+  """A tick's label that leaves room for what it stands beside."""
+  return label if len(label) <= most else label[:most - 1] + "…"
 
 
 def compact(values: Any) -> list:
@@ -111,7 +117,7 @@ def _points(panel: Panel, mark: Points, colour: str) -> list[dict[str, Any]]:
       made.append({**_places(panel, part, number), "mode": "markers", "marker": {**marker, **colours}})
   # what the legend shows: it takes no colour from a scale
   listed = {"type": "scatter", "x": [None], "y": [None], "mode": "markers"}
-  return [{**listed, "marker": {**marker, "color": palette.VALUES[len(palette.VALUES) // 2]}}, *made]
+  return [{**listed, "marker": {**marker, "color": palette.DOTS[len(palette.DOTS) // 2]}}, *made]
 
 
 def _line(panel: Panel, mark: Line, colour: str) -> dict[str, Any]:
@@ -149,9 +155,10 @@ def _heatmap(panel: Panel) -> dict[str, Any]:
   for name, title, labels in (("xaxis", panel.x_label, mark.x), ("yaxis", panel.y_label, mark.y)):
     places = ticks(labels)
     axes[name] = {"title": {"text": plain(title)}, "tickmode": "array", "tickvals": places,
-                  "ticktext": [plain(labels[place]) for place in places], "showgrid": False, "zeroline": False,
+                  "ticktext": [plain(shortened(labels[place])) for place in places],
+                  "showgrid": False, "zeroline": False,
                   "range": [-0.5, len(labels) - 0.5] if name == "xaxis" else [len(labels) - 0.5, -0.5]}
-  stops = palette.DIVERGING if mark.diverging else palette.VALUES
+  stops = palette.DIVERGING if mark.diverging else palette.CELLS
   return {"data": [trace], "layout": {**axes, "plot_bgcolor": palette.MISSING, "showlegend": False,
                                       "coloraxis": _colour_axis(panel, low, high, stops)}}
 
