@@ -6,7 +6,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
-from launch import benchmark, benchmark_attention, benchmark_generation, compare, finetune_depths
+from launch import benchmark, benchmark_analysis, benchmark_attention, benchmark_generation, compare, finetune_depths
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
          "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -34,6 +34,12 @@ def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   assert {(row[1], row[2]) for row in rows} == {
       (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")}
   assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
+
+
+def test_benchmark_analysis_prints_times_and_memory(capsys):
+  benchmark_analysis.main(["--config=configs/tiny.py", "--tokens=4", "--leading=2", *SMALL])
+  found = json.loads(capsys.readouterr().out)
+  assert all(found[name]["seconds"] > 0 and found[name]["peak_gib"] > 0 for name in ("spectra", "exact", "per_token"))
 
 
 @pytest.mark.parametrize("row", ["gpt", "diffeq"])

@@ -33,10 +33,11 @@ def plot(panel: Panel, mark_colours: list[str]) -> dict[str, Any]:
   if panel.x_ticks is not None:
     layout["xaxis"].update(tickmode="array", tickvals=compact([place for place, _ in panel.x_ticks]),
                            ticktext=[plain(shortened(text)) for _, text in panel.x_ticks])
+  if panel.equal or shown:  # a margin would depend on the ticks, and these on how a legend of that width wraps
+    layout["xaxis"]["automargin"] = layout["yaxis"]["automargin"] = False
+    layout["margin"] = {"l": 62, "r": 20, "t": 26, "b": 46}
   if panel.equal:
-    layout["xaxis"]["automargin"] = False  # a margin that depends on a range that depends on the margin
-    layout["yaxis"].update(automargin=False, scaleanchor="x", scaleratio=1)
-    layout["margin"] = {"l": 58, "r": 20, "t": 26, "b": 46}
+    layout["yaxis"].update(scaleanchor="x", scaleratio=1)
   if scale:
     layout["coloraxis"] = _colour_axis(panel, *scale, palette.DOTS)
   return {"data": data, "layout": layout}

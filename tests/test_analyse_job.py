@@ -1,0 +1,108 @@
+"""--job=analyse: a report of any run, looked at in a browser."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from diffeq_nnx import jobs
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.analysis.jobs import analyse, pieces, text_ids
+from tests.browser import Browser, find
+from tests.conftest import told
+
+TEXT = "Document 3 tells of rivers"
+PICTURES = {"spectra_real", "spectra_magnitude", "spectra_positive_share", "spectra_induction", "sensitivity_exact",
+            "sensitivity_per_token", "attention_rollout", "gradient_times_input", "sensitivity_spectra",
+            "clustering_trajectories", "clustering_simulated", "clustering_model"}
+
+
+@pytest.fixture(scope="module")
+def report(finished, tmp_path_factory):
+  """(the line of JSON, the folder, its numbers) of a finished run's report."""
+  config, workdir = finished
+  own = tmp_path_factory.mktemp("analysed") / "run"  # a copy: other tests use the run too
+  shutil.copytree(workdir, own)
+  result = analyse(config, str(own), text=TEXT, leading=3)
+  return result, own / "report", dict(np.load(own / "report" / "numbers.npz"))
+
+
+def test_the_folder_holds_page_pictures_and_numbers(report):
+  result, folder, numbers = report
+  assert {name.removesuffix(".png") for name in os.listdir(folder)} == PICTURES | {"index.html", "numbers.npz"}
+  n = result["position"]
+  assert numbers["tokens"].shape == (result["tokens"],) and n == result["tokens"] - 1
+  assert numbers["exponents_exact"].shape == numbers["exponents_per_token"].shape == (n + 1, 3)
+  assert result["leading_exponent"] == pytest.approx(numbers["exponents_exact"][n, 0], abs=1e-4)
+  assert np.iscomplexobj(numbers["eigenvalues_qk"]) and numbers["eigenvalues_qk"].shape == (2, 4, 4)
+  assert numbers["between_times"].shape == (8,) and numbers["simulation_states"].shape == (5, 201, 40, 3)
+  assert all(np.isfinite(values).all() for name, values in numbers.items())
+
+
+def test_the_page_draws_in_a_browser_at_any_width(report):
+  if find() is None:
+    pytest.skip("no Chromium here")
+  _, folder, _ = report
+  for width, mobile in ((1280, False), (390, True)):
+    with Browser() as browser:
+      browser.open(str(folder / "index.html"), width, 900, mobile)
+      browser.evaluate("window.drawAllFigures().then(() => 1)")
+      assert browser.messages == []
+      assert len(browser.requests) == 1  # the file itself
+      assert browser.evaluate("document.documentElement.scrollWidth") <= width
+      panels = browser.evaluate("document.querySelectorAll('.js-plotly-plot').length")
+      assert panels == 3 + 3 + 2 + 1 + 2 + 5 + 3 + 2
+      assert browser.evaluate("[...document.querySelectorAll('.js-plotly-plot')].every(p => p.querySelector('.main-svg'))")
+      text = browser.evaluate("document.body.innerText")
+      assert "Sensitivity to each token" in text and "rivers" in text.replace("·", " ").replace("\n", "")
+      assert "NaN" not in text and "undefined" not in text
+
+
+def test_pieces_add_up_to_the_text(finished):
+  config, workdir = finished
+  tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
+  for text in (TEXT, "äöü 文字 🎉", "  two  spaces\n"):
+    ids = text_ids(tokenizer, text)
+    made = pieces(tokenizer, ids)
+    assert len(made) == len(ids) and "".join(made).replace("[begin]", "") == text
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(text=""), "--text='': gives no tokens"), (dict(text="a" * 400), "learned positions"),
+    (dict(text=TEXT, position=40), "position=40: the text has"), (dict(leading=0), "leading=0"),
+    (dict(times=[0.5, 2.0]), "times from 0 to 1"), (dict(num_steps=0), "num_steps=0")])
+def test_what_can_t_be_is_told(finished, changes, says):
+  config, workdir = finished
+  assert says in told(lambda: analyse(config, str(workdir), **changes))
+
+
+def test_a_directory_without_a_checkpoint_is_told(finished, tmp_path):
+  config, workdir = finished
+  assert "holds no run" in told(lambda: analyse(config, str(tmp_path)))
+  for name in ("run.json", "tokenizer.model"):
+    (tmp_path / name).write_bytes((workdir / name).read_bytes())
+  assert "holds no checkpoint yet" in told(lambda: analyse(config, str(tmp_path)))
+
+
+def test_a_discretised_run_is_looked_at_too(finished, tmp_path, capsys):
+  config, workdir = finished
+  stored = str(tmp_path / "stored")
+  jobs.discretize(config, stored, from_workdir=str(workdir), num_steps=3)
+  result = analyse(workdir_lib.config_of(stored), stored, text="rivers", leading=2)
+  assert result["num_steps"] == 3
+  assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+  numbers = np.load(os.path.join(stored, "report", "numbers.npz"))
+  assert numbers["eigenvalues_ov"].shape == (3, 4, 4) and "between_times" not in numbers
+
+
+def test_the_command_takes_its_flags_and_no_config(finished):
+  _, workdir = finished
+  command = [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={workdir}"]
+  for more, says in ((["--times=a,b"], "--times=a,b: must be numbers"), (["--text="], "gives no tokens"),
+                     (["--prompt=x"], "--prompt=x: is for --job=generate")):
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
