@@ -45,7 +45,7 @@ def same_set(found, expected, tolerance):
 def test_the_last_state_gives_the_models_logits(x64, field, row):
   one = subject(field, row)
   model = moved_instance(small_model(dtype="float64", field=field, **ROWS[row]), scale=0.3)
-  passed = one.observe(TOKENS)
+  passed = one.observe(TOKENS, attention=True)
   np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None]), atol=1e-12)
   assert passed.states.shape == (4, 1, 9, 24)
   np.testing.assert_allclose(passed.attention.sum(-1), 1)
@@ -165,6 +165,7 @@ def test_float32_in_chunks_is_near_float64(monkeypatch):
     params = jax.tree.map(lambda leaf: leaf.astype(np.float64), nnx.to_pure_dict(nnx.state(wide)))
     exact = exponents(Subject(nnx.merge(graph(small_model(dtype="float64")), params)), TOKENS, leading=4).exponents
   monkeypatch.setattr(sensitivity, "CHUNK_BYTES", 5000)
+  monkeypatch.setattr(sensitivity, "JACOBIAN_BYTES", 5000)  # two tokens at a time
   for method in ("jacobian", "iteration"):
     found = exponents(Subject(wide), TOKENS, leading=4, method=method)
     np.testing.assert_allclose(found.exponents, exact, atol=2e-3)
@@ -234,7 +235,7 @@ def test_rollout_of_known_attention():
   first /= first.sum(-1, keepdims=True)
   attention_SxHxLxL = np.stack([np.stack([first, first]), np.stack([np.eye(3)] * 2)])
   np.testing.assert_allclose(attention.rollout(attention_SxHxLxL), (first + np.eye(3)) / 2)
-  shares = attention.rollout(np.asarray(subject(dtype="float32").observe(TOKENS).attention[:, 0]))
+  shares = attention.rollout(np.asarray(subject(dtype="float32").observe(TOKENS, attention=True).attention[:, 0]))
   np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
 
 

@@ -82,7 +82,7 @@ def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4,
   if not 2 <= half <= most:
     raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
   first_BxL = np.random.default_rng(seed).integers(subject.config.vocab_size, size=(rows, half))
-  scores = [_after_first(subject.observe(np.tile(row_L, 2)).attention, half) for row_L in first_BxL]
+  scores = [_after_first(subject.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
   return np.mean(scores, axis=0)
 
 

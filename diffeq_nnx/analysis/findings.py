@@ -118,7 +118,7 @@ def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decod
     with showing(f"exponents, {form}", position + 1) as progress:
       exponents[form] = sensitivity.exponents(subject, tokens_L, position, leading=leading, form=form,
                                               progress=progress)
-  passed = subject.observe(tokens_L[:position + 1])
+  passed = subject.observe(tokens_L[:position + 1], attention=True)
   token, probability = attention.likeliest(subject, passed, position)
   simulations, clustered = _simulated()
   return Findings(

@@ -13,7 +13,7 @@ from diffeq_nnx import runs
 from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.analysis.figures import sections
-from diffeq_nnx.analysis.findings import Findings, find
+from diffeq_nnx.analysis.findings import Findings, find, showing
 from diffeq_nnx.analysis.pages.charts import ColouredText, Figure
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
@@ -101,10 +101,11 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   with replacing(os.path.join(folder, "numbers.npz")) as part, open(part, "wb") as file:
     np.savez_compressed(file, **found.arrays())
   made = sections(found)
-  for _, _, items in made:
-    for item in items:
-      if isinstance(item, (Figure, ColouredText)):
-        draw(item, os.path.join(folder, f"{item.name}.png"))
+  pictures = [item for _, _, items in made for item in items if isinstance(item, (Figure, ColouredText))]
+  with showing("pictures", len(pictures)) as progress:
+    for picture in pictures:
+      draw(picture, os.path.join(folder, f"{picture.name}.png"))
+      progress(1)
   write_page(os.path.join(folder, "index.html"), title, facts, made)
 
 

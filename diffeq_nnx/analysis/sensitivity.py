@@ -30,7 +30,8 @@ from diffeq_nnx.errors import UserError
 
 FORMS = ("exact", "per_token")
 METHODS = ("auto", "jacobian", "iteration")
-JACOBIAN_BYTES = 2**30  # the whole Jacobian is made where it takes no more than this
+JACOBIAN_BYTES = 2**30  # of Jacobians that are held at a time
+ITERATED_PRODUCTS = 300  # with a Jacobian or its transpose, that the iteration takes for a token as a rule
 BLOCK = 8  # tangent vectors of a token that go through the steps together
 CHUNK_BYTES = 2**26  # of tangent vectors that do so at a time; what a step makes of them takes ten times as much
 
@@ -64,10 +65,10 @@ def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, 
     position: of the output token; negative ones count from the end.
     leading: how many exponents, r; None: all D.
     form: exact or per_token.
-    method: jacobian makes the exact form's M_k whole, by D vector-Jacobian products for all k at once, in D^2 L
-      numbers; iteration takes blocks of 8 tangent vectors there and back, in 8 D L numbers for a
-      token and the basis that comes of them. auto:
-      jacobian up to 1 GiB. The per_token form is always iterated; for all exponents one sweep is exact.
+    method: jacobian makes the exact form's M_k whole, D^2 numbers each and 1 GiB at a time, by D vector-Jacobian
+      products for all of that time. iteration takes blocks of 8 tangent vectors there and back, in 8 D L numbers for a
+      token, and keeps the basis that comes of them. auto: jacobian where all M_k fit or it takes fewer products. The
+      per_token form is always iterated; for all exponents one sweep is exact.
     tolerance: the iteration ends when no exponent changed by more.
     seed: of the vectors that the iteration begins with.
     progress: called with the number of tokens done since the last call.
@@ -82,10 +83,11 @@ def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, 
   if form not in FORMS or method not in METHODS:
     raise UserError(f"form={form}, method={method}: must be of {', '.join(FORMS)} and of {', '.join(METHODS)}")
   tokens_L, num = tokens_L[:position + 1], D if leading is None else leading
-  bytes_ = D * D * (position + 1) * jnp.dtype(subject.config.dtype).itemsize
+  groups = _num_groups(subject, len(tokens_L))
+  fewer = groups == 1 or D * groups <= ITERATED_PRODUCTS * len(tokens_L)
   with exactly():
     passed = subject.observe(tokens_L)
-    if form == "exact" and (method == "jacobian" or method == "auto" and bytes_ <= JACOBIAN_BYTES):
+    if form == "exact" and (method == "jacobian" or method == "auto" and fewer):
       return Sensitivity(_of_jacobian(subject, passed, num, progress), position, form, 0.0)
     values_Lxr, residual = _iterated(subject, passed, form, num, tolerance, seed, progress)
   return Sensitivity(values_Lxr, position, form, residual)
@@ -108,33 +110,43 @@ def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
   return float(j + 1 + sums_N[j] / abs(ordered_N[j + 1]))
 
 
-def jacobian(subject: Subject, passed: Pass, progress: Progress = lambda done: None) -> np.ndarray:
-  """d x_n(1) / d x_k(0) for the last token n and every token k, [L, D, D] (k, output, input).
+def jacobian(subject: Subject, passed: Pass, ks: Sequence[int] | None = None,
+             progress: Progress = lambda done: None) -> np.ndarray:
+  """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
   Args:
     subject: the model.
     passed: a forward pass of one text.
-    progress: called with shares of L.
+    ks: which tokens; None: all L.
+    progress: called with shares of K.
   """
   _, _, L, D = passed.states.shape
+  ks = np.arange(L) if ks is None else np.asarray(ks)
   chunk = -(-D // _num_chunks(D, 4 * L * D))
-  made_LxDxD = np.empty((L, D, D), passed.states.dtype)
+  made_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   for first in range(0, D, chunk):
     rows = np.arange(first, min(first + chunk, D))
     cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
     made_cxLxD = _pulled_back(subject.config, subject.grid, subject.weights, passed.states, cotangents_cxD)
-    made_LxDxD[:, rows] = np.asarray(made_cxLxD)[:len(rows)].swapaxes(0, 1)
-    progress(L * len(rows) / D)
-  return made_LxDxD
+    made_KxDxD[:, rows] = np.asarray(made_cxLxD)[:len(rows), ks].swapaxes(0, 1)
+    progress(len(ks) * len(rows) / D)
+  return made_KxDxD
+
+
+def _num_groups(subject: Subject, length: int) -> int:
+  """Into how many groups tokens go, so that the Jacobians of one take no more than JACOBIAN_BYTES."""
+  each = subject.config.embed_dim**2 * jnp.dtype(subject.config.dtype).itemsize
+  return -(-length // max(1, JACOBIAN_BYTES // each))
 
 
 def _of_jacobian(subject: Subject, passed: Pass, num: int, progress: Progress) -> np.ndarray:
   halved = lambda done: progress(done / 2)
-  made_LxDxD = jacobian(subject, passed, halved)
-  values_Lxr = np.empty((len(made_LxDxD), num))
-  for k, made_DxD in enumerate(made_LxDxD):
-    values_Lxr[k] = np.linalg.svd(made_DxD, compute_uv=False)[:num]
-    halved(1)
+  L = passed.states.shape[2]
+  values_Lxr = np.empty((L, num))
+  for ks in np.array_split(np.arange(L), _num_groups(subject, L)):
+    for k, made_DxD in zip(ks, jacobian(subject, passed, ks, halved)):
+      values_Lxr[k] = np.linalg.svd(made_DxD, compute_uv=False)[:num]
+      halved(1)
   return _logarithms(values_Lxr)
 
 

@@ -90,11 +90,21 @@ class Subject:
       raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
     return position % length
 
-  def observe(self, tokens_L: Sequence[int], weights: BlockWeights | None = None) -> "Pass":
-    """One forward pass of a text, all of it kept; `weights` in place of the model's own. Raises as `check_tokens`."""
+  def observe(self, tokens_L: Sequence[int], weights: BlockWeights | None = None, *, attention: bool = False) -> "Pass":
+    """One forward pass of a text, kept.
+
+    Args:
+      tokens_L: the text.
+      weights: in place of the model's own.
+      attention: whether to keep the attention probabilities too, S H L^2 numbers.
+
+    Raises:
+      UserError: as `check_tokens`.
+    """
     tokens_1xL = self.check_tokens(tokens_L)[None]
+    weights = self.weights if weights is None else weights
     with exactly():
-      return observe(self.config, self.grid, self.rest, self.weights if weights is None else weights, tokens_1xL)
+      return observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
 
 
 @contextlib.contextmanager
@@ -115,12 +125,13 @@ class Pass(NamedTuple):
 
   Attributes:
     states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    attention: attention probabilities of each step, [S, B, H, L, L]: of each token, over the tokens that it sees.
+    attention: attention probabilities of each step, [S, B, H, L, L]: of each token, over the tokens that it sees; None
+      where they were not asked for.
     keys: of each step, [S, B, K, L, C], rotated where the model rotates.
     values: of each step, [S, B, K, L, C].
   """
   states: jax.Array
-  attention: jax.Array
+  attention: jax.Array | None
   keys: jax.Array
   values: jax.Array
 
@@ -157,14 +168,14 @@ def steps_of(config: ModelConfig, grid: solvers.Grid, weights: BlockWeights) -> 
   return weights, jnp.asarray(np.asarray(grid.dts_S), config.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def observe(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: BlockWeights,
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest: dict[str, Any], weights: BlockWeights,
             tokens_BxL: jax.Array) -> Pass:
-  """One forward pass of a batch, all of it kept."""
+  """One forward pass of a batch, kept; the attention probabilities too if `with_attention`."""
   def step(x_BxLxD, one):
     seen = _Watched(block.Packing())
     moved_BxLxD = advance(config, seen, *one, x_BxLxD)
-    return moved_BxLxD, (moved_BxLxD, seen.probabilities, *seen.kept)
+    return moved_BxLxD, (moved_BxLxD, seen.probabilities if with_attention else None, *seen.kept)
 
   x_BxLxD = model_around(config, rest).embed(tokens_BxL)
   _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
