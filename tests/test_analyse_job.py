@@ -99,6 +99,19 @@ def test_a_discretised_run_is_looked_at_too(finished, tmp_path, capsys):
   assert numbers["eigenvalues_ov"].shape == (3, 4, 4) and "between_times" not in numbers
 
 
+def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
+  result, _, numbers = report
+  shutil.copytree(finished[1], tmp_path / "run")
+  done = subprocess.run(
+      [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={tmp_path / 'run'}", f"--text={TEXT}",
+       "--leading=3"], capture_output=True, text=True, check=False,
+      env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
+  found = np.load(tmp_path / "run" / "report" / "numbers.npz")
+  np.testing.assert_allclose(found["rollout"], numbers["rollout"], atol=1e-5)
+
+
 def test_the_command_takes_its_flags_and_no_config(finished):
   _, workdir = finished
   command = [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={workdir}"]

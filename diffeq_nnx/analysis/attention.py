@@ -7,12 +7,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import block
 from diffeq_nnx import solvers
-from diffeq_nnx.analysis.subject import Pass, Subject, advance, exactly, logits_of, steps_of
+from diffeq_nnx.analysis.subject import Pass, Subject, advance, logits_of, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 
@@ -38,7 +37,7 @@ def gradient_times_input(subject: Subject, passed: Pass, position: int, token: i
     position: where the logit is taken, from 0.
     token: whose logit.
   """
-  with exactly():
+  with subject.computing():
     return np.asarray(_gradient_times_input(subject.config, subject.grid, subject.rest, subject.weights,
                                             passed.states[0], position, token))
 
@@ -56,7 +55,7 @@ def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[st
 
 def likeliest(subject: Subject, passed: Pass, position: int) -> tuple[int, float]:
   """The likeliest token after `position`, and its probability."""
-  with exactly():
+  with subject.computing():
     logits_V = np.asarray(logits_of(subject.config, subject.rest, passed.states[-1])[0, position], np.float64)
   token = int(logits_V.argmax())
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
@@ -87,5 +86,5 @@ def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4,
 
 
 def _after_first(attention_Sx1xHxLxL: jax.Array, half: int) -> np.ndarray:
-  queries = jnp.arange(half, 2 * half - 1)
-  return np.asarray(attention_Sx1xHxLxL[:, 0, :, queries, queries - half + 1].mean(0))
+  queries = np.arange(half, 2 * half - 1)
+  return np.asarray(attention_Sx1xHxLxL)[:, 0, :, queries, queries - half + 1].mean(0)

@@ -9,6 +9,7 @@ that are shared over depth (Geshkovski et al. 2023); with weights that grow over
 import dataclasses
 from typing import Sequence
 
+import jax
 import numpy as np
 
 from diffeq_nnx.analysis.subject import Subject
@@ -104,8 +105,8 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
 
 def held_at(subject: Subject, step: int) -> dict:
   """BlockWeights of the model's grid with those of one step, from 0, at every step."""
-  hold = lambda leaf: leaf[np.full(subject.grid.num_steps, step)]
-  return {group: {name: hold(leaf) for name, leaf in leaves.items()} for group, leaves in subject.weights.items()}
+  with subject.computing():
+    return jax.tree.map(lambda leaf: leaf[np.full(subject.grid.num_steps, step)], subject.weights)
 
 
 def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -67,8 +67,8 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
     params, step = runs.read(config, workdir, mesh, tokenizer.hash)
     subject = Subject(nnx.merge(graph(config.model), params), num_steps)
     del params  # the subject has what it needs
-    found = find(subject, ids, pieces(tokenizer, ids), lambda token: tokenizer.decode([token]), position=position,
-                 leading=leading, times=times)
+  found = find(subject, ids, pieces(tokenizer, ids), lambda token: tokenizer.decode([token]), position=position,
+               leading=leading, times=times)
   model = config.model
   facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
            ("Weights", model.weights), ("Solver", f"{model.solver}, {subject.grid.num_steps} steps"),

@@ -24,7 +24,7 @@ import numpy as np
 from diffeq_nnx import block
 from diffeq_nnx import solvers
 from diffeq_nnx.analysis import tangents
-from diffeq_nnx.analysis.subject import Pass, Subject, advance, exactly, steps_of
+from diffeq_nnx.analysis.subject import Pass, Subject, advance, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 
@@ -85,7 +85,7 @@ def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, 
   tokens_L, num = tokens_L[:position + 1], D if leading is None else leading
   groups = _num_groups(subject, len(tokens_L))
   fewer = groups == 1 or D * groups <= ITERATED_PRODUCTS * len(tokens_L)
-  with exactly():
+  with subject.computing():
     passed = subject.observe(tokens_L)
     if form == "exact" and (method == "jacobian" or method == "auto" and fewer):
       return Sensitivity(_of_jacobian(subject, passed, num, progress), position, form, 0.0)
@@ -127,7 +127,8 @@ def jacobian(subject: Subject, passed: Pass, ks: Sequence[int] | None = None,
   for first in range(0, D, chunk):
     rows = np.arange(first, min(first + chunk, D))
     cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-    made_cxLxD = _pulled_back(subject.config, subject.grid, subject.weights, passed.states, cotangents_cxD)
+    with subject.computing():
+      made_cxLxD = _pulled_back(subject.config, subject.grid, subject.weights, passed.states, cotangents_cxD)
     made_KxDxD[:, rows] = np.asarray(made_cxLxD)[:len(rows), ks].swapaxes(0, 1)
     progress(len(ks) * len(rows) / D)
   return made_KxDxD

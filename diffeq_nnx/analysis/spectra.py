@@ -11,6 +11,7 @@ positions (so: tokens at the same place) and the gate of SwiGLU are not in these
 import dataclasses
 from typing import Callable, Sequence
 
+import jax
 import numpy as np
 
 from diffeq_nnx import block
@@ -67,7 +68,7 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
   made = []
   for first in range(0, len(times_S), subject.grid.num_steps):  # no more weights at a time than the model has itself
     part_S = times_S[first:first + subject.grid.num_steps]
-    kernels = field.head_kernels(subject.weights if own else subject.weights_at(part_S.tolist()))
+    kernels = field.head_kernels(jax.device_get(subject.weights if own else subject.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       made.append(_at_one_time(block.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels)), feedforward))
       progress(1)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import block
+from diffeq_nnx import sharding
 from diffeq_nnx import solvers
-from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.config import MeshConfig, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model, parameter_dtype
 from diffeq_nnx.train_step import graph, model_around
@@ -26,7 +27,7 @@ class Subject:
   """A model with the weights of all its steps, made once, in float32 or wider, and with plain attention.
 
   So it computes what the trained model does, but for rounding: tangents in bfloat16 would be noise, and fused attention
-  has no forward derivative.
+  has no forward derivative. All is on one device; where the model is split over several, the weights are made there.
 
   Attributes:
     config: of the model, in the wider dtype.
@@ -38,16 +39,29 @@ class Subject:
   def __init__(self, model: Model, num_steps: int | None = None):
     """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for them."""
     self.grid = model.grid(num_steps)
+    device = min(model.embedding[...].devices(), key=lambda device: device.id)
+    self._mesh = sharding.make_mesh(MeshConfig(), [device])
     self.config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)),
                                       attention="reference", dropout=0.0)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     self._source = params["weight_source"]
-    self.rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
-    self.weights = _weights(self.config, self.grid.times_S, self._params)
+    rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
+    self.rest = self._gathered(rest)
+    self.weights = self._weights(self.grid.times_S)
 
-  @property
-  def _params(self) -> dict[str, Any]:
-    return {**self.rest, "weight_source": self._source}
+  def _weights(self, times_S: tuple[float, ...]) -> BlockWeights:
+    """Made where the parameters are, which may be split over devices, and gathered on one."""
+    return self._gathered(_weights(self.config, times_S, self._source))
+
+  def _gathered(self, arrays: Any) -> Any:
+    """Arrays of any places, on the subject's device."""
+    return jax.device_put(arrays, jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec()))
+
+  @contextlib.contextmanager
+  def computing(self) -> Iterator[None]:
+    """On the subject's device, with products in the full precision of their dtype, which TPUs and GPUs don't give unasked."""
+    with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
+      yield
 
   def check_times(self, times_S: Sequence[float]) -> tuple[float, ...]:
     """Times that there can be weights at.
@@ -64,7 +78,7 @@ class Subject:
 
   def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
-    return _weights(self.config, self.check_times(times_S), self._params)
+    return self._weights(self.check_times(times_S))
 
   def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
     """The tokens as an array [L].
@@ -103,21 +117,16 @@ class Subject:
     """
     tokens_1xL = self.check_tokens(tokens_L)[None]
     weights = self.weights if weights is None else weights
-    with exactly():
+    with self.computing():
       return observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
 
 
-@contextlib.contextmanager
-def exactly() -> Iterator[None]:
-  """Products in the full precision of their dtype, which TPUs and GPUs don't give unasked."""
-  with jax.default_matmul_precision("highest"):
-    yield
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _weights(config: ModelConfig, times_S: tuple[float, ...], params: dict[str, Any]) -> BlockWeights:
-  with exactly():
-    return nnx.merge(graph(config), params).weight_source(np.asarray(times_S), jnp.dtype(config.dtype))
+def _weights(config: ModelConfig, times_S: tuple[float, ...], source: dict[str, Any]) -> BlockWeights:
+  abstract = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
+  model = nnx.merge(graph(config), {**abstract, "weight_source": source})  # nothing else is asked of it
+  with jax.default_matmul_precision("highest"):
+    return model.weight_source(np.asarray(times_S), jnp.dtype(config.dtype))
 
 
 class Pass(NamedTuple):
