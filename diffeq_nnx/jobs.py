@@ -127,8 +127,8 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
   model = dataclasses.replace(
-      discretized_config(source.model, num_steps, step_sizes), dropout=config.model.dropout, attention=config.model.attention,
-      lora=config.model.lora)
+      discretized_config(source.model, num_steps, step_sizes), dropout=config.model.dropout,
+      attention=config.model.attention, lora=config.model.lora)
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
     with distributed.together():

@@ -38,8 +38,8 @@ FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stable
                            "Llama, for its eps), hf_code (our own modelling file) or stablehlo.")
 FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
 TEXT = flags.DEFINE_string("text", None, "For analyse: whose tokens the sensitivity is of; default: an English sentence.")
-POSITION = flags.DEFINE_integer("position", None, "For analyse: the output token, from 0; negative: from the end; default: "
-                                "-1.")
+POSITION = flags.DEFINE_integer("position", None, "For analyse: the output token, from 0; negative: from the end; "
+                                "default: -1.")
 LEADING = flags.DEFINE_integer("leading", None, "For analyse: how many Lyapunov exponents of each token; default: 16.")
 TIMES = flags.DEFINE_list("times", None, "For analyse: times of the spectra, e.g. 0,0.5,1; default: the model's own.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")

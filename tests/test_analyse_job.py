@@ -56,7 +56,8 @@ def test_the_page_draws_in_a_browser_at_any_width(report):
       assert browser.evaluate("document.documentElement.scrollWidth") <= width
       panels = browser.evaluate("document.querySelectorAll('.js-plotly-plot').length")
       assert panels == 3 + 3 + 2 + 1 + 2 + 5 + 3 + 2
-      assert browser.evaluate("[...document.querySelectorAll('.js-plotly-plot')].every(p => p.querySelector('.main-svg'))")
+      assert browser.evaluate(
+          "[...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))")
       text = browser.evaluate("document.body.innerText")
       assert "Sensitivity to each token" in text and "rivers" in text.replace("·", " ").replace("\n", "")
       assert "NaN" not in text and "undefined" not in text

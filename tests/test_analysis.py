@@ -56,7 +56,8 @@ def test_a_bfloat16_model_is_looked_at_in_float32():
   model = moved_instance(small_model(dtype="bfloat16"))
   one = Subject(model)
   wide = moved_instance(small_model())
-  np.testing.assert_allclose(logits_of(one.config, one.rest, one.observe(TOKENS).states[-1]), wide(TOKENS[None]), atol=1e-5)
+  last = one.observe(TOKENS).states[-1]
+  np.testing.assert_allclose(logits_of(one.config, one.rest, last), wide(TOKENS[None]), atol=1e-5)
 
 
 # spectra
@@ -307,7 +308,8 @@ def test_held_weights_are_those_of_one_step_at_all():
 # bad input
 
 @pytest.mark.parametrize("tokens, more, says", [
-    ([], {}, "there are none"), ([3, 31], {}, "the id 31"), ([-1], {}, "the id -1"), ([1] * 13, {}, "12 learned positions"),
+    ([], {}, "there are none"), ([3, 31], {}, "the id 31"), ([-1], {}, "the id -1"),
+    ([1] * 13, {}, "12 learned positions"),
     ([1, 2], dict(position=2), "position=2: the text has 2 tokens"), ([1, 2], dict(position=-3), "position=-3"),
     ([1, 2], dict(leading=25), "must be 1 to 24"), ([1, 2], dict(leading=0), "must be 1 to 24"),
     ([1, 2], dict(form="other"), "exact, per_token")])

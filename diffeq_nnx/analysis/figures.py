@@ -49,8 +49,8 @@ def real_parts(found: Findings) -> Figure:
     panels.append(Panel(PAIR_NAMES[pair], TIME, "real part", [
         Points(times, values.real, hover=whose, colour=np.abs(values.imag), size=4)], colour_label="|imaginary part|"))
   return Figure("spectra_real", "Real parts of the eigenvalues",
-                "Every head's eigenvalues at each time, coloured by the size of the imaginary part, which is not zero for "
-                "most: these products are not symmetric.", panels, columns=2)
+                "Every head's eigenvalues at each time, coloured by the size of the imaginary part: these products are "
+                "not symmetric.", panels, columns=2)
 
 
 def magnitudes(found: Findings) -> Figure:
@@ -70,7 +70,8 @@ def magnitudes(found: Findings) -> Figure:
 
 def _quantiles(found: Spectra, pair: str) -> dict[str, np.ndarray]:
   sizes_SxN = np.abs(found.of(pair)).reshape(len(found.times), -1)
-  return {"largest": sizes_SxN.max(1), "90 %": np.quantile(sizes_SxN, 0.9, axis=1), "median": np.median(sizes_SxN, axis=1)}
+  return {"largest": sizes_SxN.max(1), "90 %": np.quantile(sizes_SxN, 0.9, axis=1),
+          "median": np.median(sizes_SxN, axis=1)}
 
 
 def positive_shares(found: Findings) -> Figure:
@@ -113,7 +114,8 @@ def coloured_texts(found: Findings) -> list[ColouredText]:
   exact, per_token = (found.exact.exponents[:, 0], found.per_token.exponents[:, 0])
   texts = [
       ("sensitivity_exact", "Leading exponent, through all tokens",
-       "The exact form: the whole forward pass, with what passes through other tokens.", exact, "leading exponent", False),
+       "The exact form: the whole forward pass, with what passes through other tokens.", exact,
+       "leading exponent", False),
       ("sensitivity_per_token", "Leading exponent, token by token",
        "The paper's form: along each token's own tangent, without what passes through other tokens.", per_token,
        "leading exponent", False),
@@ -157,8 +159,8 @@ def trajectories(found: Findings) -> Figure:
     panels.append(Panel(f"order {one.order}, clustering {clustered:.2f}", "", "", [*ways, *ends], equal=True))
   tokens, dim = found.simulations[0].states.shape[2:]
   return Figure("clustering_trajectories", "Tokens moved by attention alone",
-                f"{tokens} tokens in {dim} dimensions, with weights that grow as (t / T)^order; flattened to the two main "
-                "directions of where they end, and scaled to the size they have there.", panels, columns=3)
+                f"{tokens} tokens in {dim} dimensions, with weights that grow as (t / T)^order; flattened to the two "
+                "main directions of where they end, and scaled to the size they have there.", panels, columns=3)
 
 
 def simulated_clustering(found: Findings) -> Figure:
@@ -170,8 +172,8 @@ def simulated_clustering(found: Findings) -> Figure:
                   [Line(times, values, label=f"order {order}") for order, values in zip(ORDERS, rows)])
             for scale, rows in found.clustering.items()]
   return Figure("clustering_simulated", "Clustering over time",
-                f"The share of pairs of tokens that point the same way (within {clustering.NEAR:g} as unit vectors), mean of "
-                f"{SEEDS} simulations.", panels, columns=3)
+                f"The share of pairs of tokens that point the same way (within {clustering.NEAR:g} as unit vectors), "
+                f"mean of {SEEDS} simulations.", panels, columns=3)
 
 
 def clustering_table(found: Findings) -> Table:
@@ -186,8 +188,8 @@ def depth(found: Findings) -> Figure:
   """The spread of the model's states over depth, with its weights and with weights held."""
   at = np.concatenate([[0.0], np.cumsum(found.grid[1]) / found.grid[1].sum()])
   own = lambda label: {"dashed": label != "own", "width": 3.0 if label == "own" else 1.5}
-  panels = [Panel(title, TIME, title, [Line(at, of[index], label=label, **own(label)) for label, of in found.depth.items()])
-            for index, title in enumerate(("mean distance of directions", "share of pairs together"))]
+  lines = lambda index: [Line(at, of[index], label=label, **own(label)) for label, of in found.depth.items()]
+  panels = [Panel(title, TIME, title, lines(index)) for index, title in enumerate(("mean distance of directions", "share of pairs together"))]
   return Figure("clustering_model", "This model's states over depth",
                 "The text's tokens as unit vectors: how far apart they are on average (random directions: 1.41), and how "
                 "many pairs are together; as trained, and with one step's weights held at all steps.", panels, columns=2)

@@ -244,7 +244,7 @@ def _of_another(config: ModelConfig, reverse: bool, k: jax.Array, link: Any, vec
 
 
 def _moved(config: ModelConfig, link: Any, k: jax.Array, x_k_D: jax.Array, x_n_D: jax.Array) -> jax.Array:
-  """The state of the last token n after a step, [D]; of tokens k and n only, since the others' keys and values are known."""
+  """The state of the last token n after a step, [D]; of tokens k and n alone: the others' keys and values are known."""
   x_1xLxD, keys, values, (weights, dt) = link
   seen = _TwoOfMany((keys, values), jnp.stack([k, jnp.asarray(x_1xLxD.shape[1] - 1, k.dtype)])[None])
   field = _SecondOnly(block.make_field(config), seen)

@@ -70,7 +70,8 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
     part_S = times_S[first:first + subject.grid.num_steps]
     kernels = field.head_kernels(jax.device_get(subject.weights if own else subject.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
-      made.append(_at_one_time(block.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels)), feedforward))
+      at_one = block.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
+      made.append(_at_one_time(at_one, feedforward))
       progress(1)
   qk, ov, ff = zip(*made)
   return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)

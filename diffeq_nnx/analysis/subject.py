@@ -59,7 +59,7 @@ class Subject:
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
-    """On the subject's device, with products in the full precision of their dtype, which TPUs and GPUs don't give unasked."""
+    """On the subject's device, with products in the full precision of their dtype, which TPUs and GPUs don't give."""
     with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
       yield
 
@@ -94,7 +94,8 @@ class Subject:
       wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
       raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
     if block.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
-      raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that many")
+      raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that "
+                      "many")
     return tokens_L
 
   @staticmethod
