@@ -41,6 +41,8 @@ def test_the_folder_holds_page_pictures_and_numbers(report):
   assert np.iscomplexobj(numbers["eigenvalues_qk"]) and numbers["eigenvalues_qk"].shape == (2, 4, 4)
   assert numbers["between_times"].shape == (8,) and numbers["simulation_states"].shape == (5, 201, 40, 3)
   assert all(np.isfinite(values).all() for name, values in numbers.items())
+  before = numbers["exponents_exact"][:n, 0]
+  assert result["most_sensitive_to"]["position"] == before.argmax()
 
 
 def test_the_page_draws_in_a_browser_at_any_width(report):

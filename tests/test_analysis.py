@@ -1,6 +1,5 @@
 """Spectra, exponents, attribution and clustering: against dense float64 computations and systems that are known."""
 
-import dataclasses
 import functools
 
 from flax import nnx
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import block
-from diffeq_nnx.analysis import attention, clustering, sensitivity, tangents
+from diffeq_nnx.analysis import attention, clustering, figures, sensitivity, tangents
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
-from diffeq_nnx.analysis.subject import Subject, advance, logits_of
+from diffeq_nnx.analysis.subject import Subject, advance, attention_probabilities, logits_of
 from diffeq_nnx.discretization import discretize
+from diffeq_nnx.errors import RunError
 from diffeq_nnx.train_step import graph
 from tests.conftest import ROWS, moved_instance, small_model, told
 
@@ -58,6 +58,15 @@ def test_a_bfloat16_model_is_looked_at_in_float32():
   wide = moved_instance(small_model())
   last = one.observe(TOKENS).states[-1]
   np.testing.assert_allclose(logits_of(one.config, one.rest, last), wide(TOKENS[None]), atol=1e-5)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
+def test_attention_probabilities_are_those_that_the_model_attends_with(x64, heads, kv_heads):
+  rng = np.random.default_rng(0)
+  q, k, v = (jnp.asarray(rng.normal(size=(1, 5, n, 6))) for n in (heads, kv_heads, kv_heads))
+  shares_HxLxL = attention_probabilities(q, k)[0]
+  seen = np.einsum("hlm,mhc->lhc", shares_HxLxL, np.repeat(v[0], heads // kv_heads, axis=1))
+  np.testing.assert_allclose(block.Packing().attend(q, k, v, "reference")[0], seen, atol=1e-12)
 
 
 # spectra
@@ -215,6 +224,21 @@ def test_orthonormalised_vectors_keep_what_float32_would_lose():
   assert np.linalg.svd(naive, compute_uv=False)[2] > 10 * factors[2]**steps
 
 
+def test_small_singular_values_beside_large_ones_are_found():
+  expected = np.array([1e6, 1.0, 1e-3, 1e-4, 1e-6, *np.full(7, 1e-8)])
+  left, right = (np.linalg.qr(np.random.default_rng(seed).normal(size=(12, 12)))[0] for seed in (0, 1))
+  matrix = left * expected @ right.T
+  values, _ = tangents.leading_singular_values(lambda v: v @ matrix.T, lambda v: v @ matrix, 1, 12, 4, block=3)
+  np.testing.assert_allclose(values[0], expected[:4], rtol=1e-3)
+
+
+def test_what_the_dtype_cant_tell_from_zero_is_told_as_zero():
+  with jax.enable_x64(True):
+    exact = exponents(subject(), TOKENS).exponents  # a LayerNorm takes one direction out
+  found = exponents(subject(dtype="float32"), TOKENS).exponents
+  assert np.isneginf(found[:, -1]).sum() >= np.sum(exact[:, -1] < -25) > 0
+
+
 def test_iteration_of_the_identity_and_of_zero_ends():
   for size, factor in ((12, 1.0), (12, 0.0), (5, 2.0)):
     same = lambda vectors: factor * np.asarray(vectors)
@@ -284,6 +308,19 @@ def test_scales_of_the_simulation():
     clustering.simulate(1, scale="other")
 
 
+@pytest.mark.parametrize("scale, size", [("same_end", 1.0), ("same_mean", 4.0), ("plain", 20.0**3)])
+def test_the_first_step_that_moves_is_by_the_formula(scale, size):
+  found = clustering.simulate(3, seeds=[7], scale=scale).states[:, 0]
+  rng = np.random.default_rng(7)
+  a, v = rng.normal(size=(2, 3, 3))
+  x = rng.uniform(-2, 2, (40, 3))
+  np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
+  p = size * (0.1 / 20)**3
+  normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+  scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
+  np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
+
+
 def test_clustered_share_and_spread_of_known_states():
   together = np.array([[1.0, 0, 0], [2, 0, 0], [0, 3, 0], [0, 1, 0]])
   assert clustering.clustered_share(together) == pytest.approx(4 / 12)
@@ -299,10 +336,41 @@ def test_held_weights_are_those_of_one_step_at_all():
   assert spread.shape == share.shape == (4,)
   np.testing.assert_allclose(spread[:2], held[:2], rtol=1e-6)  # the first step is the same
   assert abs(spread[-1] - held[-1]) > 1e-3
-  constant = subject(row="constant", dtype="float32")
-  for step in range(3):
-    np.testing.assert_allclose(clustering.depth_spread(constant, TOKENS, step)[0],
-                               clustering.depth_spread(constant, TOKENS)[0], rtol=1e-6)
+  kernel = lambda weights, s: np.asarray(weights["up"]["kernel"][s])
+  for s in range(3):
+    np.testing.assert_array_equal(kernel(clustering.held_at(one, 2), s), kernel(one.weights, 2))
+
+
+# the report says what was found
+
+def test_figures_show_the_findings():
+  one = subject(dtype="float32")
+  found = find(one, TOKENS, [f"piece {k}" for k in range(9)], str, leading=2)
+  model = moved_instance(small_model(), scale=0.3)
+  probabilities = np.asarray(jax.nn.softmax(model(TOKENS[None])[0, -1]))
+  assert found.next_token == (str(probabilities.argmax()), pytest.approx(probabilities.max(), rel=1e-4),
+                              probabilities.argmax())
+  texts = {text.name: text for text in figures.coloured_texts(found)}
+  np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact.exponents[:, 0])
+  np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token.exponents[:, 0])
+  np.testing.assert_array_equal(texts["attention_rollout"].values, found.rollout)
+  np.testing.assert_array_equal(texts["gradient_times_input"].values, found.gradient)
+  assert np.abs(found.exact.exponents - found.per_token.exponents)[:-1].max() > 0.1
+  scores = figures.induction(found).panels[0].marks[0]
+  np.testing.assert_allclose(scores.x, copying_score(found.spectra.qk).reshape(-1))
+  np.testing.assert_allclose(scores.y, copying_score(found.spectra.ov).reshape(-1))
+  np.testing.assert_allclose(scores.colour, found.prefix_matching.reshape(-1))
+  for panel, pair in zip(figures.real_parts(found).panels, ("qk", "ov", "ff")):
+    points, values = panel.marks[0], found.spectra.of(pair)
+    for s, t in enumerate(found.spectra.times):
+      np.testing.assert_allclose(np.sort(points.y[points.x == t]), np.sort(values[s].real.reshape(-1)))
+  shares = figures.positive_shares(found).panels[1].marks[0]
+  np.testing.assert_allclose(shares.z, positive_share(found.spectra.ov).T)
+  largest = figures.magnitudes(found).panels[2].marks[0]
+  np.testing.assert_allclose(largest.y, np.abs(found.spectra.ff).max((1, 2)))
+  own = figures.depth(found).panels[0].marks[0]
+  np.testing.assert_allclose(own.y, clustering.depth_spread(one, TOKENS)[0])
+  assert figures.token_table(found).rows[3][1:3] == ("piece 3", f"{found.exact.exponents[3, 0]:.4f}")
 
 
 # bad input
@@ -312,9 +380,16 @@ def test_held_weights_are_those_of_one_step_at_all():
     ([1] * 13, {}, "12 learned positions"),
     ([1, 2], dict(position=2), "position=2: the text has 2 tokens"), ([1, 2], dict(position=-3), "position=-3"),
     ([1, 2], dict(leading=25), "must be 1 to 24"), ([1, 2], dict(leading=0), "must be 1 to 24"),
-    ([1, 2], dict(form="other"), "exact, per_token")])
+    ([1, 2], dict(form="other"), "exact, per_token"), ([1.7], {}, "must be a list of ids"),
+    ([[1, 2]], {}, "must be a list of ids"), ([2**40], {}, "the id 1099511627776")])
 def test_what_can_t_be_is_told(tokens, more, says):
   assert says in told(lambda: exponents(subject(dtype="float32"), tokens, **more))
+
+
+def test_weights_that_are_not_finite_are_told():
+  broken = Subject(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
+  with pytest.raises(RunError, match="the state after step 1 of 3 is not finite"):
+    exponents(broken, TOKENS)
 
 
 def test_steps_that_the_model_lacks_are_told():
@@ -332,7 +407,9 @@ def test_everything_is_found_of_one_token_and_of_one_step():
   assert all(np.asarray(array).dtype != object for array in found.arrays().values())
 
 
-def test_a_config_with_other_solver_steps_is_looked_at_there():
-  one = Subject(moved_instance(small_model()), 5)
-  assert one.observe(TOKENS).states.shape == (6, 1, 9, 24)
-  assert dataclasses.replace(one.config, dropout=0.0) == one.config
+def test_other_solver_steps_are_looked_at_there():
+  model = moved_instance(small_model())
+  one = Subject(model, 5)
+  passed = one.observe(TOKENS)
+  assert passed.states.shape == (6, 1, 9, 24)
+  np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None], 5), atol=1e-4)

@@ -292,13 +292,13 @@ def test_tokens_tell_their_values_to_mouse_and_keyboard(wide):
   x, y = wide.evaluate("(({x, y}) => [x + 3, y + 5])("
                        "document.querySelectorAll('#figure-plain .token')[2].getBoundingClientRect())")
   wide.point(x, y)
-  assert wide.until(f"!{tip}.hidden && {tip}.textContent") == "nats: 3"
+  assert wide.until(f"!{tip}.hidden && {tip}.textContent") == "token 2, nats: 3"
   wide.point(2, 2)
   assert wide.until(f"{tip}.hidden")
   wide.evaluate("document.querySelector('#figure-plain .token').focus()")
-  assert wide.evaluate(f"{tip}.textContent") == "nats: 1"
+  assert wide.evaluate(f"{tip}.textContent") == "token 0, nats: 1"
   wide.press("ArrowRight")
-  assert wide.evaluate(f"!{tip}.hidden && {tip}.textContent") == "nats: 2"
+  assert wide.evaluate(f"!{tip}.hidden && {tip}.textContent") == "token 1, nats: 2"
   wide.press("Escape")
   assert wide.evaluate(f"{tip}.hidden")
   assert wide.evaluate("document.querySelectorAll('#figure-text .token')[0].dataset.told") == "weight: not finite"
@@ -348,5 +348,5 @@ def test_the_page_is_no_wider_than_the_window(width, mobile, browser, path):
     x, y = browser.evaluate("(({x, y, width, height}) => [x + width / 2, y + height / 2])("
                             "document.querySelectorAll('#figure-plain .token')[1].getBoundingClientRect())")
     browser.tap(x, y)
-    assert browser.until("!tip.hidden && tip.textContent") == "nats: 2"
+    assert browser.until("!tip.hidden && tip.textContent") == "token 1, nats: 2"
   assert browser.messages == [] and len(browser.requests) == 1

@@ -16,6 +16,9 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 
 
+HALF = 25  # tokens that are repeated, where there are positions for them
+
+
 def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
   """Attention rollout, [L, L]: of each token, the shares of the tokens before (Abnar & Zuidema 2020).
 
@@ -46,7 +49,7 @@ def gradient_times_input(subject: Subject, passed: Pass, position: int, token: i
 def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: Any,
                           x_1xLxD: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
   def logit(x_1xLxD):
-    step = lambda x, one: (advance(config, block.Packing(), *one, x), None)
+    step = jax.checkpoint(lambda x, one: (advance(config, block.Packing(), *one, x), None), prevent_cse=False)
     end_1xLxD, _ = jax.lax.scan(step, x_1xLxD, steps_of(config, grid, weights))
     return logits_of(config, rest, end_1xLxD)[0, position, token]
 
@@ -77,7 +80,7 @@ def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4,
     UserError: fewer than two tokens, or more than the positions allow.
   """
   most = subject.config.seq_len // 2
-  half = min(25, most) if half is None else half
+  half = min(HALF, most) if half is None else half
   if not 2 <= half <= most:
     raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
   first_BxL = np.random.default_rng(seed).integers(subject.config.vocab_size, size=(rows, half))

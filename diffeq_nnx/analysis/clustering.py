@@ -3,7 +3,7 @@
 L tokens, D dimensions, S steps, N worlds, k order of a polynomial.
 
 The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens gather, as theory has it for weights
-that are shared over depth (Geshkovski et al. 2023); with weights that grow over depth they gather less.
+that are shared over depth (Geshkovski et al. 2023); the paper has them gather less with weights that grow over depth.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, d
     dim: D.
     step: of the Euler method.
     time: T; the defaults are 200 steps.
-    scale: of the polynomial: same_end, (t / T)^k, ends at 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
-      for every order, so that no order moves tokens less; plain, t^k.
+    scale: of the polynomial: same_end, (t / T)^k, goes to 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
+      over time for every order, so that none moves tokens less; plain, t^k.
   """
   if scale not in SCALES:
     raise ValueError(f"scale={scale!r}: must be one of {', '.join(SCALES)}")
@@ -80,7 +80,8 @@ def _standardised(x_NxLxD: np.ndarray) -> np.ndarray:
 def clustered_share(states: np.ndarray, near: float = NEAR) -> np.ndarray:
   """The share of pairs of tokens that point the same way, within `near` as unit vectors: [..., L, D] -> [...].
 
-  0: no two tokens are together; 1: all are. Directions, because norms see nothing else of a state.
+  0: no two tokens are together; 1: all are. Directions, because RMSNorm sees nothing else of a state; LayerNorm takes
+  out the mean over D besides.
   """
   L = states.shape[-2]
   together = _squared_distances(_directions(states)) < near**2
@@ -121,5 +122,7 @@ def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = N
     UserError: as `Subject.check_tokens`.
   """
   weights = None if held is None else held_at(subject, held)
-  states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0])
+  states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0], np.float64)
+  if subject.config.field == "gpt":  # as LayerNorm sees them
+    states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

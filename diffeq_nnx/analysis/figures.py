@@ -22,13 +22,14 @@ def sections(found: Findings) -> list[Section]:
       ("Spectra over depth",
        "Eigenvalues of the products of weights that move the state. A head compares tokens by the query-key pair and "
        "writes what it found through the output-value pair; positive eigenvalues mean that like attends to like, and "
-       "that what is attended to is copied.",
-       [real_parts(found), magnitudes(found), positive_shares(found), induction(found)]),
+       "that what is attended to is copied. Norms, biases, rotary positions, gates and dt are not in these products.",
+       [real_parts(found), magnitudes(found), positive_shares(found), induction(found), spectra_table(found)]),
       ("Sensitivity to each token",
-       "Finite-time Lyapunov exponents: by how much the state of the framed token at the end of depth answers to a small "
-       "change of each token at the start, as the logarithm of a singular value; 0 is a change that keeps its size. The "
-       f"likeliest next token is {found.next_token[0]!r}, with probability {found.next_token[1]:.3f}.",
-       [*coloured_texts(found), exponent_spectra(found)]),
+       "Finite-time Lyapunov exponents, logarithms of singular values, of the framed token's state at the end of depth "
+       "with respect to each token's at the start. Of the exact form 0 is a change that keeps its size, and no influence "
+       "is minus infinity; of the paper's form no influence is 0, so the two can't be compared in size. The likeliest"
+       f" next token is {found.next_token[0]!r}, with probability {found.next_token[1]:.3f}.",
+       [*coloured_texts(found), exponent_spectra(found), token_table(found)]),
       ("Clustering",
        "Whether tokens gather. First attention alone, moved by random weights that are constant (order 0) or grow as a "
        "power of depth; then the states of this model.",
@@ -81,10 +82,10 @@ def positive_shares(found: Findings) -> Figure:
   for pair in ("qk", "ov"):
     shares_SxH = positive_share(found.spectra.of(pair))
     panels.append(Panel(PAIR_NAMES[pair], TIME, "head", [
-        Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T - 0.5, low=-0.5, high=0.5,
-                diverging=True)], colour_label="share above one half"))
+        Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T, low=0, high=1)],
+                        colour_label="share"))
   return Figure("spectra_positive_share", "Share of positive eigenvalues, by head",
-                "Of each head's eigenvalues, the share with a real part above 0, less one half: random weights are at 0.",
+                "Of each head's eigenvalues, the share with a real part above 0; of random weights about one half.",
                 panels, columns=2)
 
 
@@ -95,11 +96,13 @@ def induction(found: Findings) -> Figure:
   whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(H)]
   own = len(found.grid[0]) == S and np.array_equal(found.spectra.times, found.grid[0])
   measured = found.prefix_matching.reshape(-1) if own and found.prefix_matching is not None else None
-  caption = ("Each dot is a head at a time: the sum of its eigenvalues over the sum of their sizes, of both pairs. Heads "
-             "at the upper right attend to what is like them and copy it, which is what induction needs.")
+  caption = ("Each dot is a head at a time: the sum of its eigenvalues over the sum of their sizes, of both pairs. A head "
+             "at the upper right attends to what is like its own token and copies it, which the paper reads as a sign of "
+             "induction.")
   if measured is not None:
     caption += (" The colour is measured, not read off the weights: on random tokens that are repeated, the attention to "
-                "the token after the first occurrence.")
+                "the token after the first occurrence, which is what an induction head does. Attention to all tokens "
+                f"alike would give {found.prefix_chance:.3f}; a perfect head 1.")
   points = Points(qk_SxH.reshape(-1), ov_SxH.reshape(-1), hover=whose, colour=measured, size=8)
   panel = Panel("", "query-key score", "output-value score", [points], colour_label="prefix matching")
   return Figure("spectra_induction", "Heads that may do induction", caption, [panel], columns=1)
@@ -108,7 +111,7 @@ def induction(found: Findings) -> Figure:
 def coloured_texts(found: Findings) -> list[ColouredText]:
   """The text coloured by the leading exponents of both forms, by attention rollout and by gradient times input.
 
-  The output token itself has no colour: its own value is far above the others', and is told in the caption.
+  The output token itself has no colour: its own value is far above the others'.
   """
   n = found.position
   exact, per_token = (found.exact.exponents[:, 0], found.per_token.exponents[:, 0])
@@ -117,14 +120,15 @@ def coloured_texts(found: Findings) -> list[ColouredText]:
        "The exact form: the whole forward pass, with what passes through other tokens.", exact,
        "leading exponent", False),
       ("sensitivity_per_token", "Leading exponent, token by token",
-       "The paper's form: along each token's own tangent, without what passes through other tokens.", per_token,
+       "The paper's form: what token k does to the framed one directly, step after step. 0: nothing.", per_token,
        "leading exponent", False),
       ("attention_rollout", "Attention rollout", "Where attention leads back to, for comparison; shares add up to 1.",
        found.rollout, "share", False),
       ("gradient_times_input", "Gradient times input",
-       f"Of the logit of {found.next_token[0]!r}, for comparison.", found.gradient, "nats", True)]
-  return [ColouredText(name, title, f"{caption} The framed token's own: {values[n]:.3g}.", found.pieces[:n + 1],
-                       np.where(np.arange(n + 1) == n, np.nan, values), label, diverging, marked=n)
+       f"Of the logit of {found.next_token[0]!r}, token and position together, for comparison.", found.gradient,
+       "logit", True)]
+  return [ColouredText(name, title, f"{caption} The framed token's own, which has no colour: {values[n]:.3g}.", found.pieces[:n + 1],
+                       values, label, diverging, marked=n, marked_coloured=n == 0)
           for name, title, caption, values, label, diverging in texts]
 
 
@@ -160,7 +164,8 @@ def trajectories(found: Findings) -> Figure:
   tokens, dim = found.simulations[0].states.shape[2:]
   return Figure("clustering_trajectories", "Tokens moved by attention alone",
                 f"{tokens} tokens in {dim} dimensions, with weights that grow as (t / T)^order; flattened to the two "
-                "main directions of where they end, and scaled to the size they have there.", panels, columns=3)
+                "main directions of where they end, and scaled to the size they have there. One world, of the "
+                f"{SEEDS} that the figures below are means of.", panels, columns=3)
 
 
 def simulated_clustering(found: Findings) -> Figure:
@@ -173,15 +178,36 @@ def simulated_clustering(found: Findings) -> Figure:
             for scale, rows in found.clustering.items()]
   return Figure("clustering_simulated", "Clustering over time",
                 f"The share of pairs of tokens that point the same way (within {clustering.NEAR:g} as unit vectors), "
-                f"mean of {SEEDS} simulations.", panels, columns=3)
+                f"mean of {SEEDS} worlds.", panels, columns=3)
 
 
 def clustering_table(found: Findings) -> Table:
-  """Clustering at the end."""
-  rows = [[scale, *(f"{value:.2f}" for value in values[:, -1])] for scale, values in found.clustering.items()]
-  return Table("Clustering at the end", "Growing weights gather tokens less where all orders end at the same size; they "
-               "also move them less then. With the same size on average, or without a scale, they don't.",
-               ["weights grow as", *(f"order {order}" for order in ORDERS)], rows)
+  """Clustering at the end, with standard errors."""
+  rows = [[scale, *(f"{mean:.3f} ± {error:.3f}" for mean, error in zip(values[:, -1], found.clustering_errors[scale]))]
+          for scale, values in found.clustering.items()]
+  return Table("Clustering at the end", f"Means of {SEEDS} worlds and their standard errors. same_end: (t / T)^k; "
+               "same_mean: (k + 1)(t / T)^k; plain: t^k. Weights of the same size at the end move tokens the less the "
+               "higher the order, which same_mean makes good.", ["scale", *(f"order {order}" for order in ORDERS)], rows)
+
+
+def token_table(found: Findings) -> Table:
+  """What each token up to the output token has."""
+  rows = [[str(k), found.pieces[k], f"{found.exact.exponents[k, 0]:.4f}", f"{found.per_token.exponents[k, 0]:.4f}",
+           f"{found.rollout[k]:.4f}", f"{found.gradient[k]:.3g}"] for k in range(found.position + 1)]
+  return Table("By token", "Leading exponents of both forms; shares of attention rollout; gradient times input, in logits.",
+               ["token", "text", "exact", "per token", "rollout", "gradient"], rows)
+
+
+def spectra_table(found: Findings) -> Table:
+  """Magnitudes and shares of positive eigenvalues by time."""
+  rows = []
+  for s, t in enumerate(found.spectra.times):
+    for pair in PAIRS:
+      sizes = {name: values[s] for name, values in _quantiles(found.spectra, pair).items()}
+      rows.append([f"{t:.3g}", pair, *(f"{sizes[name]:.4g}" for name in ("median", "90 %", "largest")),
+                   f"{positive_share(found.spectra.of(pair)[s]).mean():.3f}"])
+  return Table("By time", "Magnitudes of the eigenvalues, and the share of those with a positive real part.",
+               ["t", "pair", "median", "90 %", "largest", "positive"], rows)
 
 
 def depth(found: Findings) -> Figure:

@@ -5,6 +5,7 @@ L positions, D embed_dim, S solver steps, H query heads, r exponents, O orders.
 
 import contextlib
 import dataclasses
+import math
 import sys
 from typing import Callable, Iterator, Sequence
 
@@ -13,14 +14,14 @@ from tqdm import tqdm
 
 from diffeq_nnx import distributed
 from diffeq_nnx.analysis import attention, clustering, sensitivity
-from diffeq_nnx.analysis.sensitivity import Sensitivity
+from diffeq_nnx.analysis.sensitivity import Progress, Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
 from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.errors import UserError
 
 BETWEEN = 4  # times at which spectra are also taken, for each step of the solver
 ORDERS = (0, 1, 2, 3, 4)  # of the polynomials that scale the simulation's weights
-SEEDS = 20  # simulations of each order and scale
+SEEDS = 50  # worlds of each order and scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +36,16 @@ class Findings:
     spectra: at the model's times, or those asked for.
     between: spectra of the heads at times between, and at, the steps; None where the weights are stored or shared.
     prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
+    prefix_half: tokens that were repeated for it.
     exact: exponents of the tokens up to n.
     per_token: the same in the paper's form.
     rollout: shares of the tokens in n's attention rollout, [n + 1].
     gradient: gradient times input of n's likeliest next token, [n + 1].
-    next_token: that token's text and its probability.
+    next_token: that token's text, its probability and its id.
     depth: label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token.
     simulations: of each order, in SEEDS worlds, weights the same at the end.
     clustering: clustered share of the simulations over time, mean of SEEDS, [O, S' + 1], by scale.
+    clustering_errors: standard errors of its last values, [O], by scale.
   """
   pieces: tuple[str, ...]
   tokens: np.ndarray
@@ -51,21 +54,30 @@ class Findings:
   spectra: Spectra
   between: Spectra | None
   prefix_matching: np.ndarray | None
+  prefix_half: int
   exact: Sensitivity
   per_token: Sensitivity
   rollout: np.ndarray
   gradient: np.ndarray
-  next_token: tuple[str, float]
+  next_token: tuple[str, float, int]
   depth: dict[str, tuple[np.ndarray, np.ndarray]] | None
   simulations: tuple[clustering.Simulation, ...]
   clustering: dict[str, np.ndarray]
+  clustering_errors: dict[str, np.ndarray]
+
+  @property
+  def prefix_chance(self) -> float:
+    """What `attention.prefix_matching` gives where attention goes to all tokens alike."""
+    half = self.prefix_half
+    return float(np.mean(1 / np.arange(half + 1, 2 * half)))
 
   def arrays(self) -> dict[str, np.ndarray]:
     """Every number, by name."""
     made = {"tokens": self.tokens, "position": np.array(self.position), "times": self.grid[0], "dts": self.grid[1],
             "spectra_times": self.spectra.times, "exponents_exact": self.exact.exponents,
             "exponents_per_token": self.per_token.exponents, "rollout": self.rollout,
-            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]),
+            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]), "next_token": np.array(self.next_token[2]),
+            "residual_exact": np.array(self.exact.residual), "residual_per_token": np.array(self.per_token.residual),
             "simulation_times": self.simulations[0].times,
             "simulation_states": np.stack([one.states[:, 0] for one in self.simulations])}
     for pair in PAIRS:
@@ -80,7 +92,10 @@ class Findings:
     for label, (spread, share) in (self.depth or {}).items():
       name = label.replace(" ", "_")
       made |= {f"depth_spread_{name}": spread, f"depth_clustered_share_{name}": share}
-    return made | {f"simulation_clustered_share_{scale}": values for scale, values in self.clustering.items()}
+    for scale, values in self.clustering.items():
+      made |= {f"simulation_clustered_share_{scale}": values,
+               f"simulation_standard_error_{scale}": self.clustering_errors[scale]}
+    return made
 
 
 def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
@@ -120,13 +135,15 @@ def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decod
                                               progress=progress)
   passed = subject.observe(tokens_L[:position + 1], attention=True)
   token, probability = attention.likeliest(subject, passed, position)
-  simulations, clustered = _simulated()
+  with showing("simulations", len(clustering.SCALES) * len(ORDERS)) as progress:
+    simulations, clustered, errors = _simulated(progress)
+  half = min(attention.HALF, subject.config.seq_len // 2)
   return Findings(
       tuple(pieces), tokens_L, position, (np.asarray(subject.grid.times_S), np.asarray(subject.grid.dts_S)), found,
-      between, attention.prefix_matching(subject) if subject.config.seq_len >= 4 else None,
+      between, attention.prefix_matching(subject, half=half) if half >= 2 else None, half,
       exponents["exact"], exponents["per_token"], attention.rollout(np.asarray(passed.attention[:, 0]))[position],
-      attention.gradient_times_input(subject, passed, position, token), (decode(token), probability),
-      _depth(subject, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered)
+      attention.gradient_times_input(subject, passed, position, token), (decode(token), probability, token),
+      _depth(subject, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered, errors)
 
 
 def _depth(subject: Subject, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -136,19 +153,29 @@ def _depth(subject: Subject, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray
   return {label: clustering.depth_spread(subject, tokens_L, step) for label, step in {"own": None, **held}.items()}
 
 
-def _simulated() -> tuple[tuple[clustering.Simulation, ...], dict[str, np.ndarray]]:
-  """(simulations of each order, mean clustered share by scale)."""
-  made = {scale: [clustering.simulate(order, seeds=range(SEEDS), scale=scale) for order in ORDERS]
-          for scale in clustering.SCALES}
-  clustered = {scale: np.stack([one.clustering.mean(-1) for one in ones]) for scale, ones in made.items()}
-  return tuple(made["same_end"]), clustered
+Simulated = tuple[tuple[clustering.Simulation, ...], dict[str, np.ndarray], dict[str, np.ndarray]]
+
+
+def _simulated(progress: Progress) -> Simulated:
+  """(a simulation of each order, mean clustered share by scale, standard errors of its ends by scale)."""
+  shown, clustered, errors = (), {}, {}
+  for scale in clustering.SCALES:
+    means, ends = [], []
+    for order in ORDERS:
+      made = clustering.simulate(order, seeds=range(SEEDS), scale=scale)
+      progress(1)
+      shown += (dataclasses.replace(made, states=made.states[:, :1]),) if scale == "same_end" else ()
+      means.append(made.clustering.mean(-1))
+      ends.append(made.clustering[-1].std(ddof=1) / SEEDS**0.5)
+    clustered[scale], errors[scale] = np.stack(means), np.stack(ends)
+  return shown, clustered, errors
 
 
 @contextlib.contextmanager
-def showing(what: str, total: int) -> Iterator[Callable[[float], None]]:
-  """A progress bar on stderr for work that takes longer than a second; yields what is told of work done."""
+def showing(what: str, total: int) -> Iterator[Progress]:
+  """A progress bar on stderr, a line each few seconds where that is no terminal; yields what is told of work done."""
   terminal = sys.stderr.isatty()
-  with tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, delay=1, disable=not distributed.leads(),
-            mininterval=0.1 if terminal else 10, bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed}<{remaining}"
-            ) as bar:
+  with tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, disable=not distributed.leads(), leave=False,
+            mininterval=0.1 if terminal else 5, miniters=0, maxinterval=math.inf,
+            bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed}") as bar:
     yield bar.update

@@ -1,6 +1,7 @@
 """--job=analyse: a report on a run's newest model."""
 
 import os
+import shutil
 import time
 from typing import Any, Sequence
 
@@ -21,7 +22,6 @@ from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.config import Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.files import replacing
 from diffeq_nnx.report import print_result
 from diffeq_nnx.text_stream import TextStream
 from diffeq_nnx.train_step import graph
@@ -57,6 +57,9 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
   distributed.end_on_sigterm()
   start = time.perf_counter()
   workdir_lib.require(workdir, config)
+  folder = os.path.join(workdir, FOLDER)
+  if os.path.exists(folder) and not os.path.isdir(folder) or not os.access(workdir, os.W_OK):
+    raise RunError(f"{folder}: can't be written; make room for it")  # before the work
   config = runs.anywhere(config)
   tokenizer = workdir_lib.tokenizer_of(workdir, config)
   ids = text_ids(tokenizer, TEXT if text is None else text)
@@ -67,13 +70,13 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
     params, step = runs.read(config, workdir, mesh, tokenizer.hash)
     subject = Subject(nnx.merge(graph(config.model), params), num_steps)
     del params  # the subject has what it needs
-  found = find(subject, ids, pieces(tokenizer, ids), lambda token: tokenizer.decode([token]), position=position,
+  shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
+  found = find(subject, ids, shown, lambda token: tokenizer.decode([token]), position=position,
                leading=leading, times=times)
   model = config.model
   facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
            ("Weights", model.weights), ("Solver", f"{model.solver}, {subject.grid.num_steps} steps"),
            ("Width", f"{model.embed_dim}, {model.num_heads} heads"), ("Tokens of the text", str(len(ids)))]
-  folder = os.path.join(workdir, FOLDER)
   try:
     write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
   except OSError as error:
@@ -85,21 +88,24 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
       "most_sensitive_to": _most_sensitive(found), "seconds": time.perf_counter() - start})
 
 
-def _most_sensitive(found: Findings) -> str | None:
+def _most_sensitive(found: Findings) -> dict[str, Any] | None:
   """The token before the output token that it is most sensitive to; None where there is none."""
   before = found.exact.exponents[:found.position, 0]
-  return found.pieces[int(np.argmax(before))] if len(before) else None
+  if not len(before):
+    return None
+  token = int(np.argmax(before))
+  return {"position": token, "text": found.pieces[token]}
 
 
 def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple[str, str]]) -> None:
-  """Writes index.html, the PNGs and numbers.npz into a folder, which is made; a page that is there is replaced last.
+  """Writes index.html, the PNGs and numbers.npz into a folder, which they take whole: an older one is removed.
 
   Raises:
     OSError: it can't be written.
   """
-  os.makedirs(folder, exist_ok=True)
-  with replacing(os.path.join(folder, "numbers.npz")) as part, open(part, "wb") as file:
-    np.savez_compressed(file, **found.arrays())
+  own, folder = folder, f"{folder}.{os.getpid()}"
+  os.makedirs(folder)
+  np.savez_compressed(os.path.join(folder, "numbers.npz"), **found.arrays())
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Figure, ColouredText))]
   with showing("pictures", len(pictures)) as progress:
@@ -107,6 +113,9 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
       draw(picture, os.path.join(folder, f"{picture.name}.png"))
       progress(1)
   write_page(os.path.join(folder, "index.html"), title, facts, made)
+  if os.path.isdir(own):
+    shutil.rmtree(own)
+  os.rename(folder, own)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -10,6 +10,10 @@ logarithms, by unit of the time t, which runs from 0 to 1 whatever the horizon:
              token's tangent and leaves out what passes through others. For a sequential solver dt f_n is what the
              step adds to token n.
 
+The published code begins with q = I, orthonormalises after each step and adds up log |R_ii|, which comes to the same
+for long times; after a dozen steps it depends on the basis, and the singular values don't. No influence at all is -inf in
+the exact form, and 0 in the per_token form, whose M_k is then I: the two can't be compared in size.
+
 States and times are those of the forward pass. The final norm comes after the flow and is not in it.
 """
 
@@ -33,9 +37,9 @@ METHODS = ("auto", "jacobian", "iteration")
 JACOBIAN_BYTES = 2**30  # of Jacobians that are held at a time
 ITERATED_PRODUCTS = 300  # with a Jacobian or its transpose, that the iteration takes for a token as a rule
 BLOCK = 8  # tangent vectors of a token that go through the steps together
-CHUNK_BYTES = 2**26  # of tangent vectors that do so at a time; what a step makes of them takes ten times as much
+CHUNK_BYTES = 2**26  # of tangent vectors that do so at a time, and of their attention's; a step takes ten times as much
 
-Progress = Callable[[int], None]  # told after each piece of work how much of it that was
+Progress = Callable[[float], None]  # told after each piece of work how much of it that was
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Sensitivity:
   """The exponents of each input token for one output token.
 
   Attributes:
-    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones can't matter).
+    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones can't matter). -inf for a
+      singular value of 0; by the Jacobian, for one below eps sqrt(D) of the largest, which the dtype can't tell from 0.
     position: n, the output token's.
     form: exact or per_token.
     residual: the largest last change of an exponent where they were iterated; 0 where they were not.
@@ -122,7 +127,7 @@ def jacobian(subject: Subject, passed: Pass, ks: Sequence[int] | None = None,
   """
   _, _, L, D = passed.states.shape
   ks = np.arange(L) if ks is None else np.asarray(ks)
-  chunk = -(-D // _num_chunks(D, 4 * L * D))
+  chunk = -(-D // _num_chunks(D, _tangent_bytes(subject, L)))
   made_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   for first in range(0, D, chunk):
     rows = np.arange(first, min(first + chunk, D))
@@ -132,6 +137,11 @@ def jacobian(subject: Subject, passed: Pass, ks: Sequence[int] | None = None,
     made_KxDxD[:, rows] = np.asarray(made_cxLxD)[:len(rows), ks].swapaxes(0, 1)
     progress(len(ks) * len(rows) / D)
   return made_KxDxD
+
+
+def _tangent_bytes(subject: Subject, length: int) -> int:
+  """Of one tangent of all tokens' states, and of its attention over a step."""
+  return 4 * length * (subject.config.embed_dim + 3 * subject.config.num_heads * length)
 
 
 def _num_groups(subject: Subject, length: int) -> int:
@@ -146,7 +156,9 @@ def _of_jacobian(subject: Subject, passed: Pass, num: int, progress: Progress) -
   values_Lxr = np.empty((L, num))
   for ks in np.array_split(np.arange(L), _num_groups(subject, L)):
     for k, made_DxD in zip(ks, jacobian(subject, passed, ks, halved)):
-      values_Lxr[k] = np.linalg.svd(made_DxD, compute_uv=False)[:num]
+      values_D = np.linalg.svd(made_DxD, compute_uv=False)
+      noise = np.finfo(made_DxD.dtype).eps * len(values_D)**0.5 * values_D[0]
+      values_Lxr[k] = np.where(values_D > noise, values_D, 0)[:num]
       halved(1)
   return _logarithms(values_Lxr)
 
@@ -162,14 +174,16 @@ def _iterated(subject: Subject, passed: Pass, form: str, num: int, tolerance: fl
   """(exponents [L, r], the largest last change)."""
   _, _, L, D = passed.states.shape
   block_size = D if num == D else BLOCK
-  tokens = 2 if form == "per_token" else L  # that a tangent vector is of
-  chunks = [ks for ks in np.array_split(np.arange(L - 1), _num_chunks(L, 4 * block_size * tokens * D)) if len(ks)]
+  each = 8 * D if form == "per_token" else _tangent_bytes(subject, L)  # of one tangent vector: of two tokens, or all
+  basis = 16 * D * (2 * num + 4 * block_size) * CHUNK_BYTES // JACOBIAN_BYTES  # is kept beside, up to JACOBIAN_BYTES
+  chunks = [ks for ks in np.array_split(np.arange(L - 1), _num_chunks(L, max(block_size * each, basis))) if len(ks)]
   values_Lxr, residual = [], 0.0
   for ks in [*chunks, np.array([L - 1])]:
 
     def sweep(reverse: bool, vectors_KxpxD: np.ndarray, ks=ks) -> np.ndarray:
       vectors_KxpxD = jnp.asarray(vectors_KxpxD, passed.states.dtype)
       linear = _exact if form == "exact" else _of_itself if ks[0] == L - 1 else _of_another
+      progress(0)  # a sign of life
       return tangents.whole(*_swept(subject.config, subject.grid, linear, reverse, subject.weights, passed,
                                     jnp.asarray(ks), vectors_KxpxD))
 

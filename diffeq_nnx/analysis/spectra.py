@@ -2,10 +2,10 @@
 
 S times, D embed_dim, H query heads, K key/value heads, C head_dim, F mlp_dim.
 
-A head compares tokens by x W_q W_k^T y and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong et
+A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong et
 al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its eigenvalues other than 0 are those
 of B A [n, n]: so they are taken of the small side, in float64, and the D - n zeros are left out. Norms, biases, rotary
-positions (so: tokens at the same place) and the gate of SwiGLU are not in these products, nor is dt.
+positions (so: tokens at the same place), 1 / sqrt(C) and the gate of SwiGLU are not in these products, nor is dt.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from diffeq_nnx.analysis.subject import Subject
 
 PAIRS = ("qk", "ov", "ff")
 
-Progress = Callable[[int], None]
+Progress = Callable[[float], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,7 @@ def copying_score(values: np.ndarray) -> np.ndarray:
   """sum lambda / sum |lambda|, from -1 to 1: [..., n] -> [...] (Elhage et al. 2021, on copying heads).
 
   1 where all eigenvalues are positive reals. A head whose two pairs both score high attends to what resembles its own
-  token, and writes what it finds: what an induction head is made of.
+  token and copies it, which Tong et al. read as a sign of induction. Elhage et al. take the scores through embedding and
+  unembedding, and of pairs of heads; `attention.prefix_matching` measures what a head does.
   """
   return values.sum(-1).real / np.maximum(np.abs(values).sum(-1), np.finfo(np.float64).tiny)

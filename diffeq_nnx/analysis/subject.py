@@ -17,7 +17,7 @@ from diffeq_nnx import block
 from diffeq_nnx import sharding
 from diffeq_nnx import solvers
 from diffeq_nnx.config import MeshConfig, ModelConfig
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import Model, parameter_dtype
 from diffeq_nnx.train_step import graph, model_around
 from diffeq_nnx.weights import BlockWeights
@@ -64,7 +64,7 @@ class Subject:
       yield
 
   def check_times(self, times_S: Sequence[float]) -> tuple[float, ...]:
-    """Times that there can be weights at.
+    """Times that there can be weights at, each once, from the first to the last.
 
     Raises:
       UserError: no times, or some outside 0 to 1; or weights that are stored, so that they have no time between steps.
@@ -74,7 +74,7 @@ class Subject:
     if self.config.weights == "stored":
       raise UserError(f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
                       f"{self.config.num_steps} steps, and there are none between; leave it out")
-    return tuple(map(float, times_S))
+    return tuple(np.unique(np.asarray(times_S, np.float64)).tolist())
 
   def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
@@ -86,7 +86,9 @@ class Subject:
     Raises:
       UserError: none, ids that the model lacks, or more than it has positions.
     """
-    tokens_L = np.asarray(tokens_L, np.int32).reshape(-1)
+    tokens_L = np.asarray(tokens_L)
+    if len(tokens_L) and (tokens_L.ndim != 1 or tokens_L.dtype.kind not in "iu"):
+      raise UserError(f"tokens: {tokens_L.dtype} of the shape {tokens_L.shape}; must be a list of ids")
     V, seq_len = self.config.vocab_size, self.config.seq_len
     if not len(tokens_L):
       raise UserError("tokens: there are none; give one or more")
@@ -96,7 +98,7 @@ class Subject:
     if block.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
       raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that "
                       "many")
-    return tokens_L
+    return tokens_L.astype(np.int32)
 
   @staticmethod
   def check_position(position: int, length: int) -> int:
@@ -115,11 +117,17 @@ class Subject:
 
     Raises:
       UserError: as `check_tokens`.
+      RunError: a state is not finite.
     """
     tokens_1xL = self.check_tokens(tokens_L)[None]
     weights = self.weights if weights is None else weights
     with self.computing():
-      return observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
+      passed = observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
+    finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
+    if not finite_S.all():
+      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the model's "
+                     "weights are too large, or not numbers")
+    return passed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -81,9 +81,8 @@ def leading_singular_values(forward: Sweep, backward: Sweep, num_maps: int, size
         (basis_KxmxN, new_KxpxN), (image_KxmxN, moved_KxpxN)))
     if basis_KxmxN.shape[1] == size:
       return np.linalg.svd(image_KxmxN, compute_uv=False)[:, :num], 0.0
-    squares_Kxm = np.linalg.eigvalsh(image_KxmxN @ image_KxmxN.swapaxes(1, 2))[:, ::-1]  # the leading ones are exact
-    values_Kxm = np.sqrt(np.maximum(squares_Kxm, np.finfo(np.float32).tiny))
-    now_Kxr = np.log(values_Kxm[:, :num])
+    values_Kxm = _values(image_KxmxN, num)
+    now_Kxr = np.log(np.maximum(values_Kxm[:, :num], np.finfo(np.float64).tiny))
     if before_Kxr is not None and before_Kxr.shape == now_Kxr.shape:
       change = float(np.abs(now_Kxr - before_Kxr).max())
       if change <= tolerance and now_Kxr.shape[1] == num:
@@ -92,6 +91,14 @@ def leading_singular_values(forward: Sweep, backward: Sweep, num_maps: int, size
     back_KxpxN = backward(_orthonormal(moved_KxpxN))
     left = size - basis_KxmxN.shape[1]
     new_KxpxN = _beyond(basis_KxmxN, back_KxpxN, rng)[:, :left]
+
+
+def _values(image_KxmxN: np.ndarray, num: int) -> np.ndarray:
+  """Singular values [K, m], of which the first `num` are exact."""
+  squares_Kxm = np.linalg.eigvalsh(image_KxmxN @ image_KxmxN.swapaxes(1, 2))[:, ::-1]
+  if (squares_Kxm[:, :num] > 1e-10 * squares_Kxm[:, :1]).all():  # else squaring has lost the small ones
+    return np.sqrt(np.maximum(squares_Kxm, 0))
+  return np.linalg.svd(image_KxmxN, compute_uv=False)
 
 
 def _orthonormal(vectors_KxpxN: np.ndarray) -> np.ndarray:

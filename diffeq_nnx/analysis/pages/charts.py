@@ -185,6 +185,7 @@ class ColouredText:
     value_label: What the values are, with their unit.
     diverging: As a heat map's.
     marked: The index of the one token drawn in a frame.
+    marked_coloured: Whether the marked token has a colour; if not, its value is told, and not part of the scale.
 
   Raises:
     ValueError: If lengths don't agree, the marked token isn't there, or the name can't be a file's.
@@ -197,6 +198,13 @@ class ColouredText:
   value_label: str
   diverging: bool = False
   marked: int | None = None
+  marked_coloured: bool = True
+
+  @property
+  def coloured_values(self) -> np.ndarray:
+    """[N] the values, not a number where a token has no colour."""
+    apart = self.marked is not None and not self.marked_coloured
+    return np.where(apart & (np.arange(len(self.values)) == self.marked), np.nan, self.values)
 
   def __post_init__(self):
     _hold_texts(self, "pieces")

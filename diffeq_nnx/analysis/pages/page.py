@@ -8,6 +8,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from plotly import offline
 
 from diffeq_nnx import files
@@ -144,16 +145,16 @@ def _summary(panel: Panel) -> str:
 
 def _coloured_text(text: ColouredText) -> tuple[str, str]:
   """The tokens with their colours, which show without any script; the scale below them; and the caption."""
-  low, high = limits(text.values, diverging=text.diverging)
+  low, high = limits(text.coloured_values, diverging=text.diverging)
   stops = palette.DIVERGING if text.diverging else palette.TINTS
-  colours = palette.token_colours(text.values, low, high, stops)
+  colours = palette.token_colours(text.coloured_values, low, high, stops)
   tokens = []
   for index, (piece, value, colour) in enumerate(zip(text.pieces, text.values, colours)):
-    number = f"{value:.4g}" if colour else "not finite"
+    number = f"{value:.4g}" if np.isfinite(value) else "not finite"
     style = f' style="background:{colour[0]};color:{colour[1]}"' if colour else ""
     marked = " marked" * (index == text.marked)
     after = "<br>" if "\n" in piece else ""
-    told = html.escape(f"{visible(text.value_label) or 'value'}: {number}")
+    told = html.escape(f"token {index}, {visible(text.value_label) or 'value'}: {number}")
     tokens.append(f'<span class="token{marked}" role="listitem" tabindex="{-1 if index else 0}" data-told="{told}" '
                   f'aria-label="{_sign(piece)}, {told}"{style}>{_sign(piece)}</span>{after}')
   gradient = ", ".join(stops)

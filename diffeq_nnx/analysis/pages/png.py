@@ -163,9 +163,9 @@ def _text_canvas(text: ColouredText) -> Canvas:
   axes.axis("off")
   axes.text(_MARGIN, 12, title, fontsize=12, fontweight="bold", va="top")
   axes.text(_MARGIN, bottom + 60, caption, fontsize=8, color=_QUIET, va="top")
-  low, high = limits(text.values, diverging=text.diverging)
+  low, high = limits(text.coloured_values, diverging=text.diverging)
   stops = palette.DIVERGING if text.diverging else palette.TINTS
-  colours = palette.token_colours(text.values, low, high, stops)
+  colours = palette.token_colours(text.coloured_values, low, high, stops)
   for index, row, left, width, indent, piece in boxes:
     behind, letters = colours[index] or ("none", "#1c2126")
     middle = top + _ROW * (row + 0.5)
