@@ -301,7 +301,7 @@ def test_tokens_tell_their_values_to_mouse_and_keyboard(wide):
   assert wide.evaluate(f"!{tip}.hidden && {tip}.textContent") == "token 1, nats: 2"
   wide.press("Escape")
   assert wide.evaluate(f"{tip}.hidden")
-  assert wide.evaluate("document.querySelectorAll('#figure-text .token')[0].dataset.told") == "weight: not finite"
+  assert wide.evaluate("document.querySelectorAll('#figure-text .token')[0].dataset.told") == "token 0, weight: not finite"
   assert wide.evaluate("document.querySelectorAll('.tokens [tabindex=\"0\"]').length") == 2
   assert wide.evaluate("document.querySelector('#figure-text .marked').textContent") == "⏎"
 
@@ -350,3 +350,11 @@ def test_the_page_is_no_wider_than_the_window(width, mobile, browser, path):
     browser.tap(x, y)
     assert browser.until("!tip.hidden && tip.textContent") == "token 1, nats: 2"
   assert browser.messages == [] and len(browser.requests) == 1
+
+
+def test_a_marked_token_may_be_told_and_not_coloured(tmp_path):
+  text = ColouredText("t", "", "", ["a", "b", "c"], np.array([1.0, 2.0, 50.0]), "nats", marked=2, marked_coloured=False)
+  np.testing.assert_array_equal(text.coloured_values, [1, 2, np.nan])
+  page.write_page(str(tmp_path / "p.html"), "t", [], [("h", "", [text])])
+  written = (tmp_path / "p.html").read_text()
+  assert "token 2, nats: 50" in written and "<span>2</span></div>" in written  # the scale ends at the others'

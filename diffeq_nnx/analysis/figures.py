@@ -127,8 +127,8 @@ def coloured_texts(found: Findings) -> list[ColouredText]:
       ("gradient_times_input", "Gradient times input",
        f"Of the logit of {found.next_token[0]!r}, token and position together, for comparison.", found.gradient,
        "logit", True)]
-  return [ColouredText(name, title, f"{caption} The framed token's own, which has no colour: {values[n]:.3g}.", found.pieces[:n + 1],
-                       values, label, diverging, marked=n, marked_coloured=n == 0)
+  own = lambda values: f"The framed token's own, which has no colour: {values[n]:.3g}."
+  return [ColouredText(name, title, f"{caption} {own(values)}", found.pieces[:n + 1], values, label, diverging, marked=n, marked_coloured=n == 0)
           for name, title, caption, values, label, diverging in texts]
 
 
@@ -215,7 +215,8 @@ def depth(found: Findings) -> Figure:
   at = np.concatenate([[0.0], np.cumsum(found.grid[1]) / found.grid[1].sum()])
   own = lambda label: {"dashed": label != "own", "width": 3.0 if label == "own" else 1.5}
   lines = lambda index: [Line(at, of[index], label=label, **own(label)) for label, of in found.depth.items()]
-  panels = [Panel(title, TIME, title, lines(index)) for index, title in enumerate(("mean distance of directions", "share of pairs together"))]
+  panels = [Panel(title, TIME, title, lines(index))
+            for index, title in enumerate(("mean distance of directions", "share of pairs together"))]
   return Figure("clustering_model", "This model's states over depth",
                 "The text's tokens as unit vectors: how far apart they are on average (random directions: 1.41), and how "
                 "many pairs are together; as trained, and with one step's weights held at all steps.", panels, columns=2)

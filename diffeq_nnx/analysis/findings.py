@@ -76,7 +76,8 @@ class Findings:
     made = {"tokens": self.tokens, "position": np.array(self.position), "times": self.grid[0], "dts": self.grid[1],
             "spectra_times": self.spectra.times, "exponents_exact": self.exact.exponents,
             "exponents_per_token": self.per_token.exponents, "rollout": self.rollout,
-            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]), "next_token": np.array(self.next_token[2]),
+            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]),
+            "next_token": np.array(self.next_token[2]),
             "residual_exact": np.array(self.exact.residual), "residual_per_token": np.array(self.per_token.residual),
             "simulation_times": self.simulations[0].times,
             "simulation_states": np.stack([one.states[:, 0] for one in self.simulations])}
