@@ -128,7 +128,8 @@ def coloured_texts(found: Findings) -> list[ColouredText]:
        f"Of the logit of {found.next_token[0]!r}, token and position together, for comparison.", found.gradient,
        "logit", True)]
   own = lambda values: f"The framed token's own, which has no colour: {values[n]:.3g}."
-  return [ColouredText(name, title, f"{caption} {own(values)}", found.pieces[:n + 1], values, label, diverging, marked=n, marked_coloured=n == 0)
+  return [ColouredText(name, title, f"{caption} {own(values)}", found.pieces[:n + 1], values, label, diverging, marked=n,
+                       marked_coloured=n == 0)
           for name, title, caption, values, label, diverging in texts]
 
 
