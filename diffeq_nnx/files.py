@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,22 @@ def replacing(path: str, at: str | None = None) -> Iterator[str]:
     with contextlib.suppress(OSError):
       os.remove(part)
     raise
+
+
+@contextlib.contextmanager
+def replacing_folder(path: str) -> Iterator[str]:
+  """A new folder beside `path`, which takes its place, and that of an older one, once all is written."""
+  path = os.path.abspath(path)
+  place = path + ".unfinished"
+  try:
+    shutil.rmtree(place, ignore_errors=True)
+    os.makedirs(place)
+    yield place
+    if os.path.isdir(path):
+      shutil.rmtree(path)
+    os.replace(place, path)
+  finally:
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def write(path: str, content: bytes) -> None:

@@ -24,7 +24,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
 from diffeq_nnx.sampling import Sampling, Way, sample
 from diffeq_nnx.text_stream import TextStream
-from diffeq_nnx.train_step import graph, model_around
+from diffeq_nnx.train_step import graph, partial_model
 
 BUCKET = 64  # slots come in multiples of it, so that few shapes are compiled
 
@@ -147,7 +147,7 @@ def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weigh
   places_BxL = jnp.arange(L, dtype=jnp.int32)[None] - first_B[:, None]
   packing = block.Packing((places_BxL >= 0).astype(jnp.int32), jnp.maximum(places_BxL, 0))
   seen_S = [block.Noted(packing) for _ in range(grid.num_steps)]
-  model = model_around(config, weights["rest"])
+  model = partial_model(config, weights["rest"])
   hidden_BxLxD = model.hidden_written_out(tokens_BxL, weights["steps"], seen_S, grid)
   room = ((0, 0), (0, 0), (0, num_slots - L), (0, 0))
   kept_S = [tuple(jnp.pad(one, room) for one in seen.kept) for seen in seen_S]
@@ -162,7 +162,7 @@ def next_logits(config: ModelConfig, grid: solvers.Grid, weights: Weights, state
   if block.FIELDS[config.field].learned_positions:
     places_B = jnp.minimum(places_B, config.seq_len - 1)  # beyond them a row has ended, and others go on
   seen_S = [block.Cached(kept, slot, first_B, places_B[:, None]) for kept in state["kept"]]
-  model = model_around(config, weights["rest"])
+  model = partial_model(config, weights["rest"])
   hidden_Bx1xD = model.hidden_written_out(tokens_B[:, None], weights["steps"], seen_S, grid)
   state = {"kept": [seen.kept for seen in seen_S], "slot": slot + 1, "first_B": first_B}
   return state, model.logits(hidden_Bx1xD)[:, 0]
@@ -277,6 +277,14 @@ def generate_texts(model: Model | Decoder, tokenizer: Tokenizer, prompts: Sequen
   return [Continuation(*one) for one in zip(prompts, (text.text for text in texts), made, reasons)]
 
 
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[int]]:
+  """The ids of texts, without marks; raises UserError, which names `name`, where one is no Unicode text."""
+  try:
+    return [ids.tolist() for ids in tokenizer.encode_batch(list(texts))]
+  except UnicodeEncodeError as error:
+    raise UserError(f"{name}: not Unicode text ({error.reason}); give valid UTF-8") from error
+
+
 def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   """The ids of documents that begin with these texts.
 
@@ -285,12 +293,8 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   """
   if not prompts:
     raise UserError("prompts: none given; give one or more")
-  try:
-    encoded = tokenizer.encode_batch(list(prompts))
-  except UnicodeEncodeError as error:
-    raise UserError(f"prompts: not Unicode text ({error.reason}); give valid UTF-8") from error
   begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-  ids = [begin + one.tolist() for one in encoded]
+  ids = [begin + one for one in encoded(tokenizer, prompts, "prompts")]
   if [] in ids:
     raise UserError(f"prompts[{ids.index([])}]={prompts[ids.index([])]!r}: gives no tokens, and documents have no begin "
                     "mark here; give some text")

@@ -31,15 +31,15 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
   return nnx.split(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))))[0]
 
 
-def model_around(config: ModelConfig, rest: Params) -> Model:
-  """The model around weights that are made: its weight source is empty, and must not be asked.
+def partial_model(config: ModelConfig, params: Params) -> Model:
+  """The model with some of its parameters; what needs the others must not be asked.
 
   Args:
     config: of the model.
-    rest: its parameters but for the weight source's.
+    params: those of whole parts, as all but "weight_source" around weights that are made.
   """
   abstract = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
-  return nnx.merge(graph(config), {**rest, "weight_source": abstract["weight_source"]})
+  return nnx.merge(graph(config), {**abstract, **params})
 
 
 def init_state(config: Config) -> State:

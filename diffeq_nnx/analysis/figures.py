@@ -7,10 +7,9 @@ import numpy as np
 
 from diffeq_nnx.analysis import clustering
 from diffeq_nnx.analysis.findings import ORDERS, SEEDS, Findings
-from diffeq_nnx.analysis.pages.charts import ColouredText, Figure, Heatmap, Line, Panel, Points, Table
+from diffeq_nnx.analysis.pages.charts import ColouredText, Figure, Heatmap, Line, Panel, Points, Section, Table
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share
 
-Section = tuple[str, str, list[Figure | ColouredText | Table]]
 PAIR_NAMES = {"qk": "query-key, W_q W_kᵀ", "ov": "output-value, W_v W_o", "ff": "feed-forward, W_up W_down"}
 TIME = "depth t"
 POINTS_OF_A_LINE = 50  # of a simulated trajectory

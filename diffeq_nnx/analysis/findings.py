@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from diffeq_nnx import distributed
 from diffeq_nnx.analysis import attention, clustering, sensitivity
-from diffeq_nnx.analysis.sensitivity import Progress, Sensitivity
+from diffeq_nnx.analysis.sensitivity import Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.subject import Progress, Subject
 from diffeq_nnx.errors import UserError
 
 BETWEEN = 4  # times at which spectra are also taken, for each step of the solver

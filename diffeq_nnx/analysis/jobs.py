@@ -1,7 +1,6 @@
 """--job=analyse: a report on a run's newest model."""
 
 import os
-import shutil
 import time
 from typing import Any, Sequence
 
@@ -22,6 +21,8 @@ from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.config import Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.files import replacing_folder
+from diffeq_nnx.generation import encoded
 from diffeq_nnx.report import print_result
 from diffeq_nnx.text_stream import TextStream
 from diffeq_nnx.train_step import graph
@@ -103,19 +104,14 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   Raises:
     OSError: it can't be written.
   """
-  own, folder = folder, f"{folder}.{os.getpid()}"
-  os.makedirs(folder)
-  np.savez_compressed(os.path.join(folder, "numbers.npz"), **found.arrays())
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Figure, ColouredText))]
-  with showing("pictures", len(pictures)) as progress:
+  with replacing_folder(folder) as place, showing("pictures", len(pictures)) as progress:
+    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())
     for picture in pictures:
-      draw(picture, os.path.join(folder, f"{picture.name}.png"))
+      draw(picture, os.path.join(place, f"{picture.name}.png"))
       progress(1)
-  write_page(os.path.join(folder, "index.html"), title, facts, made)
-  if os.path.isdir(own):
-    shutil.rmtree(own)
-  os.rename(folder, own)
+    write_page(os.path.join(place, "index.html"), title, facts, made)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -124,10 +120,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
   Raises:
     UserError: it gives no tokens, or is no Unicode text.
   """
-  try:
-    ids = tokenizer.encode_batch([text])[0].tolist()
-  except UnicodeEncodeError as error:
-    raise UserError(f"--text: not Unicode text ({error.reason}); give valid UTF-8") from error
+  ids = encoded(tokenizer, [text], "--text")[0]
   if not ids:
     raise UserError(f"--text={text!r}: gives no tokens; give some text")
   return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

@@ -28,7 +28,7 @@ import numpy as np
 from diffeq_nnx import block
 from diffeq_nnx import solvers
 from diffeq_nnx.analysis import tangents
-from diffeq_nnx.analysis.subject import Pass, Subject, advance, steps_of
+from diffeq_nnx.analysis.subject import Pass, Progress, Subject, advance, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 
@@ -38,8 +38,6 @@ JACOBIAN_BYTES = 2**30  # of Jacobians that are held at a time
 ITERATED_PRODUCTS = 300  # with a Jacobian or its transpose, that the iteration takes for a token as a rule
 BLOCK = 8  # tangent vectors of a token that go through the steps together
 CHUNK_BYTES = 2**26  # of tangent vectors that do so at a time, and of their attention's; a step takes ten times as much
-
-Progress = Callable[[float], None]  # told after each piece of work how much of it that was
 
 
 @dataclasses.dataclass(frozen=True)

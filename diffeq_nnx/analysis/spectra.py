@@ -9,17 +9,15 @@ positions (so: tokens at the same place), 1 / sqrt(C) and the gate of SwiGLU are
 """
 
 import dataclasses
-from typing import Callable, Sequence
+from typing import Sequence
 
 import jax
 import numpy as np
 
 from diffeq_nnx import block
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.subject import Progress, Subject
 
 PAIRS = ("qk", "ov", "ff")
-
-Progress = Callable[[float], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ B batch, L positions, D embed_dim, S solver steps, H query heads, K key/value he
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from flax import nnx
 import jax
@@ -19,8 +19,10 @@ from diffeq_nnx import solvers
 from diffeq_nnx.config import MeshConfig, ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import Model, parameter_dtype
-from diffeq_nnx.train_step import graph, model_around
+from diffeq_nnx.train_step import partial_model
 from diffeq_nnx.weights import BlockWeights
+
+Progress = Callable[[float], None]  # told after each piece of work how much of it that was
 
 
 class Subject:
@@ -132,8 +134,7 @@ class Subject:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _weights(config: ModelConfig, times_S: tuple[float, ...], source: dict[str, Any]) -> BlockWeights:
-  abstract = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
-  model = nnx.merge(graph(config), {**abstract, "weight_source": source})  # nothing else is asked of it
+  model = partial_model(config, {"weight_source": source})
   with jax.default_matmul_precision("highest"):
     return model.weight_source(np.asarray(times_S), jnp.dtype(config.dtype))
 
@@ -195,7 +196,7 @@ def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest:
     moved_BxLxD = advance(config, seen, *one, x_BxLxD)
     return moved_BxLxD, (moved_BxLxD, seen.probabilities if with_attention else None, *seen.kept)
 
-  x_BxLxD = model_around(config, rest).embed(tokens_BxL)
+  x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
   _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
   return Pass(jnp.concatenate([x_BxLxD[None], moved]), attention, keys, values)
 
@@ -203,5 +204,5 @@ def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest:
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(config: ModelConfig, rest: dict[str, Any], x_BxLxD: jax.Array) -> jax.Array:
   """Logits [B, L, V] of a state after the last step."""
-  model = model_around(config, rest)
+  model = partial_model(config, rest)
   return model.logits(model.normed(x_BxLxD))

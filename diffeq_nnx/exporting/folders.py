@@ -4,10 +4,10 @@ import contextlib
 import importlib.resources
 import json
 import os
-import shutil
 from typing import Any, Iterator
 
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import replacing_folder
 
 
 def check_new(folder: str) -> None:
@@ -25,17 +25,12 @@ def new_folder(folder: str) -> Iterator[str]:
   """
   check_new(folder)
   folder = os.path.abspath(folder)
-  place = folder + ".unfinished"
   try:
-    shutil.rmtree(place, ignore_errors=True)
-    os.makedirs(place)
-    yield place
-    os.replace(place, folder)
+    with replacing_folder(folder) as place:
+      yield place
   except OSError as error:
     raise UserError(f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder",
                     everywhere=True) from error
-  finally:
-    shutil.rmtree(place, ignore_errors=True)
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:

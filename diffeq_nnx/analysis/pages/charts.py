@@ -242,6 +242,9 @@ class Table:
                          "give a cell for each column")
 
 
+Section = tuple[str, str, Sequence[Figure | ColouredText | Table]]  # heading, paragraph, items
+
+
 def drawable(figure: Figure) -> Figure:
   """The figure as both renderers draw it: without points that aren't finite, and at most `MAX_POINTS` to a mark.
 

@@ -14,9 +14,7 @@ from plotly import offline
 from diffeq_nnx import files
 from diffeq_nnx.analysis.pages import palette, traces
 from diffeq_nnx.analysis.pages.charts import (
-    ColouredText, Figure, Heatmap, Line, Panel, Points, Table, drawable, limits, visible)
-
-Section = tuple[str, str, Sequence[Figure | ColouredText | Table]]
+    ColouredText, Figure, Heatmap, Line, Panel, Points, Section, Table, drawable, limits, visible)
 
 # what the browser may load: nothing but what is in the file
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
