@@ -56,16 +56,14 @@ class DiffEqLM(LM):
       stride: of sliding windows: tokens that each predicts; None: half of `max_length`.
       max_length: tokens that the model reads at a time; None: model.seq_len.
       share: whether requests with a common beginning are computed together.
-      max_batch_size: not used; lm_eval gives it.
-      device: must be None: JAX chooses.
+      max_batch_size: lm_eval gives it; not used.
+      device: likewise: JAX chooses the devices.
 
     Raises:
       UserError: no run, no checkpoint, or a value outside its rule.
     """
     super().__init__()
-    del max_batch_size
-    if device not in (None, "auto"):
-      raise UserError(f"device={device!r}: JAX chooses the devices; leave it out, or set JAX_PLATFORMS")
+    del max_batch_size, device
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None):
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
     self._load: Callable[[], loading.Loaded] = lambda: loading.run(workdir, num_steps)
