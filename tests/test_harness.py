@@ -1,6 +1,7 @@
 """Downstream evaluation: lm_eval's own hf backend on the exported weights gives the same; order, batches, padding don't."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.data.tokenizers import ByteTokenizer
+from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import packing, perplexity, report, scoring, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.jobs import evaluate_downstream
@@ -44,9 +46,9 @@ def task_folder(tmp_path_factory):
   rng = np.random.default_rng(0)
   words = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most)))
   lines = {"questions": [
-      {"question": f"{words(2, 9)}?", "choices": [words(1, 4) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
+      {"question": f"{words(1, 5)}?", "choices": [words(1, 3) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
       for i in range(QUESTIONS)]}
-  lines["texts"] = [{"text": words(1, 60)} for _ in range(TEXTS)] + [{"text": "x"}]
+  lines["texts"] = [{"text": words(1, 40)} for _ in range(TEXTS)] + [{"text": "x"}]
   lines["prompts"] = [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)]
   for name, records in lines.items():
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -101,7 +103,7 @@ def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, task_folde
   from lm_eval.models.huggingface import HFLM
   model, names = model_of(field), ("choice", "rolling", "going_on")
   diffeq_nnx.export_hf(model, str(tmp_path / "hf"), tokenizer=ByteTokenizer())
-  theirs = evaluated(HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=64),
+  theirs = evaluated(HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=128),
                      task_folder, *names)
   ours = evaluated(DiffEqLM(model=model, tokenizer=ByteTokenizer()), task_folder, *names)
   found, expected = (responses(one, "choice") for one in (ours, theirs))
@@ -149,7 +151,7 @@ def one_by_one(model, requests):
 @pytest.mark.parametrize("field,solver,kv_heads", [("gpt", "euler", 2), ("llama", "sequential", 1)])
 def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64):
   model = make(small_model(field=field, solver=solver, num_kv_heads=kv_heads, vocab_size=257, seq_len=64, dtype="float64"))
-  requests = trees()
+  requests = trees(8)
   rows = packing.rows_of(requests, 64)
   assert len(rows) < 0.7 * len(requests) and any(row.branches for row in rows) and not all(row.branches for row in rows)
   expected = one_by_one(model, requests)
@@ -171,7 +173,7 @@ def test_a_slot_sees_its_own_path_and_a_beginning_is_held_once():
 
 
 def test_order_changes_nothing_and_batches_only_rounding(monkeypatch):
-  model, requests = model_of(), trees(40)
+  model, requests = model_of(), trees(20)
   scorer = scoring.Scorer(model)
   expected = by_number(scorer, requests)
   order = np.random.default_rng(1).permutation(len(requests))
@@ -357,23 +359,25 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
     assert part in told(lambda: config_lib.changed(config, [setting]))
 
 
-def test_both_command_lines(run, task_folder, tmp_path):
-  """lm_eval's with our model, and the job with settings on top of the run's own config."""
+def test_both_command_lines(run, task_folder, tmp_path, monkeypatch, capsys):
+  """The job with settings on top of the run's own config; and lm_eval's, to which our model is known."""
   _, workdir = run
-  start = lambda *arguments: subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.PIPE,
-                                              stderr=subprocess.PIPE, text=True)
-  jobs = [start("diffeq_nnx.harness", "--model", "diffeq_nnx", "--model_args", f"workdir={workdir},begin_mark=always",
-                "--tasks", str(task_folder / "choice.yaml"), "--limit", "6", "--output_path", str(tmp_path)),
-          start("diffeq_nnx.main", "--job=harness", f"--workdir={workdir}", "--config.harness.tasks=choice",
-                f"--config.harness.include_path={task_folder}", "--config.harness.default_tasks=False",
-                "--config.harness.limit=6", "--config.harness.folder=by_command")]
-  (table, theirs), (line, ours) = (job.communicate(timeout=240) for job in jobs)
-  assert jobs[0].returncode == 0 and "|choice|" in table, theirs
+  job = subprocess.Popen([sys.executable, "-m", "diffeq_nnx.main", "--job=harness", f"--workdir={workdir}",
+                          "--config.harness.tasks=choice", f"--config.harness.include_path={task_folder}",
+                          "--config.harness.default_tasks=False", "--config.harness.limit=6",
+                          "--config.harness.folder=by_command"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
+  monkeypatch.setattr(sys, "argv", [
+      "lm_eval", "--model", "diffeq_nnx", "--model_args", f"workdir={workdir},begin_mark=always", "--tasks",
+      str(task_folder / "choice.yaml"), "--limit", "6", "--output_path", str(tmp_path)])
+  command_line.main()
+  assert "|choice|" in capsys.readouterr().out
   (path,) = tmp_path.rglob("results_*.json")
   results = json.loads(path.read_text())
-  assert results["config"]["mark_before_contexts"] == results["config"]["mark_before_texts_without_context"]
-  assert jobs[1].returncode == 0 and json.loads(line)["acc"], ours
+  assert results["config"]["mark_before_contexts"] == results["config"]["mark_before_texts_without_context"] == 256
   assert report.figures(results)["choice", 0, "acc", "none"].error is not None
+  line, said = job.communicate(timeout=240)
+  assert job.returncode == 0 and json.loads(line)["acc"], said
 
 
 def test_the_paper_s_list_is_a_group_that_the_task_files_name():
