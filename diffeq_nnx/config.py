@@ -177,7 +177,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class HarnessConfig:
   """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
-  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; paper: the paper's list; none
+  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
   num_fewshot: tuple[int, ...] = ()  # examples in front of each question, once for each number; (): as the tasks say
   limit: int | None = None  # questions of each task, and documents of `text`; None: all
   include_path: str | None = None  # a folder of task files of your own
@@ -228,8 +228,8 @@ POSITIVE = (
     "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
-    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes", "harness.limit", "harness.batch_size",
-    "harness.stride")
+    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes",
+    "harness.limit", "harness.batch_size", "harness.stride")
 FRACTIONS = {  # key: (may be 0, may be 1)
     "model.dropout": (True, False), "model.lora.dropout": (True, False), "data.validation_fraction": (False, False),
     "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),

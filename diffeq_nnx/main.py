@@ -145,7 +145,7 @@ def _check_overrides(argv: list[str]) -> None:
 
 
 def _without_overrides(argv: list[str]) -> list[str]:
-  """The arguments, or where no config file is named, those that are not settings of it, which `_overrides` then holds."""
+  """All arguments; where no config file is named, those that set none of its keys: `_overrides` holds the others."""
   _overrides.clear()
   if "config" in [argument.lstrip("-").partition("=")[0] for argument in argv]:
     return argv

@@ -37,13 +37,13 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
   try:
     import lm_eval  # an extra: only this job needs it
   except ImportError as error:
-    raise UserError("--job=harness: lm_eval is not installed; pip install 'diffeq-nnx[harness]'", everywhere=True) from error
+    raise UserError("--job=harness: needs lm_eval; pip install 'diffeq-nnx[harness]'", everywhere=True) from error
   from diffeq_nnx.harness import adapter, perplexity, tasks
   workdir_lib.require(workdir, config)
   shots = list(settings.num_fewshot) or [None]
   theirs = [] if baseline is None else report.read(baseline, settings.folder, shots)
-  texts = None if settings.text is None else sources.open_source(
-      settings.text, "harness.text", sources.Options(text_key=config.data.text_key, bad_records=config.data.bad_records))
+  options = sources.Options(text_key=config.data.text_key, bad_records=config.data.bad_records)
+  texts = None if settings.text is None else sources.open_source(settings.text, "harness.text", options)
   names, manager = [], None
   if settings.tasks and settings.tasks != "none":
     manager = tasks.manager(settings.include_path, settings.default_tasks)
@@ -71,8 +71,8 @@ def _evaluated(lm_eval: Any, lm: Any, names: list[str], manager: Any, settings: 
     results = lm_eval.simple_evaluate(model=lm, tasks=names, num_fewshot=shots, limit=settings.limit,
                                       batch_size=settings.batch_size, task_manager=manager, log_samples=False)
   except (ConnectionError, FileNotFoundError) as error:
-    raise UserError(f"harness.tasks={settings.tasks}: the data of a task can't be had ({first_line(error, 200)}); see that "
-                    "they can be downloaded or are cached, or name other tasks") from error
+    raise UserError(f"harness.tasks={settings.tasks}: the data of a task can't be had ({first_line(error, 200)}); see "
+                    "that they can be downloaded or are cached, or name other tasks") from error
   results["config"]["model"] = "diffeq_nnx"
   return results
 
@@ -87,8 +87,8 @@ def _write(folder: str, ours: list[dict], theirs: list[dict], shots: list[int | 
   notes = [f"begin mark: {info['begin_mark']}; contexts begin with {_mark(info['mark_before_contexts'])}, and texts "
            f"without a context follow {_mark(info['mark_before_texts_without_context'])}",
            f"computed in {info['dtype']}, {info['num_steps']} solver steps; checkpoint of step {info['checkpoint_step']}",
-           f"windows over long texts: {info['rolling_windows']}; {info['max_length']} tokens at a time; requests that lost "
-           f"the beginning of their context: {info['truncated_requests']}"]
+           f"windows over long texts: {info['rolling_windows']}; {info['max_length']} tokens at a time",
+           f"requests that lost the beginning of their context: {info['truncated_requests']}"]
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not to be compared with others' figures")
   if said is not None:
@@ -101,8 +101,8 @@ def _write(folder: str, ours: list[dict], theirs: list[dict], shots: list[int | 
       text = json.dumps(one, indent=2, default=str, ensure_ascii=False)
       write(os.path.join(folder, report.name_of(count)), text.encode())
     if said is not None:
-      how = {name: info[name] for name in ("rolling_windows", "max_length", "mark_before_texts_without_context", "dtype",
-                                           "num_steps", "checkpoint_step")}
+      how = {name: info[name] for name in ("rolling_windows", "max_length", "mark_before_texts_without_context",
+                                           "dtype", "num_steps", "checkpoint_step")}
       write_json(os.path.join(folder, "perplexity.json"), {"text": settings.text, **said, **how})
     write(os.path.join(folder, "table.md"), report.table(ours, theirs, notes).encode())
     other = names[1] and os.path.basename(os.path.abspath(names[1]))

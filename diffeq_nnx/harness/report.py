@@ -58,7 +58,7 @@ def read(path: str, folder: str, shots: Sequence[int | None]) -> list[Results]:
         results = json.load(file)
       figures(results)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      raise UserError(f"--baseline={one}: is no results.json of lm_eval ({type(error).__name__}); name another") from error
+      raise UserError(f"--baseline={one}: is no results.json of lm_eval ({type(error).__name__})") from error
     found.append(results)
   return found
 

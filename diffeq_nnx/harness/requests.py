@@ -31,7 +31,7 @@ class Encoder:
 
   @property
   def prefix(self) -> int:
-    """The mark that is the context of a text's first token, where there is no other: the begin mark, or the end mark."""
+    """The context of a text's first token where there is no other: the begin mark, or else the end mark."""
     return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
   @property
@@ -94,8 +94,8 @@ class Encoder:
 
   def _fitted(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Request:
     if len(continuation) > self.max_length:
-      raise UserError(f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; leave "
-                      "the task out, or raise max_length where positions aren't learned")
+      raise UserError(f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
+                      "leave the task out, or raise max_length where positions aren't learned")
     room = self.max_length + 1 - len(continuation)
     self.truncated += len(context) > room
     return Request(context[-room:], continuation)

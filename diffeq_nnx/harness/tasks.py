@@ -8,8 +8,8 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
-PAPER = ("arc_easy", "arc_challenge", "hellaswag", "lambada_openai", "lambada_standard", "logiqa", "mmlu", "piqa", "sciq",
-         "winogrande", "wsc273")  # Tong et al. 2025; zero-shot and five-shot
+PAPER = ("arc_easy", "arc_challenge", "hellaswag", "lambada_openai", "lambada_standard", "logiqa", "mmlu", "piqa",
+         "sciq", "winogrande", "wsc273")  # Tong et al. 2025; zero-shot and five-shot
 PAPER_SHOTS = (0, 5)
 
 
