@@ -223,6 +223,7 @@ def test_eight_devices_say_what_one_does():
   """A program of its own, since devices are counted at the start."""
   code = """
 import jax, numpy as np
+from diffeq_nnx import sharding
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.harness.scoring import Scorer
 from flax import nnx
