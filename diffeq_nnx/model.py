@@ -74,7 +74,7 @@ class Model(nnx.Module):
 
   def hidden(self, tokens_BxL: jax.Array, block_weights: weights_lib.BlockWeights, grid: solvers.Grid | None = None,
              *, segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None,
-             dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
+             seen: block.Seen | None = None, dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
              remat: solvers.Remat = solvers.Remat()) -> jax.Array:
     """The state after the last step and the final norm, [B, L, D].
 
@@ -84,6 +84,8 @@ class Model(nnx.Module):
       grid: times and step sizes; None: the config's own.
       segment_ids_BxL: numbers of the documents in a row: a token sees its own only; None: all before it.
       positions_BxL: each token's place in its document, below L; None: 0 to L-1.
+      seen: says instead of these two what the tokens see and their positions; rows may then be longer than
+        `config.seq_len`, and positions may not.
       dropout_key: None: no dropout.
       rows_B: numbers of the sequences, by which dropout is drawn; None: 0 to B-1. So a batch is the same in parts.
       remat: what the backward pass recomputes.
@@ -92,16 +94,17 @@ class Model(nnx.Module):
       ValueError: L is larger than the number of learned positions.
     """
     L = tokens_BxL.shape[1]
-    if self.positions is not None and L > self.config.seq_len:
+    if self.positions is not None and seen is None and L > self.config.seq_len:
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-    x_BxLxD = self.embed(tokens_BxL, positions_BxL)
+    seen = block.Packing(segment_ids_BxL, positions_BxL) if seen is None else seen
+    x_BxLxD = self.embed(tokens_BxL, seen.positions_BxL)
     dropout = solvers.no_dropout
     if dropout_key is not None and self.config.dropout:
       rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
       dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     gather = lambda weights: self._per_leaf(sharding.gather, weights)
-    field = block.PackedField(self.field, block.Packing(segment_ids_BxL, positions_BxL))
+    field = block.PackedField(self.field, seen)
     x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
                             grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
     return self.normed(x_BxLxD)

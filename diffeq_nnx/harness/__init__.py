@@ -1,0 +1,1 @@
+"""Downstream evaluation with lm-evaluation-harness (lm_eval, the extra `harness`)."""

@@ -1,0 +1,36 @@
+"""python -m diffeq_nnx.harness: lm_eval's own command line, to which the model diffeq_nnx is known.
+
+lm_eval 0.4.13 knows the models of its own package only; nothing on its command line imports others.
+"""
+
+import os
+import sys
+
+from diffeq_nnx.errors import RunError, UserError
+
+
+def main() -> None:
+  """Runs lm_eval; errors in one line, exit code 2 for what the user can put right, 1 for what ends a run."""
+  try:
+    from lm_eval.__main__ import cli_evaluate
+  except ImportError:
+    print("error: lm_eval is not installed; pip install 'diffeq-nnx[harness]'", file=sys.stderr)
+    sys.exit(2)
+  import jax
+  from diffeq_nnx import distributed
+  from diffeq_nnx.harness import adapter, tasks  # the former registers the model
+  del adapter
+  try:
+    distributed.start(None, None, None, 100)
+    if jax.process_count() > 1:
+      os.environ["LOCAL_RANK"] = str(jax.process_index())  # lm_eval writes results where it is 0
+    if not any(argument.split("=")[0] == "--include_path" for argument in sys.argv) and "--tasks" in sys.argv:
+      sys.argv += ["--include_path", tasks.GROUPS]
+    cli_evaluate()
+  except (UserError, RunError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+if __name__ == "__main__":
+  main()

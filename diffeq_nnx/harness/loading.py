@@ -1,0 +1,66 @@
+"""A run's newest model on all devices, with whatever dtype it is to be computed in."""
+
+import dataclasses
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+
+from diffeq_nnx import runs
+from diffeq_nnx import sharding
+from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.config import CHOICES, ModelConfig
+from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import Model
+from diffeq_nnx.train import say_attention
+from diffeq_nnx.train_step import graph
+
+
+class Loaded(NamedTuple):
+  """A model and what belongs to it.
+
+  Attributes:
+    model: on the devices of `mesh`.
+    tokenizer: that it was trained with.
+    mesh: None: of one device.
+    num_steps: of the solver; None: the model's own.
+    step: optimizer steps of the checkpoint; None: it is from none.
+  """
+  model: Model
+  tokenizer: Tokenizer
+  mesh: jax.sharding.Mesh | None
+  num_steps: int | None
+  step: int | None
+
+
+def run(workdir: str, num_steps: int | None = None) -> Loaded:
+  """The newest model of a run, split over all devices; `num_steps` None: the run's eval.num_steps.
+
+  Raises:
+    UserError: no run, no checkpoint, or an attention that this backend lacks.
+  """
+  config = runs.anywhere(workdir_lib.config_of(str(workdir)))
+  say_attention(config.model)
+  tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
+  mesh = sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    params, step = runs.read(config, str(workdir), mesh, tokenizer.hash)
+  num_steps = config.eval.num_steps if num_steps is None else num_steps
+  return Loaded(nnx.merge(graph(config.model), params), tokenizer, mesh, num_steps, step)
+
+
+def computed(config: ModelConfig, dtype: str) -> ModelConfig:
+  """The config in another dtype of the computation, and without dropout.
+
+  Raises:
+    UserError: there is no such choice.
+  """
+  if dtype not in CHOICES["harness.dtype"]:
+    raise UserError(f"dtype={dtype!r}: must be one of {', '.join(CHOICES['harness.dtype'])}")
+  return dataclasses.replace(config, dropout=0.0, dtype=config.dtype if dtype == "model" else dtype)
+
+
+def with_config(model: Model, config: ModelConfig) -> Model:
+  """The same parameters in a model of another config."""
+  return nnx.merge(graph(config), nnx.to_pure_dict(nnx.state(model, nnx.Param)))

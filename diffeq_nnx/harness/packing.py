@@ -1,0 +1,152 @@
+"""Requests to rows: token sequences with a common beginning share a row, which holds the beginning once.
+
+B rows, L slots of a row, M scored tokens of a row.
+
+The sequences of a row make a tree, written depth first. A slot holds a token; the slots below it in the tree are those
+that follow it, up to its end. So slot i sees slot j where j <= i < end[j], and a token's position is its depth.
+"""
+
+import dataclasses
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+LEAST_SHARED = 4  # a sequence joins the one before if they share at least one part in so many of it
+FEWEST = 16  # slots of a row
+FEWEST_SCORED = 8  # scored tokens of a row
+
+
+class Request(NamedTuple):
+  """A continuation to be scored.
+
+  Attributes:
+    context: token ids, one or more.
+    continuation: token ids, one or more; its last is predicted, and not read.
+  """
+  context: tuple[int, ...]
+  continuation: tuple[int, ...]
+
+  @property
+  def read(self) -> tuple[int, ...]:
+    """The tokens that the model reads."""
+    return self.context + self.continuation[:-1]
+
+
+@dataclasses.dataclass
+class Row:
+  """Sequences that share a row.
+
+  Attributes:
+    tokens: of each slot.
+    positions: likewise, its depth.
+    ends: likewise, where the slots below it end.
+    scored: (slot, the token that is to follow it) of each scored token.
+    parts: (number of a request, its first in `scored`, how many).
+    branches: whether it holds more than one sequence.
+  """
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  positions: list[int] = dataclasses.field(default_factory=list)
+  ends: list[int] = dataclasses.field(default_factory=list)
+  scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  parts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+  branches: bool = False
+  _path: list[int] = dataclasses.field(default_factory=list)  # slots of the newest sequence
+
+  def add(self, number: int, request: Request, shared: int) -> None:
+    """Appends a request that has its first `shared` tokens in common with the one before."""
+    slots, read = len(self.tokens), request.read
+    for slot in self._path[shared:]:
+      self.ends[slot] = slots
+    self.branches = self.branches or shared < len(self._path)
+    self._path[shared:] = range(slots, slots + len(read) - shared)
+    self.tokens += read[shared:]
+    self.positions += range(shared, len(read))
+    self.ends += [0] * (len(read) - shared)
+    self.parts.append((number, len(self.scored), len(request.continuation)))
+    self.scored += zip(self._path[len(request.context) - 1:], request.continuation)
+
+  def close(self) -> None:
+    """After the last request."""
+    for slot in self._path:
+      self.ends[slot] = len(self.tokens)
+
+
+class Batch(NamedTuple):
+  """Rows as arrays; what is not used is 0, and a slot that is not used is seen by none.
+
+  Attributes:
+    arrays: tokens, positions, ends [B, L]; slots, targets [B, M].
+    branches: whether a row of it holds more than one sequence.
+    parts: for each row, `Row.parts`.
+  """
+  arrays: dict[str, np.ndarray]
+  branches: bool
+  parts: list[list[tuple[int, int, int]]]
+
+
+def bucket(count: int, fewest: int = FEWEST) -> int:
+  """The size to which a count is rounded up: four sizes between a power of two and the next, so that few are used."""
+  step = max(fewest, 1 << max((count - 1).bit_length() - 3, 0))
+  return -(-count // step) * step
+
+
+def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
+  """Rows for all requests, the same whatever their order; equal requests are held once for each.
+
+  Args:
+    requests: any.
+    most_slots: a row with several sequences has at most so many.
+    share: False: each request has a row of its own.
+  """
+  read = [np.asarray(request.read, ">i4") for request in requests]  # big-endian: bytes sort as the numbers do
+  order = sorted(range(len(requests)), key=lambda i: (read[i].tobytes(), requests[i]))
+  rows: list[Row] = []
+  before = np.zeros(0, np.int32)
+  for number in order:
+    shared = _shared(before, read[number])
+    new = len(read[number]) - shared
+    joins = share and rows and shared * LEAST_SHARED >= len(read[number]) and len(rows[-1].tokens) + new <= most_slots
+    if not joins:
+      rows.append(Row())
+    rows[-1].add(number, requests[number], shared if joins else 0)
+    before = read[number]
+  for row in rows:
+    row.close()
+  return rows
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+  """How many tokens two sequences have in common at their beginning."""
+  length = min(len(a), len(b))
+  differs = np.flatnonzero(a[:length] != b[:length])
+  return int(differs[0]) if len(differs) else length
+
+
+def batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
+  """All rows, the longest first, in batches of few shapes.
+
+  Args:
+    rows: any.
+    tokens: as many slots in a batch as fit, at least `multiple` rows.
+    multiple: of it the number of rows is a multiple.
+  """
+  rows = sorted(rows, key=lambda row: (bucket(len(row.tokens)), len(row.scored)), reverse=True)
+  while rows:
+    L = bucket(len(rows[0].tokens))
+    B = max(tokens // L // multiple, 1) * multiple
+    if len(rows) < B:  # the last ones: a power of two, times the multiple
+      B = min(B, multiple << (-(-len(rows) // multiple) - 1).bit_length())
+    yield _batch(rows[:B], B, L)
+    rows = rows[B:]
+
+
+def _batch(rows: Sequence[Row], B: int, L: int) -> Batch:
+  most = max(len(row.scored) for row in rows)
+  M = max(FEWEST_SCORED, 1 << (most - 1).bit_length())
+  arrays = {name: np.zeros((B, L), np.int32) for name in ("tokens", "positions", "ends")}
+  arrays |= {name: np.zeros((B, M), np.int32) for name in ("slots", "targets")}
+  for i, row in enumerate(rows):
+    for name in ("tokens", "positions", "ends"):
+      arrays[name][i, :len(row.tokens)] = getattr(row, name)
+    arrays["slots"][i, :len(row.scored)], arrays["targets"][i, :len(row.scored)] = np.asarray(row.scored).T
+  return Batch(arrays, any(row.branches for row in rows), [row.parts for row in rows])

@@ -1,0 +1,32 @@
+"""Perplexity of a corpus by token, word and byte, every document by itself."""
+
+import itertools
+import math
+import re
+from typing import Iterable
+
+from diffeq_nnx.evaluate import perplexity
+from diffeq_nnx.harness.adapter import DiffEqLM
+
+GROUP = 256  # documents whose windows are scored together
+
+
+def corpus_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None = None) -> dict[str, float | int]:
+  """How well documents are predicted, each token once, in the windows that `lm` was made with.
+
+  Words and bytes are counted as lm_eval does: pieces between white space, and bytes of UTF-8.
+
+  Returns:
+    perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the whole's negative
+    log-likelihood), and how many documents, tokens, words and bytes.
+  """
+  nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
+  documents = itertools.islice(documents, limit)
+  while group := list(itertools.islice(documents, GROUP)):
+    for text, (logprob, tokens) in zip(group, lm.rolling(group)):
+      nats -= logprob
+      for name, count in (("documents", 1), ("tokens", tokens), ("words", len(re.split(r"\s+", text))),
+                          ("bytes", len(text.encode()))):
+        counts[name] += count
+  per = {f"perplexity_per_{name}": perplexity(nats / counts[f"{name}s"]) for name in ("token", "word", "byte")}
+  return {**per, "bits_per_byte": nats / counts["bytes"] / math.log(2), "nats": nats, **counts}

@@ -1,0 +1,135 @@
+"""Results as a table and a picture of bars, ours beside a baseline's."""
+
+import json
+import os
+from typing import Any, NamedTuple, Sequence
+
+import matplotlib
+import numpy as np
+
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import replacing
+
+NAME = "results.json"
+BARS = ("acc", "exact_match", "f1")  # metrics with a bar, the first that a task has; shares, the larger the better
+
+Results = dict[str, Any]  # what lm_eval returns
+
+
+class Figure(NamedTuple):
+  """One number of one task.
+
+  Attributes:
+    value: of it.
+    error: its standard error; None: unknown.
+  """
+  value: float
+  error: float | None
+
+  def __str__(self) -> str:
+    return f"{self.value:.4f}" if self.error is None else f"{self.value:.4f} ± {self.error:.4f}"
+
+
+Key = tuple[str, Any, str, str]  # task, shots, metric, filter
+
+
+def name_of(shots: int | None) -> str:
+  """The file of results with so many examples before each question; None: as the tasks say."""
+  return NAME if shots is None else f"results_{shots}shot.json"
+
+
+def read(path: str, folder: str, shots: Sequence[int | None]) -> list[Results]:
+  """The results of a baseline: a run's directory, or a JSON file of lm_eval.
+
+  Raises:
+    UserError: there are none, or what is there is none.
+  """
+  paths = [path]
+  if os.path.isdir(path):
+    paths = [os.path.join(path, folder, name_of(one)) for one in shots]
+    paths = [one for one in paths if os.path.exists(one)]
+    if not paths:
+      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, name_of(shots[0]))}; run --job=harness on it "
+                      "with the same tasks first, or name a results.json")
+  found = []
+  for one in paths:
+    try:
+      with open(one, encoding="utf-8") as file:
+        results = json.load(file)
+      figures(results)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+      raise UserError(f"--baseline={one}: is no results.json of lm_eval ({type(error).__name__})") from error
+    found.append(results)
+  return found
+
+
+def figures(results: Results) -> dict[Key, Figure]:
+  """The numbers of all tasks, without those that a group's own number stands for."""
+  entries = {**results["results"], **results.get("groups", {})}
+  hidden = {child for group, children in results.get("group_subtasks", {}).items() for child in children
+            if _numbers(entries.get(group, {}))}
+  return {(task, results.get("n-shot", {}).get(task), metric, way): figure for task, entry in entries.items()
+          if task not in hidden for (metric, way), figure in _numbers(entry).items()}
+
+
+def _numbers(entry: dict[str, Any]) -> dict[tuple[str, str], Figure]:
+  found = {}
+  for name, value in entry.items():
+    metric, comma, way = name.partition(",")
+    if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+      error = entry.get(f"{metric}_stderr,{way}")
+      found[metric, way] = Figure(float(value), float(error) if isinstance(error, (int, float)) else None)
+  return found
+
+
+def table(ours: Sequence[Results], theirs: Sequence[Results], notes: Sequence[str]) -> str:
+  """Markdown: a line for each number, the baseline's and the difference beside it, with standard errors."""
+  mine, other = _all(ours), _all(theirs)
+  head = ["task", "shots", "metric", "ours"] + (["baseline", "difference"] if theirs else [])
+  lines = [head, ["---"] * len(head)]
+  for key, figure in mine.items():
+    task, shots, metric, way = key
+    line = [task, "" if shots is None else str(shots), metric if way == "none" else f"{metric} ({way})", str(figure)]
+    if theirs:
+      line += [str(other[key]), f"{figure.value - other[key].value:+.4f}"] if key in other else ["", ""]
+    lines.append(line)
+  return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *(f"- {note}" for note in notes)]) + "\n"
+
+
+def _all(results: Sequence[Results]) -> dict[Key, Figure]:
+  return {key: figure for one in results for key, figure in figures(one).items()}
+
+
+def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: tuple[str, str]) -> bool:
+  """Draws a bar for each task and number of shots, standard errors on top; False: there is none to draw."""
+  matplotlib.use("Agg")
+  from matplotlib import pyplot  # after the backend is chosen
+
+  mine, other = _all(ours), _all(theirs)
+  keys = {}
+  for key in mine:
+    task, shots, metric, _ = key
+    if metric in BARS and BARS.index(metric) < BARS.index(keys.get((task, shots), key)[2]) or (task, shots) not in keys:
+      if metric in BARS:
+        keys[task, shots] = key
+  if not keys:
+    return False
+  places = np.arange(len(keys))
+  width = 0.4 if theirs else 0.7
+  figure, axes = pyplot.subplots(figsize=(max(4.0, 1.6 + 0.8 * len(keys)), 4.2), layout="constrained")
+  for figures_here, name, shift, colour in ((mine, names[0], -0.5, "C0"), (other, names[1], 0.5, "0.6")):
+    chosen = [(place, figures_here[key]) for place, key in zip(places, keys.values()) if key in figures_here]
+    if chosen:
+      at = np.array([place for place, _ in chosen]) + (shift * width if theirs else 0)
+      axes.bar(at, [one.value for _, one in chosen], width, color=colour, label=name, zorder=2,
+               yerr=[one.error or 0.0 for _, one in chosen], capsize=3, error_kw={"zorder": 3})
+  several = len({shots for _, shots in keys}) > 1
+  axes.set_xticks(places, [f"{task}\n{shots}-shot" if several else task for task, shots in keys], rotation=35,
+                  ha="right", rotation_mode="anchor", fontsize=8)
+  axes.set_ylabel("share right, ± standard error")
+  axes.grid(axis="y", alpha=0.3)
+  axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+  with replacing(path) as part, open(part, "wb") as file:
+    figure.savefig(file, dpi=130, format="png")
+  pyplot.close(figure)
+  return True

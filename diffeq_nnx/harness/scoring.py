@@ -1,0 +1,183 @@
+"""Log-likelihoods of continuations, many at a time, over all devices of a mesh.
+
+B rows, L slots, M scored tokens of a row, D embed_dim, V vocab_size, H query heads, K key/value heads, G = H / K,
+C head_dim.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx import block
+from diffeq_nnx import sharding
+from diffeq_nnx import solvers
+from diffeq_nnx.config import MeshConfig, ModelConfig
+from diffeq_nnx.harness import packing
+from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.model import Model
+from diffeq_nnx.train_step import graph, partial_model
+
+LOGITS = 1 << 24  # that exist at one time on a device
+UNSEEN = -1e30  # finite: a slot that sees nothing must not make a NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Branched:
+  """What the slots of rows with several sequences see; see `packing`.
+
+  Attributes:
+    ends_BxL: where the slots below each end.
+    positions_BxL: the depth of each.
+  """
+  ends_BxL: jax.Array
+  positions_BxL: jax.Array
+
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """Attention of each slot to its path, [B, L, H, C]; plain, since kernels know no trees."""
+    del implementation
+    B, L, H, C = q_BxLxHxC.shape
+    K = k_BxLxKxC.shape[2]
+    wide = jnp.promote_types(q_BxLxHxC.dtype, jnp.float32)
+    slots_L = jnp.arange(L, dtype=jnp.int32)
+    before_1xLxL = (slots_L[None, :] <= slots_L[:, None])[None]
+    seen_BxLxL = before_1xLxL & (slots_L[None, :, None] < self.ends_BxL[:, None, :])
+    q_BxLxKxGxC = q_BxLxHxC.reshape(B, L, K, H // K, C) * jnp.asarray(C**-0.5, q_BxLxHxC.dtype)
+    scores_BxKxGxLxL = jnp.einsum("blkgc,bmkc->bkglm", q_BxLxKxGxC, k_BxLxKxC, preferred_element_type=wide)
+    scores_BxKxGxLxL = jnp.where(seen_BxLxL[:, None, None], scores_BxKxGxLxL, jnp.asarray(UNSEEN, wide))
+    shares_BxKxGxLxL = jax.nn.softmax(scores_BxKxGxLxL, axis=-1).astype(v_BxLxKxC.dtype)
+    return jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxLxL, v_BxLxKxC).reshape(B, L, H, C)
+
+
+class Score(NamedTuple):
+  """What the model says of a continuation.
+
+  Attributes:
+    logprob: its log-probability after its context, nats.
+    greedy: whether each of its tokens is the likeliest.
+  """
+  logprob: float
+  greedy: bool
+
+
+class Scorer:
+  """A model made ready to score: the weights of all its steps are made once, in the dtype of the computation.
+
+  Everything stays split over the mesh as in training. All processes of a job must make the same calls.
+
+  Attributes:
+    config: of the model.
+    grid: times and step sizes.
+    mesh: the devices.
+  """
+
+  def __init__(self, model: Model, num_steps: int | None = None, *, mesh: jax.sharding.Mesh | None = None,
+               batch_size: int = 8, share: bool = True):
+    """Makes the weights.
+
+    Args:
+      model: its parameters are on the devices of `mesh`.
+      num_steps: of the solver; None: the model's own.
+      mesh: None: of the one device that the model is on.
+      batch_size: sequences of `seq_len` tokens that a device holds at a time; of shorter ones it holds more.
+      share: whether sequences with a common beginning share a row; the result is the same, but for rounding.
+
+    Raises:
+      UserError: a number of steps that the model has no weights for.
+    """
+    self.config, self.grid = model.config, model.grid(num_steps)
+    self.mesh = mesh or sharding.make_mesh(MeshConfig(), sorted(model.embedding[...].devices(), key=lambda d: d.id)[:1])
+    self._share, self._most_slots = share, packing.bucket(self.config.seq_len)
+    self._rows = sharding.num_shards("batch", self.mesh.shape)
+    self._tokens = batch_size * self.config.seq_len * self._rows
+    with jax.set_mesh(self.mesh):
+      self._weights = ready(self.config, self.grid, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+  def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
+    """(number of a request, what is said of it), in any order, as they are computed.
+
+    The next batch is computed while one is handed out. Requests must be of the model's ids and fit its positions.
+    """
+    waiting = None
+    rows = packing.rows_of(requests, self._most_slots, self._share)
+    for batch in packing.batches(rows, self._tokens, self._rows):
+      told = batch, self._score(batch)
+      if waiting is not None:
+        yield from _scores(*waiting)
+      waiting = told
+    if waiting is not None:
+      yield from _scores(*waiting)
+
+  def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
+    B, M = batch.arrays["slots"].shape
+    share = sharding.Share(self.mesh, B)
+    arrays = share.place({name: array[share.rows] for name, array in batch.arrays.items()})
+    with jax.set_mesh(self.mesh):
+      return score(self.config, self.grid, batch.branches, _pieces(B // self._rows, M, self.config.vocab_size),
+                   self._weights, arrays)
+
+
+def _scores(batch: packing.Batch, made: tuple[jax.Array, jax.Array]) -> Iterator[tuple[int, Score]]:
+  logprob_BxM, greedy_BxM = map(np.asarray, made)
+  for row, parts in enumerate(batch.parts):
+    for number, first, count in parts:
+      here = slice(first, first + count)
+      yield number, Score(float(logprob_BxM[row, here].sum(dtype=np.float64)), bool(greedy_BxM[row, here].all()))
+
+
+def _pieces(B: int, M: int, V: int) -> int:
+  """In how many pieces the scored tokens are taken, so that no more than LOGITS logits exist at one time; M is 2^n."""
+  return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def ready(config: ModelConfig, grid: solvers.Grid, params: dict[str, Any]) -> dict[str, Any]:
+  """BlockWeights of the grid's times, and the other parameters, tables in the dtype of the computation."""
+  tables = ("embedding", "positions", "head")
+  rest = {name: leaf.astype(config.dtype) if name in tables and leaf is not None else leaf
+          for name, leaf in params.items() if name != "weight_source"}
+  return {"steps": nnx.merge(graph(config), params).block_weights(grid), "rest": rest}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, weights: dict[str, Any],
+          batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+  """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, whole on every device.
+
+  Args:
+    config: of the model.
+    grid: times and step sizes.
+    branches: whether rows may hold more than one sequence; else the model's own attention serves.
+    pieces: in how many the scored tokens are taken; divides M.
+    weights: of `ready`.
+    batch: `packing.Batch.arrays`.
+  """
+  model = partial_model(config, weights["rest"])
+  seen = Branched(batch["ends"], batch["positions"]) if branches else block.Packing(None, batch["positions"])
+  hidden_BxLxD = model.hidden(batch["tokens"], weights["steps"], grid, seen=seen)
+  head_VxD = model.unembedding()
+  B, M = batch["slots"].shape
+  split = lambda array: array.reshape(B, pieces, M // pieces).swapaxes(0, 1)
+
+  def piece(slots_targets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    slots_Bxm, targets_Bxm = slots_targets
+    picked_BxmxD = jnp.take_along_axis(hidden_BxLxD, slots_Bxm[..., None], axis=1)
+    wide = jnp.promote_types(config.dtype, jnp.float32)
+    logits_BxmxV = jnp.einsum("bmd,vd->bmv", picked_BxmxD, head_VxD, preferred_element_type=wide)
+    target_Bxm = jnp.take_along_axis(logits_BxmxV, targets_Bxm[..., None], axis=-1)[..., 0]
+    most_Bxm = logits_BxmxV.max(-1)
+    total_Bxm = jnp.exp(logits_BxmxV - most_Bxm[..., None]).sum(-1)
+    return target_Bxm - most_Bxm - jnp.log(total_Bxm), target_Bxm >= most_Bxm
+
+  made = jax.lax.map(piece, (split(batch["slots"]), split(batch["targets"])))
+  return tuple(_everywhere(array.swapaxes(0, 1).reshape(B, M)) for array in made)
+
+
+def _everywhere(array: jax.Array) -> jax.Array:
+  """The array, whole on each device, so that every process can read it."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return array if mesh.size == 1 else jax.lax.with_sharding_constraint(array, jax.sharding.PartitionSpec())
