@@ -15,7 +15,8 @@ setuptools.setup(
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
     package_data={"diffeq_nnx.analysis.pages": ["*.css", "*.html", "*.js"], "diffeq_nnx.exporting": ["templates/*.py"],
                   "diffeq_nnx.harness": ["groups/*.yaml"]},
-    entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"]},
+    entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"],
+                  "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},  # lm_eval after 0.4.13 looks
     install_requires=[
         "absl-py",
         "backports.zstd; python_version < '3.14'",

@@ -178,7 +178,8 @@ class CheckpointConfig:
 class HarnessConfig:
   """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
   tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
-  num_fewshot: tuple[int, ...] = ()  # examples in front of each question, once for each number; (): as the tasks say
+  num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
+  # else as the tasks say
   limit: int | None = None  # questions of each task, and documents of `text`; None: all
   include_path: str | None = None  # a folder of task files of your own
   default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
@@ -471,7 +472,8 @@ def _check_harness(harness: HarnessConfig) -> None:
     if count < 0:
       raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
   if harness.stride is not None and harness.window != "sliding":
-    raise UserError(f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set harness.window=sliding")
+    raise UserError(f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set "
+                    "harness.window=sliding")
   if not harness.folder or os.path.isabs(harness.folder) or ".." in harness.folder.split(os.sep):
     raise UserError(f"harness.folder={harness.folder!r}: must be a folder within the work directory, e.g. harness")
   if harness.text is None and not harness.tasks:

@@ -149,7 +149,7 @@ def _without_overrides(argv: list[str]) -> list[str]:
   _overrides.clear()
   if "config" in [argument.lstrip("-").partition("=")[0] for argument in argv]:
     return argv
-  is_setting = lambda argument: argument.startswith("-") and argument.lstrip("-").startswith("config.") and "=" in argument
+  is_setting = lambda argument: re.match(r"--?config\..*=", argument)
   _overrides.extend(argument.lstrip("-").removeprefix("config.") for argument in argv[1:] if is_setting(argument))
   return [argv[0], *(argument for argument in argv[1:] if not is_setting(argument))]
 

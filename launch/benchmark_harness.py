@@ -1,12 +1,14 @@
 """Requests of lm_eval a second: ours against the harness's own hf backend on the same weights, in turn, in one process.
 
-  python launch/benchmark_harness.py --config=configs/gpt_small.py:builtin,gpt [--items=40] [--rounds=3] [--batch_size=16]
-      [--kinds=choice,last_word,text] [--set=model.num_steps=4]
+  python launch/benchmark_harness.py --config=configs/gpt_small.py:builtin,gpt [--items=40] [--rounds=3]
+      [--batch_size=16] [--kinds=choice,letters,five_shot,last_word,text] [--set=model.num_steps=4]
 
 Weights are at their initial values, in float32 on both sides, and exported with `diffeq_nnx.export_hf`; a token is a
 byte, and the vocabulary the config's. Kinds of request:
 
   choice     `--items` questions of 100 to 180 tokens with four answers of 12 to 40: four requests an item
+  letters    the questions with the letters A to D as answers, which the hf backend reads once each, too
+  five_shot  the same after five examples of such a question and its letter, common to all
   last_word  `--items` passages of 80 to 160 tokens, of which the last word is scored: nothing is shared
   text       a quarter of `--items` texts of 200 to 900 tokens, every token scored
 
@@ -49,6 +51,10 @@ def requests_of(kind: str, items: int) -> list[Instance]:
   if kind == "choice":
     questions = [text(100, 180) for _ in range(items)]
     pairs = [(question, f" {text(12, 40)} {n}") for question in questions for n in range(4)]
+  elif kind in ("letters", "five_shot"):
+    examples = "".join(f"{text(90, 120)} {letter}\n" for letter in "ABCDA") if kind == "five_shot" else ""
+    questions = [examples + text(100, 180) for _ in range(items)]
+    pairs = [(question, f" {letter}") for question in questions for letter in "ABCD"]
   elif kind == "last_word":
     pairs = [(text(80, 160), f" {rng.choice(WORDS)}") for _ in range(items)]
   else:
@@ -85,7 +91,7 @@ def main() -> None:
   parser.add_argument("--items", type=int, default=40)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--batch_size", type=int, default=16, help="of the hf backend")
-  parser.add_argument("--kinds", default="choice,last_word,text")
+  parser.add_argument("--kinds", default="choice,letters,five_shot,last_word,text")
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   arguments = parser.parse_args()
   config = config_lib.load(arguments.config, [*arguments.set, "model.dtype=float32", "model.dropout=0.0"])

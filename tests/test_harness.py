@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from importlib import metadata
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from lm_eval.tasks import TaskManager
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import packing, perplexity, report, scoring, tasks
@@ -30,8 +32,9 @@ from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.jobs import evaluate_downstream
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.train import train
+from launch import local
 from tests.conftest import run_config, small_model, told
-from tests.test_export import make
+from tests.test_export import byte_pairs, make
 
 pytestmark = pytest.mark.filterwarnings("default")  # lm_eval and what it brings warn as they like
 
@@ -75,7 +78,8 @@ def run(tmp_path_factory):
   config = run_config(folder, steps=2)
   config = dataclasses.replace(
       config, model=dataclasses.replace(config.model, vocab_size=257, seq_len=96),
-      data=dataclasses.replace(config.data, tokenizer="bytes"), checkpoint=dataclasses.replace(config.checkpoint, every=2))
+      data=dataclasses.replace(config.data, tokenizer="bytes"),
+      checkpoint=dataclasses.replace(config.checkpoint, every=2))
   train(config, str(folder / "run"))
   return config, folder / "run"
 
@@ -83,7 +87,8 @@ def run(tmp_path_factory):
 def model_of(field="gpt", **changes):
   """A small model whose logits spread, with a byte a token."""
   kv_heads = {"num_kv_heads": None} if field == "gpt" else {"norm_eps": 1e-6, "final_norm_eps": 1e-6}
-  return make(small_model(field=field, vocab_size=257, seq_len=96, **{"solver": "sequential", **kv_heads, **changes}))
+  sizes = {"vocab_size": 257, "seq_len": 96, "solver": "sequential"}
+  return make(small_model(field=field, **{**sizes, **kv_heads, **changes}))
 
 
 def evaluated(lm, folder, *names, **more):
@@ -98,23 +103,25 @@ def responses(results, name):
   return [response for sample in samples for response in sample["filtered_resps"]]
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, task_folder, tmp_path):
+@pytest.mark.parametrize("field,tokens", [("gpt", "bytes"), ("llama", "byte pairs after a begin mark")])
+def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, tokens, task_folder, tmp_path):
   from lm_eval.models.huggingface import HFLM
-  model, names = model_of(field), ("choice", "rolling", "going_on")
-  diffeq_nnx.export_hf(model, str(tmp_path / "hf"), tokenizer=ByteTokenizer())
-  theirs = evaluated(HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=128),
-                     task_folder, *names)
-  ours = evaluated(DiffEqLM(model=model, tokenizer=ByteTokenizer()), task_folder, *names)
+  tokenizer = ByteTokenizer() if tokens == "bytes" else load_tokenizer(byte_pairs(tmp_path, " ".join(WORDS)))
+  model, hf = model_of(field, vocab_size=tokenizer.vocab_size), str(tmp_path / "hf")
+  diffeq_nnx.export_hf(model, hf, tokenizer=tokenizer)
+  make_theirs = functools.partial(HFLM, pretrained=hf, device="cpu", dtype="float32", batch_size=128)
+  theirs = evaluated(make_theirs(), task_folder, "choice", "going_on")
+  rolling = evaluated(make_theirs(add_bos_token=False), task_folder, "rolling")  # else the mark is scored after itself
+  ours = evaluated(DiffEqLM(model=model, tokenizer=tokenizer), task_folder, "choice", "going_on", "rolling")
   found, expected = (responses(one, "choice") for one in (ours, theirs))
   assert len(found) == len(expected) > 3 * QUESTIONS
   np.testing.assert_allclose([one[0] for one in found], [one[0] for one in expected], rtol=0, atol=1e-3)
   assert [one[1] for one in found] == [one[1] for one in expected]
   for metric in ("acc,none", "acc_norm,none"):
     assert ours["results"]["choice"][metric] == theirs["results"]["choice"][metric]
-  np.testing.assert_allclose(responses(ours, "rolling"), responses(theirs, "rolling"), rtol=0, atol=1e-3)
+  np.testing.assert_allclose(responses(ours, "rolling"), responses(rolling, "rolling"), rtol=0, atol=1e-3)
   assert responses(ours, "going_on") == responses(theirs, "going_on")
-  assert ours["config"]["mark_before_contexts"] is None and ours["config"]["begin_mark"] == "auto"
+  assert ours["config"]["mark_before_contexts"] == tokenizer.bos_id and ours["config"]["begin_mark"] == "auto"
 
 
 def trees(count=12, longest=60, V=257, seed=0):
@@ -149,7 +156,8 @@ def one_by_one(model, requests):
 
 
 @pytest.mark.parametrize("field,solver,kv_heads", [("gpt", "euler", 2), ("llama", "sequential", 1)])
-def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64):
+def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64, monkeypatch):
+  monkeypatch.setattr(scoring, "QUERIES", 24)  # attention in several parts
   sizes = {"num_kv_heads": kv_heads, "vocab_size": 257, "seq_len": 64}
   model = make(small_model(field=field, solver=solver, dtype="float64", **sizes))
   requests = trees(8)
@@ -255,7 +263,7 @@ def test_contexts_are_cut_where_their_tokens_end():
   lm = DiffEqLM(model=model_of(), tokenizer=ByteTokenizer(), begin_mark="none")
   pairs = lambda *given, **changes: list(dataclasses.replace(lm.encoder, **changes).pairs(given))
   ids = lambda text: tuple(text.encode())
-  assert pairs(("a b ", "c"), ("a b", " c")) == [Request(ids("a b"), ids(" c"))] * 2  # the space goes to the continuation
+  assert pairs(("a b ", "c"), ("a b", " c")) == [Request(ids("a b"), ids(" c"))] * 2  # the space goes to the right
   assert pairs(("", "ab"), (" ", "b")) == [Request((256,), ids("ab")), Request((256,), ids(" b"))]
   assert pairs(("ab", "")) == [None]
   marked = [Request((256, *ids("ab")), ids("c")), Request((256,), ids("c"))]
@@ -318,7 +326,8 @@ def test_the_job_writes_results_a_table_and_bars(run, task_folder, tmp_path, cap
   assert two["n-shot"]["choice"] == 2 and two["config"]["begin_mark"] == "auto"
   said = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert said["job"] == "harness" and set(said["acc"]) == {"choice (0-shot)", "choice (2-shot)"}
-  one = dataclasses.replace(both, harness=dataclasses.replace(both.harness, num_fewshot=(0,), text=None, folder="again"))
+  one = dataclasses.replace(
+      both, harness=dataclasses.replace(both.harness, num_fewshot=(0,), text=None, folder="again"))
   evaluate_downstream(one, str(workdir), baseline=str(folder / "results_0shot.json"))
   table = (workdir / "again" / "table.md").read_text()
   assert "| choice | 0 | acc |" in table and "+0.0000" in table and "±" in table and "begin mark: auto" in table
@@ -371,7 +380,8 @@ def test_both_command_lines(run, task_folder, tmp_path, monkeypatch, capsys):
   job = subprocess.Popen([sys.executable, "-m", "diffeq_nnx.main", "--job=harness", f"--workdir={workdir}",
                           "--config.harness.tasks=choice", f"--config.harness.include_path={task_folder}",
                           "--config.harness.default_tasks=False", "--config.harness.limit=6",
-                          "--config.harness.folder=by_command"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                          "--config.harness.folder=by_command"],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
   monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
   monkeypatch.setattr("diffeq_nnx.distributed.start", lambda *arguments: None)  # only before anything touches a device
   monkeypatch.setattr(sys, "argv", [
@@ -386,6 +396,34 @@ def test_both_command_lines(run, task_folder, tmp_path, monkeypatch, capsys):
   with job:
     line, said = job.communicate(timeout=240)
   assert job.returncode == 0 and json.loads(line)["acc"], said
+
+
+def test_two_processes_of_two_devices_say_what_one_does(run, task_folder, tmp_path):
+  _, workdir = run
+  source = f"jsonl:{task_folder}/texts.jsonl"
+  arguments = ["--job=harness", f"--workdir={workdir}", "--config.harness.tasks=choice", "--config.harness.limit=12",
+               f"--config.harness.include_path={task_folder}", "--config.harness.default_tasks=False",
+               f"--config.harness.text={source}", "--config.harness.folder=by_two"]
+  assert local.run(local.commands(2, local.free_port(), arguments), local.environment(2)) == 0
+  alone = DiffEqLM(str(workdir))
+  with open(task_folder / "texts.jsonl", encoding="utf-8") as file:
+    expected = perplexity.corpus_perplexity(alone, [json.loads(line)["text"] for line in file][:12])
+  found = json.loads((workdir / "by_two" / "perplexity.json").read_text())
+  assert np.isclose(found["nats"], expected["nats"], rtol=1e-6) and found["tokens"] == expected["tokens"]
+  results = json.loads((workdir / "by_two" / "results.json").read_text())
+  assert (results["config"]["processes"], results["config"]["devices"]) == (2, 4)
+  again = evaluated(alone, task_folder, "choice", limit=12)
+  assert results["results"]["choice"]["acc,none"] == again["results"]["choice"]["acc,none"]
+
+
+def test_lm_eval_finds_the_model_by_its_entry_point():
+  """Releases of lm_eval after 0.4.13 look models up there, so that `lm_eval --model diffeq_nnx` is enough."""
+  try:
+    metadata.distribution("diffeq_nnx")
+  except metadata.PackageNotFoundError:
+    pytest.skip("the package is not installed")
+  (found,) = metadata.entry_points(group="lm_eval.models", name="diffeq_nnx")
+  assert found.load() is DiffEqLM
 
 
 def test_the_paper_s_list_is_a_group_that_the_task_files_name():

@@ -3,7 +3,6 @@
 import json
 from typing import Any, Callable, Sequence
 
-from flax import nnx
 import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -159,8 +158,8 @@ class DiffEqLM(LM):
     """Ids of contexts, without what leaves no room for `max_tokens`."""
     room = self.encoder.max_length - max_tokens
     if room < 1:
-      raise UserError(f"max_gen_toks={max_tokens}: the model reads {self.encoder.max_length} tokens, and at least one is "
-                      "the context's; lower it with gen_kwargs")
+      raise UserError(f"max_gen_toks={max_tokens}: the model reads {self.encoder.max_length} tokens, and at least one "
+                      "is the context's; lower it with gen_kwargs")
     ids = [one or (self.encoder.prefix,) for one in self.encoder.contexts(contexts)]
     self.encoder.truncated += sum(len(one) > room for one in ids)
     return [one[-room:] for one in ids]

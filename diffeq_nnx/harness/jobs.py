@@ -40,7 +40,7 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
     raise UserError("--job=harness: needs lm_eval; pip install 'diffeq-nnx[harness]'", everywhere=True) from error
   from diffeq_nnx.harness import adapter, perplexity, tasks
   workdir_lib.require(workdir, config)
-  shots = list(settings.num_fewshot) or [None]
+  shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if settings.tasks == "paper" else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder, shots)
   options = sources.Options(text_key=config.data.text_key, bad_records=config.data.bad_records)
   texts = None if settings.text is None else sources.open_source(settings.text, "harness.text", options)
@@ -67,6 +67,7 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
 def _evaluated(lm_eval: Any, lm: Any, names: list[str], manager: Any, settings: HarnessConfig,
                shots: int | None) -> dict[str, Any]:
   """lm_eval's results with so many examples before each question."""
+  lm.encoder.truncated = 0
   try:
     results = lm_eval.simple_evaluate(model=lm, tasks=names, num_fewshot=shots, limit=settings.limit,
                                       batch_size=settings.batch_size, task_manager=manager, log_samples=False)
@@ -84,11 +85,13 @@ def _write(folder: str, ours: list[dict], theirs: list[dict], shots: list[int | 
   Raises:
     RunError: they can't be written.
   """
+  lost = ", ".join(f"{one['config']['truncated_requests']}{'' if count is None else f' ({count}-shot)'}"
+                   for one, count in zip(ours, shots))
   notes = [f"begin mark: {info['begin_mark']}; contexts begin with {_mark(info['mark_before_contexts'])}, and texts "
            f"without a context follow {_mark(info['mark_before_texts_without_context'])}",
-           f"computed in {info['dtype']}, {info['num_steps']} solver steps; checkpoint of step {info['checkpoint_step']}",
+           f"computed in {info['dtype']}, {info['num_steps']} solver steps; checkpoint {info['checkpoint_step']}",
            f"windows over long texts: {info['rolling_windows']}; {info['max_length']} tokens at a time",
-           f"requests that lost the beginning of their context: {info['truncated_requests']}"]
+           *([f"requests that lost the beginning of their context: {lost}"] if lost else [])]
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not to be compared with others' figures")
   if said is not None:

@@ -101,34 +101,31 @@ def _all(results: Sequence[Results]) -> dict[Key, Figure]:
 
 
 def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: tuple[str, str]) -> bool:
-  """Draws a bar for each task and number of shots, standard errors on top; False: there is none to draw."""
+  """Draws a bar for each task, a panel for each number of shots, standard errors on top; False: there is none."""
   matplotlib.use("Agg")
   from matplotlib import pyplot  # after the backend is chosen
 
   mine, other = _all(ours), _all(theirs)
-  keys = {}
-  for key in mine:
-    task, shots, metric, _ = key
-    if metric in BARS and BARS.index(metric) < BARS.index(keys.get((task, shots), key)[2]) or (task, shots) not in keys:
-      if metric in BARS:
-        keys[task, shots] = key
-  if not keys:
+  panels: dict[Any, dict[str, Key]] = {}  # by shots: what each task's bar shows
+  for key in sorted((key for key in mine if key[2] in BARS), key=lambda key: BARS.index(key[2])):
+    panels.setdefault(key[1], {}).setdefault(key[0], key)
+  if not panels:
     return False
-  places = np.arange(len(keys))
+  tasks = list(dict.fromkeys(task for task, *_ in mine if any(task in panel for panel in panels.values())))
   width = 0.4 if theirs else 0.7
-  figure, axes = pyplot.subplots(figsize=(max(4.0, 1.6 + 0.8 * len(keys)), 4.2), layout="constrained")
-  for figures_here, name, shift, colour in ((mine, names[0], -0.5, "C0"), (other, names[1], 0.5, "0.6")):
-    chosen = [(place, figures_here[key]) for place, key in zip(places, keys.values()) if key in figures_here]
-    if chosen:
-      at = np.array([place for place, _ in chosen]) + (shift * width if theirs else 0)
-      axes.bar(at, [one.value for _, one in chosen], width, color=colour, label=name, zorder=2,
-               yerr=[one.error or 0.0 for _, one in chosen], capsize=3, error_kw={"zorder": 3})
-  several = len({shots for _, shots in keys}) > 1
-  axes.set_xticks(places, [f"{task}\n{shots}-shot" if several else task for task, shots in keys], rotation=35,
-                  ha="right", rotation_mode="anchor", fontsize=8)
-  axes.set_ylabel("share right, ± standard error")
-  axes.grid(axis="y", alpha=0.3)
-  axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+  figure, rows = pyplot.subplots(len(panels), 1, figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)),
+                                 layout="constrained", sharex=True, sharey=True, squeeze=False)
+  for axes, (shots, keys) in zip(rows[:, 0], panels.items()):
+    for figures_here, name, shift, colour in ((mine, names[0], -0.5, "C0"), (other, names[1], 0.5, "0.6")):
+      chosen = [(place, figures_here[keys[task]]) for place, task in enumerate(tasks) if keys.get(task) in figures_here]
+      if chosen:
+        at = np.array([place for place, _ in chosen]) + (shift * width if theirs else 0)
+        axes.bar(at, [one.value for _, one in chosen], width, color=colour, label=name, zorder=2,
+                 yerr=[one.error or 0.0 for _, one in chosen], capsize=3, error_kw={"zorder": 3})
+    axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
+    axes.grid(axis="y", alpha=0.3)
+  axes.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+  figure.legend(*rows[0, 0].get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=2, frameon=False)
   with replacing(path) as part, open(part, "wb") as file:
     figure.savefig(file, dpi=130, format="png")
   pyplot.close(figure)

@@ -24,6 +24,7 @@ from diffeq_nnx.train_step import graph, partial_model
 
 LOGITS = 1 << 24  # that exist at one time on a device
 UNSEEN = -1e30  # finite: a slot that sees nothing must not make a NaN
+QUERIES = 256  # slots whose attention is made at one time; none of them sees the slots after the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +39,24 @@ class Branched:
   positions_BxL: jax.Array
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of each slot to its path, [B, L, H, C]; plain, since kernels know no trees."""
+    """Attention of each slot to its path, [B, L, H, C]; plain, since kernels know no trees, QUERIES slots at a time."""
     del implementation
     B, L, H, C = q_BxLxHxC.shape
     K = k_BxLxKxC.shape[2]
     wide = jnp.promote_types(q_BxLxHxC.dtype, jnp.float32)
-    slots_L = jnp.arange(L, dtype=jnp.int32)
-    before_1xLxL = (slots_L[None, :] <= slots_L[:, None])[None]
-    seen_BxLxL = before_1xLxL & (slots_L[None, :, None] < self.ends_BxL[:, None, :])
     q_BxLxKxGxC = q_BxLxHxC.reshape(B, L, K, H // K, C) * jnp.asarray(C**-0.5, q_BxLxHxC.dtype)
-    scores_BxKxGxLxL = jnp.einsum("blkgc,bmkc->bkglm", q_BxLxKxGxC, k_BxLxKxC, preferred_element_type=wide)
-    scores_BxKxGxLxL = jnp.where(seen_BxLxL[:, None, None], scores_BxKxGxLxL, jnp.asarray(UNSEEN, wide))
-    shares_BxKxGxLxL = jax.nn.softmax(scores_BxKxGxLxL, axis=-1).astype(v_BxLxKxC.dtype)
-    return jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxLxL, v_BxLxKxC).reshape(B, L, H, C)
+    made = []
+    for first in range(0, L, QUERIES):
+      last = min(first + QUERIES, L)
+      slots_1xlx1 = jnp.arange(first, last, dtype=jnp.int32)[None, :, None]
+      before_1xlxm = jnp.arange(last, dtype=jnp.int32)[None, None] <= slots_1xlx1
+      seen_Bxlxm = before_1xlxm & (slots_1xlx1 < self.ends_BxL[:, None, :last])
+      scores_BxKxGxlxm = jnp.einsum("blkgc,bmkc->bkglm", q_BxLxKxGxC[:, first:last], k_BxLxKxC[:, :last],
+                                    preferred_element_type=wide)
+      scores_BxKxGxlxm = jnp.where(seen_Bxlxm[:, None, None], scores_BxKxGxlxm, jnp.asarray(UNSEEN, wide))
+      shares_BxKxGxlxm = jax.nn.softmax(scores_BxKxGxlxm, axis=-1).astype(v_BxLxKxC.dtype)
+      made.append(jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxlxm, v_BxLxKxC[:, :last]))
+    return jnp.concatenate(made, axis=1).reshape(B, L, H, C)
 
 
 class Score(NamedTuple):
