@@ -83,7 +83,7 @@ class ModelConfig:
   @property
   def block_eps(self) -> float:
     """eps of the block's norms, the default filled in."""
-    return {"gpt": 1e-5, "llama": 1e-6}[self.field] if self.norm_eps is None else self.norm_eps
+    return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
 
   @property
   def final_eps(self) -> float:

@@ -12,6 +12,7 @@ from typing import Sequence
 import jax
 import numpy as np
 
+from diffeq_nnx import block
 from diffeq_nnx.analysis.subject import Subject
 
 NEAR = 0.1  # two directions nearer than this, as unit vectors, count as one
@@ -123,6 +124,6 @@ def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = N
   """
   weights = None if held is None else held_at(subject, held)
   states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0], np.float64)
-  if subject.config.field == "gpt":  # as LayerNorm sees them
+  if issubclass(block.FIELDS[subject.config.field], block.GPTField):  # as LayerNorm sees them
     states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

@@ -41,7 +41,7 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
   from diffeq_nnx.harness import adapter, perplexity, tasks
   workdir_lib.require(workdir, config)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if settings.tasks == "paper" else (None,)))
-  theirs = [] if baseline is None else report.read(baseline, settings.folder, shots)
+  theirs = [] if baseline is None else report.read(baseline, settings.folder)
   options = sources.Options(text_key=config.data.text_key, bad_records=config.data.bad_records)
   texts = None if settings.text is None else sources.open_source(settings.text, "harness.text", options)
   names, manager = [], None

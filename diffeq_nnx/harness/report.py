@@ -1,5 +1,6 @@
 """Results as a table and a picture of bars, ours beside a baseline's."""
 
+import glob
 import json
 import os
 from typing import Any, NamedTuple, Sequence
@@ -38,19 +39,18 @@ def name_of(shots: int | None) -> str:
   return NAME if shots is None else f"results_{shots}shot.json"
 
 
-def read(path: str, folder: str, shots: Sequence[int | None]) -> list[Results]:
-  """The results of a baseline: a run's directory, or a JSON file of lm_eval.
+def read(path: str, folder: str) -> list[Results]:
+  """The results of a baseline: all of a run's directory, or a JSON file of lm_eval.
 
   Raises:
     UserError: there are none, or what is there is none.
   """
   paths = [path]
   if os.path.isdir(path):
-    paths = [os.path.join(path, folder, name_of(one)) for one in shots]
-    paths = [one for one in paths if os.path.exists(one)]
+    paths = sorted(glob.glob(os.path.join(glob.escape(path), folder, "results*.json")))
     if not paths:
-      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, name_of(shots[0]))}; run --job=harness on it "
-                      "with the same tasks first, or name a results.json")
+      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the same "
+                      "tasks first, or name a results.json")
   found = []
   for one in paths:
     try:

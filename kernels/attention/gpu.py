@@ -62,9 +62,11 @@ class GPUKernel:
     return RINGS[128 if self.D <= 128 else 256]
 
   def forward(self, q, k, v, q_segments, kv_segments):
+    """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, T, K, D]."""
     return _forward(q, k, v, q_segments, kv_segments, self)
 
   def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
+    """Gradients of q, k and v."""
     return _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
 
 

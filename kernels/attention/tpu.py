@@ -38,10 +38,12 @@ class TPUKernel:
   interpret: Any
 
   def forward(self, q, k, v, q_segments, kv_segments):
+    """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, T, K, D]."""
     out, lse = _forward(*map(_heads_first, (q, k, v)), q_segments, kv_segments, self)
     return _heads_first(out), lse
 
   def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
+    """Gradients of q, k and v."""
     q, k, v, dout = map(_heads_first, (q, k, v, dout))
     return tuple(map(_heads_first, _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)))
 

@@ -6,7 +6,7 @@ import hashlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from absl import logging
 
@@ -103,14 +103,9 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   """
   prefix = f"{key}={source}:"
   kind, colon, rest = source.partition(":")
-  if kind == "builtin" and not colon:
-    return Source(source, key, options, [_Builtin()], [kind, list(_topics())])
-  if kind in ("text", "jsonl") and colon:
-    parts = files.resolve(kind, rest, prefix, options)
-    return Source(source, key, options, parts, [kind, *(file.state() for file in parts)])
-  if kind == "tfds" and rest:
-    opened = catalogue.resolve(rest, prefix, options)
-    return Source(source, key, options, opened.parts, [kind, *opened.state])
+  if kind in RESOLVERS and bool(colon) == (kind != "builtin") and source != "tfds:":
+    parts, state = RESOLVERS[kind](rest, prefix, options)
+    return Source(source, key, options, parts, [kind, *state])
   if "shards:" in source:
     kinds = ", ".join(KINDS[:-1])
     raise UserError(f"{prefix} prepared shards hold tokens, and here text is wanted; use one of {kinds}")
@@ -144,6 +139,31 @@ def _topics() -> Iterator[str]:
   from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
 
   return (topics[name] for name in sorted(topics))
+
+
+def _resolve_builtin(rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
+  del rest, prefix, options
+  return [_Builtin()], [list(_topics())]
+
+
+def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
+  parts = files.resolve(kind, rest, prefix, options)
+  return parts, [file.state() for file in parts]
+
+
+def _resolve_tfds(rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
+  opened = catalogue.resolve(rest, prefix, options)
+  return opened.parts, list(opened.state)
+
+
+RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {
+  # kind: (what follows its colon, how an error line begins, options) -> parts, and what tells one state of the source
+  # from another, as JSON
+  "builtin": _resolve_builtin,
+  "text": functools.partial(_resolve_files, "text"),
+  "jsonl": functools.partial(_resolve_files, "jsonl"),
+  "tfds": _resolve_tfds,
+}
 
 
 def _nearest(source: str) -> str:
