@@ -2,7 +2,7 @@
 
 import setuptools
 
-HARNESS = ["lm_eval>=0.4.9"]
+HARNESS = ["lm_eval>=0.4.13"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which needs the former and doesn't say so
 
 setuptools.setup(

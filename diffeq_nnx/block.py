@@ -7,7 +7,7 @@ first axis over any number of devices.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,16 @@ class Cached:
                      implementation="reference")
 
 
-Seen = Packing | Noted | Cached  # what the tokens of a batch see, and their positions
+class Seen(Protocol):
+  """What the tokens of a batch see, and their positions.
+
+  Attributes:
+    positions_BxL: each token's place in its document; None: 0 to L-1.
+  """
+  positions_BxL: jax.Array | None
+
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """Attention of the batch's tokens, [B, L, H, C]."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,7 @@ class HarnessConfig:
   limit: int | None = None  # questions of each task, and documents of `text`; None: all
   include_path: str | None = None  # a folder of task files of your own
   default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
-  batch_size: int = 8  # sequences of model.seq_len that a device holds at a time; of shorter ones it holds more
+  batch_size: int = 8  # sequences of model.seq_len tokens that a device holds at a time; of shorter ones it holds more
   dtype: str = "model"  # of the computation: model (the model's) | bfloat16 | float32
   begin_mark: str = "auto"  # before contexts: auto (the tokenizer's begin mark if it has one) | none | always (that, or
   # else the end mark)
@@ -191,6 +191,12 @@ class HarnessConfig:
   stride: int | None = None  # of sliding windows: tokens that each predicts; None: half of model.seq_len
   text: str | None = None  # a source as in data.source, whose perplexity is measured
   folder: str = "harness"  # for the results, in the work directory
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The parts of `tasks`."""
+    names = tuple(filter(None, (name.strip() for name in self.tasks.split(","))))
+    return () if names == ("none",) else names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +213,7 @@ class Config:
   harness: HarnessConfig = HarnessConfig()
 
 
+RUN_FOLDERS = ("checkpoints", "checkpoints_damaged", "frozen", "report", "tensorboard")  # in a work directory
 CHOICES = {
     "model.weights": ("generated", "stored", "shared"),
     "model.field": ("gpt", "llama"),
@@ -290,16 +297,26 @@ def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collecti
     key, _, text = setting.partition("=")
     if key not in key_types():
       raise UserError(f"{key}: unknown key; {nearest(key, key_types())}")
-    try:
-      value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-      value = text
+    value = _parsed(key_types()[key], text)
     try:
       raw.update_from_flattened_dict({key: value})
     except TypeError:
       raise UserError(f"{key}={value!r}: must be of type {key_types()[key].__name__}, not "
                       f"{type(value).__name__}") from None
   return raw
+
+
+def _parsed(kind: type, text: str) -> Any:
+  """A value as it was written: true and false for flags, a number alone for a tuple of one, strings as they stand."""
+  if kind is bool and text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+  if kind is str and not isinstance(value, (str, type(None))):
+    return text
+  return (value,) if kind is tuple and isinstance(value, (int, float)) else value
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -474,10 +491,12 @@ def _check_harness(harness: HarnessConfig) -> None:
   if harness.stride is not None and harness.window != "sliding":
     raise UserError(f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set "
                     "harness.window=sliding")
-  if not harness.folder or os.path.isabs(harness.folder) or ".." in harness.folder.split(os.sep):
-    raise UserError(f"harness.folder={harness.folder!r}: must be a folder within the work directory, e.g. harness")
-  if harness.text is None and not harness.tasks:
-    raise UserError("harness.tasks='': there is nothing to do; name tasks, or a harness.text")
+  first = os.path.normpath(harness.folder).split(os.sep)[0]
+  if os.path.isabs(harness.folder) or first in ("..", ".", *RUN_FOLDERS):
+    raise UserError(f"harness.folder={harness.folder!r}: must be a folder of its own within the work directory, e.g. "
+                    "harness")
+  if harness.text is None and not harness.names:
+    raise UserError(f"harness.tasks={harness.tasks!r}: there is nothing to do; name tasks, or a harness.text")
 
 
 def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:

@@ -98,10 +98,12 @@ class Decoder:
   def _learned(self) -> bool:
     return block.FIELDS[self.config.field].learned_positions
 
-  def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[np.ndarray]:
+  def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling,
+             row_numbers: Sequence[int] | None = None) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, [B] at a time, while one has room; a row that has none gets more all the same.
 
-    A token is computed while the one before is handed out. Raises as `room`.
+    A token is computed while the one before is handed out. `row_numbers`, below 2^32, are what a row's random numbers
+    depend on beside the seed, so that they don't depend on what shares a batch; None: 0 to B-1. Raises as `room`.
     """
     most = max(self.room(prompts, sampling.max_tokens))
     wanted = len(prompts)
@@ -113,6 +115,8 @@ class Decoder:
     first_B = np.array([L - len(prompt) for prompt in rows], np.int32)
     with jax.set_mesh(self._mesh):  # whatever mesh surrounds the caller
       numbers = sampling.numbers()
+      if row_numbers is not None and not sampling.way.greedy:
+        numbers["rows"] = np.array([*row_numbers, *[0] * (len(rows) - wanted)], np.uint32)
       state, tokens_B = read_prompts(self.config, self.grid, _padded(L + most), sampling.way, self.weights, numbers,
                                      tokens_BxL, first_B)
     for made in range(1, most + 1):

@@ -20,8 +20,8 @@ JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discre
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
-                                 "default: its own. For generate: steps of the solver; default: eval.num_steps, or else "
-                                 "its own.")
+                                 "default: its own. For generate, analyse and harness: steps of the solver; default: "
+                                 "eval.num_steps (analyse: not), or else its own.")
 STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. "
                                "0.5,0.25,0.25.")
 PROMPT = flags.DEFINE_multi_string("prompt", None, "For generate: the text to go on from; may be given several times.")

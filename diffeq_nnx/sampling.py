@@ -66,11 +66,15 @@ class Way:
 
 
 def sample(way: Way, numbers: dict[str, jax.Array], logits_BxV: jax.Array, places_B: jax.Array) -> jax.Array:
-  """The next tokens [B], int32; `places_B` are their places in their rows."""
+  """The next tokens [B], int32; `places_B` are their places in their rows.
+
+  `numbers` are those of `Sampling.numbers`, and may have `rows` [B], uint32: what tells rows apart in place of 0 to B-1.
+  """
   if way.greedy:
     return logits_BxV.argmax(-1).astype(jnp.int32)
   key = lambda row, place: jax.random.fold_in(jax.random.fold_in(numbers["key"], row), place)
-  keys_B = jax.vmap(key)(jnp.arange(len(logits_BxV), dtype=jnp.int32), places_B)
+  rows_B = numbers.get("rows", jnp.arange(len(logits_BxV), dtype=jnp.uint32))
+  keys_B = jax.vmap(key)(rows_B, places_B)
   logits_BxV = logits_BxV / numbers["temperature"]
   if way.top_k is None and not way.nucleus:
     return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)

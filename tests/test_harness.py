@@ -27,6 +27,7 @@ from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.harness import __main__ as command_line
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import packing, perplexity, report, scoring, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.jobs import evaluate_downstream
@@ -206,7 +207,7 @@ def test_padding_never_leaks(branches):
   assert batch.branches == branches
   scorer = scoring.Scorer(model)
   used = np.zeros(batch.arrays["tokens"].shape, bool)
-  for row, parts in enumerate(batch.parts):
+  for row in range(len(batch.parts)):
     used[row] = batch.arrays["ends"][row] > 0
   assert (~used).sum() > 20
   before = [np.asarray(one) for one in scorer._score(batch)]
@@ -276,6 +277,60 @@ def test_contexts_are_cut_where_their_tokens_end():
   assert "not Unicode" in told(lambda: pairs(("a", "\ud800")))
 
 
+class Merging(ByteTokenizer):
+  """Bytes, but "ng" is one token, 250."""
+
+  def encode_batch(self, texts):
+    """Ids of each text."""
+    return [np.array(list(text.encode().replace(b"ng", bytes([250]))), np.int32) for text in texts]
+
+
+def test_a_continuation_that_merges_into_its_context_is_scored_from_there():
+  lm = DiffEqLM(model=model_of(), tokenizer=Merging())
+  ids = lambda text: tuple(text.encode())
+  assert list(lm.encoder.pairs([("stron", "g"), ("a", ""), ("n", "g")])) == [
+      Request(ids("stro"), (250,)), None, Request((256,), (250,))]
+  asked = instances("loglikelihood", ("stron", "g"), ("strong", ""))
+  (logprob, _), empty = lm.loglikelihood(asked, disable_tqdm=True)
+  assert logprob < -1 and empty == (0.0, True) and lm.get_model_info()["merged_requests"] == 3
+
+
+def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits():
+  model, requests = model_of(), trees(4)
+  scorer = scoring.Scorer(model)
+  shapes, score = [], scorer._score
+  scorer._score = lambda batch: (shapes.append(batch.arrays["slots"].shape), score(batch))[1]
+  expected = by_number(scorer, requests)
+  found = by_number(scorer, requests * 40)
+  np.testing.assert_array_equal(found[0], np.tile(expected[0], 40))
+  assert shapes[:len(shapes) // 2] == shapes[len(shapes) // 2:]
+  many = [Request((1,), (2, i)) for i in range(257)] + [Request((1,), (i,)) for i in range(257)]
+  assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.rows_of(many, 96))
+
+
+def generating(lm, kwargs, count=1, prompt="river"):
+  """Texts of `count` equal requests."""
+  asked = [Instance("generate_until", {}, (prompt, kwargs), i) for i in range(count)]
+  return lm.generate_until(asked, disable_tqdm=True)
+
+
+def test_texts_are_drawn_as_tasks_ask():
+  model = model_of()
+  make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
+  one, eight = make_lm(batch_size=1), make_lm(batch_size=8)
+  plain, sampled = {"max_gen_toks": 8}, {"max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+  (greedy,) = generating(one, {**plain, "do_sample": False})
+  assert generating(one, plain) == generating(one, {**plain, "do_sample": True}) == [greedy]  # no temperature: greedy
+  four = generating(one, sampled, 4)
+  assert len(set(four)) == 4 and four == generating(eight, sampled, 4)  # whatever shares a batch
+  assert generating(make_lm(seed=1), sampled, 4) != four
+  assert generating(one, {**sampled, "top_k": 0}) == four[:1]  # off, as in transformers
+  assert len(generating(one, {})[0].encode()) > 8  # a length that fits, where the task doesn't say
+  for wrong, part in (({"num_beams": 4}, "num_beams=4: is not supported"), ({"max_gen_toks": 96}, "max_gen_toks=96"),
+                      ({**sampled, "top_p": 2}, "top_p=2")):
+    assert part in told(lambda: generating(one, wrong))
+
+
 def test_windows_predict_each_token_once():
   model, text = model_of(), "the river rose in the night and the rain went on " * 6
   make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
@@ -328,7 +383,10 @@ def test_the_job_writes_results_a_table_and_bars(run, task_folder, tmp_path, cap
   assert said["job"] == "harness" and set(said["acc"]) == {"choice (0-shot)", "choice (2-shot)"}
   one = dataclasses.replace(
       both, harness=dataclasses.replace(both.harness, num_fewshot=(0,), text=None, folder="again"))
+  (workdir / "again").mkdir()
+  (workdir / "again" / "results_5shot.json").write_text("of an earlier job")
   evaluate_downstream(one, str(workdir), baseline=str(folder / "results_0shot.json"))
+  assert sorted(os.listdir(workdir / "again")) == ["bars.png", "results_0shot.json", "table.md"]
   table = (workdir / "again" / "table.md").read_text()
   assert "| choice | 0 | acc |" in table and "+0.0000" in table and "±" in table and "begin mark: auto" in table
   assert (workdir / "again" / "bars.png").read_bytes()[:4] == b"\x89PNG"
@@ -350,13 +408,55 @@ def test_mistakes_are_told_in_one_line(run, task_folder, tmp_path):
   (tmp_path / "results.json").write_text("[]")
   assert "is no results.json of lm_eval" in line(baseline=str(tmp_path / "results.json"))
   assert "harness.text=text:nothing*" in line(text="text:nothing*")
+  assert "there is no such file" in line(baseline=str(tmp_path / "nothing"))
+  (tmp_path / "broken.yaml").write_text((task_folder / "choice.yaml").read_text().replace("choice\n", "broken\n", 1)
+                                        .replace("{{question}}", "{{nonsense.x}}"))
+  assert "UndefinedError: 'nonsense' is undefined" in line(tasks="broken", include_path=str(tmp_path), limit=2)
+  assert "windo: unknown; did you mean 'window'?" in told(lambda: DiffEqLM(str(workdir), windo="sliding"))
   model = {"model": model_of(), "tokenizer": ByteTokenizer()}
   assert "must be one of auto, none, always" in told(lambda: DiffEqLM(**model, begin_mark="yes"))
   assert "is of sliding windows" in told(lambda: DiffEqLM(**model, stride=3))
   assert "must be 1 to 96" in told(lambda: DiffEqLM(**model, window="sliding", stride=97))
   assert "max_length=97" in told(lambda: DiffEqLM(**model, max_length=97))
   assert "batch_size='x'" in told(lambda: DiffEqLM(**model, batch_size="x"))
+  assert "batch_size='²'" in told(lambda: DiffEqLM(**model, batch_size="²"))
+  assert "max_length='abc'" in told(lambda: DiffEqLM(**model, max_length="abc"))
+  assert "no chat template" in told(lambda: DiffEqLM(**model).apply_chat_template([]))
   assert "workdir=runs/tiny" in told(DiffEqLM)
+
+
+def test_what_a_reader_of_a_comparison_must_know(run, task_folder, tmp_path):
+  config, workdir = run
+  def job(folder, baseline=None, **settings):
+    values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 6, "folder": folder}
+    harness = dataclasses.replace(config.harness, **{**values, **settings})
+    evaluate_downstream(dataclasses.replace(config, harness=harness), str(workdir), baseline=baseline)
+    return (workdir / folder / "table.md").read_text()
+
+  job("first", num_fewshot=(0,))
+  table = job("second", str(workdir / "first" / "results_0shot.json"), num_fewshot=(0, 1), limit=8, begin_mark="always")
+  for part in ("the baseline lacks 2 of these 4 numbers", 'begin_mark: "always" here, "auto" for the baseline',
+               "limit: 8 here, 6 for the baseline", "another number of questions for the baseline: choice"):
+    assert part in table
+  with pytest.raises(UserError, match="no number in common"):
+    job("third", str(workdir / "first" / "results_0shot.json"), num_fewshot=(2,))
+
+
+def test_errors_of_perplexities_need_no_forks_and_stdout_is_one_line(run, task_folder, tmp_path, capsys, monkeypatch):
+  config, workdir = run
+  (tmp_path / "last.yaml").write_text((task_folder / "choice.yaml").read_text().split("output_type")[0].replace(
+      "choice\n", "last\n", 1) + 'output_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: " {{gold}}"\n'
+      "metric_list:\n  - metric: perplexity\n  - metric: acc\n")
+  monkeypatch.setattr(os, "fork", None)
+  monkeypatch.setenv("LOCAL_RANK", "1")  # as some launchers set it
+  harness = dataclasses.replace(config.harness, tasks="last", include_path=str(tmp_path), default_tasks=False, limit=6)
+  changed = dataclasses.replace(config, harness=harness, eval=dataclasses.replace(config.eval, num_steps=2))
+  evaluate_downstream(changed, str(workdir))
+  (line,) = capsys.readouterr().out.splitlines()
+  assert json.loads(line)["acc"]
+  results = json.loads((workdir / "harness" / "results.json").read_text())
+  assert results["results"]["last"]["perplexity_stderr,none"] > 0 and os.environ["LOCAL_RANK"] == "1"
+  assert results["config"]["num_steps"] == 2  # the config's, changed by the command
 
 
 def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
@@ -368,7 +468,12 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
   del known["config"]["harness"]
   (tmp_path / "run.json").write_text(json.dumps(known))
   assert workdir_lib.config_of(str(tmp_path)) == config
+  written = config_lib.changed(config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"])
+  assert (written.harness.default_tasks, written.harness.num_fewshot, written.harness.folder) == (False, (5,), "2024")
   for setting, part in (("harness.num_fewshot=(-1,)", "harness.num_fewshot[0]=-1"), ("harness.stride=3", "sliding"),
+                        ("harness.folder=checkpoints", "a folder of its own"),
+                        ("harness.folder=./", "a folder of its own"),
+                        ("harness.tasks=none", "nothing to do"), ("harness.tasks=','", "nothing to do"),
                         ("harness.folder='../x'", "within the work directory"), ("harness.tasks=''", "nothing to do"),
                         ("harness.window=slide", "disjoint, sliding"), ("harness.limit=0", "harness.limit=0")):
     assert part in told(lambda: config_lib.changed(config, [setting]))
@@ -430,3 +535,14 @@ def test_the_paper_s_list_is_a_group_that_the_task_files_name():
   with open(os.path.join(tasks.GROUPS, "paper.yaml"), encoding="utf-8") as file:
     named = [line.strip(" -\n") for line in file if line.startswith("  - ")]
   assert tuple(named) == tasks.PAPER and tasks.PAPER_SHOTS == (0, 5)
+
+
+def test_the_group_is_found_however_tasks_are_given(monkeypatch):
+  monkeypatch.setattr("diffeq_nnx.distributed.start", lambda *arguments: None)
+  monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
+  monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+  for given, added in ((["--tasks=a"], True), (["--tasks", "a"], True), (["-t", "a"], True), (["--model", "x"], False),
+                       (["--tasks", "a", "--include_path=b"], False)):
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *given])
+    command_line.main()
+    assert (sys.argv[-2:] == ["--include_path", tasks.GROUPS]) == added

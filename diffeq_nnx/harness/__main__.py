@@ -24,8 +24,10 @@ def main() -> None:
     distributed.start(None, None, None, 100)
     if jax.process_count() > 1:
       os.environ["LOCAL_RANK"] = str(jax.process_index())  # lm_eval writes results where it is 0
-    if not any(argument.split("=")[0] == "--include_path" for argument in sys.argv) and "--tasks" in sys.argv:
+    flags = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    if "--include_path" not in flags and any(flag == "--tasks" or flag.startswith("-t") for flag in flags):
       sys.argv += ["--include_path", tasks.GROUPS]
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm_eval forks for errors by bootstrap, which JAX may not survive
     cli_evaluate()
   except (UserError, RunError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ import jax
 from diffeq_nnx import runs
 from diffeq_nnx import sharding
 from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.config import CHOICES, ModelConfig
+from diffeq_nnx.config import CHOICES, Config, ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import Model
@@ -34,14 +34,25 @@ class Loaded(NamedTuple):
   step: int | None
 
 
-def run(workdir: str, num_steps: int | None = None) -> Loaded:
-  """The newest model of a run, split over all devices; `num_steps` None: the run's eval.num_steps.
+def run(workdir: str, num_steps: int | None = None, config: Config | None = None, dtype: str = "model") -> Loaded:
+  """The newest model of a run, split over all devices.
+
+  Args:
+    workdir: the run's directory.
+    num_steps: of the solver; None: eval.num_steps.
+    config: the run's, changed; None: as it is. Mesh and attention of the run's own stay behind, changed ones count.
+    dtype: of the computation, as for `computed`.
 
   Raises:
-    UserError: no run, no checkpoint, or an attention that this backend lacks.
+    UserError: no run, no checkpoint, an attention that this backend lacks, or no such dtype.
   """
-  config = runs.anywhere(workdir_lib.config_of(str(workdir)))
-  say_attention(config.model)
+  own = workdir_lib.config_of(str(workdir))
+  config = own if config is None else config
+  changed = {"mesh": config.mesh} if config.mesh != own.mesh else {}
+  attention = "auto" if config.model.attention == own.model.attention else config.model.attention
+  config = dataclasses.replace(runs.anywhere(config), **changed)
+  config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+  say_attention(computed(config.model, dtype))
   tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):

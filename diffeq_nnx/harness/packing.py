@@ -84,18 +84,18 @@ class Batch(NamedTuple):
   parts: list[list[tuple[int, int, int]]]
 
 
-def bucket(count: int, fewest: int = FEWEST) -> int:
+def bucket(count: int) -> int:
   """The size to which a count is rounded up: four sizes between a power of two and the next, so that few are used."""
-  step = max(fewest, 1 << max((count - 1).bit_length() - 3, 0))
+  step = max(FEWEST, 1 << max((count - 1).bit_length() - 3, 0))
   return -(-count // step) * step
 
 
 def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
-  """Rows for all requests, the same whatever their order; equal requests are held once for each.
+  """Rows for all requests, the same whatever their order.
 
   Args:
     requests: any.
-    most_slots: a row with several sequences has at most so many.
+    most_slots: a row with several sequences has at most so many, and as many scored tokens.
     share: False: each request has a row of its own.
   """
   read = [np.asarray(request.read, ">i4") for request in requests]  # big-endian: bytes sort as the numbers do
@@ -105,7 +105,9 @@ def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) ->
   for number in order:
     shared = _shared(before, read[number])
     new = len(read[number]) - shared
-    joins = share and rows and shared * LEAST_SHARED >= len(read[number]) and len(rows[-1].tokens) + new <= most_slots
+    joins = share and rows and shared * LEAST_SHARED >= len(read[number]) and (
+        len(rows[-1].tokens) + new <= most_slots) and (
+        len(rows[-1].scored) + len(requests[number].continuation) <= most_slots)
     if not joins:
       rows.append(Row())
     rows[-1].add(number, requests[number], shared if joins else 0)

@@ -13,6 +13,7 @@ from diffeq_nnx.files import replacing
 
 NAME = "results.json"
 BARS = ("acc", "exact_match", "f1")  # metrics with a bar, the first that a task has; shares, the larger the better
+CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows")  # of figures, in lm_eval's `config`
 
 Results = dict[str, Any]  # what lm_eval returns
 
@@ -49,14 +50,16 @@ def read(path: str, folder: str) -> list[Results]:
   if os.path.isdir(path):
     paths = sorted(glob.glob(os.path.join(glob.escape(path), folder, "results*.json")))
     if not paths:
-      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the same "
-                      "tasks first, or name a results.json")
+      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "
+                      "same tasks first, or name a results.json")
   found = []
   for one in paths:
     try:
       with open(one, encoding="utf-8") as file:
         results = json.load(file)
       figures(results)
+    except FileNotFoundError as error:
+      raise UserError(f"--baseline={one}: there is no such file or directory") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
       raise UserError(f"--baseline={one}: is no results.json of lm_eval ({type(error).__name__})") from error
     found.append(results)
@@ -96,6 +99,30 @@ def table(ours: Sequence[Results], theirs: Sequence[Results], notes: Sequence[st
   return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *(f"- {note}" for note in notes)]) + "\n"
 
 
+def shared(ours: Sequence[Results], theirs: Sequence[Results]) -> set[Key]:
+  """The numbers that both have."""
+  return _all(ours).keys() & _all(theirs).keys()
+
+
+def differences(ours: Sequence[Results], theirs: Sequence[Results]) -> list[str]:
+  """What a reader must know who compares the two: conditions that differ, numbers that only one has."""
+  if not theirs:
+    return []
+  notes, both = [], shared(ours, theirs)
+  if len(both) < len(_all(ours)):
+    notes.append(f"the baseline lacks {len(_all(ours)) - len(both)} of these {len(_all(ours))} numbers")
+  for name in CONDITIONS:
+    mine, other = ({json.dumps(one["config"].get(name)) for one in some} for some in (ours, theirs))
+    if ours and mine != other:
+      notes.append(f"{name}: {', '.join(sorted(mine))} here, {', '.join(sorted(other))} for the baseline")
+  counts = [{task: given["effective"] for one in some for task, given in one.get("n-samples", {}).items()}
+            for some in (ours, theirs)]
+  other = sorted(task for task in counts[0].keys() & counts[1].keys() if counts[0][task] != counts[1][task])
+  if other:
+    notes.append("with another number of questions for the baseline: " + ", ".join(other))
+  return notes
+
+
 def _all(results: Sequence[Results]) -> dict[Key, Figure]:
   return {key: figure for one in results for key, figure in figures(one).items()}
 
@@ -125,7 +152,8 @@ def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: t
     axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
     axes.grid(axis="y", alpha=0.3)
   axes.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
-  figure.legend(*rows[0, 0].get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=2, frameon=False)
+  named = {label: handle for axes in rows[:, 0] for handle, label in zip(*axes.get_legend_handles_labels())}
+  figure.legend(named.values(), named.keys(), fontsize=8, loc="outside upper center", ncols=2, frameon=False)
   with replacing(path) as part, open(part, "wb") as file:
     figure.savefig(file, dpi=130, format="png")
   pyplot.close(figure)

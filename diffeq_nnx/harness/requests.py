@@ -22,12 +22,14 @@ class Encoder:
     stride: tokens that each window after the first predicts where long texts are scored; None: windows side by side,
       `max_length` each.
     truncated: how many requests lost the beginning of their context, so far.
+    merged: how many continuations shared a token with the end of their context, so far; see `pairs`.
   """
   tokenizer: Tokenizer
   begin_mark: str
   max_length: int
   stride: int | None = None
   truncated: int = 0
+  merged: int = 0
 
   @property
   def prefix(self) -> int:
@@ -45,7 +47,7 @@ class Encoder:
                f"sliding: each after the first predicts {self.stride} tokens")
     return {"begin_mark": self.begin_mark, "mark_before_contexts": self.before_contexts,
             "mark_before_texts_without_context": self.prefix, "max_length": self.max_length, "rolling_windows": windows,
-            "truncated_requests": self.truncated}
+            "truncated_requests": self.truncated, "merged_requests": self.merged}
 
   def ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Ids without marks.
@@ -64,10 +66,12 @@ class Encoder:
     return [mark + one for one in self.ids(texts)]
 
   def pairs(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Request | None]:
-    """A request for each context and continuation; None where the continuation adds no token to its context.
+    """A request for each context and continuation; None where the continuation is empty.
 
-    Both are encoded together and cut where the context's tokens end. Spaces at the end of a context go to the
-    continuation. An empty context is the mark `prefix`. Too long a context loses its beginning.
+    Both are encoded together and cut where the context's tokens end. Where that leaves nothing, since the continuation
+    merged into the context's last tokens, the cut is where the two begin to differ, so that the merged token is scored.
+    Spaces at the end of a context go to the continuation. An empty context is the mark `prefix`. Too long a context
+    loses its beginning.
 
     Raises:
       UserError: a continuation longer than `max_length`.
@@ -79,10 +83,11 @@ class Encoder:
     marks = len(self.contexts([""])[0])
     for (context, _), whole in zip(moved, wholes):
       before = encoded[context]
-      if context:
-        continuation = whole[len(before):]
-      else:
-        continuation, before = whole[marks:], (self.prefix,)
+      cut = len(before) if context else marks
+      if len(whole) <= cut and whole != before:
+        cut = next(i for i, pair in enumerate(zip(before, whole)) if pair[0] != pair[1])
+        self.merged += 1
+      continuation, before = whole[cut:], whole[:cut] if context and cut else (self.prefix,)
       yield self._fitted(before, continuation) if continuation else None
 
   def windows(self, text: str) -> list[Request]:

@@ -64,7 +64,7 @@ class Score(NamedTuple):
 
   Attributes:
     logprob: its log-probability after its context, nats.
-    greedy: whether each of its tokens is the likeliest.
+    greedy: whether no token is likelier than each of its tokens.
   """
   logprob: float
   greedy: bool
@@ -82,14 +82,15 @@ class Scorer:
   """
 
   def __init__(self, model: Model, num_steps: int | None = None, *, mesh: jax.sharding.Mesh | None = None,
-               batch_size: int = 8, share: bool = True):
+               batch_size: int = 8, max_length: int | None = None, share: bool = True):
     """Makes the weights.
 
     Args:
       model: its parameters are on the devices of `mesh`.
       num_steps: of the solver; None: the model's own.
       mesh: None: of the one device that the model is on.
-      batch_size: sequences of `seq_len` tokens that a device holds at a time; of shorter ones it holds more.
+      batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more.
+      max_length: tokens of the longest sequence; None: seq_len.
       share: whether sequences with a common beginning share a row; the result is the same, but for rounding.
 
     Raises:
@@ -97,26 +98,31 @@ class Scorer:
     """
     self.config, self.grid = model.config, model.grid(num_steps)
     self.mesh = mesh or sharding.make_mesh(MeshConfig(), sorted(model.embedding[...].devices(), key=lambda d: d.id)[:1])
-    self._share, self._most_slots = share, packing.bucket(self.config.seq_len)
+    max_length = self.config.seq_len if max_length is None else max_length
+    self._share, self._most_slots = share, packing.bucket(max_length)
     self._rows = sharding.num_shards("batch", self.mesh.shape)
-    self._tokens = batch_size * self.config.seq_len * self._rows
+    self._tokens = batch_size * max_length * self._rows
     with jax.set_mesh(self.mesh):
       self._weights = ready(self.config, self.grid, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """(number of a request, what is said of it), in any order, as they are computed.
 
-    The next batch is computed while one is handed out. Requests must be of the model's ids and fit its positions.
+    The next batch is computed while one is handed out; equal requests are computed once. Requests must be of the
+    model's ids and fit its positions.
     """
-    waiting = None
-    rows = packing.rows_of(requests, self._most_slots, self._share)
+    numbers: dict[Request, list[int]] = {}
+    for number, request in enumerate(requests):
+      numbers.setdefault(request, []).append(number)
+    same, waiting = list(numbers.values()), None
+    rows = packing.rows_of(list(numbers), self._most_slots, self._share)
     for batch in packing.batches(rows, self._tokens, self._rows):
       told = batch, self._score(batch)
       if waiting is not None:
-        yield from _scores(*waiting)
+        yield from _scores(*waiting, same)
       waiting = told
     if waiting is not None:
-      yield from _scores(*waiting)
+      yield from _scores(*waiting, same)
 
   def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
     B, M = batch.arrays["slots"].shape
@@ -127,12 +133,15 @@ class Scorer:
                    self._weights, arrays)
 
 
-def _scores(batch: packing.Batch, made: tuple[jax.Array, jax.Array]) -> Iterator[tuple[int, Score]]:
+def _scores(batch: packing.Batch, made: tuple[jax.Array, jax.Array],
+            same: Sequence[Sequence[int]]) -> Iterator[tuple[int, Score]]:
+  """Scores of a batch; `same` are the numbers that each of its requests stands for."""
   logprob_BxM, greedy_BxM = map(np.asarray, made)
   for row, parts in enumerate(batch.parts):
     for number, first, count in parts:
       here = slice(first, first + count)
-      yield number, Score(float(logprob_BxM[row, here].sum(dtype=np.float64)), bool(greedy_BxM[row, here].all()))
+      score = Score(float(logprob_BxM[row, here].sum(dtype=np.float64)), bool(greedy_BxM[row, here].all()))
+      yield from ((each, score) for each in same[number])
 
 
 def _pieces(B: int, M: int, V: int) -> int:
