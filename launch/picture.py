@@ -57,13 +57,13 @@ def draw(subject: Subject, curves: list[tuple[str, list[float]]], steps: list[in
   for rank, alpha in ((0, 1.0), (1, 0.6), (3, 0.35), (7, 0.2)):
     eigen.plot(TIMES, leading[..., rank].mean(axis=1), color="C0", alpha=alpha, label=f"{rank + 1}")
   eigen.legend(title="rank", fontsize=8, title_fontsize=8, ncols=2)
-  eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o, mean of heads", ylim=(0, None))
+  eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
   for (label, values), colour in zip(curves, ("C0", "0.5", "C1", "C2")):
     depth.plot(steps, values, "o-", color=colour, label=f"trained at {label} steps", markersize=4)
   depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)", ylabel="validation perplexity",
             yscale="log", xticks=steps)
   depth.set_xticklabels(steps, fontsize=8)
-  depth.legend(fontsize=8)
+  depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
