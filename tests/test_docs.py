@@ -208,6 +208,8 @@ def test_links_lead_somewhere(page):
       assert anchor in headings, f"{page}: {target}"
   for name in re.findall(r"`((?:diffeq_nnx|launch|tests|configs|kernels|docs)/[\w./]+)`", text):
     assert (ROOT / name).exists(), f"{page}: {name}"
+  for name in re.findall(r"`(test_\w+\.py)`", text):
+    assert (ROOT / "tests" / name).exists(), f"{page}: {name}"
 
 
 def test_the_map_names_every_module():

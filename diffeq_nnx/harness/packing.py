@@ -84,9 +84,9 @@ class Batch(NamedTuple):
   parts: list[list[tuple[int, int, int]]]
 
 
-def bucket(count: int) -> int:
-  """The size to which a count is rounded up: four sizes between a power of two and the next, so that few are used."""
-  step = max(FEWEST, 1 << max((count - 1).bit_length() - 3, 0))
+def bucket(count: int, fewest: int = FEWEST) -> int:
+  """The size to which a count is rounded up: four sizes between a power of two and the next, multiples of `fewest`."""
+  step = max(fewest, 1 << max((count - 1).bit_length() - 3, 0))
   return -(-count // step) * step
 
 
@@ -136,8 +136,8 @@ def batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
   while rows:
     L = bucket(len(rows[0].tokens))
     B = max(tokens // L // multiple, 1) * multiple
-    if len(rows) < B:  # the last ones: a power of two, times the multiple
-      B = min(B, multiple << (-(-len(rows) // multiple) - 1).bit_length())
+    if len(rows) < B:  # the last ones
+      B = min(B, multiple * bucket(-(-len(rows) // multiple), fewest=1))
     yield _batch(rows[:B], B, L)
     rows = rows[B:]
 
