@@ -7,8 +7,6 @@ from flax import nnx
 import jax
 
 from diffeq_nnx import runs
-from diffeq_nnx import sharding
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import CHOICES, ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -40,14 +38,10 @@ def run(workdir: str, num_steps: int | None = None) -> Loaded:
   Raises:
     UserError: no run, no checkpoint, or an attention that this backend lacks.
   """
-  config = runs.anywhere(workdir_lib.config_of(str(workdir)))
-  say_attention(config.model)
-  tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
-  mesh = sharding.make_mesh(config.mesh)
-  with jax.set_mesh(mesh):
-    params, step = runs.read(config, str(workdir), mesh, tokenizer.hash)
-  num_steps = config.eval.num_steps if num_steps is None else num_steps
-  return Loaded(nnx.merge(graph(config.model), params), tokenizer, mesh, num_steps, step)
+  loaded = runs.load(str(workdir))
+  say_attention(loaded.config.model)
+  num_steps = loaded.config.eval.num_steps if num_steps is None else num_steps
+  return Loaded(loaded.model, loaded.tokenizer, loaded.mesh, num_steps, loaded.step)
 
 
 def computed(config: ModelConfig, dtype: str) -> ModelConfig:
