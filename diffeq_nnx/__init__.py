@@ -4,8 +4,8 @@ import importlib
 from typing import Any
 
 _HOMES = {  # what the package offers by itself, and where it is
-    "discretize": "discretization", "generate": "generation", "generate_texts": "generation", "Decoder": "generation",
-    "export_hf": "exporting.huggingface", "export_stablehlo": "exporting.stablehlo",
+    "load": "runs", "discretize": "discretization", "generate": "generation", "generate_texts": "generation",
+    "Decoder": "generation", "export_hf": "exporting.huggingface", "export_stablehlo": "exporting.stablehlo",
     "import_hf": "exporting.importing"}
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from clu import parameter_overview
-import matplotlib
+from matplotlib.figure import Figure
 import tensorboardX
 from tqdm import tqdm
 
@@ -144,10 +144,8 @@ def _duration(seconds: float) -> str:
 
 def plot_losses(workdir: str) -> None:
   """Draws loss.png in the work directory: training and validation loss in nats a token, by step."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot  # after the backend is chosen
-
-  figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+  figure = Figure(figsize=(7, 4.5), layout="constrained")  # not pyplot's: the caller's backend stays as it is
+  axes = figure.subplots()
   for split, style in (("train", dict(linewidth=1)), ("validation", dict(marker="o", linewidth=2))):
     records = [r for r in read_metrics(workdir, split) if r["loss"] is not None]
     if records:
@@ -159,4 +157,3 @@ def plot_losses(workdir: str) -> None:
     axes.legend()
   axes.grid(alpha=0.3)
   figure.savefig(os.path.join(workdir, "loss.png"), dpi=120)
-  pyplot.close(figure)

@@ -2,20 +2,65 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
+from flax import nnx
 import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx import distributed
+from diffeq_nnx import sharding
 from diffeq_nnx import trainable
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import Checkpoints
 from diffeq_nnx.config import Config, MeshConfig, ModelConfig
+from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import Model
 from diffeq_nnx.train import claim
-from diffeq_nnx.train_step import Params, abstract_state, all_params, state_of, state_shardings
+from diffeq_nnx.train_step import Params, abstract_state, all_params, graph, state_of, state_shardings
+
+
+class Run(NamedTuple):
+  """A run as it is looked at.
+
+  Attributes:
+    config: the run's, for this machine.
+    model: its newest, split over `mesh`.
+    tokenizer: that the model was trained with.
+    mesh: of all devices.
+    step: optimizer steps that the model was trained for.
+  """
+  config: Config
+  model: Model
+  tokenizer: Tokenizer
+  mesh: Mesh
+  step: int
+
+
+def load(workdir: str, config: Config | None = None) -> Run:
+  """Reads a run's newest model; the text that it was trained on need not be there.
+
+  Args:
+    workdir: the run's directory.
+    config: the run's, changed; None: as it is. The run's own mesh and attention stay behind; changed ones count.
+
+  Raises:
+    UserError: the directory holds no run, or no checkpoint that can be read.
+  """
+  own = workdir_lib.config_of(workdir)
+  asked, config = own if config is None else config, anywhere(own if config is None else config)
+  if asked.mesh != own.mesh:
+    config = dataclasses.replace(config, mesh=asked.mesh)
+  if asked.model.attention != own.model.attention:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=asked.model.attention))
+  tokenizer = workdir_lib.tokenizer_of(workdir, config)
+  mesh = sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    params, step = read(config, workdir, mesh, tokenizer.hash)
+  return Run(config, nnx.merge(graph(config.model), params), tokenizer, mesh, step)
 
 
 def anywhere(config: Config) -> Config:

@@ -7,7 +7,6 @@ A block of `sh` or `python` is run, in a copy of the project's folders, with tra
 import argparse
 import ast
 import importlib
-import os
 import pathlib
 import re
 import shlex
@@ -171,7 +170,7 @@ def _check_python(words: list[str]) -> None:
   elif words[:2] == ["-m", "pytest"]:
     assert all((ROOT / word).exists() for word in words[2:] if not word.startswith("-")), words
   else:
-    assert words[:2] in (["-m", "venv"], ["-m", "diffeq_nnx.harness"], ["-m", "jupyter"]), words
+    assert words[:2] in (["-m", "venv"], ["-m", "diffeq_nnx.harness"], ["-m", "nbconvert"]), words
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,16 +11,21 @@ import subprocess
 import sys
 
 from absl import flags
+from flax import nnx
+import jax
+import matplotlib
 import pytest
 
+import diffeq_nnx
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data, distributed, jobs, main  # main defines the flags
+from diffeq_nnx import data, distributed, jobs, main, runs  # main defines the flags
 from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.checkpoint import DAMAGED
 from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.report import read_metrics
-from diffeq_nnx.train import train
+from diffeq_nnx.evaluate import Evaluator
+from diffeq_nnx.report import plot_losses, read_metrics
+from diffeq_nnx.train import load_corpus, train
 from tests.conftest import run_config, told
 
 
@@ -83,6 +88,30 @@ def test_what_a_run_leaves_behind(finished):
   assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
   assert any("tfevents" in name for name in os.listdir(workdir / "tensorboard"))
   assert json.loads((workdir / "run.json").read_text())["tokenizer_hash"]
+
+
+def test_a_run_is_loaded_as_it_was_left(finished):
+  config, workdir = finished
+  run = diffeq_nnx.load(str(workdir))
+  assert (run.config, run.step) == (runs.anywhere(config), 20)
+  corpus = load_corpus(config)
+  assert run.tokenizer.hash == corpus.tokenizer.hash
+  with jax.set_mesh(run.mesh):
+    values = Evaluator(config, corpus, run.mesh)(nnx.to_pure_dict(nnx.state(run.model, nnx.Param)))
+  assert values["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
+  assert "holds no run" in told(lambda: diffeq_nnx.load(str(workdir.parent)))
+
+
+def test_drawing_the_losses_leaves_the_caller_s_figures_alone(finished, tmp_path):
+  """A notebook shows nothing more once another backend is chosen."""
+  shutil.copy(finished[1] / "metrics.jsonl", tmp_path)
+  before = matplotlib.get_backend()
+  matplotlib.use("svg")
+  try:
+    plot_losses(str(tmp_path))
+    assert matplotlib.get_backend() == "svg" and (tmp_path / "loss.png").exists()
+  finally:
+    matplotlib.use(before)
 
 
 def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):

@@ -7,8 +7,6 @@ from flax import nnx
 import jax
 
 from diffeq_nnx import runs
-from diffeq_nnx import sharding
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import CHOICES, Config, ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -40,25 +38,16 @@ def run(workdir: str, num_steps: int | None = None, config: Config | None = None
   Args:
     workdir: the run's directory.
     num_steps: of the solver; None: eval.num_steps.
-    config: the run's, changed; None: as it is. Mesh and attention of the run's own stay behind, changed ones count.
+    config: as for `runs.load`.
     dtype: of the computation, as for `computed`.
 
   Raises:
     UserError: no run, no checkpoint, an attention that this backend lacks, or no such dtype.
   """
-  own = workdir_lib.config_of(str(workdir))
-  config = own if config is None else config
-  changed = {"mesh": config.mesh} if config.mesh != own.mesh else {}
-  attention = "auto" if config.model.attention == own.model.attention else config.model.attention
-  config = dataclasses.replace(runs.anywhere(config), **changed)
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
-  say_attention(computed(config.model, dtype))
-  tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
-  mesh = sharding.make_mesh(config.mesh)
-  with jax.set_mesh(mesh):
-    params, step = runs.read(config, str(workdir), mesh, tokenizer.hash)
-  num_steps = config.eval.num_steps if num_steps is None else num_steps
-  return Loaded(nnx.merge(graph(config.model), params), tokenizer, mesh, num_steps, step)
+  loaded = runs.load(str(workdir), config)
+  say_attention(computed(loaded.config.model, dtype))
+  num_steps = loaded.config.eval.num_steps if num_steps is None else num_steps
+  return Loaded(loaded.model, loaded.tokenizer, loaded.mesh, num_steps, loaded.step)
 
 
 def computed(config: ModelConfig, dtype: str) -> ModelConfig:

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any, NamedTuple, Sequence
 
-import matplotlib
+from matplotlib.figure import Figure as Canvas
 import numpy as np
 
 from diffeq_nnx.errors import UserError
@@ -129,9 +129,6 @@ def _all(results: Sequence[Results]) -> dict[Key, Figure]:
 
 def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: tuple[str, str]) -> bool:
   """Draws a bar for each task, a panel for each number of shots, standard errors on top; False: there is none."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot  # after the backend is chosen
-
   mine, other = _all(ours), _all(theirs)
   panels: dict[Any, dict[str, Key]] = {}  # by shots: what each task's bar shows
   for key in sorted((key for key in mine if key[2] in BARS), key=lambda key: BARS.index(key[2])):
@@ -140,8 +137,8 @@ def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: t
     return False
   tasks = list(dict.fromkeys(task for task, *_ in mine if any(task in panel for panel in panels.values())))
   width = 0.4 if theirs else 0.7
-  figure, rows = pyplot.subplots(len(panels), 1, figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)),
-                                 layout="constrained", sharex=True, sharey=True, squeeze=False)
+  figure = Canvas(figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)), layout="constrained")
+  rows = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)
   for axes, (shots, keys) in zip(rows[:, 0], panels.items()):
     for figures_here, name, shift, colour in ((mine, names[0], -0.5, "C0"), (other, names[1], 0.5, "0.6")):
       chosen = [(place, figures_here[keys[task]]) for place, task in enumerate(tasks) if keys.get(task) in figures_here]
@@ -156,5 +153,4 @@ def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: t
   figure.legend(named.values(), named.keys(), fontsize=8, loc="outside upper center", ncols=2, frameon=False)
   with replacing(path) as part, open(part, "wb") as file:
     figure.savefig(file, dpi=130, format="png")
-  pyplot.close(figure)
   return True

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
