@@ -31,7 +31,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
   start = time.perf_counter()
   made = work()
   seconds = time.perf_counter() - start
-  return made, {"seconds": round(seconds, 2),
+  return made, {"seconds": round(seconds, 4),
                 "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)}
 
 
