@@ -64,6 +64,9 @@ def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequen
     num_steps: steps of one size over the model's horizon; None: as many as the model's own.
     step_sizes: dt of each step instead, in the units of the horizon, whose sum it must be.
 
+  Returns:
+    A model whose config has weights "stored" and that number of steps.
+
   Raises:
     UserError: no such grid, or the weights are stored for another number of steps.
   """

@@ -51,6 +51,12 @@ class Decoder:
   """A model made ready to generate: the weights of all its steps, made once, in the dtype of the computation.
 
   They are on one device; where the model is split over several, they are made there.
+
+  Attributes:
+    config: of the model.
+    grid: times and step sizes.
+    weights: of each step, and the other parameters.
+    platform: of the device: cpu, gpu or tpu.
   """
 
   def __init__(self, model: Model, num_steps: int | None = None):

@@ -29,8 +29,13 @@ from diffeq_nnx.train import load_corpus, prepare, say_attention, train
 from diffeq_nnx.train_step import Params, all_params, graph, init_state, state_shardings
 
 
-def evaluate(config: Config, workdir: str) -> dict:
+def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> dict:
   """Evaluates the newest checkpoint and prints one JSON line on stdout.
+
+  Args:
+    config: of the run.
+    workdir: the run's directory.
+    num_steps: of the solver; None: eval.num_steps, or else the model's own.
 
   Raises:
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
@@ -41,7 +46,7 @@ def evaluate(config: Config, workdir: str) -> dict:
   with jax.set_mesh(mesh):
     corpus = _corpus_of(config, workdir)
     params, step = runs.read(config, workdir, mesh, corpus.tokenizer.hash)
-    evaluator = Evaluator(config, corpus, mesh)
+    evaluator = Evaluator(config, corpus, mesh, num_steps)
     return print_result({"job": "evaluate", "workdir": workdir, "step": step, "num_steps": evaluator.num_steps,
                          **evaluator(params)})
 

@@ -20,8 +20,8 @@ JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discre
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
-                                 "default: its own. For generate, analyse and harness: steps of the solver; default: "
-                                 "eval.num_steps (analyse: not), or else its own.")
+                                 "default: its own. For evaluate, generate, analyse and harness: steps of the solver; "
+                                 "default: eval.num_steps (analyse: not), or else its own.")
 STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. "
                                "0.5,0.25,0.25.")
 PROMPT = flags.DEFINE_multi_string("prompt", None, "For generate: the text to go on from; may be given several times.")
@@ -54,7 +54,7 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, fr
 _DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
 OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
            "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
-           "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,),
+           "evaluate": (NUM_STEPS,), "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,),
            "analyse": (TEXT, POSITION, LEADING, TIMES, NUM_STEPS), "harness": (BASELINE, NUM_STEPS)}
 REQUIRED = {FROM_WORKDIR.name: "--from_workdir=runs/tiny --workdir=runs/tiny9",
             PROMPT.name: "--workdir=runs/tiny --prompt='The river'", OUT.name: "--workdir=runs/tiny --out=exported/tiny",

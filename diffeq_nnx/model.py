@@ -129,7 +129,20 @@ class Model(nnx.Module):
 
   def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None, *,
                segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None) -> jax.Array:
-    """Logits [B, L, V] in float32 or wider, at any number of steps that the weight source has; more at `hidden`."""
+    """Logits [B, L, V] in float32 or wider.
+
+    @public
+
+    Args:
+      tokens_BxL: token ids; L is at most config.seq_len where positions are learned.
+      num_steps: of the solver; None: the config's own.
+      segment_ids_BxL: as for `hidden`.
+      positions_BxL: likewise.
+
+    Raises:
+      UserError: there are no weights for that many steps.
+      ValueError: L is larger than the number of learned positions.
+    """
     grid = self.grid(num_steps)
     hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL,
                                positions_BxL=positions_BxL)

@@ -15,7 +15,7 @@ Change = Callable[[ml_collections.ConfigDict], None]
 
 
 def _diffeq(config: ml_collections.ConfigDict) -> None:
-  """Generated weights, Euler, with the choices that measured best (RESULTS.md)."""
+  """Generated weights, Euler, a plain model's spread at the start, dt = 1."""
 
 
 def _published(config: ml_collections.ConfigDict) -> None:

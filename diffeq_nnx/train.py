@@ -26,7 +26,15 @@ from diffeq_nnx.train_step import State, abstract_state, all_params, init_state,
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
-  """Trains, or goes on training, and returns the last validation values; {} where a SIGTERM ended it before one.
+  """Trains, or goes on training.
+
+  Args:
+    config: the experiment.
+    workdir: where checkpoints and metrics go, and are found again.
+
+  Returns:
+    The last validation values, as of `evaluate.Evaluator`: loss (nats a token), perplexity, bits_per_byte, tokens,
+    seconds; {} where a SIGTERM ended it before one.
 
   Raises:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.

@@ -25,7 +25,7 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx.exporting import layouts, stablehlo, tokenizer_files
+from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
 from diffeq_nnx.model import Model
 from diffeq_nnx.train_step import graph
 from tests.conftest import small_model, told
@@ -166,6 +166,13 @@ def test_gpt2_has_no_grouped_query_heads(tmp_path):
   for part in ("model.num_kv_heads=2", "4", "--format=hf_code", "--format=stablehlo"):
     assert part in line
   assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"solver": "heun"}, {"field": "gpt_relu2"}])
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_parts_that_were_added_are_in_no_folder(changes, form):
+  added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
+  assert "--format=stablehlo holds any" in told(lambda: huggingface.architecture_of(added, form))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):

@@ -154,6 +154,7 @@ def test_a_run_is_discretised_at_any_steps(finished, tmp_path, arguments):
   if "num_steps" in arguments:
     there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
     assert after["loss"] == pytest.approx(jobs.evaluate(there, str(workdir))["loss"], abs=1e-5)
+    assert after["loss"] == pytest.approx(jobs.evaluate(config, str(workdir), num_steps=3)["loss"], abs=1e-5)
 
 
 def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):

@@ -76,6 +76,9 @@ def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, 
     seed: of the vectors that the iteration begins with.
     progress: called with the number of tokens done since the last call.
 
+  Returns:
+    Exponents [position + 1, r] and what belongs to them; natural logarithms of growth from t = 0 to 1.
+
   Raises:
     UserError: no tokens, ids that the model lacks, a position or number of exponents out of range.
   """

@@ -58,9 +58,12 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
 
 
 def architecture_of(model: ModelConfig, form: str) -> str:
-  """gpt2, llama or diffeqformer; raises UserError where GPT-2 can't hold the heads, or the form is none."""
+  """gpt2, llama or diffeqformer; raises UserError where no folder can hold the model, or the form is none."""
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
+  if model.field not in ("gpt", "llama") or model.solver not in ("euler", "sequential"):
+    raise UserError(f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders hold gpt and llama with "
+                    "euler or sequential steps; --format=stablehlo holds any", everywhere=True)
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama":
