@@ -30,6 +30,7 @@ main.parse(sys.argv)
 if main.CONFIG.value is not None:
   config.from_config_dict(main.CONFIG.value)
 """  # a process of its own: flags are defined once
+DONE: dict[pathlib.Path, list[list[str]]] = {}  # commands by the folder that they ran in
 PYTHONS = ("python", "python3", ".venv/bin/python")
 
 
@@ -101,6 +102,10 @@ def run(words: list[str], folder: pathlib.Path) -> None:
   if words[0] in PYTHONS and words[1:3] == ["-m", "venv"] or words[0].endswith("pip"):
     return check(words)  # this environment is one
   assert words[0] in PYTHONS, f"{words}: mark the block `sh check`"
+  words = ["python", *words[1:]]
+  if words in DONE.setdefault(folder, []):
+    return None  # a command that several pages have
+  DONE[folder].append(words)
   words = [sys.executable, "-W", "error::UserWarning", *words[1:]] if "pdoc" in words else [sys.executable, *words[1:]]
   if any(word.startswith("--config=") for word in words):
     trains = not any(word.startswith("--job=") for word in words) or "--job=finetune" in words
