@@ -22,8 +22,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"),
                                                              ROOT / "kernels" / "README.md"])
 LANGUAGES = ("sh", "sh check", "python", "text")
-SHORT = ("--config.train.steps=4", "--config.train.log_every=2", "--config.eval.every=4", "--config.eval.max_batches=1",
-         "--config.checkpoint.every=4")
+SHORT = ("--config.train.steps=2", "--config.train.log_every=1", "--config.eval.every=2", "--config.eval.max_batches=1",
+         "--config.checkpoint.every=2")
 PARSE = """import sys
 from diffeq_nnx import config, main
 main.parse(sys.argv)
