@@ -16,14 +16,11 @@ import jax
 import matplotlib
 import numpy as np
 
-from diffeq_nnx import runs
-from diffeq_nnx import sharding
-from diffeq_nnx import workdir as workdir_lib
+import diffeq_nnx
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.evaluate import Evaluator
 from diffeq_nnx.train import load_corpus
-from diffeq_nnx.train_step import graph
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after the backend is chosen
@@ -34,14 +31,13 @@ ENTRIES = 5  # of W(t)
 
 def perplexities(workdir: str, steps: list[int]) -> tuple[Subject, list[float], str]:
   """A run's newest model, its validation perplexity at each number of solver steps, and how it was trained."""
-  config = runs.anywhere(workdir_lib.config_of(workdir))
+  config, model, _, mesh, _ = diffeq_nnx.load(workdir)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
-  corpus, mesh = load_corpus(config), sharding.make_mesh(config.mesh)
+  corpus, params = load_corpus(config), nnx.to_pure_dict(nnx.state(model, nnx.Param))
   with jax.set_mesh(mesh):
-    params, _ = runs.read(config, workdir, mesh, corpus.tokenizer.hash)
     found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]
   counts = config.train.step_counts or (config.model.num_steps,)
-  return Subject(nnx.merge(graph(config.model), params)), found, ", ".join(map(str, counts))
+  return Subject(model), found, ", ".join(map(str, counts))
 
 
 def draw(subject: Subject, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
