@@ -1,6 +1,6 @@
 """What generated weights cost next to stored ones: width 256, 12 layers, 4 x 256 tokens, float32.
 
-  python launch/benchmark.py --what=loss_and_gradients \
+  python -m launch.benchmarks.step_time --what=loss_and_gradients \
       --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq,configs/benchmark.py:gpt
 
 Row `parallel` is the same model with stored weights; every layer is rematerialised.

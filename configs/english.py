@@ -1,6 +1,6 @@
 """DiffEqFormer against GPT on English text, small enough for a CPU: the models of RESULTS.md.
 
-  python launch/compare.py --config=configs/english.py --rows=diffeq,gpt --workdir=runs/english
+  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --workdir=runs/english
 
 The text is read from data/english/*train*.jsonl* and data/english/*validation*.jsonl*, key `text`.
 """

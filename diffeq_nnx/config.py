@@ -20,6 +20,13 @@ from ml_collections import config_dict
 
 from diffeq_nnx.errors import UserError
 
+CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
+DAMAGED_FOLDER = "checkpoints_damaged"
+FROZEN_FOLDER = "frozen"
+REPORT_FOLDER = "report"
+TENSORBOARD_FOLDER = "tensorboard"
+RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
+
 
 @dataclasses.dataclass(frozen=True)
 class TimeConfig:
@@ -213,7 +220,6 @@ class Config:
   harness: HarnessConfig = HarnessConfig()
 
 
-RUN_FOLDERS = ("checkpoints", "checkpoints_damaged", "frozen", "report", "tensorboard")  # in a work directory
 CHOICES = {
     "model.weights": ("generated", "stored", "shared"),
     "model.field": ("gpt", "llama"),

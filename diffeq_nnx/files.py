@@ -1,10 +1,10 @@
 """Files that are there whole or not at all, and on the disk once they are there."""
 
+from collections.abc import Iterator
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np

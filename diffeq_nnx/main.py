@@ -5,18 +5,16 @@ import re
 import sys
 import traceback
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.jobs import JOBS
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", ["train", "evaluate", "prepare", "discretize", "finetune", "generate", "export",
-                                        "import", "analyse", "harness"], "What to do.")
+JOB = flags.DEFINE_enum("job", "train", list(JOBS), "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
                                    "taken.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
@@ -51,16 +49,6 @@ JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for t
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
 
 
-_DEPTH = (FROM_WORKDIR, NUM_STEPS, STEP_SIZES)
-OPTIONS = {"discretize": _DEPTH, "finetune": _DEPTH,  # flags that belong to some jobs
-           "generate": (PROMPT, MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, NUM_STEPS, SEED),
-           "evaluate": (NUM_STEPS,), "export": (OUT, FORMAT, NUM_STEPS), "import": (FROM_HF,),
-           "analyse": (TEXT, POSITION, LEADING, TIMES, NUM_STEPS), "harness": (BASELINE, NUM_STEPS)}
-REQUIRED = {FROM_WORKDIR.name: "--from_workdir=runs/tiny --workdir=runs/tiny9",
-            PROMPT.name: "--workdir=runs/tiny --prompt='The river'", OUT.name: "--workdir=runs/tiny --out=exported/tiny",
-            FROM_HF.name: "--from_hf=gpt2 --workdir=runs/gpt2"}
-
-
 _overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that goes on top of a run's own config
 
 
@@ -68,48 +56,53 @@ def run(argv: list[str]) -> None:
   """Checks the flags and starts the job."""
   if len(argv) > 1:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
-  job, options = JOB.value, _options(JOB.value)
+  name, job = JOB.value, JOBS[JOB.value]
+  options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  if CONFIG.value is None and job in ("train", "prepare", "finetune"):
+  if CONFIG.value is None and job.config == "file":
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  if CONFIG.value is not None and job == "discretize":
-    raise UserError("--config: --job=discretize takes the config of the run in --from_workdir; leave it out")
+  if CONFIG.value is not None and job.config == "source":
+    raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
-  if config is None and job == "import":
+  if config is None and job.config == "optional":
     config = config_lib.changed(config_lib.Config(), _overrides)
-  from diffeq_nnx import distributed, jobs, workdir  # after the flags, so that a mistake in them is told at once
+  from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
+  from diffeq_nnx.runs import workdir
   if config is None:
-    flag = FROM_WORKDIR if job == "discretize" else WORKDIR
+    flag = FROM_WORKDIR if job.config == "source" else WORKDIR
     config = config_lib.changed(workdir.config_of(flag.value, flag.name), _overrides)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
-    logging.set_verbosity(logging.ERROR)  # process 0 speaks for all
+    logging.set_verbosity(logging.ERROR)  # process 0 logs for all
   with distributed.in_one_line():
-    distributed.agree(config, job, WORKDIR.value, options)
-    jobs.JOBS[job](config, WORKDIR.value, **options)
+    distributed.agree(config, name, WORKDIR.value, options)
+    job.function(config, WORKDIR.value, **options)
 
 
-def _options(job: str) -> dict[str, object]:
-  """The values of the flags that belong to this job, by the names that its function gives them."""
-  for flag in (flag for its in OPTIONS.values() for flag in its if flag.value is not None):
-    jobs = [other for other, its in OPTIONS.items() if any(flag is one for one in its)]
-    if job not in jobs:
-      value = ",".join(flag.value) if isinstance(flag.value, list) else flag.value
-      raise UserError(f"--{flag.name}={value}: is for --job={' or '.join(jobs)}, and this is --job={job}; leave it out")
-  given = {flag.name: flag.value for flag in OPTIONS.get(job, ())}
-  for name in given:
-    if name in REQUIRED and given[name] is None:
-      raise UserError(f"--{name}: missing; e.g. --job={job} {REQUIRED[name]}")
-  for name in ("step_sizes", "times"):
-    if given.get(name):
+def _options(name: str) -> dict[str, object]:
+  """The values of the flags of the job of this name, as keyword arguments of its function."""
+  given = {}
+  for flag in dict.fromkeys(flag for job in JOBS.values() for flag in job.flags):
+    value = flags.FLAGS[flag].value
+    if flag in JOBS[name].flags:
+      given[flag] = value
+    elif value is not None:
+      jobs = [other for other, job in JOBS.items() if flag in job.flags]
+      value = ",".join(value) if isinstance(value, list) else value
+      raise UserError(f"--{flag}={value}: is for --job={' or '.join(jobs)}, and this is --job={name}; leave it out")
+  for flag in JOBS[name].required:
+    if given[flag] is None:
+      raise UserError(f"--{flag}: missing; e.g. --job={name} {JOBS[name].example}")
+  for flag in ("step_sizes", "times"):
+    if given.get(flag):
       try:
-        given[name] = tuple(map(float, given[name]))
+        given[flag] = tuple(map(float, given[flag]))
       except ValueError:
-        raise UserError(f"--{name}={','.join(given[name])}: must be numbers, e.g. 0.5,0.25,0.25") from None
+        raise UserError(f"--{flag}={','.join(given[flag])}: must be numbers, e.g. 0.5,0.25,0.25") from None
   if "prompt" in given:
     given["prompts"] = given.pop("prompt")
-  return {name: value for name, value in given.items() if value is not None}
+  return {flag: value for flag, value in given.items() if value is not None}
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -175,7 +168,7 @@ def fail(error: BaseException | str, code: int) -> int:
 
 def _whoami() -> tuple[int, int]:
   """(this process, how many); (0, 1) where the processes have not joined."""
-  module = sys.modules.get("diffeq_nnx.distributed")  # which takes seconds to import
+  module = sys.modules.get("diffeq_nnx.parallel.distributed")  # which takes seconds to import
   return module.whoami() if module else (0, 1)
 
 

@@ -1,6 +1,6 @@
 """Compiles the real train step for TPUs that are not there, and says what it would take.
 
-  python launch/compile_ahead.py --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
+  python -m launch.compile_ahead --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
       [--set=mesh.tensor=2] [--save-hlo=step.txt]
 
 Needs the TPU compiler: pip install 'jax[tpu]', which brings the libtpu that goes with this jax. Nothing runs. Prints,
@@ -28,12 +28,12 @@ import jax
 from jax.experimental import topologies
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import flops
-from diffeq_nnx import hlo
-from diffeq_nnx import sharding
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.train_step import abstract_batch, abstract_state, make_train_step, num_microbatches
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training import flops
+from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
+from launch.benchmarks import hlo
 
 
 @dataclasses.dataclass(frozen=True)

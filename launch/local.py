@@ -1,6 +1,6 @@
 """Runs a job of several processes on this machine's CPU, to try what a cluster would do.
 
-  python launch/local.py --processes 2 --devices-per-process 4 -- --config=configs/tiny.py --workdir=runs/two
+  python -m launch.local --processes 2 --devices-per-process 4 -- --config=configs/tiny.py --workdir=runs/two
 
 What stands after `--` goes to `python -m diffeq_nnx.main` of every process. A SIGTERM or Ctrl-C is passed on to all.
 The exit code is 0 if that of every process is, else that of the first one that failed.

@@ -15,11 +15,19 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.config import (
-    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TimeConfig, TrainConfig)
+  CheckpointConfig,
+  Config,
+  DataConfig,
+  EvalConfig,
+  ModelConfig,
+  OptimizerConfig,
+  TimeConfig,
+  TrainConfig,
+)
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import Model
-from diffeq_nnx.train import train
-from diffeq_nnx.train_step import graph
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.training.loop import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)  # tests compile more than they compute

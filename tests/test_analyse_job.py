@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import jobs
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.analysis.jobs import analyse, pieces, text_ids
+from diffeq_nnx.runs import workdir as workdir_lib
 from tests.browser import Browser, find
 from tests.conftest import told
 
@@ -94,7 +94,7 @@ def test_a_directory_without_a_checkpoint_is_told(finished, tmp_path):
 def test_a_discretised_run_is_looked_at_too(finished, tmp_path, capsys):
   config, workdir = finished
   stored = str(tmp_path / "stored")
-  jobs.discretize(config, stored, from_workdir=str(workdir), num_steps=3)
+  jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
   result = analyse(workdir_lib.config_of(stored), stored, text="rivers", leading=2)
   assert result["num_steps"] == 3
   assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result

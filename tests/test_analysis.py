@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx import block
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity, tangents
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
 from diffeq_nnx.analysis.subject import Subject, advance, attention_probabilities, logits_of
-from diffeq_nnx.discretization import discretize
 from diffeq_nnx.errors import RunError
-from diffeq_nnx.train_step import graph
+from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.discretization import discretize
+from diffeq_nnx.model.parameters import graph
 from tests.conftest import ROWS, moved_instance, small_model, told
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
@@ -66,7 +66,7 @@ def test_attention_probabilities_are_those_that_the_model_attends_with(x64, head
   q, k, v = (jnp.asarray(rng.normal(size=(1, 5, n, 6))) for n in (heads, kv_heads, kv_heads))
   shares_HxLxL = attention_probabilities(q, k)[0]
   seen = np.einsum("hlm,mhc->lhc", shares_HxLxL, np.repeat(v[0], heads // kv_heads, axis=1))
-  np.testing.assert_allclose(block.Packing().attend(q, k, v, "reference")[0], seen, atol=1e-12)
+  np.testing.assert_allclose(vector_fields.Packing().attend(q, k, v, "reference")[0], seen, atol=1e-12)
 
 
 # spectra
@@ -125,7 +125,7 @@ def test_scores_of_known_eigenvalues():
 def flow(one: Subject):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
   def step(x_LxD, stretch):
-    return advance(one.config, block.Packing(), *stretch, x_LxD[None])[0], None
+    return advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0], None
 
   return jax.jit(lambda x_LxD: jax.lax.scan(step, x_LxD, (one.weights, jnp.asarray(one.grid.dts_S)))[0])
 
@@ -139,7 +139,7 @@ def dense_jacobian(one: Subject, tokens) -> np.ndarray:
 def dense_per_token(one: Subject, tokens) -> np.ndarray:
   """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
   def added(x_LxD, stretch):
-    return (advance(one.config, block.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
+    return (advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
 
   states, stretches = one.observe(tokens).states[:-1, 0], (one.weights, jnp.asarray(one.grid.dts_S))
   j_SxDxLxD = np.asarray(jax.jit(jax.vmap(jax.jacfwd(added)))(states, stretches))

@@ -19,8 +19,8 @@ from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
-from diffeq_nnx.solvers import uniform_grid
-from diffeq_nnx.train_step import graph, init_state, loss_and_gradients
+from diffeq_nnx.model.solvers import uniform_grid
+from diffeq_nnx.training.step import init_state, loss_and_gradients
 from tests.conftest import packed_batch, random_batch, small_config, small_model
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
@@ -222,7 +222,7 @@ def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch)
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")
     params = jax.jit(init_state, static_argnums=0)(config)["params"]
-    function = lambda p, b: loss_and_gradients(config, graph(config.model), uniform_grid(3, 3.0), p, b,
+    function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b,
                                                jax.random.key(0))
     return jax.jit(function)(params, make_batch(config))
 

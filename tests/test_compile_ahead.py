@@ -6,10 +6,11 @@ import jax
 import pytest
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import hlo
-from diffeq_nnx import sharding
-from diffeq_nnx.train_step import abstract_state
-from launch import benchmark_generation, compile_ahead
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training.step import abstract_state
+from launch import compile_ahead
+from launch.benchmarks import generation as benchmark_generation
+from launch.benchmarks import hlo
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                                   reason="needs the TPU compiler: pip install 'jax[tpu]'")

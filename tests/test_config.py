@@ -14,7 +14,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.train_step import init_state
+from diffeq_nnx.training.step import init_state
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))

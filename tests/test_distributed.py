@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from diffeq_nnx import distributed
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.parallel import distributed
 from launch import local
 from tests.conftest import small_config
 from tests.test_resume import FAST, records
@@ -122,7 +122,8 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
 
 FAILS_ALONE = """
 from absl import app
-from diffeq_nnx import distributed, main
+from diffeq_nnx import main
+from diffeq_nnx.parallel import distributed
 
 def reached(self, step):
   if step == 4:
@@ -161,7 +162,9 @@ def test_when_process_0_is_killed_the_other_ends_too(cache, tmp_path):
 
 FAILS_TO_RESTORE = """
 from absl import app
-from diffeq_nnx import checkpoint, distributed, main
+from diffeq_nnx import main
+from diffeq_nnx.runs import checkpoint
+from diffeq_nnx.parallel import distributed
 
 def restore(self, *args, **kwargs):
   raise OSError("Stale file handle")

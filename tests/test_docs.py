@@ -188,8 +188,8 @@ def test_flags_of_what_is_not_run(page):
 
 def test_a_wrong_block_is_noticed():
   """The checks above can fail."""
-  for line in ("python -m diffeq_nnx.main --confg=configs/tiny.py", "python launch/compare.py --config=a --wrongs=1",
-               "python launch/nothing.py", "pip install 'diffeq-nnx[nothing]'", "launch/gke.sh begin --name=a", "rm a",
+  for line in ("python -m diffeq_nnx.main --confg=configs/tiny.py", "python -m launch.experiments.compare --config=a --wrongs=1",
+               "python -m launch.nothing", "pip install 'diffeq-nnx[nothing]'", "launch/gke.sh begin --name=a", "rm a",
                "python -m diffeq_nnx.main --config=configs/tiny.py:gtp"):
     with pytest.raises((AssertionError, SystemExit, ImportError)):
       check(shlex.split(line))

@@ -26,8 +26,8 @@ import transformers
 import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
-from diffeq_nnx.model import Model
-from diffeq_nnx.train_step import graph
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import graph
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx import checkpoint, config as config_lib, jobs, trainable
-from diffeq_nnx import workdir as workdir_lib
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import jobs
 from diffeq_nnx.config import LoraConfig, MeshConfig
-from diffeq_nnx.report import read_metrics
-from diffeq_nnx.solvers import uniform_grid
-from diffeq_nnx.train import train
-from diffeq_nnx.train_step import all_params, graph, init_state, loss_and_gradients, make_train_step
+from diffeq_nnx.model import parameters
+from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.model.solvers import uniform_grid
+from diffeq_nnx.runs import checkpoint
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import all_params, init_state, loss_and_gradients, make_train_step
 from tests.conftest import perturb, random_batch, run_config, small_config, small_model, told
-
 
 LORA = LoraConfig(rank=2, alpha=3.0, targets="qkv|up")
 
@@ -41,7 +44,7 @@ def test_split_and_join_are_inverse_and_say_what_learns(x64):
     assert state["params"]["weight_source"]["lora"].keys() == {"qkv", "up"}
     assert state["frozen"].keys() >= {"final_norm", "weight_source"}
     whole = all_params(state)
-    again = trainable.split(lora_config(embeddings=embeddings).model, whole)
+    again = parameters.split(lora_config(embeddings=embeddings).model, whole)
     assert jax.tree.structure(again) == jax.tree.structure((state["params"], state["frozen"]))
   plain = start(small_config(small_model(dtype="float64")))
   assert plain["frozen"] == {}
@@ -84,14 +87,14 @@ def test_gradients_are_those_of_the_whole_model(x64):
   config = lora_config()
   state = start(config)
   batch, grid, key = random_batch(config), uniform_grid(3, 3.0), jax.random.key(0)
-  function = jax.jit(lambda params, frozen: loss_and_gradients(config, graph(config.model), grid, params, batch, key,
+  function = jax.jit(lambda params, frozen: loss_and_gradients(config, grid, params, batch, key,
                                                                frozen))
   _, found = function(state["params"], state["frozen"])
   plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
   whole = all_params(state)
   merged = nnx.merge(graph(config.model), whole).block_weights()
   bare = {**whole, "weight_source": {"stored": merged}}
-  _, full = jax.jit(lambda params: loss_and_gradients(plain, graph(plain.model), grid, params, batch, key))(bare)
+  _, full = jax.jit(lambda params: loss_and_gradients(plain, grid, params, batch, key))(bare)
   for group, adapter in whole["weight_source"]["lora"].items():
     gradient = full["weight_source"]["stored"][group]["kernel"]
     expected = {"a": 1.5 * np.einsum("sio,sro->sir", gradient, adapter["b"]),
@@ -127,19 +130,19 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
   config = run_config(tmp_path, steps=8)
   config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(rank=rank)))
   new = str(tmp_path / "tuned")
-  last = jobs.finetune(config, new, from_workdir=str(source), num_steps=3)
+  last = jobs.run("finetune", config, new, from_workdir=str(source), num_steps=3)
   losses = [record["loss"] for record in read_metrics(tmp_path / "tuned", "validation")]
   assert losses[-1] == last["loss"] < losses[0]
   assert [record["step"] for record in read_metrics(tmp_path / "tuned", "validation")] == [0, 4, 8]
   tuned = workdir_lib.config_of(new)
   assert (tuned.model.num_steps, tuned.model.weights, tuned.model.lora.rank) == (3, "stored", rank)
-  assert jobs.evaluate(tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
+  assert jobs.run("evaluate", tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
   names = {path.split(os.sep)[-1] for path, _, _ in os.walk(tmp_path / "tuned")}
   assert ("frozen" in names) == bool(rank)
-  again = jobs.finetune(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)), new,
+  again = jobs.run("finetune", dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)), new,
                         from_workdir=str(source), num_steps=3)  # it goes on
   assert read_metrics(tmp_path / "tuned", "validation")[-1]["step"] == 12 and math.isfinite(again["loss"])
-  merged = jobs.discretize(workdir_lib.config_of(new), str(tmp_path / "merged"), from_workdir=new)
+  merged = jobs.run("discretize", workdir_lib.config_of(new), str(tmp_path / "merged"), from_workdir=new)
   assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
   assert workdir_lib.config_of(str(tmp_path / "merged")).model.lora == LoraConfig()
   capsys.readouterr()
@@ -148,27 +151,27 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
 def test_text_of_another_tokenizer_is_turned_away(finished, tmp_path):
   config, source = finished
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
-  message = told(lambda: jobs.finetune(config, str(tmp_path / "tuned"), from_workdir=str(source)))
+  message = told(lambda: jobs.run("finetune", config, str(tmp_path / "tuned"), from_workdir=str(source)))
   assert "was trained with another tokenizer" in message and not (tmp_path / "tuned").exists()
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(finished, tmp_path, monkeypatch):
   config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
       finished[0].model, lora=LoraConfig(rank=2)))
-  whole = jobs.finetune(config, str(tmp_path / "whole"), from_workdir=str(finished[1]))
+  whole = jobs.run("finetune", config, str(tmp_path / "whole"), from_workdir=str(finished[1]))
   for name in ("save_frozen", "save"):
     with monkeypatch.context() as patched:
       patched.setattr(checkpoint.Checkpoints, name, lambda *_: os.close(-1))
       with pytest.raises(OSError):
-        jobs.finetune(config, str(tmp_path / "killed"), from_workdir=str(finished[1]))
+        jobs.run("finetune", config, str(tmp_path / "killed"), from_workdir=str(finished[1]))
     assert not workdir_lib.holds_run(str(tmp_path / "killed"))
-  assert jobs.finetune(config, str(tmp_path / "killed"), from_workdir=str(finished[1]))["loss"] == whole["loss"]
+  assert jobs.run("finetune", config, str(tmp_path / "killed"), from_workdir=str(finished[1]))["loss"] == whole["loss"]
 
 
 def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
   (tmp_path / "new" / "checkpoints").mkdir(parents=True)
   (tmp_path / "new" / "checkpoints" / "thesis").write_text("x")
-  for job, options in ((jobs.finetune, {}), (jobs.discretize, {"num_steps": 3})):
+  for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
     message = told(lambda: job(finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
     assert "holds checkpoints and no run.json" in message
   assert (tmp_path / "new" / "checkpoints" / "thesis").exists()
@@ -179,18 +182,18 @@ def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_pat
   shutil.copytree(finished[1], source)
   config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
       finished[0].model, lora=LoraConfig(rank=2)))
-  last = jobs.finetune(config, new, from_workdir=source)
+  last = jobs.run("finetune", config, new, from_workdir=source)
   other = str(tmp_path / "other")
-  jobs.discretize(finished[0], other, from_workdir=source)
-  assert "was not started from" in told(lambda: jobs.finetune(config, new, from_workdir=other))
+  jobs.run("discretize", finished[0], other, from_workdir=source)
+  assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
   shutil.rmtree(source)
   longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
-  jobs.finetune(longer, new, from_workdir=source)
+  jobs.run("finetune", longer, new, from_workdir=source)
   shutil.move(new, tmp_path / "moved")
   moved = workdir_lib.config_of(str(tmp_path / "moved"))
-  assert math.isfinite(jobs.evaluate(moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
+  assert math.isfinite(jobs.run("evaluate", moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
   capsys.readouterr()
-  (one,) = jobs.generate(moved, str(tmp_path / "moved"), prompts=["Document"], max_tokens=3, temperature=0.0)
+  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompts=["Document"], max_tokens=3, temperature=0.0)
   assert one["tokens"] == 3
 
 
@@ -206,6 +209,6 @@ def test_a_run_is_exported_and_discretised_on_another_machine(finished, tmp_path
   """Its mesh and its attention are of the machine that it was trained on."""
   config = dataclasses.replace(finished[0], mesh=MeshConfig(data=2, fsdp=4, tensor=1), model=dataclasses.replace(
       finished[0].model, attention="pallas"))
-  result = jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(finished[1]))
+  result = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(finished[1]))
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
-  jobs.JOBS["export"](config, str(finished[1]), out=str(tmp_path / "out"))
+  jobs.run("export", config, str(finished[1]), out=str(tmp_path / "out"))

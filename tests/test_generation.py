@@ -12,11 +12,11 @@ import pytest
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx import generation
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
-from diffeq_nnx.model import Model
-from diffeq_nnx.sampling import Sampling, sample
-from diffeq_nnx.text_stream import TextStream
+from diffeq_nnx.inference import generation
+from diffeq_nnx.inference.sampling import Sampling, sample
+from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.model.model import Model
 from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
@@ -273,9 +273,10 @@ SPLIT = """
 import jax
 from flax import nnx
 import diffeq_nnx
-from diffeq_nnx import sharding
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.config import MeshConfig
-from diffeq_nnx.train_step import graph, init_state, state_shardings
+from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.training.step import init_state, state_shardings
 from tests.conftest import small_config, small_model
 config, found = small_config(small_model(embed_dim=32, mlp_dim=64)), []
 for sizes in (None, MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):

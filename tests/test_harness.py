@@ -23,16 +23,16 @@ from lm_eval.tasks import TaskManager
 
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
-from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import packing, perplexity, report, scoring, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.jobs import evaluate_downstream
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.train import train
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.loop import train
 from launch import local
 from tests.conftest import run_config, small_model, told
 from tests.test_export import byte_pairs, make
@@ -232,11 +232,11 @@ def test_eight_devices_say_what_one_does():
   """A program of its own, since devices are counted at the start."""
   code = """
 import jax, numpy as np
-from diffeq_nnx import sharding
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.harness.scoring import Scorer
 from flax import nnx
-from diffeq_nnx.train_step import state_shardings, all_params
+from diffeq_nnx.training.step import state_shardings, all_params
 from tests.conftest import small_config
 from tests.test_harness import model_of, trees, by_number
 model, requests = model_of(), trees(10)
@@ -488,7 +488,7 @@ def test_both_command_lines(run, task_folder, tmp_path, monkeypatch, capsys):
                           "--config.harness.folder=by_command"],
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
   monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
-  monkeypatch.setattr("diffeq_nnx.distributed.start", lambda *arguments: None)  # only before anything touches a device
+  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # only before anything touches a device
   monkeypatch.setattr(sys, "argv", [
       "lm_eval", "--model", "diffeq_nnx", "--model_args", f"workdir={workdir},begin_mark=always", "--tasks",
       str(task_folder / "choice.yaml"), "--limit", "6", "--output_path", str(tmp_path)])
@@ -538,7 +538,7 @@ def test_the_paper_s_list_is_a_group_that_the_task_files_name():
 
 
 def test_the_group_is_found_however_tasks_are_given(monkeypatch):
-  monkeypatch.setattr("diffeq_nnx.distributed.start", lambda *arguments: None)
+  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)
   monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
   monkeypatch.setenv("DISABLE_MULTIPROC", "1")
   for given, added in ((["--tasks=a"], True), (["--tasks", "a"], True), (["-t", "a"], True), (["--model", "x"], False),

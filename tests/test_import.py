@@ -17,10 +17,10 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data, jobs
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.train import train
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.loop import train
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import make
@@ -195,19 +195,19 @@ def finished(tmp_path_factory):
 def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsys):
   config, workdir = finished
   out, new = str(tmp_path / "out"), str(tmp_path / "new")
-  result = jobs.JOBS["export"](config, workdir, out=out)
+  result = jobs.run("export", config, workdir, out=out)
   assert json.loads(capsys.readouterr().out) == result
   assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 4, False)
   assert result["logit_difference"] < 1e-5
-  jobs.JOBS["import"](dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
+  jobs.run("import", dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
   assert json.loads(capsys.readouterr().out)["num_steps"] == 2
   imported = workdir_lib.config_of(new)
   assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
       "stored", "sequential", os.path.join(new, "tokenizer.model"))
-  before, after = jobs.evaluate(config, workdir), jobs.evaluate(imported, new)
+  before, after = jobs.run("evaluate", config, workdir), jobs.run("evaluate", imported, new)
   assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
-  assert "holds a run already" in told(lambda: jobs.JOBS["import"](config, new, from_hf=out))
-  assert "holds something already" in told(lambda: jobs.JOBS["export"](config, workdir, out=out))
+  assert "holds a run already" in told(lambda: jobs.run("import", config, new, from_hf=out))
+  assert "holds something already" in told(lambda: jobs.run("export", config, workdir, out=out))
   loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
   prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
   assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
@@ -216,15 +216,15 @@ def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsy
 def test_other_formats_and_mistakes(finished, tmp_path):
   config, workdir = finished
   out = str(tmp_path / "out")
-  result = jobs.JOBS["export"](config, workdir, out=out, format="stablehlo", num_steps=3)
+  result = jobs.run("export", config, workdir, out=out, format="stablehlo", num_steps=3)
   assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
   assert "num_steps=0: must be 1 or above" in told(
-      lambda: jobs.JOBS["export"](config, workdir, out=str(tmp_path / "other"), num_steps=0))
+      lambda: jobs.run("export", config, workdir, out=str(tmp_path / "other"), num_steps=0))
   grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
   assert "GPT-2 has no grouped-query heads" in told(
-      lambda: jobs.JOBS["export"](grouped, workdir, out=str(tmp_path / "other")))
+      lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other")))
   (tmp_path / "empty").mkdir()
   workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.tokenizer_of(workdir), None, None, ""))
   assert "holds no checkpoint yet" in told(
-      lambda: jobs.JOBS["export"](config, str(tmp_path / "empty"), out=str(tmp_path / "other")))
+      lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other")))
   assert not (tmp_path / "other").exists()

@@ -6,7 +6,11 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
-from launch import benchmark, benchmark_analysis, benchmark_attention, benchmark_generation, compare, finetune_depths
+from launch.benchmarks import analysis as benchmark_analysis
+from launch.benchmarks import attention as benchmark_attention
+from launch.benchmarks import generation as benchmark_generation
+from launch.benchmarks import step_time as benchmark
+from launch.experiments import compare, finetune_depths
 
 SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
          "--set=train.loss_chunks=4", "--set=train.batch_size=2"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx.loss import chunked_cross_entropy
+from diffeq_nnx.training.loss import chunked_cross_entropy
 
 
 def plain_cross_entropy(hidden, head, targets, mask):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx import solvers
-from diffeq_nnx.model import Model
+from diffeq_nnx.model import solvers
+from diffeq_nnx.model.model import Model
 from tests import reference
 from tests.conftest import ROWS, moved_instance, small_instance, small_model
 

@@ -20,11 +20,12 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.data import batches as batches_lib, preparation, shards, tokenizers
+from diffeq_nnx.data import batches as batches_lib
+from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.preparation import preparing, tokenising, workers
 from diffeq_nnx.data.shards import Tokens
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.train import train
+from diffeq_nnx.training.loop import train
 from tests.conftest import small_model, told
 from tests.test_data import prose, write_jsonl
 
@@ -225,7 +226,7 @@ def test_a_directory_may_have_any_name(text, prepared, tmp_path):
 
 def test_several_processes_of_a_job_are_turned_away(text, tmp_path, monkeypatch):
   monkeypatch.setattr("jax.process_count", lambda: 2)
-  message = told(lambda: jobs.prepare_shards(config_lib.Config(data=config_of(text)), str(tmp_path / "out")))
+  message = told(lambda: jobs.run("prepare", config_lib.Config(data=config_of(text)), str(tmp_path / "out")))
   assert message.startswith("--job=prepare: runs on one host") and not (tmp_path / "out").exists()
 
 
@@ -389,7 +390,7 @@ from diffeq_nnx import config
 from diffeq_nnx import jobs
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # a write beyond fails, as on a full disk
 try:
-  jobs.prepare_shards(config.Config(data=config.DataConfig(source=sys.argv[1], tokenizer="bytes")), sys.argv[2])
+  jobs.run("prepare", config.Config(data=config.DataConfig(source=sys.argv[1], tokenizer="bytes")), sys.argv[2])
 except RuntimeError as error:
   print(error)
 """
@@ -654,7 +655,7 @@ def test_training_from_shards_is_training_from_the_text(text, tmp_path, capfd):
     eval=config_lib.EvalConfig(every=3, max_batches=2),
   )  # fmt: skip
   values = train(config, str(tmp_path / "text"))
-  result = jobs.prepare_shards(config, str(tmp_path / "shards"))
+  result = jobs.run("prepare", config, str(tmp_path / "shards"))
   line = json.loads(capfd.readouterr().out)
   assert line == result and line["train"]["documents"] + line["validation"]["documents"] == len(text[1])
   moved = tmp_path / "moved"

@@ -18,16 +18,17 @@ import pytest
 
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data, distributed, jobs, main, runs  # main defines the flags
-from diffeq_nnx import workdir as workdir_lib
-from diffeq_nnx.checkpoint import DAMAGED
+from diffeq_nnx import data, jobs
 from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.evaluate import Evaluator
-from diffeq_nnx.report import plot_losses, read_metrics
-from diffeq_nnx.train import load_corpus, train
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.runs import opening  # main defines the flags
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import DAMAGED
+from diffeq_nnx.training.evaluate import Evaluator
+from diffeq_nnx.training.loop import load_corpus, train
+from diffeq_nnx.training.report import plot_losses, read_metrics
 from tests.conftest import run_config, told
-
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
     "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -93,7 +94,7 @@ def test_what_a_run_leaves_behind(finished):
 def test_a_run_is_loaded_as_it_was_left(finished):
   config, workdir = finished
   run = diffeq_nnx.load(str(workdir))
-  assert (run.config, run.step) == (runs.anywhere(config), 20)
+  assert (run.config, run.step) == (opening.portable(config), 20)
   corpus = load_corpus(config)
   assert run.tokenizer.hash == corpus.tokenizer.hash
   with jax.set_mesh(run.mesh):
@@ -123,7 +124,7 @@ def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
   last = train(apart, str(tmp_path / "apart"))
   first, second = (record["loss"] for record in read_metrics(tmp_path / "apart", "validation"))
   assert second == last["loss"] < first
-  jobs.JOBS["evaluate"](apart, str(tmp_path / "apart"))
+  jobs.run("evaluate", apart, str(tmp_path / "apart"))
   assert json.loads(capsys.readouterr().out)["loss"] == last["loss"]
   assert abs(train(across, str(tmp_path / "across"))["loss"] - last["loss"]) > 1e-4
   with pytest.raises(UserError, match="data.attend_across_documents is False there and True here"):
@@ -134,27 +135,27 @@ def test_a_discretised_run_is_a_run(finished, tmp_path, capsys):
   """The same loss, found again by evaluate with no config named, and a start for training."""
   config, workdir = finished
   new = str(tmp_path / "new")
-  result = jobs.discretize(config, new, from_workdir=str(workdir))
+  result = jobs.run("discretize", config, new, from_workdir=str(workdir))
   assert json.loads(capsys.readouterr().out) == result
   assert result["before"]["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
   stored = workdir_lib.config_of(new)
   assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
-  assert jobs.evaluate(stored, new)["loss"] == result["after"]["loss"]
+  assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
   assert train(stored, new)["loss"] < result["after"]["loss"]  # 20 steps more, of stored weights
-  assert "holds a run already" in told(lambda: jobs.discretize(config, new, from_workdir=str(workdir)))
+  assert "holds a run already" in told(lambda: jobs.run("discretize", config, new, from_workdir=str(workdir)))
 
 
 @pytest.mark.parametrize("arguments", [{"num_steps": 3}, {"step_sizes": (0.5, 1.0, 0.5)}])
 def test_a_run_is_discretised_at_any_steps(finished, tmp_path, arguments):
   config, workdir = finished
-  after = jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(workdir), **arguments)["after"]
+  after = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(workdir), **arguments)["after"]
   assert after["num_steps"] == 3
   if "num_steps" in arguments:
     there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
-    assert after["loss"] == pytest.approx(jobs.evaluate(there, str(workdir))["loss"], abs=1e-5)
-    assert after["loss"] == pytest.approx(jobs.evaluate(config, str(workdir), num_steps=3)["loss"], abs=1e-5)
+    assert after["loss"] == pytest.approx(jobs.run("evaluate", there, str(workdir))["loss"], abs=1e-5)
+    assert after["loss"] == pytest.approx(jobs.run("evaluate", config, str(workdir), num_steps=3)["loss"], abs=1e-5)
 
 
 def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
@@ -165,7 +166,7 @@ def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
       (workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
       (tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
   ):
-    assert part in told(lambda: jobs.discretize(config, str(tmp_path / "new"), from_workdir=str(source), **arguments))
+    assert part in told(lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments))
   assert not (tmp_path / "new").exists()
   assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
 
@@ -178,13 +179,13 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   shutil.copytree(workdir, tmp_path / "run")
   (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
   prompts, how = ["Document 3 tells", "hills"], {"max_tokens": 5, "temperature": 0.0}
-  results = jobs.generate(config, str(tmp_path / "run"), prompts=prompts, **how)
+  results = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts, **how)
   assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
   assert [(one["prompt"], one["tokens"], one["stopped"]) for one in results] == [(p, 5, "length") for p in prompts]
-  (alone,) = jobs.generate(config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
   assert alone == results[1] and capsys.readouterr().out == alone["text"] + "\n"
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  jobs.generate(config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
   assert capsys.readouterr().out == alone["text"] + "\n"
   for options, part in (
       ({"prompts": ["a " * 40]}, "prompts[0]: "),
@@ -193,14 +194,14 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
       ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
       ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
   ):
-    assert part in told(lambda: jobs.generate(config, str(tmp_path / "run"), **options)), part
+    assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
   with monkeypatch.context() as patch:
     patch.setattr("jax.process_count", lambda: 2)
-    assert "runs in one process" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+    assert "runs in one process" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
   shutil.rmtree(tmp_path / "run" / "checkpoints")
-  assert "holds no checkpoint yet" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
-  assert "lacks the tokenizer of its run" in told(lambda: jobs.generate(config, str(tmp_path / "run"), prompts=["a"]))
+  assert "lacks the tokenizer of its run" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
 
 
 def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):
@@ -225,7 +226,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(run):
 
 def test_evaluate_prints_one_json_line_equal_to_the_last_validation(finished, capsys):
   config, workdir = finished
-  jobs.JOBS["evaluate"](config, str(workdir))
+  jobs.run("evaluate", config, str(workdir))
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 1
   result, last = json.loads(lines[0]), read_metrics(workdir, "validation")[-1]
@@ -239,7 +240,7 @@ def test_the_command_line_knows_every_job():
 
 def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):
   with pytest.raises(UserError, match="holds no run; train with --workdir"):
-    jobs.JOBS["evaluate"](finished[0], str(tmp_path / "nothing"))
+    jobs.run("evaluate", finished[0], str(tmp_path / "nothing"))
   assert not (tmp_path / "nothing").exists()
 
 
@@ -332,7 +333,7 @@ def test_a_directory_that_cannot_be_written_is_told(finished, tmp_path):
 FULL = """
 import resource, sys
 from diffeq_nnx.errors import RunError
-from diffeq_nnx.train import train
+from diffeq_nnx.training.loop import train
 from tests.conftest import run_config
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)  # a write beyond fails, as on a full disk
 try:

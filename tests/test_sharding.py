@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from diffeq_nnx import sharding
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.train_step import init_state, state_shardings
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training.step import init_state, state_shardings
 from tests.conftest import small_config, small_model
 
 MESH = {"slice": 1, "data": 2, "fsdp": 4, "tensor": 2}
@@ -89,9 +89,9 @@ def test_what_can_t_be_split_is_one_line(config, part):
 PROGRAM = """
 import dataclasses, json, sys
 import jax, numpy as np
-from diffeq_nnx import sharding
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.config import MeshConfig
-from diffeq_nnx.train_step import init_state, make_train_step, state_shardings
+from diffeq_nnx.training.step import init_state, make_train_step, state_shardings
 from tests.conftest import packed_batch, random_batch, small_config, small_model
 
 def losses(field, devices, held=None, make_batch=random_batch, **sizes):

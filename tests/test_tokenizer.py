@@ -11,10 +11,9 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import data
-from diffeq_nnx import workdir as workdir_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.data.tokenizers import base, byte_pairs, sentencepieces
-from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
+from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, base, byte_pairs, sentencepieces
+from diffeq_nnx.runs import workdir as workdir_lib
 from tests.test_data import config_of, prose, told, write_jsonl
 
 END, BEGIN = "<|endoftext|>", "<|begin|>"  # ids 0 and 1 of the vocabulary trained here

@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from diffeq_nnx import solvers
 from diffeq_nnx.config import OptimizerConfig
-from diffeq_nnx.optimizer import make_optimizer, schedule
-from diffeq_nnx.train import steps_of_solver
-from diffeq_nnx.train_step import (
-    graph, init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step)
+from diffeq_nnx.model import solvers
+from diffeq_nnx.training.loop import steps_of_solver
+from diffeq_nnx.training.optimizer import make_optimizer, schedule
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step
 from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_config, small_model
 
 
@@ -22,7 +21,7 @@ def gradients_of(config, batch, dtype="float32"):
   """Loss and gradients at moved parameters."""
   grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  return jax.jit(lambda p, b: loss_and_gradients(config, graph(config.model), grid, p, b, jax.random.key(0)))(
+  return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(
       params, batch)
 
 
@@ -68,7 +67,7 @@ def test_under_accumulation_the_generator_runs_once():
     config = small_config(device_batch_size=held)
     state = jax.eval_shape(lambda: init_state(config))
     grid = solvers.uniform_grid(3, 3.0)
-    jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, graph(config.model), grid, p, b, k))(
+    jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, grid, p, b, k))(
         state["params"], random_batch(config), jax.random.key(0))
     basis = "f32[6,24,40]"  # F of `up`: [T + 1, D, F]
     products = [e for e in jaxpr.jaxpr.eqns if basis in str([v.aval.str_short() for v in e.invars])

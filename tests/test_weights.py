@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.time_embedding import fixed_frequencies, sinusoidal_features
+from diffeq_nnx.model.time_embedding import fixed_frequencies, sinusoidal_features
 from tests.conftest import perturb, small_instance, small_model
 
 WIDE = dict(num_steps=6, embed_dim=64, num_heads=4, vocab_size=32, seq_len=8, dtype="float32",

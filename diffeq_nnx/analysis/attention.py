@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx import block
-from diffeq_nnx import solvers
 from diffeq_nnx.analysis.subject import Pass, Subject, advance, logits_of, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-
+from diffeq_nnx.model import solvers
+from diffeq_nnx.model.attention_context import Packing
 
 HALF = 25  # tokens that are repeated, where there are positions for them
 
@@ -49,7 +48,7 @@ def gradient_times_input(subject: Subject, passed: Pass, position: int, token: i
 def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: Any,
                           x_1xLxD: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
   def logit(x_1xLxD):
-    step = jax.checkpoint(lambda x, one: (advance(config, block.Packing(), *one, x), None), prevent_cse=False)
+    step = jax.checkpoint(lambda x, one: (advance(config, Packing(), *one, x), None), prevent_cse=False)
     end_1xLxD, _ = jax.lax.scan(step, x_1xLxD, steps_of(config, grid, weights))
     return logits_of(config, rest, end_1xLxD)[0, position, token]
 

@@ -12,8 +12,8 @@ from typing import Sequence
 import jax
 import numpy as np
 
-from diffeq_nnx import block
 from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.model import vector_fields
 
 NEAR = 0.1  # two directions nearer than this, as unit vectors, count as one
 
@@ -124,6 +124,6 @@ def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = N
   """
   weights = None if held is None else held_at(subject, held)
   states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0], np.float64)
-  if issubclass(block.FIELDS[subject.config.field], block.GPTField):  # as LayerNorm sees them
+  if issubclass(vector_fields.FIELDS[subject.config.field], vector_fields.GPTField):  # as LayerNorm sees them
     states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

@@ -12,12 +12,12 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from diffeq_nnx import distributed
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.sensitivity import Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
 from diffeq_nnx.analysis.subject import Progress, Subject
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.parallel import distributed
 
 BETWEEN = 4  # times at which spectra are also taken, for each step of the solver
 ORDERS = (0, 1, 2, 3, 4)  # of the polynomials that scale the simulation's weights

@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx import block
-from diffeq_nnx import solvers
 from diffeq_nnx.analysis import tangents
 from diffeq_nnx.analysis.subject import Pass, Progress, Subject, advance, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import solvers, vector_fields
+from diffeq_nnx.model.attention_context import Packing
 
 FORMS = ("exact", "per_token")
 METHODS = ("auto", "jacobian", "iteration")
@@ -208,7 +208,7 @@ def _pulled_back(config: ModelConfig, grid: solvers.Grid, weights: Any, states_S
   """Cotangents of the last token's state at the end, as cotangents of all states at the start, [c, L, D]."""
   def back(rows_cxLxD, one):
     x_1xLxD, step = one
-    _, pull = jax.vjp(functools.partial(advance, config, block.Packing(), *step), x_1xLxD)
+    _, pull = jax.vjp(functools.partial(advance, config, Packing(), *step), x_1xLxD)
     return jax.vmap(lambda row_LxD: pull(row_LxD[None])[0][0])(rows_cxLxD), None
 
   L, D = states_Sx1xLxD.shape[2:]
@@ -240,7 +240,7 @@ def _exact(config: ModelConfig, reverse: bool, k: jax.Array, link: Any, vectors_
   """Tangents of all tokens' states after a step, N = L D."""
   del k
   x_1xLxD, _, _, step = link
-  moved = lambda x_N: advance(config, block.Packing(), *step, x_N.reshape(x_1xLxD.shape)).reshape(-1)
+  moved = lambda x_N: advance(config, Packing(), *step, x_N.reshape(x_1xLxD.shape)).reshape(-1)
   return _through(moved, x_1xLxD.reshape(-1), vectors_pxN, reverse)
 
 
@@ -262,7 +262,7 @@ def _moved(config: ModelConfig, link: Any, k: jax.Array, x_k_D: jax.Array, x_n_D
   """The state of the last token n after a step, [D]; of tokens k and n alone: the others' keys and values are known."""
   x_1xLxD, keys, values, (weights, dt) = link
   seen = _TwoOfMany((keys, values), jnp.stack([k, jnp.asarray(x_1xLxD.shape[1] - 1, k.dtype)])[None])
-  field = _SecondOnly(block.make_field(config), seen)
+  field = _SecondOnly(vector_fields.make_field(config), seen)
   x_1x2xD = jnp.stack([x_k_D, x_n_D])[None]
   return solvers.SOLVERS[config.solver](field, x_1x2xD, weights, dt, solvers.no_dropout, jax.random.key(0))[0, 1]
 
@@ -276,10 +276,10 @@ def _through(function: Callable, x: jax.Array, vectors: jax.Array, reverse: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class _SecondOnly(block.PackedField):
+class _SecondOnly(vector_fields.BoundField):
   """A field that does no more than it must where only the second of two tokens is asked for."""
 
-  def feedforward(self, x_1x2xD: jax.Array, w: block.Weights) -> jax.Array:
+  def feedforward(self, x_1x2xD: jax.Array, w: vector_fields.Weights) -> jax.Array:
     """The second token's; zero for the first."""
     second_1x1xD = self.field.feedforward(x_1x2xD[:, 1:], w)
     return jnp.concatenate([jnp.zeros_like(second_1x1xD), second_1x1xD], axis=1)

@@ -14,8 +14,8 @@ from typing import Sequence
 import jax
 import numpy as np
 
-from diffeq_nnx import block
 from diffeq_nnx.analysis.subject import Progress, Subject
+from diffeq_nnx.model import vector_fields
 
 PAIRS = ("qk", "ov", "ff")
 
@@ -60,7 +60,7 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
   Raises:
     UserError: times outside 0 to 1, or any for stored weights.
   """
-  field = block.make_field(subject.config)
+  field = vector_fields.make_field(subject.config)
   own = times_S is None
   times_S = np.asarray(subject.grid.times_S if own else subject.check_times(times_S), np.float64)
   made = []
@@ -68,14 +68,14 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
     part_S = times_S[first:first + subject.grid.num_steps]
     kernels = field.head_kernels(jax.device_get(subject.weights if own else subject.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
-      at_one = block.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
+      at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
       made.append(_at_one_time(at_one, feedforward))
       progress(1)
   qk, ov, ff = zip(*made)
   return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)
 
 
-def _at_one_time(kernels: block.HeadKernels, feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _at_one_time(kernels: vector_fields.HeadKernels, feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   groups = kernels.query.shape[1] // kernels.key.shape[1]
   heads = lambda kernel_DxKxC: np.repeat(kernel_DxKxC, groups, axis=1).swapaxes(0, 1)  # [H, D, C]
   qk = eigenvalues(kernels.query.swapaxes(0, 1), heads(kernels.key).swapaxes(1, 2))

@@ -8,19 +8,19 @@ import dataclasses
 import functools
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx import block
-from diffeq_nnx import sharding
-from diffeq_nnx import solvers
-from diffeq_nnx.config import MeshConfig, ModelConfig
+from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.model import Model, parameter_dtype
-from diffeq_nnx.train_step import partial_model
-from diffeq_nnx.weights import BlockWeights
+from diffeq_nnx.model import solvers, vector_fields
+from diffeq_nnx.model.attention_context import AttentionContext, Packing, PrefillCache
+from diffeq_nnx.model.model import Model, parameter_dtype
+from diffeq_nnx.model.parameters import params_of, partial_model
+from diffeq_nnx.model.ready import make_ready
+from diffeq_nnx.model.weight_sources import BlockWeights
+from diffeq_nnx.parallel import sharding
 
 Progress = Callable[[float], None]  # told after each piece of work how much of it that was
 
@@ -40,24 +40,12 @@ class Subject:
 
   def __init__(self, model: Model, num_steps: int | None = None):
     """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for them."""
-    self.grid = model.grid(num_steps)
-    device = min(model.embedding[...].devices(), key=lambda device: device.id)
-    self._mesh = sharding.make_mesh(MeshConfig(), [device])
-    self.config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)),
-                                      attention="reference", dropout=0.0)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    self._source = params["weight_source"]
-    rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
-    self.rest = self._gathered(rest)
-    self.weights = self._weights(self.grid.times_S)
-
-  def _weights(self, times_S: tuple[float, ...]) -> BlockWeights:
-    """Made where the parameters are, which may be split over devices, and gathered on one."""
-    return self._gathered(_weights(self.config, times_S, self._source))
-
-  def _gathered(self, arrays: Any) -> Any:
-    """Arrays of any places, on the subject's device."""
-    return jax.device_put(arrays, jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec()))
+    config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)), attention="reference",
+                                 dropout=0.0)
+    with jax.default_matmul_precision("highest"):
+      ready = make_ready(model, num_steps, config=config)
+    self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
+    self._mesh, self._source = ready.mesh, params_of(model)["weight_source"]
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
@@ -80,7 +68,8 @@ class Subject:
 
   def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
-    return self._weights(self.check_times(times_S))
+    weights = _weights(self.config, self.check_times(times_S), self._source)
+    return jax.device_put(weights, sharding.replicated(self._mesh))
 
   def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
     """The tokens as an array [L].
@@ -97,7 +86,7 @@ class Subject:
     if tokens_L.min() < 0 or tokens_L.max() >= V:
       wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
       raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
-    if block.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
+    if vector_fields.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
       raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that "
                       "many")
     return tokens_L.astype(np.int32)
@@ -156,7 +145,7 @@ class Pass(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Watched(block.Noted):
+class _Watched(PrefillCache):
   """What notes also the attention probabilities, [B, H, L, L]."""
   probabilities: jax.Array | None = None
 
@@ -175,10 +164,10 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
   return jax.nn.softmax(jnp.where(seen_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
-def advance(config: ModelConfig, seen: block.Seen, weights: block.Weights, dt: jax.Array,
+def advance(config: ModelConfig, context: AttentionContext, weights: vector_fields.Weights, dt: jax.Array,
             x_BxLxD: jax.Array) -> jax.Array:
   """One step of the model's solver, [B, L, D] -> [B, L, D], with the weights at one time."""
-  field = block.PackedField(block.make_field(config), seen)
+  field = vector_fields.BoundField(vector_fields.make_field(config), context)
   return solvers.SOLVERS[config.solver](field, x_BxLxD, weights, dt, solvers.no_dropout, jax.random.key(0))
 
 
@@ -192,9 +181,9 @@ def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest:
             tokens_BxL: jax.Array) -> Pass:
   """One forward pass of a batch, kept; the attention probabilities too if `with_attention`."""
   def step(x_BxLxD, one):
-    seen = _Watched(block.Packing())
-    moved_BxLxD = advance(config, seen, *one, x_BxLxD)
-    return moved_BxLxD, (moved_BxLxD, seen.probabilities if with_attention else None, *seen.kept)
+    context = _Watched(Packing())
+    moved_BxLxD = advance(config, context, *one, x_BxLxD)
+    return moved_BxLxD, (moved_BxLxD, context.probabilities if with_attention else None, *context.kept)
 
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
   _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))

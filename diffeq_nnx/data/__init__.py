@@ -5,7 +5,8 @@ from diffeq_nnx.data.corpus import Corpus, Mixture, load
 from diffeq_nnx.data.preparation import num_cores, prepare, recipe
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
-from diffeq_nnx.data.tokenizers import Tokenizer, load as load_tokenizer, train
+from diffeq_nnx.data.tokenizers import Tokenizer, train
+from diffeq_nnx.data.tokenizers import load as load_tokenizer
 
 __all__ = [
   "Corpus",

@@ -1,9 +1,9 @@
 """The batches of a run: windows of tokens, shuffled for training, in order for validation."""
 
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+import math
+import sys
 from typing import Any
 
 import grain

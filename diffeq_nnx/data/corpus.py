@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import time
-import uuid
 from typing import Any
+import uuid
 
 from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.shards import Split

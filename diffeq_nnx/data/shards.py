@@ -6,6 +6,7 @@ tokens.
 """
 
 import bisect
+from collections.abc import Sequence
 import dataclasses
 import errno
 import hashlib
@@ -14,7 +15,6 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from array_record.python import array_record_module

@@ -18,12 +18,12 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
-from diffeq_nnx.discretization import discretize
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, tokenizer_files
-from diffeq_nnx.model import Model
-from diffeq_nnx.solvers import make_grid
-from diffeq_nnx.train_step import Params, graph
+from diffeq_nnx.model.discretization import discretize
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params, graph
+from diffeq_nnx.model.solvers import make_grid
 
 FORMS = ("hf", "hf_exact", "hf_code")
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}

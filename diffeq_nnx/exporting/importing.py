@@ -12,14 +12,14 @@ import numpy as np
 import safetensors
 
 from diffeq_nnx import data
-from diffeq_nnx.block import ROPE_BASE
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
-from diffeq_nnx.model import Model
-from diffeq_nnx.train_step import Params, graph
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params, graph
+from diffeq_nnx.model.vector_fields import ROPE_BASE
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables that old versions saved

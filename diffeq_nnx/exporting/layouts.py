@@ -9,9 +9,9 @@ from typing import Iterator, NamedTuple
 from flax import traverse_util
 import numpy as np
 
-from diffeq_nnx import block
 from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.train_step import Params
+from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.parameters import Params
 
 Tensors = dict[str, np.ndarray]
 
@@ -51,7 +51,7 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
       OWN: ({"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm", "head": "lm_head"},
             "layers", None, "transposed"),
   }[architecture]
-  field = block.FIELDS[model.field]
+  field = vector_fields.FIELDS[model.field]
   tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
   for name in tables:
     yield Entry(f"{outside[name]}.weight", (name,), None, "same")
@@ -134,7 +134,7 @@ def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, fl
 
 def _shapes(model: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
   """The shape of every array of the model, of one step where it has S of them."""
-  field, D = block.FIELDS[model.field], model.embed_dim
+  field, D = vector_fields.FIELDS[model.field], model.embed_dim
   shapes = {("embedding",): (model.vocab_size, D), ("head",): (model.vocab_size, D), ("positions",): (model.seq_len, D)}
   shapes |= {("final_norm", leaf): spec.shape for leaf, spec in field.norm_specs(D).items()}
   return shapes | {("weight_source", "stored", group, leaf): spec.shape

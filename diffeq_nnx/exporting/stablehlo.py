@@ -7,8 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.export  # not loaded by jax alone
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
-from diffeq_nnx.discretization import discretize
 from diffeq_nnx.exporting import folders, huggingface, tokenizer_files
-from diffeq_nnx.model import Model
-from diffeq_nnx.train_step import Params, graph
+from diffeq_nnx.model.discretization import discretize
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params, graph
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 PROGRAM, WEIGHTS, LOADER = "model.jax_export", "weights.safetensors", "load.py"

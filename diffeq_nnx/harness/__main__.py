@@ -17,8 +17,9 @@ def main() -> None:
     print("error: lm_eval is not installed; pip install 'diffeq-nnx[harness]'", file=sys.stderr)
     sys.exit(2)
   import jax
-  from diffeq_nnx import distributed
+
   from diffeq_nnx.harness import adapter, tasks  # the former registers the model
+  from diffeq_nnx.parallel import distributed
   del adapter
   try:
     distributed.start(None, None, None, 100)

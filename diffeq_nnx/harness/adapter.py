@@ -14,19 +14,19 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from diffeq_nnx import block
-from diffeq_nnx import distributed
 from diffeq_nnx.config import CHOICES, Config, ModelConfig, nearest
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.generation import Decoder
 from diffeq_nnx.harness import loading
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.requests import Encoder
 from diffeq_nnx.harness.scoring import Score, Scorer
-from diffeq_nnx.model import Model
-from diffeq_nnx.sampling import Sampling
-from diffeq_nnx.text_stream import TextStream
+from diffeq_nnx.inference.generation import Decoder
+from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.parallel import distributed
 
 AUTO = 8  # batch_size=auto
 MAX_TOKENS = 256  # of a generated text, where a task doesn't say; at most half of what the model reads
@@ -88,8 +88,8 @@ class DiffEqLM(LM):
     self._num_steps = loaded.num_steps
     self.batch_size = _batch_size(batch_size)
     self.encoder = Encoder(loaded.tokenizer, *_ways(config, begin_mark, window, stride, max_length))
-    self.scorer = Scorer(loading.with_config(loaded.model, config), loaded.num_steps, mesh=loaded.mesh,
-                         batch_size=self.batch_size, max_length=max_length, share=share)
+    self.scorer = Scorer(loaded.model, loaded.num_steps, config=config, mesh=loaded.mesh, batch_size=self.batch_size,
+                         max_length=max_length, share=share)
     self._decoder: Decoder | None = None
 
   def get_model_info(self) -> dict[str, Any]:
@@ -152,8 +152,8 @@ class DiffEqLM(LM):
       if loaded.step != self._step:
         raise RunError(f"{self._workdir}: went on from checkpoint {self._step} to {loaded.step} meanwhile; evaluate a "
                        "copy, or wait for its end")
-      model = loading.with_config(loaded.model, loading.computed(loaded.model.config, self._dtype))
-      self._decoder = Decoder(model, self._num_steps)
+      config = loading.computed(loaded.model.config, self._dtype)
+      self._decoder = Decoder(loaded.model, self._num_steps, config)
     made = [""] * len(requests)
     by_way: dict[str, list[int]] = {}
     times: dict[tuple[str, str], int] = collections.Counter()
@@ -242,7 +242,7 @@ def _batch_size(given: int | str) -> int:
 def _ways(model: ModelConfig, begin_mark: str, window: str, stride: int | None,
           length: int) -> tuple[str, int, int | None]:
   """begin_mark, max_length and stride for `Encoder`, checked."""
-  if block.FIELDS[model.field].learned_positions and length > model.seq_len:
+  if vector_fields.FIELDS[model.field].learned_positions and length > model.seq_len:
     raise UserError(f"max_length={length}: must be 1 to model.seq_len={model.seq_len}, the positions that it has")
   for name, value, choices in (("begin_mark", begin_mark, CHOICES["harness.begin_mark"]),
                                ("window", window, CHOICES["harness.window"])):

@@ -3,16 +3,14 @@
 import dataclasses
 from typing import NamedTuple
 
-from flax import nnx
 import jax
 
-from diffeq_nnx import runs
 from diffeq_nnx.config import CHOICES, Config, ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import Model
-from diffeq_nnx.train import say_attention
-from diffeq_nnx.train_step import graph
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.runs import opening
+from diffeq_nnx.training.setup import say_attention
 
 
 class Loaded(NamedTuple):
@@ -44,7 +42,7 @@ def run(workdir: str, num_steps: int | None = None, config: Config | None = None
   Raises:
     UserError: no run, no checkpoint, an attention that this backend lacks, or no such dtype.
   """
-  loaded = runs.load(str(workdir), config)
+  loaded = opening.load(str(workdir), config)
   say_attention(computed(loaded.config.model, dtype))
   num_steps = loaded.config.eval.num_steps if num_steps is None else num_steps
   return Loaded(loaded.model, loaded.tokenizer, loaded.mesh, num_steps, loaded.step)
@@ -59,8 +57,3 @@ def computed(config: ModelConfig, dtype: str) -> ModelConfig:
   if dtype not in CHOICES["harness.dtype"]:
     raise UserError(f"dtype={dtype!r}: must be one of {', '.join(CHOICES['harness.dtype'])}")
   return dataclasses.replace(config, dropout=0.0, dtype=config.dtype if dtype == "model" else dtype)
-
-
-def with_config(model: Model, config: ModelConfig) -> Model:
-  """The same parameters in a model of another config."""
-  return nnx.merge(graph(config), nnx.to_pure_dict(nnx.state(model, nnx.Param)))

@@ -5,8 +5,8 @@ import math
 import re
 from typing import Iterable
 
-from diffeq_nnx.evaluate import perplexity
 from diffeq_nnx.harness.adapter import DiffEqLM
+from diffeq_nnx.training.evaluate import perplexity
 
 GROUP = 256  # documents whose windows are scored together
 

@@ -8,19 +8,19 @@ import dataclasses
 import functools
 from typing import Any, Iterator, NamedTuple, Sequence
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx import block
-from diffeq_nnx import sharding
-from diffeq_nnx import solvers
-from diffeq_nnx.config import MeshConfig, ModelConfig
+from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.model import Model
-from diffeq_nnx.train_step import graph, partial_model
+from diffeq_nnx.model import solvers
+from diffeq_nnx.model.attention_context import Packing
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import partial_model
+from diffeq_nnx.model.ready import make_ready, one_device_mesh
+from diffeq_nnx.parallel import sharding
 
 LOGITS = 1 << 24  # that exist at one time on a device
 UNSEEN = -1e30  # finite: a slot that sees nothing must not make a NaN
@@ -81,13 +81,14 @@ class Scorer:
     mesh: the devices.
   """
 
-  def __init__(self, model: Model, num_steps: int | None = None, *, mesh: jax.sharding.Mesh | None = None,
-               batch_size: int = 8, max_length: int | None = None, share: bool = True):
+  def __init__(self, model: Model, num_steps: int | None = None, *, config: ModelConfig | None = None,
+               mesh: jax.sharding.Mesh | None = None, batch_size: int = 8, max_length: int | None = None, share: bool = True):
     """Makes the weights.
 
     Args:
       model: its parameters are on the devices of `mesh`.
       num_steps: of the solver; None: the model's own.
+      config: the model's, with another dtype of the computation; None: unchanged.
       mesh: None: of the one device that the model is on.
       batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more.
       max_length: tokens of the longest sequence; None: seq_len.
@@ -96,14 +97,13 @@ class Scorer:
     Raises:
       UserError: a number of steps that the model has no weights for.
     """
-    self.config, self.grid = model.config, model.grid(num_steps)
-    self.mesh = mesh or sharding.make_mesh(MeshConfig(), sorted(model.embedding[...].devices(), key=lambda d: d.id)[:1])
+    ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
+    self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
+    self._weights = {"steps": ready.weights, "rest": ready.rest}
     max_length = self.config.seq_len if max_length is None else max_length
     self._share, self._most_slots = share, packing.bucket(max_length)
     self._rows = sharding.num_shards("batch", self.mesh.shape)
     self._tokens = batch_size * max_length * self._rows
-    with jax.set_mesh(self.mesh):
-      self._weights = ready(self.config, self.grid, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """(number of a request, what is said of it), in any order, as they are computed.
@@ -149,15 +149,6 @@ def _pieces(B: int, M: int, V: int) -> int:
   return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def ready(config: ModelConfig, grid: solvers.Grid, params: dict[str, Any]) -> dict[str, Any]:
-  """BlockWeights of the grid's times, and the other parameters, tables in the dtype of the computation."""
-  tables = ("embedding", "positions", "head")
-  rest = {name: leaf.astype(config.dtype) if name in tables and leaf is not None else leaf
-          for name, leaf in params.items() if name != "weight_source"}
-  return {"steps": nnx.merge(graph(config), params).block_weights(grid), "rest": rest}
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, weights: dict[str, Any],
           batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -168,12 +159,12 @@ def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, 
     grid: times and step sizes.
     branches: whether rows may hold more than one sequence; else the model's own attention serves.
     pieces: in how many the scored tokens are taken; divides M.
-    weights: of `ready`.
+    weights: steps, BlockWeights at the grid's times; rest, the other parameters.
     batch: `packing.Batch.arrays`.
   """
   model = partial_model(config, weights["rest"])
-  seen = Branched(batch["ends"], batch["positions"]) if branches else block.Packing(None, batch["positions"])
-  hidden_BxLxD = model.hidden(batch["tokens"], weights["steps"], grid, seen=seen)
+  context = Branched(batch["ends"], batch["positions"]) if branches else Packing(None, batch["positions"])
+  hidden_BxLxD = model.hidden(batch["tokens"], weights["steps"], grid, context=context)
   head_VxD = model.unembedding()
   B, M = batch["slots"].shape
   split = lambda array: array.reshape(B, pieces, M // pieces).swapaxes(0, 1)

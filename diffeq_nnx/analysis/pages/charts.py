@@ -4,13 +4,13 @@ Numbers become float64 arrays. They needn't be finite: what isn't is left out of
 cell of a heat map, a grey point where only the colour is missing, a token without a colour.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib import colors
+import numpy as np
 
 MAX_POINTS = 4000  # of one mark; a browser draws each as an element of its own
 

@@ -1,11 +1,11 @@
 """One HTML file with figures that answer to mouse, finger and keyboard, which needs nothing but itself."""
 
+from collections.abc import Sequence
 import html
 import importlib.resources
 import json
 import re
 import string
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,18 @@ from plotly import offline
 from diffeq_nnx import files
 from diffeq_nnx.analysis.pages import palette, traces
 from diffeq_nnx.analysis.pages.charts import (
-    ColouredText, Figure, Heatmap, Line, Panel, Points, Section, Table, drawable, limits, visible)
+  ColouredText,
+  Figure,
+  Heatmap,
+  Line,
+  Panel,
+  Points,
+  Section,
+  Table,
+  drawable,
+  limits,
+  visible,
+)
 
 # what the browser may load: nothing but what is in the file
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -1,9 +1,9 @@
 """The first pass: what a source holds, and how the work on it is cut."""
 
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
 
 import numpy as np
 

@@ -1,5 +1,6 @@
 """Whose a directory with shards is, whether it is whole, and what in it is not finished yet."""
 
+from collections.abc import Iterator
 import contextlib
 import errno
 import fcntl
@@ -7,7 +8,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 from absl import logging

@@ -1,9 +1,9 @@
 """The third pass: a shard takes its documents from all runs."""
 
+from collections.abc import Callable
 import dataclasses
 import glob
 import os
-from collections.abc import Callable
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 """The second pass: stretches of records become runs of tokens, sorted by the documents' keys."""
 
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
 
 import numpy as np
 

@@ -1,5 +1,6 @@
 """Tasks shared out over processes, with a bar that shows how far they are."""
 
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -8,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tqdm

@@ -1,12 +1,12 @@
 """Where text comes from: kinds of source, read lazily, by record, in parts that processes can share."""
 
+from collections.abc import Callable, Iterator
 import dataclasses
 import difflib
-import hashlib
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
 
 from absl import logging
 

@@ -4,13 +4,13 @@ They are read through TFDS' data sources, which need files in the array_record f
 records.
 """
 
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
@@ -138,8 +138,6 @@ def _find(tfds: Any, dataset: str, directory: str, prefix: str) -> Any | None:
 
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
   """Downloads and prepares a data set of the catalogue, and says so first."""
-  import tensorflow_datasets.text  # registers the older half of the catalogue's texts, which tfds leaves out
-  from diffeq_nnx.data.sources import wikitext103  # registers that
 
   build = _BUILD.format(name=dataset, directory=directory)
   try:

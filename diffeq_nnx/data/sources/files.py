@@ -6,6 +6,7 @@ etils.epath, the other candidate, is a layer over fsspec that has no `**`, and w
 it reads `gs://` through that.
 """
 
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import glob
@@ -14,9 +15,8 @@ import json
 import lzma
 import os
 import sys
-import zlib
-from collections.abc import Iterator
 from typing import Any, BinaryIO
+import zlib
 
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError

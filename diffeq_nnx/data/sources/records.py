@@ -1,7 +1,7 @@
 """What the kinds of source share: how to read, what becomes of a bad record, and the count of them all."""
 
-import dataclasses
 from collections.abc import Iterator
+import dataclasses
 from typing import Protocol
 
 from diffeq_nnx.errors import UserError

@@ -1,7 +1,7 @@
 """WikiText-103, which TFDS' catalogue lacks, as a TFDS data set: `tfds:wikitext103:train`, for example."""
 
-import re
 from collections.abc import Iterator
+import re
 from typing import Any
 
 import tensorflow_datasets as tfds

@@ -1,9 +1,9 @@
 """What every tokenizer is to the rest of the package."""
 
 import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 

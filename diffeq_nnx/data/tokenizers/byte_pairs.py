@@ -1,8 +1,8 @@
 """Byte-level byte-pair tokenizers, as GPT-2's and Llama 3's, encoded by Hugging Face's `tokenizers`."""
 
+from collections.abc import Iterable, Iterator, Sequence
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np

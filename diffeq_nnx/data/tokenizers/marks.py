@@ -1,8 +1,8 @@
 """Which ids mark a document's begin and end: what a tokenizer's files say about it, and if they agree."""
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from diffeq_nnx.data.tokenizers.files import read_json

@@ -1,10 +1,10 @@
 """Byte-fallback sentencepiece tokenizers, as Llama's, used without loss, and their training."""
 
+from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import io
-import re
-from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+import re
 
 import numpy as np
 import sentencepiece

@@ -1,0 +1,55 @@
+"""The jobs that `--job` names: what runs each, which flags it takes, and an example of its command line."""
+
+import dataclasses
+import importlib
+from typing import Any, Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One job.
+
+  Attributes:
+    home: module and name of its function of a config and a work directory, imported when it is called.
+    flags: names of the flags that it takes beside those that every job takes.
+    required: those that must be given.
+    example: what to write after --job=NAME.
+    config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
+      source (of --from_workdir; --config is an error), or optional (--config, or else the defaults).
+  """
+  home: str
+  flags: tuple[str, ...] = ()
+  required: tuple[str, ...] = ()
+  example: str = "--config=configs/tiny.py --workdir=runs/tiny"
+  config: str = "run"
+
+  @property
+  def function(self) -> Callable[..., Any]:
+    """The function."""
+    module, name = self.home.split(":")
+    return getattr(importlib.import_module(f"diffeq_nnx.{module}"), name)
+
+
+JOBS = {
+    "train": Job("training.loop:train", config="file"),
+    "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
+    "prepare": Job("jobs.prepare:prepare_shards", config="file"),
+    "discretize": Job("jobs.discretize:discretize", ("from_workdir", "num_steps", "step_sizes"), ("from_workdir",),
+                      "--from_workdir=runs/tiny --workdir=runs/tiny9", "source"),
+    "finetune": Job("jobs.finetune:finetune", ("from_workdir", "num_steps", "step_sizes"), ("from_workdir",),
+                    "--from_workdir=runs/tiny --workdir=runs/tiny9", "file"),
+    "generate": Job("jobs.generate:generate",
+                    ("prompt", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"), ("prompt",),
+                    "--workdir=runs/tiny --prompt='The river'"),
+    "export": Job("jobs.export:export_run", ("out", "format", "num_steps"), ("out",),
+                  "--workdir=runs/tiny --out=exported/tiny"),
+    "import": Job("jobs.import_hf:import_run", ("from_hf",), ("from_hf",), "--from_hf=gpt2 --workdir=runs/gpt2", "optional"),
+    "analyse": Job("jobs.analyse:analyse", ("text", "position", "leading", "times", "num_steps"),
+                   example="--workdir=runs/tiny"),
+    "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
+}
+
+
+def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
+  """Runs a job in this process, as `--job=NAME` does; options are its flags as keyword arguments."""
+  return JOBS[name].function(config, workdir, **options)

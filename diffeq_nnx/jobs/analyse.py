@@ -1,0 +1,123 @@
+"""--job=analyse: a report on a run's newest model."""
+
+import os
+import time
+from typing import Any, Sequence
+
+import numpy as np
+
+from diffeq_nnx.analysis.figures import sections
+from diffeq_nnx.analysis.findings import Findings, find, showing
+from diffeq_nnx.analysis.pages.charts import ColouredText, Figure
+from diffeq_nnx.analysis.pages.page import write_page
+from diffeq_nnx.analysis.pages.png import draw
+from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.config import REPORT_FOLDER, Config
+from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.files import replacing_folder
+from diffeq_nnx.inference.generation import encoded
+from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.runs import opening
+from diffeq_nnx.runs import workdir as workdir_lib
+
+TEXT = ("The river rose in the night, and in the morning the people of the town came down to the river to see how far "
+        "the water had come.")
+TOKENS = 32  # of the text above, at most
+
+
+def analyse(config: Config, workdir: str, *, text: str | None = None, position: int = -1, num_steps: int | None = None,
+            leading: int = 16, times: Sequence[float] | None = None) -> dict[str, Any]:
+  """Looks at the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
+
+  report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
+
+  Args:
+    config: of the run.
+    workdir: the run's directory; the text that it was trained on need not be there.
+    text: whose tokens the sensitivity is of; None: an English sentence, its first 32 tokens.
+    position: of the output token; negative ones count from the end.
+    num_steps: of the solver; None: the model's own.
+    leading: how many exponents.
+    times: of the spectra, from 0 to 1; None: the model's own.
+
+  Raises:
+    UserError: several processes, no checkpoint, a text without tokens or too long, a position, number or times out of
+      range.
+    RunError: the report can't be written.
+  """
+  distributed.require_one_process("analyse")
+  distributed.end_on_sigterm()
+  start = time.perf_counter()
+  workdir_lib.require(workdir, config)
+  folder = os.path.join(workdir, REPORT_FOLDER)
+  if os.path.exists(folder) and not os.path.isdir(folder) or not os.access(workdir, os.W_OK):
+    raise RunError(f"{folder}: can't be written; make room for it")  # before the work
+  config, tokenizer = opening.described(workdir, config)
+  ids = text_ids(tokenizer, TEXT if text is None else text)
+  if text is None:
+    ids = ids[:min(TOKENS, config.model.seq_len)]
+  run = opening.read(workdir, config, tokenizer)
+  step, subject = run.step, Subject(run.model, num_steps)
+  del run  # the subject has what it needs
+  shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
+  found = find(subject, ids, shown, lambda token: tokenizer.decode([token]), position=position,
+               leading=leading, times=times)
+  model = config.model
+  facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
+           ("Weights", model.weights), ("Solver", f"{model.solver}, {subject.grid.num_steps} steps"),
+           ("Width", f"{model.embed_dim}, {model.num_heads} heads"), ("Tokens of the text", str(len(ids)))]
+  try:
+    write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
+  return print_result({
+      "job": "analyse", "workdir": workdir, "step": step, "report": os.path.join(folder, "index.html"),
+      "num_steps": subject.grid.num_steps, "tokens": len(ids), "position": found.position,
+      "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
+      "most_sensitive_to": _most_sensitive(found), "seconds": time.perf_counter() - start})
+
+
+def _most_sensitive(found: Findings) -> dict[str, Any] | None:
+  """The token before the output token that it is most sensitive to; None where there is none."""
+  before = found.exact.exponents[:found.position, 0]
+  if not len(before):
+    return None
+  token = int(np.argmax(before))
+  return {"position": token, "text": found.pieces[token]}
+
+
+def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple[str, str]]) -> None:
+  """Writes index.html, the PNGs and numbers.npz into a folder, which they take whole: an older one is removed.
+
+  Raises:
+    OSError: it can't be written.
+  """
+  made = sections(found)
+  pictures = [item for _, _, items in made for item in items if isinstance(item, (Figure, ColouredText))]
+  with replacing_folder(folder) as place, showing("pictures", len(pictures)) as progress:
+    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())
+    for picture in pictures:
+      draw(picture, os.path.join(place, f"{picture.name}.png"))
+      progress(1)
+    write_page(os.path.join(place, "index.html"), title, facts, made)
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+  """The ids of a document that begins with this text.
+
+  Raises:
+    UserError: it gives no tokens, or is no Unicode text.
+  """
+  ids = encoded(tokenizer, [text], "--text")[0]
+  if not ids:
+    raise UserError(f"--text={text!r}: gives no tokens; give some text")
+  return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+  """The text of each token; they add up to the whole, so one in the midst of a character has none."""
+  stream = TextStream(tokenizer.decode, ())
+  return ["[begin]" if token == tokenizer.bos_id else stream.add(token) for token in ids]

@@ -1,0 +1,46 @@
+"""--job=export: a run's newest model for other libraries."""
+
+from typing import Any
+
+import jax
+
+from diffeq_nnx.config import Config
+from diffeq_nnx.exporting import folders, huggingface, stablehlo
+from diffeq_nnx.model.discretization import discretized_config, discretized_params
+from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.runs import opening
+from diffeq_nnx.runs import workdir as workdir_lib
+
+
+def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  # pylint: disable=redefined-builtin
+               num_steps: int | None = None) -> dict[str, Any]:
+  """Writes the newest model of a run for other libraries, with stored weights, and prints one JSON line on stdout.
+
+  Args:
+    config: of the run.
+    workdir: the run's directory.
+    out: the folder to make.
+    format: hf (GPT-2 or Llama where they hold the model, else our modelling file), hf_exact (a wider Llama, which
+      holds both eps), hf_code (our modelling file always) or stablehlo.
+    num_steps: as for `discretization.discretize`.
+
+  Raises:
+    UserError: a model that the format can't hold, a folder that holds something, no checkpoint, several processes.
+  """
+  distributed.end_on_sigterm()
+  distributed.require_one_process("export")
+  model = discretized_config(config.model, num_steps)
+  folders.check_new(out)
+  if format != "stablehlo":
+    huggingface.architecture_of(model, format)
+  workdir_lib.require(workdir, config)
+  run = opening.read(workdir, *opening.described(workdir, config))
+  with jax.set_mesh(run.mesh):
+    params = jax.device_get(discretized_params(run.config.model, model, params_of(run.model)))
+  if format == "stablehlo":
+    result = stablehlo.write(model, params, out, run.tokenizer)
+  else:
+    result = huggingface.write(model, params, out, run.tokenizer, format)
+  return print_result({"job": "export", "workdir": workdir, "step": run.step, "format": format, **result})

@@ -1,0 +1,89 @@
+"""--job=finetune: training a run's model, discretized at any steps, on other text."""
+
+import dataclasses
+import os
+from typing import Sequence
+
+import jax
+
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.discretization import discretized_config
+from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.opening import read_params
+from diffeq_nnx.training import starting
+from diffeq_nnx.training.evaluate import Evaluator
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.report import reporter
+from diffeq_nnx.training.setup import load_corpus, prepare
+
+
+def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
+             step_sizes: Sequence[float] | None = None) -> dict[str, float]:
+  """Trains the newest model of a run, with stored weights at any steps, on the text of `config`; run again, it goes on.
+
+  With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
+
+  Args:
+    config: what to train on and how; of `config.model` only dropout, attention and lora are read, the rest is the
+      run's.
+    workdir: the new run's directory.
+    from_workdir: the run's; its tokenizer is used.
+    num_steps: as for `discretization.discretize`.
+    step_sizes: likewise.
+
+  Returns:
+    The last validation values, as `train`.
+
+  Raises:
+    UserError: as `discretize` and `train`, and a pattern of targets that matches nothing.
+    RunError: as `train`.
+  """
+  if workdir_lib.holds_run(workdir):  # the run goes on; its source need not be there any more
+    workdir_lib.check_source(workdir, from_workdir)
+    known = workdir_lib.config_of(workdir)
+    model, data_config = known.model, config.data
+    if config.data.tokenizer == "train" and "shards:" not in config.data.source:
+      data_config = dataclasses.replace(config.data, tokenizer=known.data.tokenizer, begin_mark=known.data.begin_mark)
+    model = dataclasses.replace(model, dropout=config.model.dropout, attention=config.model.attention,
+                                lora=config.model.lora)
+    if num_steps is not None and num_steps != model.num_steps:
+      raise UserError(f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
+                      "directory, or leave it out", everywhere=True)
+    return train(starting.derived(config, model, data_config), workdir)
+  source = workdir_lib.config_of(from_workdir, "from_workdir")
+  tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
+  model = dataclasses.replace(
+      discretized_config(source.model, num_steps, step_sizes), dropout=config.model.dropout,
+      attention=config.model.attention, lora=config.model.lora)
+  data_config = config.data
+  if data_config.tokenizer == "train" and "shards:" not in data_config.source:
+    with distributed.together():
+      if distributed.leads():
+        workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: its source may go
+    own = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
+    data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
+  config = starting.derived(config, model, data_config)
+  graph(config.model)  # a mistake in lora.targets is told before the text is read
+  mesh = prepare(config)
+  with jax.set_mesh(mesh):
+    corpus = load_corpus(config)
+    if corpus.tokenizer.hash != tokenizer.hash:
+      own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
+      raise UserError(f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
+                      f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
+                      f"data.begin_mark={tokenizer.bos_id is not None}", everywhere=True)
+    here = dataclasses.replace(source, mesh=config.mesh)
+    params, _ = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
+    params = starting.stored_params(source, config, params, mesh)
+    before = Evaluator(config, corpus, mesh)(params)
+    with distributed.together():
+      if distributed.leads():
+        os.makedirs(workdir, exist_ok=True)
+    with reporter(workdir, -1, config.train.steps) as report:
+      report.validation(0, before)
+    starting.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))
+    del params
+  return train(config, workdir)

@@ -1,0 +1,37 @@
+"""--job=prepare: text to prepared shards."""
+
+import jax
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import print_result
+
+
+def prepare_shards(config: Config, workdir: str) -> dict:
+  """Turns data.source into prepared shards in the work directory and prints one JSON line on stdout.
+
+  Run again after it was killed, it goes on.
+
+  Raises:
+    UserError: text, a tokenizer or a directory that can't be used; more than one process of the job (this one starts
+      data.num_processes of its own).
+    RunError: one of those dies, or the disk is full.
+  """
+  if jax.process_count() > 1:
+    raise UserError("--job=prepare: runs on one host, with data.num_processes processes; start it on one",
+                    everywhere=True)
+  distributed.end_on_sigterm()
+  recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
+  try:
+    manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())
+  except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+  except OSError as error:
+    raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); make room, and run the same "
+                   "command to go on from what is finished") from error
+  counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
+            for name, split in manifest["splits"].items()}
+  return print_result({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
+                       "records": manifest["records"], **counts})

@@ -1,0 +1,197 @@
+"""embed -> integrate -> unembed: the one forward pass.
+
+B batch, L positions, D embed_dim, V vocab_size, S solver steps.
+"""
+
+import functools
+from typing import Sequence
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import solvers, vector_fields, weight_sources
+from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.lora import LoraWeights
+from diffeq_nnx.parallel import sharding
+
+
+def parameter_dtype(dtype: str) -> jnp.dtype:
+  """float32, or wider where the computation is wider."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+class Model(nnx.Module):
+  """A language model: token embedding, a weight source, a vector field, a solver, an output head.
+
+  Every model of the project is this class; the config chooses the three parts. Parameters are float32;
+  arrays that go from step to step are `config.dtype`.
+  """
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    self.config = config
+    self.field = nnx.static(vector_fields.make_field(config))
+    dtype = parameter_dtype(config.dtype)
+    D, V = config.embed_dim, config.vocab_size
+
+    def table(rows: int, name: str) -> nnx.Param:
+      return nnx.Param(vector_fields.STD * jax.random.normal(rngs.params(), (rows, D), dtype), axes=(name, "embed"))
+
+    self.embedding = table(V, "vocab")
+    self.positions = table(config.seq_len, "position") if self.field.learned_positions else None
+    self.head = None if self.field.tied_head else table(V, "vocab")
+    self.final_norm = nnx.data({name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
+                                for name, leaf in self.field.norm_specs(D).items()})
+    self.block_axes = nnx.static(weight_sources.block_axes(self.field.specs(config)))
+    self.weight_source = _make_source(config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
+
+  def grid(self, num_steps: int | None = None) -> solvers.Grid:
+    """The config's own grid, or a uniform one of `num_steps` steps over the same horizon.
+
+    Raises:
+      UserError: a number below 1, or one that the model has no weights for.
+    """
+    if num_steps is not None and num_steps < 1:
+      raise UserError(f"num_steps={num_steps}: must be 1 or above")
+    if self.config.weights == "stored" and num_steps not in (None, self.config.num_steps):
+      raise UserError(f"num_steps={num_steps}: the weights of this model are stored, for its own "
+                      f"{self.config.num_steps} steps; leave it out")
+    return solvers.make_grid(self.config, num_steps)
+
+  def block_weights(self, grid: solvers.Grid | None = None,
+                    dropout_key: jax.Array | None = None) -> weight_sources.BlockWeights:
+    """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
+
+    Each device makes its own part of them from its own part of the parameters. With a key, adapters drop out.
+    """
+    times_S = np.asarray((grid or self.grid()).times_S)
+    weights = self.weight_source(times_S, jnp.dtype(self.config.dtype), dropout_key)
+    return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
+
+  def hidden(self, tokens_BxL: jax.Array, block_weights: weight_sources.BlockWeights, grid: solvers.Grid | None = None,
+             *, segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None,
+             context: AttentionContext | None = None, dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
+             remat: solvers.Remat = solvers.Remat()) -> jax.Array:
+    """The state after the last step and the final norm, [B, L, D].
+
+    Args:
+      tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
+      block_weights: from `block_weights(grid)`.
+      grid: times and step sizes; None: the config's own.
+      segment_ids_BxL: numbers of the documents in a row: a token sees its own only; None: all before it.
+      positions_BxL: each token's place in its document, below L; None: 0 to L-1.
+      context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
+        as no position is.
+      dropout_key: None: no dropout.
+      rows_B: numbers of the sequences, by which dropout is drawn; None: 0 to B-1. So a batch is the same in parts.
+      remat: what the backward pass recomputes.
+
+    Raises:
+      ValueError: L is larger than the number of learned positions.
+    """
+    L = tokens_BxL.shape[1]
+    if self.positions is not None and context is None and L > self.config.seq_len:
+      raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
+    context = Packing(segment_ids_BxL, positions_BxL) if context is None else context
+    x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
+    dropout = solvers.no_dropout
+    if dropout_key is not None and self.config.dropout:
+      rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
+      dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
+    embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
+    gather = lambda weights: self._per_leaf(sharding.gather, weights)
+    field = vector_fields.BoundField(self.field, context)
+    x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
+                            grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
+    return self.normed(x_BxLxD)
+
+  def hidden_unrolled(self, tokens_BxL: jax.Array, weights_S: Sequence[weight_sources.BlockWeights],
+                      contexts_S: Sequence[AttentionContext], grid: solvers.Grid) -> jax.Array:
+    """The same state as `hidden` gives, [B, L, D], with the loop over steps unrolled; for generating on one device.
+
+    Args:
+      tokens_BxL: token ids.
+      weights_S: the weights at each time of the grid, without the axis S.
+      contexts_S: the attention context of each step; positions must be below `config.seq_len` where they are learned.
+      grid: times and step sizes.
+    """
+    x_BxLxD = self.embed(tokens_BxL, contexts_S[0].positions_BxL)
+    fields_S = [vector_fields.BoundField(self.field, context) for context in contexts_S]
+    return self.normed(solvers.solve_unrolled(self.config.solver, fields_S, x_BxLxD, weights_S, grid))
+
+  def unembedding(self) -> jax.Array:
+    """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
+    return self._table(self.embedding if self.head is None else self.head)
+
+  def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None, *,
+               segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None) -> jax.Array:
+    """Logits [B, L, V] in float32 or wider.
+
+    @public
+
+    Args:
+      tokens_BxL: token ids; L is at most config.seq_len where positions are learned.
+      num_steps: of the solver; None: the config's own.
+      segment_ids_BxL: as for `hidden`.
+      positions_BxL: likewise.
+
+    Raises:
+      UserError: there are no weights for that many steps.
+      ValueError: L is larger than the number of learned positions.
+    """
+    grid = self.grid(num_steps)
+    hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL,
+                               positions_BxL=positions_BxL)
+    return self.logits(hidden_BxLxD)
+
+  def logits(self, hidden_BxLxD: jax.Array) -> jax.Array:
+    """The output head's logits of a last hidden state, [B, L, V] in float32 or wider."""
+    return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
+                      preferred_element_type=parameter_dtype(self.config.dtype))
+
+  def embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None = None) -> jax.Array:
+    """The state at time 0, [B, L, D]; positions None: 0 to L-1."""
+    x_BxLxD = self._table(self.embedding)[tokens_BxL]
+    if self.positions is None:
+      return x_BxLxD
+    table_PxD = self._table(self.positions)
+    return x_BxLxD + (table_PxD[None, :tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
+
+  def normed(self, x_BxLxD: jax.Array) -> jax.Array:
+    """The final norm, [B, L, D] -> [B, L, D]."""
+    norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
+    return self.field.final_norm(x_BxLxD, norm)
+
+  def _table(self, table: nnx.Param) -> jax.Array:
+    """A table of rows in the compute dtype, gathered."""
+    return sharding.gather(table[...].astype(self.config.dtype), table.get_metadata("axes"))
+
+  def _per_leaf(self, function, weights):
+    """function(leaf, axes) of every leaf of BlockWeights."""
+    return {group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
+            for group, leaves in weights.items()}
+
+  def _dropout(self, rows_B: jax.Array, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
+    keep = 1.0 - self.config.dropout
+    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
+    # the barrier keeps random numbers out of the matrix products' fusions, which they would make slow
+    kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(rows_B))
+    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
+
+
+def _make_source(config: ModelConfig, specs: weight_sources.BlockSpecs, times_S: np.ndarray, dtype: jnp.dtype,
+                 rngs: nnx.Rngs) -> nnx.Module:
+  """The weight source that `model.weights` names."""
+  if config.lora.rank:
+    if config.weights != "stored":
+      raise UserError(f"model.lora.rank={config.lora.rank}: adapters need model.weights=stored, not {config.weights}; use "
+                      "--job=finetune, which discretizes the model of a run, or set it to 0")
+    return LoraWeights(specs, config.lora, config.num_steps, dtype, rngs)
+  if config.weights == "stored":
+    return weight_sources.StoredWeights(specs, config.num_steps, dtype, rngs)
+  if config.weights == "shared":
+    return weight_sources.SharedWeights(specs, dtype, rngs)
+  return weight_sources.GeneratedWeights(specs, config.time, config.initialization, times_S, dtype, rngs)

@@ -1,0 +1,78 @@
+"""A model ready for use at one number of solver steps: its weights are generated, its generator is left behind.
+
+S solver steps.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from diffeq_nnx.config import MeshConfig, ModelConfig
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params, build, params_of
+from diffeq_nnx.model.solvers import Grid
+from diffeq_nnx.parallel import sharding
+
+TABLES = ("embedding", "positions", "head")  # parameters whose rows are looked up
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyModel:
+  """What generation, scoring and analysis compute with.
+
+  Attributes:
+    config: of the model.
+    grid: times and step sizes.
+    weights: BlockWeights at the grid's times, every leaf with a leading axis S; or unrolled, a list of S trees
+      without it.
+    rest: the other parameters, tables in the dtype of the computation.
+    mesh: the devices that hold them.
+  """
+  config: ModelConfig
+  grid: Grid
+  weights: Any
+  rest: Params
+  mesh: Mesh
+
+
+def make_ready(model: Model, num_steps: int | None = None, *, config: ModelConfig | None = None,
+               mesh: Mesh | None = None, unrolled: bool = False) -> ReadyModel:
+  """Generates all weights of a model once.
+
+  Args:
+    model: its parameters may be split over several devices; the weights are generated there.
+    num_steps: number of solver steps; None: the model's own.
+    config: the model's, with another dtype, attention or dropout; None: unchanged.
+    mesh: the devices of the model, over which everything stays split; None: everything is moved to one of them.
+    unrolled: whether the weights are a list with an entry for each step.
+
+  Raises:
+    UserError: a number of steps that the model has no weights for.
+  """
+  config, grid, params = config or model.config, model.grid(num_steps), params_of(model)
+  if mesh is not None:
+    with jax.set_mesh(mesh):
+      return ReadyModel(config, grid, *_generated(config, grid, unrolled, params), mesh)
+  weights, rest = _generated(config, grid, unrolled, params)
+  mesh = one_device_mesh(model)
+  return ReadyModel(config, grid, *jax.device_put((weights, rest), sharding.replicated(mesh)), mesh)
+
+
+def one_device_mesh(model: Model) -> Mesh:
+  """A mesh of the first of the devices that hold a model."""
+  device = min(model.embedding[...].devices(), key=lambda device: device.id)
+  return sharding.make_mesh(MeshConfig(), [device])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[Any, Params]:
+  """The weights at the grid's times, and the other parameters."""
+  weights = build(config, params).block_weights(grid)
+  if unrolled:
+    weights = [jax.tree.map(lambda leaf: leaf[i], weights) for i in range(grid.num_steps)]
+  rest = {name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
+          for name, leaf in params.items() if name != "weight_source"}
+  return weights, rest

@@ -1,0 +1,244 @@
+"""The vector fields: pure functions of the state and the weights at one time.
+
+B batch, L positions, D embed_dim, H query heads, K key/value heads, G = H / K, C head_dim, F mlp_dim.
+
+Every kernel is a matrix [in, out], heads side by side, so that it fills a TPU's tiles and can be split along its
+first axis over any number of devices.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
+
+Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
+
+STD = 0.02  # of a plain model's kernels and embeddings (GPT-2)
+ROPE_BASE = 10000.0
+
+
+def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
+  """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
+  wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
+  centred_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
+  normed_BxLxD = centred_BxLxD * jax.lax.rsqrt(jnp.square(centred_BxLxD).mean(-1, keepdims=True) + eps)
+  return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
+
+
+def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+  """RMSNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
+  wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
+  normed_BxLxD = wide_BxLxD * jax.lax.rsqrt(jnp.square(wide_BxLxD).mean(-1, keepdims=True) + eps)
+  return (normed_BxLxD * scale_D[None, None]).astype(x_BxLxD.dtype)
+
+
+def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
+  """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2.
+
+  Positions are [B, L], or [L] for all sequences.
+  """
+  wide = jnp.promote_types(x_BxLxHxC.dtype, jnp.float32)
+  C = x_BxLxHxC.shape[-1]
+  frequencies_R = ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)  # R = C / 2
+  angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies_R, range(positions.ndim))
+  cos, sin = (jnp.concatenate([half] * 2, -1) for half in (jnp.cos(angles), jnp.sin(angles)))  # [L, C] or [B, L, C]
+  cos, sin = (table[:, :, None] if table.ndim == 3 else table[None, :, None] for table in (cos, sin))  # for all heads
+  # (first, second) -> (-second, first) as a product, exact since each sum has one term: cutting a head of 128 in
+  # halves would cost a TPU several copies
+  swap_CxC = jnp.asarray(np.eye(C, k=C // 2) - np.eye(C, k=-(C // 2)), x_BxLxHxC.dtype)
+  swapped = jnp.einsum("blhc,ce->blhe", x_BxLxHxC, swap_CxC, precision=jax.lax.Precision.HIGHEST)
+  turned = x_BxLxHxC.astype(wide) * cos + swapped.astype(wide) * sin
+  return turned.astype(x_BxLxHxC.dtype)
+
+
+def _out_std(model: config_lib.ModelConfig) -> float:
+  """Spread of the two projections that write to the state: smaller, as 2 n of them add up (GPT-2)."""
+  return STD / (2 * model.num_steps) ** 0.5
+
+
+def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict[str, LeafSpec]:
+  """A kernel [in, out] and its bias."""
+  return {"kernel": LeafSpec((fan_in, fan_out), axes, std), "bias": LeafSpec((fan_out,), axes[1:])}
+
+
+class HeadKernels(NamedTuple):
+  """The kernels of attention by head, and those of the feed-forward pair; with whatever axes come first.
+
+  Attributes:
+    query: [..., D, H, C].
+    key: [..., D, K, C]; head h reads key head h // (H / K).
+    value: [..., D, K, C].
+    out: [..., H, C, D].
+    up: [..., D, F].
+    down: [..., F, D].
+  """
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  out: jax.Array
+  up: jax.Array
+  down: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTField:
+  """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  implementation: str  # of attention, as in model.attention
+  norm_eps: float  # of the block's norms
+  final_norm_eps: float  # of the norm after the last step
+  learned_positions: ClassVar[bool] = True
+  tied_head: ClassVar[bool] = True
+
+  @staticmethod
+  def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
+    """The arrays of one norm."""
+    return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0), "shift": LeafSpec((embed_dim,), ("embed",))}
+
+  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]."""
+    return layer_norm(x_BxLxD, w["scale"], w["shift"], self.final_norm_eps)
+
+  @staticmethod
+  def specs(model: config_lib.ModelConfig) -> BlockSpecs:
+    """Every array of the block at one time.
+
+    qkv is [D, K (G + 2) C]: for each key/value head its G query heads, the key, the value, so that it
+    can be split over K.
+    """
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    norm = GPTField.norm_specs(D)
+    return {
+        "attention_norm": norm,
+        "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD),
+        "out": _dense(H * C, D, ("heads", "embed"), _out_std(model)),
+        "mlp_norm": norm,
+        "up": _dense(D, F, ("embed", "mlp"), STD),
+        "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
+    }
+
+  def head_kernels(self, w: Weights) -> HeadKernels:
+    """The kernels by head; leaves of `w` may have axes in front."""
+    qkv, out = w["qkv"]["kernel"], w["out"]["kernel"]
+    split = qkv.reshape(*qkv.shape[:-1], self.num_kv_heads, -1, self.head_dim)  # [..., D, K, G + 2, C]
+    query = split[..., :-2, :].reshape(*qkv.shape[:-1], self.num_heads, self.head_dim)
+    by_head = out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1)
+    return HeadKernels(query, split[..., -2, :], split[..., -1, :], by_head, w["up"]["kernel"], w["down"]["kernel"])
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
+    """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
+    B, L, D = x_BxLxD.shape
+    normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"], self.norm_eps)
+    slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
+    kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
+
+    def project(part: slice) -> jax.Array:  # the weights are cut, since they are smaller than what they make
+      made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
+      return made_BxLxN.reshape(B, L, -1, self.head_dim)
+
+    out_BxLxHxC = context.attend(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
+                                 self.implementation)
+    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"], self.norm_eps)
+    hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"][None, None]
+    hidden_BxLxF = jax.nn.gelu(hidden_BxLxF, approximate=True)
+    return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaField:
+  """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases."""
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  implementation: str  # of attention, as in model.attention
+  norm_eps: float  # of the block's norms
+  final_norm_eps: float  # of the norm after the last step
+  learned_positions: ClassVar[bool] = False
+  tied_head: ClassVar[bool] = False
+
+  @staticmethod
+  def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
+    """The arrays of one norm."""
+    return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0)}
+
+  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]; its eps is 1e-5 by default, unlike the block's."""
+    return rms_norm(x_BxLxD, w["scale"], self.final_norm_eps)
+
+  @staticmethod
+  def specs(model: config_lib.ModelConfig) -> BlockSpecs:
+    """Every array of the block at one time."""
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
+    return {
+        "attention_norm": LlamaField.norm_specs(D),
+        "query": kernel((D, H * C), ("embed", "heads"), STD),
+        "key": kernel((D, K * C), ("embed", "heads"), STD),
+        "value": kernel((D, K * C), ("embed", "heads"), STD),
+        "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
+        "mlp_norm": LlamaField.norm_specs(D),
+        "gate": kernel((D, F), ("embed", "mlp"), STD),
+        "up": kernel((D, F), ("embed", "mlp"), STD),
+        "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
+    }
+
+  def head_kernels(self, w: Weights) -> HeadKernels:
+    """The kernels by head; leaves of `w` may have axes in front."""
+    by_head = lambda name, heads: w[name]["kernel"].reshape(*w[name]["kernel"].shape[:-1], heads, self.head_dim)
+    out = w["out"]["kernel"]
+    return HeadKernels(by_head("query", self.num_heads), by_head("key", self.num_kv_heads),
+                       by_head("value", self.num_kv_heads), out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1),
+                       w["up"]["kernel"], w["down"]["kernel"])
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
+    """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"], self.norm_eps)
+    B, L, _ = x_BxLxD.shape
+    positions = jnp.arange(L) if context.positions_BxL is None else context.positions_BxL
+    project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
+    q_BxLxHxC = rotate(project("query", self.num_heads), positions)
+    k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions)
+    out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
+    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
+    normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"], self.norm_eps)
+    gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
+    return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundField:
+  """A vector field with the attention context of one batch bound to it, as solvers call it."""
+  field: GPTField | LlamaField
+  context: AttentionContext
+
+  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """The field's attention branch in this context, [B, L, D] -> [B, L, D]."""
+    return self.field.attention(x_BxLxD, w, self.context)
+
+  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
+    """The field's feed-forward branch, [B, L, D] -> [B, L, D]."""
+    return self.field.feedforward(x_BxLxD, w)
+
+
+FIELDS = {"gpt": GPTField, "llama": LlamaField}
+
+
+def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
+  """The vector field that `model.field` names."""
+  return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention,
+                              model.block_eps, model.final_eps)

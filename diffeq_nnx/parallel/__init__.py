@@ -1,0 +1,1 @@
+"""Devices and processes: the mesh, sharding, agreeing and stopping together."""

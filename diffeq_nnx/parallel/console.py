@@ -1,0 +1,22 @@
+"""What a job prints: progress on stderr, results on stdout, by process 0 only."""
+
+import json
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from diffeq_nnx.parallel import distributed
+
+
+def say(line: str) -> None:
+  """One line on stderr, from process 0 only: stdout is kept for results."""
+  if distributed.leads():
+    tqdm.write(line, file=sys.stderr)
+
+
+def print_result(result: dict[str, Any]) -> dict[str, Any]:
+  """One JSON line on stdout, from process 0."""
+  if distributed.leads():
+    print(json.dumps(result), flush=True)
+  return result

@@ -1,0 +1,240 @@
+"""One job of several processes: starting it, agreeing on what it is, stopping together.
+
+Every process runs the same command. JAX's own service joins them (`jax.distributed`) and tells the others when one
+dies.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Any, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import orbax.checkpoint
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError, UserError, first_line
+
+HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
+WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
+LEAVE_SECONDS = 60  # for all processes to end after the first
+# in what JAX raises when another process has gone; it has no type of its own
+_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
+
+_joined = False  # whether `start` has found other processes
+
+
+def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
+  """Joins the job's processes: on TPU pods, Slurm and Open MPI found by JAX, elsewhere by the three arguments.
+
+  Without the arguments, and outside such a cluster, there is one process and nothing to join. Call it before
+  anything that touches a device.
+
+  Args:
+    coordinator: HOST:PORT at which process 0 can be reached by all.
+    num_processes: how many there are; 1 alone: don't look for others.
+    process_id: which one this is, from 0.
+    join_seconds: how long to wait for all to come.
+
+  Raises:
+    UserError: some of the three arguments without the others, or arguments that don't fit.
+    RunError: they could not be joined. If the others don't come in time, the process ends, with exit code 1.
+  """
+  given = (coordinator, num_processes, process_id)
+  if given == (None, 1, None):
+    return
+  if any(value is not None for value in given):
+    if None in given:
+      raise UserError("--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
+                      "under Slurm, or for a single process")
+    if not 0 <= process_id < num_processes:
+      raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
+    if not coordinator.rpartition(":")[2].isdigit():
+      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
+  global _joined
+  try:
+    with _limit(join_seconds):
+      jax.distributed.initialize(
+          coordinator, num_processes, process_id, cluster_detection_method="deactivate" if coordinator else None,
+          initialization_timeout=2 * join_seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+          shutdown_timeout_seconds=LEAVE_SECONDS)
+  except ValueError as error:
+    if coordinator is None and "coordinator_address" in str(error):
+      return  # no cluster: one process
+    raise UserError(f"--coordinator={coordinator}: {error}") from error
+  except (RuntimeError, OSError) as error:  # OSError: the cluster's own services can't be reached
+    raise RunError(f"the processes could not be joined ({first_line(error)}); start the same "
+                   "command on every host, or give --num_processes=1 for a single process") from error
+  _joined = True
+
+
+@contextlib.contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+  """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
+  def end() -> None:
+    print(f"error: not all processes came within {seconds} s; start the same command on every host, look at the logs "
+          "of those that are missing, or raise --join_seconds", file=sys.stderr, flush=True)
+    os._exit(1)
+
+  timer = threading.Timer(seconds, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
+def whoami() -> tuple[int, int]:
+  """(this process, how many there are); (0, 1) before the processes have joined."""
+  return (jax.process_index(), jax.process_count()) if _joined else (0, 1)
+
+
+def leads() -> bool:
+  """Whether this is process 0, which prints and writes."""
+  return whoami()[0] == 0
+
+
+def require_one_process(job: str) -> None:
+  """Raises UserError in a job of several processes."""
+  if jax.process_count() > 1:
+    raise UserError(f"--job={job}: runs in one process; start it on one host", everywhere=True)
+
+
+def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
+  """What every process says, by process; all of them must call it, and wait so long for the last.
+
+  They wait for the last one at a barrier, where a death is noticed and an hour of tokenising is not taken for one,
+  and only then meet in a collective, which would not wait so long.
+  """
+  if jax.process_count() == 1:
+    return [text]
+  orbax.checkpoint.multihost.get_barrier_sync_fn()(key="exchange", timeout_ms=1000 * wait_seconds)
+  data = np.frombuffer(text.encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
+  padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+  padded[:len(data)] = data
+  rows = multihost_utils.process_allgather(padded)
+  return [bytes(np.asarray(row[:size], np.uint8)).decode() for row, size in zip(rows, sizes)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+  """Runs the body on every process, and waits; what one finds wrong ends all of them with the same line.
+
+  Raises:
+    UserError or RunError: as the body did, here or elsewhere; the line names the process if not all agree. What is
+      neither is raised as it is where it arose, and as a RunError elsewhere.
+  """
+  error = None
+  try:
+    yield
+  except Exception as found:
+    error = found
+  if jax.process_count() == 1:
+    if error is not None:
+      raise error
+    return
+  one_line = isinstance(error, (UserError, RunError))
+  line = str(error) if one_line else f"{type(error).__name__}: {error}"
+  told = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), line]))]
+  if error is not None and not one_line:
+    raise error
+  first = next((process for process, one in enumerate(told) if one), None)
+  if first is not None:
+    is_user_error, line = told[first]
+    alike = all(one == told[first] for one in told)
+    kind = UserError if is_user_error else RunError
+    raise kind(line if alike else f"process {first}: {line}", everywhere=True) from error
+
+
+def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> None:
+  """Checks that all processes run the same job from the same code.
+
+  Raises:
+    UserError: they don't; the line says in what, and which process differs from process 0.
+  """
+  facts = {"--job": job, "--workdir": workdir, "the code": code_version(), "jax": jax.__version__,
+           **{f"--{name}": value for name, value in options.items()}, **config_lib.flatten(config_lib.to_dict(config))}
+  said = [json.loads(one) for one in exchange(json.dumps(facts))]
+  for process, theirs in enumerate(said):
+    differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"
+                 for key in {**said[0], **theirs} if theirs.get(key) != said[0].get(key)]
+    if differing:
+      raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
+                      "the same code, on every host", everywhere=True)
+
+
+def code_version() -> str:
+  """A hash of the package's source files."""
+  folder = pathlib.Path(__file__).parents[1]
+  digest = hashlib.sha256()
+  for path in sorted({*folder.rglob("*.py"), *(folder / "kernels").rglob("*.py")}):  # kernels may be a link
+    digest.update(path.name.encode() + path.read_bytes())
+  return digest.hexdigest()[:12]
+
+
+class Preemption:
+  """Whether the job is asked to end, by SIGTERM to any of its processes.
+
+  A context: after it, SIGTERM ends a single process at once again.
+  """
+
+  def __init__(self) -> None:
+    self._asked, self._before = False, None
+
+  def __enter__(self) -> "Preemption":
+    # where processes have joined JAX's service listens to each, and tells all
+    if not _joined and threading.current_thread() is threading.main_thread():
+      self._before = signal.signal(signal.SIGTERM, self._ask)
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    if self._before is not None:
+      signal.signal(signal.SIGTERM, self._before)
+
+  def _ask(self, *unused: Any) -> None:
+    self._asked = True
+
+  def reached(self, step: int) -> bool:
+    """Whether to stop after this step: the same answer in all processes. Call it after every step."""
+    return multihost_utils.reached_preemption_sync_point(step) if _joined else self._asked
+
+
+def end_on_sigterm() -> None:
+  """For a job with nothing to save: SIGTERM ends this process, where JAX's service would only take note of it."""
+  if _joined:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def tells_of_a_loss(error: BaseException) -> bool:
+  """Whether this is what a collective or barrier raises when another process has gone."""
+  return (jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
+          and any(sign in str(error) for sign in _SIGNS_OF_LOSS))
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+  """Turns what JAX raises when another process has gone, or memory is not enough, into one line.
+
+  Raises:
+    RunError: that.
+  """
+  try:
+    yield
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
+    if "RESOURCE_EXHAUSTED" in str(error):
+      raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
+                     "devices (launch/compile_ahead.py tells beforehand what fits)") from error
+    if isinstance(error, UserError) or not tells_of_a_loss(error):
+      raise
+    raise RunError(f"another process of the job has gone ({first_line(error, 300)}); its log says why; run the same "
+                   "command on every host to go on from the newest checkpoint") from error

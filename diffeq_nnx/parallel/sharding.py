@@ -1,0 +1,195 @@
+"""Where arrays live: a mesh of devices, names for the axes of arrays, and one table from names to mesh axes.
+
+The mesh has four axes: `slice` (TPU slices, joined by the data-centre network), `data`, `fsdp` and `tensor`. Each
+device has its own sequences; parameters are split over fsdp and tensor. Functions here read the mesh of the
+surrounding `jax.set_mesh`, and do nothing where there is none, or another one.
+"""
+
+import functools
+import math
+from typing import Any, Callable
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from diffeq_nnx.config import Config, MeshConfig
+from diffeq_nnx.errors import UserError
+
+MESH_AXES = ("slice", "data", "fsdp", "tensor")
+
+# The mesh axes that an array's axis may be split over. In one array a mesh axis is used once, by the first axis that
+# it divides: a kernel [embed, mlp] is split over fsdp and tensor, a kernel [mlp, embed] over both along mlp, which is
+# the axis that costs a TPU no padding. An axis without a name (None) is whole on every device.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("slice", "data", "fsdp"),
+    "embed": ("fsdp",),
+    "heads": ("tensor", "fsdp"),
+    "mlp": ("tensor", "fsdp"),
+    "vocab": ("tensor", "fsdp"),
+    "position": (),
+}
+SPLIT_IN_USE = ("tensor",)  # of the mesh axes of a parameter, those that stay split while it is used
+
+Axes = tuple[str | None, ...]
+
+
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+  """The mesh over `devices` (None: all of them), each slice split as the config says.
+
+  Raises:
+    UserError: the sizes don't multiply to the number of devices of a slice.
+  """
+  devices = jax.devices() if devices is None else devices
+  slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
+  sizes = _sizes(config, len(devices) // slices)
+  if slices > 1:
+    placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1), devices, allow_split_physical_axes=True)
+  else:
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(placed.reshape(slices, *sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _sizes(config: MeshConfig, count: int) -> tuple[int, int, int]:
+  sizes = [config.data, config.fsdp, config.tensor]
+  known = math.prod(size for size in sizes if size != -1)
+  sizes = [count // known if size == -1 else size for size in sizes]
+  if math.prod(sizes) != count:
+    raise UserError(f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor}: don't multiply to "
+                    f"the {count} devices of a slice; set one of them to -1 and the others to divisors of {count}")
+  return tuple(sizes)
+
+
+def check(config: Config, mesh: Mesh) -> None:
+  """Raises UserError, with the way out, unless batch and model can be split over the mesh."""
+  shards = num_shards("batch", mesh.shape)
+  if config.train.batch_size % shards:
+    raise UserError(f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
+                    f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.tensor")
+  tensor, fsdp, model = mesh.shape["tensor"], mesh.shape["fsdp"], config.model
+  for key, value, by_key, by in (("model.num_kv_heads", model.kv_heads, "tensor", tensor),
+                                 ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
+                                 ("model.embed_dim", model.embed_dim, "fsdp", fsdp)):
+    if value % by:
+      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value}")
+
+
+def describe(mesh: Mesh) -> str:
+  """The mesh in words: "data 1 x fsdp 8 x tensor 1", slices only where there are several."""
+  return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1 or axis != "slice")
+
+
+def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:
+  """How many parts an axis of this name is split into at most; None: on the surrounding mesh."""
+  if mesh_shape is None:
+    mesh = _surrounding()
+    mesh_shape = {} if mesh is None else mesh.shape
+  return math.prod(mesh_shape.get(axis, 1) for axis in RULES[name])
+
+
+def partition(axes: Axes, shape: tuple[int, ...], mesh_shape: dict[str, int],
+              only: tuple[str, ...] = MESH_AXES) -> PartitionSpec:
+  """How an array with these axis names is split: by `RULES`, where it divides, over mesh axes in `only`."""
+  used: set[str] = set()
+  entries = []
+  for name, size in zip(axes, shape, strict=True):
+    places: list[str] = []
+    for axis in RULES[name] if name else ():
+      parts = math.prod(mesh_shape[place] for place in places) * mesh_shape[axis]
+      if axis in only and axis not in used and size % parts == 0:
+        places.append(axis)
+        used.add(axis)
+    entries.append(tuple(places) or None)
+  return PartitionSpec(*entries)
+
+
+def named(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+  """The sharding on `mesh` of an array with these axis names."""
+  return NamedSharding(mesh, partition(axes, shape, mesh.shape))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """The sharding of what every device has a copy of."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def _surrounding() -> jax.sharding.AbstractMesh | None:
+  """The mesh of the surrounding `jax.set_mesh`, if it is one of ours and of several devices."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if mesh.axis_names == MESH_AXES and mesh.size > 1 else None
+
+
+def constrain(x: jax.Array, *axes: str | None, only: tuple[str, ...] = MESH_AXES) -> jax.Array:
+  """x, split as `partition` says."""
+  mesh = _surrounding()
+  if mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh.shape, only))
+
+
+def gather(x: jax.Array, axes: Axes) -> jax.Array:
+  """A parameter as it is used: whole, but for what tensor parallelism splits. Its gradient is split again at once."""
+  return x if _surrounding() is None else _gather(x, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x, axes):
+  return constrain(constrain(x, *axes), *axes, only=SPLIT_IN_USE)
+
+
+def _gather_forward(x, axes):
+  return _gather(x, axes), None
+
+
+def _gather_backward(axes, _, gradient):
+  return (constrain(gradient, *axes),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
+  """function(*arrays) where each device sees its own part of every array, and makes its own part of the result.
+
+  Args:
+    function: of arrays that have axes of these names, or the first few of them; the result is like the first array.
+    axes: the names; other parts of an axis must not matter to the function.
+    arrays: the whole arrays; the first one has all axes.
+
+  Raises:
+    ValueError: the arrays would be split in different ways.
+  """
+  mesh = _surrounding()
+  if mesh is None:
+    return function(*arrays)
+  specs = tuple(partition(axes[:x.ndim], x.shape, mesh.shape) for x in arrays)
+  if any(tuple(spec) != tuple(specs[0])[:len(spec)] for spec in specs):
+    raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} can't be split alike over the mesh {mesh.shape}")
+  return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Of tokens [B, L]; B must be a multiple of `num_shards("batch")`."""
+  return NamedSharding(mesh, PartitionSpec(RULES["batch"], None))
+
+
+class Share:
+  """This process's part of the batches of one size, B rows.
+
+  Attributes:
+    rows: the rows that its devices hold, in order, [rows] int; they need not be neighbours.
+  """
+
+  def __init__(self, mesh: Mesh, batch_size: int):
+    self._sharding, self._all = batch_sharding(mesh), np.arange(batch_size)
+    indices = self._sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    self.rows = np.unique(np.concatenate([self._all[index[0]] for index in indices]))
+
+  def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Global arrays [B, L] from this process's rows of them, [rows, L]."""
+    def one(local: np.ndarray) -> jax.Array:
+      at = lambda index: local[np.searchsorted(self.rows, self._all[index[0]])]
+      return jax.make_array_from_callback((len(self._all), *local.shape[1:]), self._sharding, at)
+
+    return jax.tree.map(one, batch)

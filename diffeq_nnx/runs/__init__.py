@@ -1,0 +1,1 @@
+"""Run directories: which run owns one, its checkpoints, and opening it."""

@@ -1,0 +1,201 @@
+"""Checkpoints of a run: saved in the background, restored bit for bit, the last ones and the best kept."""
+
+import json
+import math
+import os
+import shutil
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, Config
+from diffeq_nnx.errors import RunError, UserError, first_line
+from diffeq_nnx.model import parameters
+from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import say
+
+State = dict[str, Any]  # a training state: see `training.step`
+
+
+class Checkpoints:
+  """The checkpoints of one work directory.
+
+  Each holds five items: params, optimizer and counters (step, random key) as arrays; data (the position in
+  the batches) and run (config and tokenizer hash) as JSON.
+  """
+
+  def __init__(self, workdir: str, config: Config, tokenizer_hash: str):
+    self._workdir = os.path.abspath(workdir)
+    self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
+    self._config = config
+    self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
+    self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    score = lambda metrics: -metrics["loss"]
+    best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
+    return ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(
+        best_fn=score,  # the policy below decides what stays; without this the losses would not be written
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+            [checkpoint_managers.LatestN(self._config.checkpoint.keep), best])))
+
+  def steps(self) -> list[int]:
+    """Steps with a finished checkpoint, in order."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, state: State, data_state: dict[str, Any], validation_loss: float | None) -> None:
+    """Starts to save the state under its own step, and returns once the arrays are copied off the device.
+
+    Raises:
+      RunError: this save or the one before could not be written.
+    """
+    step = int(state["step"])
+    save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
+    items = ocp.args.Composite(data=json_save(data_state), run=json_save(self._run),
+                               **{name: save(item) for name, item in _items(state).items()})
+    with self._reported("save", step):
+      self._manager.save(step, args=items, metrics={"loss": math.inf if validation_loss is None else validation_loss})
+
+  def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
+    """The newest state that can be read, and its position in the data; None if nothing was saved yet.
+
+    A damaged checkpoint is moved to the folder checkpoints_damaged, and the one before is tried.
+
+    Args:
+      abstract: the state's shapes, from `jax.eval_shape`, with shardings where they matter.
+
+    Raises:
+      UserError: there are checkpoints, and none can be read.
+      RunError: some processes can read one, and others can't.
+    """
+    items = self._restore({"data": ocp.args.JsonRestore(), **{
+        name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}})
+    if items is None:
+      return None
+    return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
+
+  def restore_params(self, abstract: Params) -> tuple[Params, int] | None:
+    """All parameters of the newest model, and its step; the rest of the state stays on disk. Otherwise as `restore`.
+
+    Args:
+      abstract: shapes of the parameters, with shardings where they matter.
+    """
+    learning, frozen = parameters.split(self._config.model, abstract)
+    items = self._restore({"params": ocp.args.StandardRestore(learning)})
+    if items is None:
+      return None
+    return parameters.join(items["params"], self._restore_frozen(frozen)), self.steps()[-1]
+
+  def _restore(self, wanted: dict[str, Any]) -> Any:
+    """These items of the newest checkpoint that can be read; None if there is none."""
+    found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # as process 0 sees the directory
+    for step in reversed(found):
+      problem = ""
+      try:
+        items = self._manager.restore(step, args=ocp.args.Composite(**wanted))
+      except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
+        problem = f"{type(error).__name__}: {first_line(error, 200)}"
+      problem = next(filter(None, self._problems(step, problem)), None)
+      if problem is None:
+        return items
+      self._set_aside(step, problem)
+    if found:
+      raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
+                      f"{DAMAGED_FOLDER}; remove the directory to start anew", everywhere=True)
+    return None
+
+  def save_frozen(self, frozen: dict[str, Any]) -> None:
+    """Saves the parameters that don't learn, once for all checkpoints; {}: there are none.
+
+    Raises:
+      RunError: they could not be written.
+    """
+    if frozen:
+      with self._reported("save", 0), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(os.path.join(self._workdir, FROZEN_FOLDER), frozen, force=True)
+
+  def _restore_frozen(self, abstract: dict[str, Any]) -> dict[str, Any]:
+    if not abstract:
+      return {}
+    problem, frozen = "", {}
+    try:
+      with ocp.StandardCheckpointer() as checkpointer:
+        frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN_FOLDER), abstract)
+    except Exception as error:  # as above
+      problem = f"{type(error).__name__}: {first_line(error, 200)}"
+    problem = next(filter(None, self._problems(0, problem)), None)
+    if problem is not None:
+      raise UserError(f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
+                      "restore it, or fine-tune again", everywhere=True)
+    return frozen
+
+  def _problems(self, step: int, problem: str) -> list[str]:
+    """What each process met when it restored; where only some could, the others still wait for them inside orbax."""
+    try:
+      return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+      raise RunError(f"the checkpoint of step {step} can be read by some processes only "
+                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start "
+                     "again") from error
+
+  def _set_aside(self, step: int, problem: str) -> None:
+    target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
+    if distributed.leads():
+      os.makedirs(os.path.join(self._workdir, DAMAGED_FOLDER), exist_ok=True)
+      shutil.rmtree(target, ignore_errors=True)
+      shutil.move(os.path.join(self._folder, str(step)), target)
+    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
+    distributed.exchange("moved")
+    self._manager.reload()
+
+  def close(self) -> None:
+    """Waits for the save under way.
+
+    Raises:
+      RunError: it could not be written.
+    """
+    with self._reported("finish saving"):
+      self._manager.wait_until_finished()
+      self._manager.close()
+
+  def _reported(self, what: str, step: int | None = None) -> "_Reported":
+    return _Reported(f"could not {what} the checkpoint" + ("" if step is None else f" of step {step}"), self)
+
+
+class _Reported:
+  """Turns whatever a save raises into one line that says which checkpoints there still are."""
+
+  def __init__(self, what: str, checkpoints: Checkpoints):
+    self._what, self._checkpoints = what, checkpoints
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, error, traceback):
+    if isinstance(error, Exception) and not distributed.tells_of_a_loss(error):
+      folder = self._checkpoints._folder
+      kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+      raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
+                     "untouched; make room or mend the directory, and run the same command to go on from there") from error
+    return False
+
+
+def _items(state: State) -> dict[str, Any]:
+  """The state as orbax items; a typed random key as its numbers."""
+  key = state["key"]
+  if isinstance(key, jax.ShapeDtypeStruct):
+    data = jax.eval_shape(jax.random.key_data, key)
+    data = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)  # none: the one it was saved with
+  else:
+    data = jax.random.key_data(key)
+  return {"params": state["params"], "optimizer": state["opt_state"], "counters": {"step": state["step"], "key": data}}
+
+
+def _state(items: Any) -> State:
+  counters = items["counters"]
+  return {"params": items["params"], "opt_state": items["optimizer"], "step": counters["step"],
+          "key": jax.random.wrap_key_data(counters["key"])}

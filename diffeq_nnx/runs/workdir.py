@@ -1,0 +1,200 @@
+"""Which run owns a work directory: the config, the tokenizer and the tokens that it was started with.
+
+run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model,
+tokenizer or text is turned away.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from typing import Any
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, Config
+from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import write
+
+RUN_FILE = "run.json"
+STARTING = ".starting"  # marks a directory whose run.json is still to come
+
+
+def identity(config: Config) -> dict[str, Any]:
+  """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key.
+
+  Of prepared shards the tokens must be the same, which `Corpus.fingerprint` tells; they may be moved.
+  """
+  whole = config_lib.to_dict(config)
+  flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
+  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "data.tokenizer",
+              "data.begin_mark", "model.attention"):
+    # where and how, not what; the tokenizer is known by its hash
+    del flat[key]
+  if "shards:" in config.data.source:
+    flat = {key: value for key, value in flat.items()
+            if not key.startswith("data.") or key == "data.attend_across_documents"}
+  return flat
+
+
+def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
+  """Makes the work directory ours, or checks that it already is; `source` tells the run that it starts from.
+
+  Raises:
+    UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
+      keys that differ.
+  """
+  tokenizer = corpus.tokenizer
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    known = _read(workdir)
+    if known is None:
+      write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint,
+                "source": source}
+      write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(workdir, STARTING))
+    else:
+      write(os.path.join(workdir, ".writable"), b"")
+      os.remove(os.path.join(workdir, ".writable"))
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+  if known is not None:
+    _check(workdir, known, config, corpus)
+
+
+def clear(workdir: str, tokenizer: Tokenizer) -> None:
+  """Readies a directory for a run that is to be written whole: its tokenizer, and nothing of one that was not finished.
+
+  Raises:
+    UserError: the directory can't be written, or holds checkpoints of something else.
+  """
+  mark = os.path.join(workdir, STARTING)
+  folders = [os.path.join(workdir, name) for name in (CHECKPOINT_FOLDER, FROZEN_FOLDER)]
+  if not os.path.exists(mark) and any(map(os.path.exists, folders)):
+    raise UserError(f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one")
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    write(mark, b"")
+    for folder in folders:
+      shutil.rmtree(folder, ignore_errors=True)
+    write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+
+
+def run_hash(workdir: str) -> str:
+  """Tells a run from others, wherever it lies, in hex."""
+  with open(os.path.join(workdir, RUN_FILE), "rb") as file:
+    return hashlib.sha256(file.read()).hexdigest()
+
+
+def check_source(workdir: str, from_workdir: str) -> None:
+  """Sees that a run was started from this one, if that is still there.
+
+  Raises:
+    UserError: it was started from another.
+  """
+  theirs = (_read(workdir) or {}).get("source")
+  if holds_run(from_workdir) and theirs != run_hash(from_workdir):
+    raise UserError(f"workdir={workdir}: holds a run that was not started from --from_workdir={from_workdir}; name "
+                    "another directory, or that run")
+
+
+def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
+  """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing; errors name `flag`.
+
+  Raises:
+    UserError: it holds none, or one of another model, tokenizer or text.
+  """
+  known = _read(workdir)
+  if known is None:
+    raise UserError(f"{flag}={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+  _check(workdir, known, config, corpus)
+
+
+def require_none(workdir: str) -> None:
+  """Sees that a work directory holds no run yet.
+
+  Raises:
+    UserError: it holds one.
+  """
+  if holds_run(workdir):
+    raise UserError(f"workdir={workdir}: holds a run already; name another directory, or remove this one")
+
+
+def holds_run(workdir: str) -> bool:
+  """Whether a work directory holds a run."""
+  return os.path.exists(os.path.join(workdir, RUN_FILE))
+
+
+def config_of(workdir: str, flag: str = "workdir") -> Config:
+  """The config that a run was started with.
+
+  Raises:
+    UserError: the directory holds no run, or one of another version of this program; the line names `flag`.
+  """
+  known = _read(workdir)
+  if known is None:
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
+  config = config_lib.from_dict(known["config"])
+  path = os.path.expanduser(config.data.tokenizer)
+  own = os.path.join(os.path.abspath(workdir), os.path.basename(path))
+  if os.path.isabs(path) and not os.path.exists(path) and os.path.exists(own):  # the directory was moved
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
+  return config
+
+
+def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
+  """The tokenizer that a run was started with, from its directory alone: the text need not be there.
+
+  Raises:
+    UserError: the directory holds no run, or not its tokenizer.
+  """
+  known, problem = _read(workdir), "holds neither"
+  if known is None:
+    raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
+  for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
+    for begin_mark in (config.data.begin_mark, False, True) if os.path.exists(path) else ():
+      try:  # a file of sentencepiece does not say whether documents begin with its mark
+        tokenizer = load_tokenizer(path, begin_mark=begin_mark)
+        if tokenizer.hash == known["tokenizer_hash"]:
+          return tokenizer
+        problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"
+      except UserError as error:
+        problem = str(error)
+  raise UserError(f"workdir={workdir}: lacks the tokenizer of its run, tokenizer.model or tokenizer.json ({problem}); "
+                  "restore the file")
+
+
+def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
+  """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
+  ours = identity(config)
+  flat = config_lib.flatten(known["config"])
+  defaults = identity(Config())  # for keys that there were not yet when the run began
+  theirs = {key: flat.get(key, defaults[key]) for key in ours}
+  differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
+  if corpus is not None:
+    for what, there, here in (("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
+                              ("text", known["corpus"], corpus.fingerprint)):
+      if there != here:
+        differing.append(f"the {what} is {there[:12]} there and {here[:12]} here")
+  if differing:
+    raise UserError(f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
+                    "or the config and text that it was started with")
+
+
+def _read(workdir: str) -> dict[str, Any] | None:
+  path = os.path.join(workdir, RUN_FILE)
+  if not os.path.exists(path):
+    return None
+  try:
+    with open(path, encoding="utf-8") as file:
+      known = json.load(file)
+    known["config"], known["tokenizer_hash"], known["corpus"]
+    return known
+  except (json.JSONDecodeError, KeyError, TypeError) as error:
+    raise UserError(f"{path}: damaged; remove it if the directory is this run's, or choose another workdir") from error

@@ -1,0 +1,60 @@
+"""Validation: the mean loss over a whole split, in training and as a job."""
+
+import math
+import time
+
+from clu import metrics as clu_metrics
+import jax
+from jax.sharding import Mesh
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config
+from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training.step import make_eval_step, make_generate
+
+
+class Evaluator:
+  """Evaluates parameters on the validation part, at one number of solver steps."""
+
+  def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
+    """`num_steps` None: eval.num_steps, or else model.num_steps."""
+    self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
+    self._config, self._split = config, corpus.validation
+    self._eos_id = data.document_end(config.data, corpus.tokenizer)
+    self._generate = make_generate(config, self.num_steps)
+    self._step = make_eval_step(config, self.num_steps, mesh)
+    shards = sharding.num_shards("batch", mesh.shape)
+    # padded to a multiple of the devices, so that the figures don't depend on the mesh
+    self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
+
+  def __call__(self, params: Params) -> dict[str, float]:
+    """loss (nats a token), perplexity (e^loss), bits_per_byte, tokens and seconds.
+
+    Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
+    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes a token.
+    """
+    start = time.perf_counter()
+    weights = self._generate(params)
+    settings = self._config.eval
+    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=settings.batch_size,
+                                max_batches=settings.max_batches, rows=self._share.rows, eos_id=self._eos_id)
+    average = None
+    for batch in batches:
+      total, count = self._step(params, weights, self._share.place(batch))
+      part = clu_metrics.Average(total=total, count=count)
+      average = part if average is None else average.merge(part)
+    loss, tokens = jax.device_get((average.compute(), average.count))
+    return {"loss": float(loss), "perplexity": perplexity(loss),
+            "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token), "tokens": int(tokens),
+            "seconds": time.perf_counter() - start}
+
+
+def perplexity(loss: float) -> float:
+  """e^loss, infinite where that overflows."""
+  return math.exp(loss) if loss < 700 else math.inf
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+  """A loss in nats a token as bits a byte of UTF-8 text."""
+  return loss / math.log(2) / bytes_per_token

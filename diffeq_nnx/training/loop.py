@@ -1,0 +1,194 @@
+"""The train loop: from a config and a work directory to a trained model."""
+
+import dataclasses
+import math
+import time
+
+import grain
+import jax
+from jax.sharding import Mesh
+import numpy as np
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training import flops
+from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
+from diffeq_nnx.training.report import Reporter, Silent, reporter
+from diffeq_nnx.training.setup import batch_iterator, claim, load_corpus, prepare, start_state
+from diffeq_nnx.training.step import State, all_params, make_train_step
+
+
+def train(config: Config, workdir: str) -> dict[str, float]:
+  """Trains, or goes on training.
+
+  Args:
+    config: the experiment.
+    workdir: where checkpoints and metrics go, and are found again.
+
+  Returns:
+    The last validation values, as of `evaluate.Evaluator`: loss (nats a token), perplexity, bits_per_byte, tokens,
+    seconds; {} where a SIGTERM ended it before one.
+
+  Raises:
+    UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
+    RunError: a loss or gradient that is not finite, or a file that can't be written.
+  """
+  mesh = prepare(config)
+  with jax.set_mesh(mesh):
+    say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
+    corpus = load_corpus(config)
+    claim(config, workdir, corpus)
+    share = sharding.Share(mesh, config.train.batch_size)
+    checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+    state, windows = start_state(config, checkpoints, mesh)
+    with distributed.together():
+      batches = batch_iterator(config, corpus, share, windows)
+    try:
+      with (reporter(workdir, int(state["step"]), config.train.steps) as report,
+            distributed.Preemption() as preemption):
+        return _loop(_Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption), state)
+    except OSError as error:
+      raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
+                     "they are; make room, and run the same command to go on from the newest") from error
+
+
+def steps_of_solver(config: Config, step: int) -> int:
+  """Solver steps of train step `step`: drawn from train.step_counts by seed and step alone."""
+  if not config.train.step_counts:
+    return config.model.num_steps
+  return int(np.random.default_rng((config.seed, step)).choice(config.train.step_counts))
+
+
+@dataclasses.dataclass
+class _Run:
+  """All that a loop works with, but for the state."""
+  config: Config
+  mesh: Mesh
+  corpus: data.Corpus
+  share: sharding.Share
+  batches: grain.DatasetIterator
+  windows: int  # that went before the first of these batches
+  checkpoints: Checkpoints
+  report: Reporter | Silent
+  preemption: distributed.Preemption
+
+
+def _loop(run: _Run, state: State) -> dict[str, float]:
+  config, mesh = run.config, run.mesh
+  train_step = make_train_step(config, mesh)
+  evaluator = Evaluator(config, run.corpus, mesh)
+  watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
+  start, steps = int(state["step"]), config.train.steps
+  values: dict[str, float] = {}
+  for step in range(start, steps):
+    num_steps = steps_of_solver(config, step)
+    with watch.waiting():
+      rows_of_batch = next(run.batches)
+    batch = run.share.place(rows_of_batch)
+    with jax.transfer_guard("disallow"):
+      state, metrics = train_step(state, batch, num_steps)
+    watch.after(step + 1, num_steps, metrics)
+    preempted = run.preemption.reached(step + 1)  # then there may be no time to validate
+    validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
+    save = preempted or (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
+    if validate or save:
+      watch.finish()  # so that nothing is saved after a step that was not finite
+      with watch.paused():
+        if validate:
+          values = evaluator(all_params(state))
+          run.report.validation(step + 1, values)
+        if save:
+          windows = run.windows + (step + 1 - start) * config.train.batch_size
+          run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
+    if preempted:
+      run.checkpoints.close()
+      say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to go on from there")
+      return values
+  run.checkpoints.close()
+  if start >= steps:
+    say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
+        "raise train.steps to go on")
+    values = evaluator(all_params(state))
+  return values
+
+
+@dataclasses.dataclass
+class _Stopwatch:
+  """Adds up the seconds spent inside it."""
+  seconds: float = 0.0
+  since: float = 0.0
+
+  def __enter__(self):
+    self.since = time.perf_counter()
+
+  def __exit__(self, *unused):
+    self.seconds += time.perf_counter() - self.since
+
+
+class _Watch:
+  """Looks at each step's metrics one step late, so that the device never waits for the host."""
+
+  def __init__(self, config: Config, bytes_per_token: float, report: Reporter):
+    self._config, self._bytes_per_token, self._report = config, bytes_per_token, report
+    peak, source = flops.peak_tflops(config)
+    self._peak = peak * 1e12 * jax.device_count()
+    say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
+    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+    self._compiled = False
+    self._restart_clock()
+
+  def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
+    """Takes the metrics of the step just sent off, and checks and reports those of the one before."""
+    self._look()
+    self._pending = (step, metrics)
+    self._steps += 1
+    self._flops += flops.model_flops(self._config, num_steps)
+    self._generator_flops += flops.generator_flops(self._config.model, num_steps)
+
+  def finish(self) -> None:
+    """Waits for the last step's metrics."""
+    self._look()
+
+  def paused(self) -> _Stopwatch:
+    """A context whose time does not count as training."""
+    return self._not_training
+
+  def waiting(self) -> _Stopwatch:
+    """A context whose time is spent waiting for data."""
+    return self._waiting
+
+  def _look(self) -> None:
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    for name in ("loss", "gradient_norm"):
+      if not math.isfinite(values[name]):
+        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
+                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest",
+                       everywhere=True)
+    if step % self._config.train.log_every == 0:
+      self._log(step, values)
+    elif not self._compiled:  # rates are those of compiled steps, but where the first one is logged itself
+      self._restart_clock()
+    self._compiled = True
+
+  def _log(self, step: int, values: dict[str, float]) -> None:
+    train = self._config.train
+    seconds = max(time.perf_counter() - self._since - self._not_training.seconds, 1e-9)
+    self._report.train(step, {
+        **values, "perplexity": perplexity(values["loss"]),
+        "bits_per_byte": bits_per_byte(values["loss"], self._bytes_per_token),
+        "waiting_for_data": self._waiting.seconds / seconds,
+        "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
+        "utilization": self._flops / seconds / self._peak,
+        "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak})
+    self._restart_clock()
+
+  def _restart_clock(self) -> None:
+    self._since, self._not_training, self._waiting = time.perf_counter(), _Stopwatch(), _Stopwatch()
+    self._steps, self._flops, self._generator_flops = 0, 0.0, 0.0

@@ -1,0 +1,148 @@
+"""Progress and metrics of a run: a progress line, metrics.jsonl, TensorBoard files, loss.png."""
+
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+from clu import parameter_overview
+import tensorboardX
+from tqdm import tqdm
+
+from diffeq_nnx.config import TENSORBOARD_FOLDER
+from diffeq_nnx.files import write
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import say
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def parameter_table(params: dict[str, Any]) -> str:
+  """Name, shape, size, mean, spread and sharding of every parameter, as text; all processes must call it."""
+  return parameter_overview.get_parameter_overview(params, include_stats="global")
+
+
+def reporter(workdir: str, start: int, steps: int) -> "Reporter | Silent":
+  """A `Reporter` in process 0, and elsewhere what takes its calls and does nothing."""
+  return Reporter(workdir, start, steps) if distributed.leads() else Silent()
+
+
+class Silent:
+  """A reporter that reports nothing."""
+
+  def train(self, step: int, values: dict[str, float]) -> None:
+    """Nothing."""
+
+  def validation(self, step: int, values: dict[str, float]) -> None:
+    """Nothing."""
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused) -> None:
+    """Nothing."""
+
+
+class Reporter:
+  """Writes the metrics of a run to disk, and shows how far it is.
+
+  On a terminal a bar; elsewhere a line each time that training is logged.
+  """
+
+  def __init__(self, workdir: str, start: int, steps: int):
+    """Opens the files; records after step `start`, left by a run that was killed, are dropped."""
+    self._workdir = workdir
+    self._start, self._steps, self._started = start, steps, time.perf_counter()
+    _truncate(os.path.join(workdir, METRICS_FILE), start)
+    self._file = open(os.path.join(workdir, METRICS_FILE), "a", encoding="utf-8")
+    self._tensorboard = tensorboardX.SummaryWriter(os.path.join(workdir, TENSORBOARD_FOLDER), purge_step=start + 1)
+    self._bar = tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True) if (
+        sys.stderr.isatty()) else None
+
+  def train(self, step: int, values: dict[str, float]) -> None:
+    """Records and shows training values after `step`: loss, tokens_per_second and utilization among them."""
+    self._record(step, "train", values)
+    text = (f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s, "
+            f"utilization {100 * values['utilization']:.1f} %")
+    if self._bar is not None:
+      self._bar.set_postfix_str(text)
+      self._bar.update(step - self._bar.n)
+    else:
+      left = (time.perf_counter() - self._started) / max(step - self._start, 1) * (self._steps - step)
+      say(f"step {step}/{self._steps}: {text}, {_duration(left)} left")
+
+  def validation(self, step: int, values: dict[str, float]) -> None:
+    """Records and shows validation values after `step`."""
+    self._record(step, "validation", values)
+    say(f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
+        f"{values['bits_per_byte']:.4f} bits per byte")
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused) -> None:
+    """Closes the files and draws loss.png; an error on the way does not hide the one that ended the run."""
+    try:
+      self._file.close()
+      self._tensorboard.close()
+      plot_losses(self._workdir)
+    except OSError as error:
+      say(f"workdir={self._workdir}: the last records or loss.png can't be written ({error.strerror or error})")
+    finally:
+      if self._bar is not None:
+        self._bar.close()
+
+  def _record(self, step: int, split: str, values: dict[str, float]) -> None:
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+    self._file.flush()
+    for name, value in values.items():
+      self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+
+def _truncate(path: str, last_step: int) -> None:
+  """Drops the records after `last_step` and a half-written line."""
+  if not os.path.exists(path):
+    return
+  kept = [line for line, record in _lines(path) if record["step"] <= last_step]
+  write(path, "".join(kept).encode())
+
+
+def _lines(path: str):
+  with open(path, encoding="utf-8") as file:
+    for line in file:
+      try:
+        yield line, json.loads(line)
+      except json.JSONDecodeError:  # a run killed while it wrote
+        return
+
+
+def read_metrics(workdir: str, split: str) -> list[dict[str, Any]]:
+  """The records of `split` (train or validation) in the work directory's metrics.jsonl, in order."""
+  return [record for _, record in _lines(os.path.join(workdir, METRICS_FILE)) if record["split"] == split]
+
+
+def _duration(seconds: float) -> str:
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def plot_losses(workdir: str) -> None:
+  """Draws loss.png in the work directory: training and validation loss in nats a token, by step."""
+  from matplotlib.figure import Figure  # here, since it takes a second to import
+  figure = Figure(figsize=(7, 4.5), layout="constrained")  # not pyplot's: the caller's backend stays as it is
+  axes = figure.subplots()
+  for split, style in (("train", dict(linewidth=1)), ("validation", dict(marker="o", linewidth=2))):
+    records = [r for r in read_metrics(workdir, split) if r["loss"] is not None]
+    if records:
+      label = f"{split}, last {records[-1]['loss']:.3f}"
+      axes.plot([r["step"] for r in records], [r["loss"] for r in records], label=label, **style)
+  axes.set_xlabel("optimizer step")
+  axes.set_ylabel("loss (nats a token)")
+  if axes.lines:
+    axes.legend()
+  axes.grid(alpha=0.3)
+  figure.savefig(os.path.join(workdir, "loss.png"), dpi=120)

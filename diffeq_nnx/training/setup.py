@@ -1,0 +1,113 @@
+"""What a run needs before its first step: mesh, text, work directory, batches, state."""
+
+import json
+
+import grain
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.kernels import attention
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.report import parameter_table
+from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, state_shardings
+
+
+def prepare(config: Config) -> Mesh:
+  """The config's mesh, after checks that need the devices; says which attention the run uses.
+
+  Raises:
+    UserError: the devices or the backend don't fit the config.
+  """
+  with distributed.together():
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    say_attention(config.model)
+    return mesh
+
+
+def load_corpus(config: Config) -> data.Corpus:
+  """The corpus, tokenised by process 0 first, so that the others find it where they share a disk with it."""
+  for turn in (True, False):
+    with distributed.together():
+      if distributed.leads() == turn:
+        corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+  sizes = [(len(split.tokens), split.num_bytes, split.num_documents)
+           for split in (*corpus.train.splits, corpus.validation)]
+  said = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
+  other = next((process for process, one in enumerate(said) if one != said[0]), None)
+  if other is not None:
+    raise UserError(f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
+                    f"tokens, then their number, bytes and documents: {said[other]} and {said[0]}); give every host "
+                    "the same files", everywhere=True)
+  return corpus
+
+
+def claim(config: Config, workdir: str, corpus: data.Corpus, source: str | None = None) -> None:
+  """Makes the work directory ours, and sees that all processes see the same one; `source` as `workdir.claim`."""
+  with distributed.together():
+    if distributed.leads():
+      workdir_lib.claim(workdir, config, corpus, source)
+  with distributed.together():
+    workdir_lib.require(workdir, config, corpus)
+
+
+def say_attention(model: ModelConfig) -> None:
+  """Tells which implementation of attention the run uses, and why.
+
+  Raises:
+    UserError: this backend lacks the one asked for.
+  """
+  try:
+    name, why = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim)
+  except ValueError as error:
+    raise UserError(f"model.attention={model.attention!r}: {error}") from error
+  say(f"attention: {name} ({why})")
+
+
+def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
+                   windows: int = 0) -> grain.DatasetIterator:
+  """This process's rows of the batches after so many windows, for ever, read ahead by a thread.
+
+  Raises:
+    UserError: the text is too short, or documents are to be kept apart whose begin and end marks are the same.
+  """
+  batches = data.train_batches(corpus.train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
+                               seed=config.seed, rows=share.rows, start=windows,
+                               eos_id=data.document_end(config.data, corpus.tokenizer))
+  return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, int]:
+  """The newest checkpoint's state, or the state at step 0, split over the mesh; and the windows trained on so far."""
+  restored = checkpoints.restore(abstract_state(config, mesh))
+  if restored is None and config.model.lora.rank:
+    raise UserError(f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
+                    "--from_workdir=RUN, or set it to 0", everywhere=True)
+  if restored is None:
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    say(parameter_table(all_params(state)))
+    return state, 0
+  state, data_state = restored
+  say(f"going on from the checkpoint of step {int(state['step'])}")
+  return state, data_state["windows"]
+
+
+def corpus_of_run(config: Config, workdir: str, flag: str = "workdir") -> data.Corpus:
+  """The corpus of a run, after checks that config and text are the run's.
+
+  Raises:
+    UserError: they are not; the line names `flag`.
+  """
+  with distributed.together():
+    workdir_lib.require(workdir, config, flag=flag)  # before the text is read
+  corpus = load_corpus(config)
+  with distributed.together():
+    workdir_lib.require(workdir, config, corpus, flag)
+  return corpus

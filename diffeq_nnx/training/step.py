@@ -1,0 +1,189 @@
+"""The state of a run and the one function that moves it on.
+
+B batch, L positions, A micro-batches, S solver steps.
+"""
+
+import functools
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import optax
+
+from diffeq_nnx.config import Config
+from diffeq_nnx.model import parameters, solvers
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training import optimizer as optimizer_lib
+from diffeq_nnx.training.loss import chunked_cross_entropy
+
+# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; frozen: the other parameters
+State = dict[str, Any]
+Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
+
+
+def init_state(config: Config) -> State:
+  """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
+  model_key, _ = jax.random.split(jax.random.key(config.seed))
+  return state_of(config, parameters.params_of(Model(config.model, rngs=nnx.Rngs(params=model_key))))
+
+
+def state_of(config: Config, params: Params) -> State:
+  """The state at step 0 of a model that has these parameters. Jit it."""
+  _, key = jax.random.split(jax.random.key(config.seed))
+  params, frozen = parameters.split(config.model, params)
+  opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
+  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
+
+
+def all_params(state: State) -> Params:
+  """The whole model's parameters."""
+  return parameters.join(state["params"], state["frozen"])
+
+
+def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array,
+                       frozen: Params | None = None) -> tuple[jax.Array, Params]:
+  """Mean loss in nats a token, and its gradient by `params`; `frozen` are the parameters that don't learn, if any.
+
+  The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
+  respect to them add up over micro-batches, and the generator is differentiated once.
+  """
+  source = params["weight_source"]
+  rest = {name: value for name, value in params.items() if name != "weight_source"}
+  merge = lambda learning: parameters.build(config.model, parameters.join(learning, frozen or {}))
+  adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
+  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
+  block_weights, pull_back = jax.vjp(generate, source)
+  remat = solvers.Remat(config.train.remat, config.train.remat_every)
+
+  def microbatch_loss(block_weights, rest, batch):
+    model = merge({**rest, "weight_source": source})
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"],
+                           remat=remat)
+    mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
+    return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
+                                 config.train.loss_chunks)
+
+  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+  loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
+      num_microbatches(config), functools.partial(gradient, block_weights, rest),
+      {**batch, "rows": jnp.arange(len(batch["inputs"]))})
+  weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
+  (source_gradients,) = pull_back(weight_gradients)
+  return loss, {**rest_gradients, "weight_source": source_gradients}
+
+
+def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: solvers.Grid, **more) -> jax.Array:
+  """The model's last hidden state on a batch, its documents apart where the batch says which they are."""
+  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # the batch must say it then
+  return model.hidden(batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"),
+                      positions_BxL=get("positions"), **more)
+
+
+def num_microbatches(config: Config) -> int:
+  """The fewest in which no device of the surrounding mesh holds more than train.device_batch_size sequences."""
+  held = config.train.batch_size // sharding.num_shards("batch")
+  most = config.train.device_batch_size or held
+  return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
+
+
+def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
+  """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
+
+  A micro-batch takes every count-th sequence, so that each device works on its own.
+  """
+  if count == 1:
+    return gradient(batch)
+  batch = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]).swapaxes(0, 1), batch)
+  batch = jax.tree.map(lambda a: sharding.constrain(a, None, "batch", *[None] * (a.ndim - 2)), batch)
+  widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+  shapes = jax.eval_shape(gradient, jax.tree.map(lambda a: a[0], batch))
+  zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), shapes)
+
+  def add(total, microbatch):
+    return jax.tree.map(lambda t, g: t + widen(g) / count, total, gradient(microbatch)), None
+
+  return jax.lax.scan(add, zeros, batch)[0]
+
+
+def state_shardings(config: Config, mesh: Mesh) -> State:
+  """Where each array of the state lives, in the state's structure: optimizer moments where their parameters do."""
+  params, frozen = parameters.split(config.model, parameters.param_shardings(config.model, mesh))
+  shapes = jax.eval_shape(lambda: init_state(config))
+  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  whole = sharding.replicated(mesh)
+  opt_state = optax.tree_utils.tree_map_params(
+      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: whole)
+  return {"params": params, "opt_state": opt_state, "step": whole, "key": whole, "frozen": frozen}
+
+
+def abstract_state(config: Config, mesh: Mesh) -> State:
+  """Shapes and places of the state, without its arrays."""
+  return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                      jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+  """Shapes and places of a training batch, without its arrays."""
+  tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
+                                sharding=sharding.batch_sharding(mesh))
+  packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
+  return dict.fromkeys(("inputs", "targets", *packing), tokens)
+
+
+@functools.lru_cache(maxsize=32)
+def make_train_step(config: Config,
+                    mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
+  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
+
+  `num_steps` is the number of solver steps, a static argument: each count is compiled once. Metrics are
+  scalars on the device: loss (nats a token), gradient_norm (before clipping), learning_rate. Call it inside
+  `jax.set_mesh(mesh)`; without a mesh, it is for one device.
+  """
+  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
+
+  places = None if mesh is None else (state_shardings(config, mesh), sharding.replicated(mesh))
+
+  @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
+  def train_step(state: State, batch: Batch, num_steps: int):
+    grid = solvers.make_grid(config.model, num_steps)
+    key = jax.random.fold_in(state["key"], state["step"])
+    loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+    metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients),
+               "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32)}
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state,
+            "step": state["step"] + 1, "key": state["key"], "frozen": state["frozen"]}, metrics
+
+  return train_step
+
+
+@functools.lru_cache(maxsize=32)
+def make_eval_step(config: Config, num_steps: int,
+                   mesh: Mesh | None = None) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
+  """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
+
+  Generate `block_weights` once with `make_generate` and use them for every batch.
+  """
+  grid = solvers.make_grid(config.model, num_steps)
+
+  @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.replicated(mesh))
+  def eval_step(params: Params, block_weights, batch: Batch):
+    model = parameters.build(config.model, params)
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid)
+    total = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"],
+                                  config.train.loss_chunks)
+    return total, batch["mask"].sum()
+
+  return eval_step
+
+
+@functools.lru_cache(maxsize=32)
+def make_generate(config: Config, num_steps: int) -> Callable[[Params], Any]:
+  """A jitted `generate(params) -> BlockWeights` for the model's grid of `num_steps`."""
+  grid = solvers.make_grid(config.model, num_steps)
+  return jax.jit(lambda params: parameters.build(config.model, params).block_weights(grid))

@@ -1,0 +1,72 @@
+"""Time and peak memory of looking into a model: spectra, and sensitivity to the tokens of a text.
+
+  python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] [--set=model.num_steps=4]
+
+Each figure is one run, compiling included, with weights at their initial values and random tokens; the peak is that of
+the whole process up to there. One JSON line at the end.
+"""
+
+import argparse
+import json
+import resource
+import time
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.analysis.findings import showing
+from diffeq_nnx.analysis.sensitivity import FORMS, exponents
+from diffeq_nnx.analysis.spectra import spectra
+from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import graph
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+  """What it gives, with seconds and the peak memory so far in GiB."""
+  start = time.perf_counter()
+  made = work()
+  seconds = time.perf_counter() - start
+  return made, {"seconds": round(seconds, 4),
+                "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)}
+
+
+def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
+  """Seconds and memory by what was done."""
+  make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
+  subject, times = timed(lambda: jax.block_until_ready(Subject(nnx.merge(graph(config.model), make()))))
+  found = {"weights": times}
+  with showing("spectra", subject.grid.num_steps) as progress:
+    found["spectra"] = timed(lambda: spectra(subject, progress=progress))[1]
+  tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
+  for form in FORMS:
+    with showing(form, num_tokens) as progress:
+      one, times = timed(lambda form=form, progress=progress: exponents(subject, tokens_L, leading=leading, form=form,
+                                                                        progress=progress))
+    found[form] = {**times, "residual": one.residual}
+  return found
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Measures and prints."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
+  parser.add_argument("--tokens", type=int, default=32, help="of the text")
+  parser.add_argument("--leading", type=int, default=16, help="how many exponents")
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the config, e.g. "
+                      "model.num_steps=4; may be given several times")
+  args = parser.parse_args(argv)
+  config = config_lib.load(args.config, args.set)
+  print(json.dumps({"config": args.config, "tokens": args.tokens, "leading": args.leading,
+                    **measure(config, args.tokens, args.leading)}))
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None

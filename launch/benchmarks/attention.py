@@ -1,0 +1,168 @@
+"""Times attention at its named shapes, ours against what else is installed, on whatever backend is there.
+
+  python -m launch.benchmarks.attention [--shapes=gpt_small,llama1b] [--dtype=bfloat16] [--rounds=9] [--batch=1]
+
+For each shape, forward and forward with backward: this package's kernel (where the backend has one), its
+reference, jax.nn.dot_product_attention by XLA and by cuDNN, and where installed splash attention (TPU) and
+tokamax. All run in turn in each round; times are medians.
+
+TFLOP/s count the products that the mask leaves, 4 D operations for each query, key seen and head going
+forward, and 2.5 times that going back (FlashAttention's count); packed documents count as if they were one. What
+needs the scores whole is left out where they would fill half of the device's memory.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+
+from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.kernels.attention.mask import Mask
+from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
+from diffeq_nnx.training.flops import device_peak_tflops
+
+WHOLE_SCORES = ("reference", "xla")  # implementations that hold [B, H, S, S] in memory
+
+
+def ours(shape: Shape, segments, implementation: str) -> Callable:
+  """This package's attention."""
+  return functools.partial(attention, window=shape.window, segment_ids=segments,
+                           logits_soft_cap=shape.logits_soft_cap, implementation=implementation)
+
+
+def jax_nn(shape: Shape, segments, implementation: str) -> Callable | None:
+  """jax.nn.dot_product_attention."""
+  if shape.logits_soft_cap is not None:
+    return None
+  mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+  window = None if shape.window is None else (shape.window - 1, 0)
+  return functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True, local_window_size=window,
+                           implementation=implementation)
+
+
+def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
+  """JAX's splash attention with its fused backward kernel; it takes no scale, and heads first."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+  length = (shape.length, shape.length)
+  if shape.length % block:
+    return None
+  mask = masks.CausalMask(length) if shape.window is None else masks.LocalMask(length, (shape.window - 1, 0), 0)
+  sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_kv_compute=min(block, 512), block_q_dkv=block,
+                             block_kv_dkv=block, block_kv_dkv_compute=min(block, 512), use_fused_bwd_kernel=True)
+  kernel = kernels.make_splash_mha(masks.MultiHeadMask([mask] * shape.heads), head_shards=1, q_seq_shards=1,
+                                   block_sizes=sizes, attn_logits_soft_cap=shape.logits_soft_cap)
+  ids = None if segments is None else kernels.SegmentIds(segments, segments)
+
+  def run(q, k, v):
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1]**-0.5, k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v, ids), 1, 2)
+
+  return run
+
+
+def tokamax(shape: Shape, segments) -> Callable | None:
+  """tokamax's choice for this device."""
+  import tokamax as library
+  if segments is not None or shape.logits_soft_cap is not None:
+    return None
+  window = None if shape.window is None else (shape.window - 1, 0)
+  return functools.partial(library.dot_product_attention, is_causal=True, local_window_size=window)
+
+
+def candidates(shape: Shape) -> dict[str, Callable]:
+  """What can be tried, by name; None where it lacks a feature of the shape."""
+  segments, backend = shape.segment_ids(), jax.default_backend()
+  makers = {"reference": lambda: ours(shape, segments, "reference"), "xla": lambda: jax_nn(shape, segments, "xla")}
+  if backend != "cpu":
+    makers |= {"ours": lambda: ours(shape, segments, "pallas"), "tokamax": lambda: tokamax(shape, segments)}
+  if backend == "tpu":
+    makers["splash"] = lambda: splash(shape, segments)
+  if backend == "gpu":
+    makers["cudnn"] = lambda: jax_nn(shape, segments, "cudnn")
+  found = {}
+  for name, maker in makers.items():
+    try:
+      function = maker()
+    except ImportError:
+      continue
+    if function is not None:
+      found[name] = function
+  return found
+
+
+def device_memory() -> int:
+  """Bytes of the first device, or of the machine."""
+  stats = jax.devices()[0].memory_stats() or {}
+  return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def prepare(function: Callable, shape: Shape, dtype: str, backward: bool) -> Callable[[], None]:
+  """A call that runs it once, compiled; raises what compiling raises."""
+  inputs = shape.inputs(dtype)
+  if backward:
+    function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+  compiled = jax.jit(function).lower(*inputs).compile()
+  run = lambda: jax.block_until_ready(compiled(*inputs))
+  run()
+  return run
+
+
+def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, float | str]:
+  """Median seconds of each implementation, or in words why there are none."""
+  runs, results = {}, {}
+  for name, function in candidates(shape).items():
+    if name in WHOLE_SCORES and 3 * 4 * shape.batch * shape.heads * shape.length**2 > device_memory() / 2:
+      results[name] = "the scores would not fit"
+      continue
+    try:
+      runs[name] = prepare(function, shape, dtype, backward)
+    except Exception as error:  # each library refuses in its own way, and the others are to be timed still
+      results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
+  times: dict[str, list[float]] = {name: [] for name in runs}
+  for _ in range(rounds):
+    for name, run in runs.items():
+      start = time.perf_counter()
+      run()
+      times[name].append(time.perf_counter() - start)
+  return results | {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Measures and prints a Markdown table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+  parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+  parser.add_argument("--rounds", type=int, default=9)
+  parser.add_argument("--batch", type=int, help="sequences, in place of the shape's own number")
+  args = parser.parse_args(argv)
+  unknown = [name for name in args.shapes if name not in SHAPES]
+  if unknown:
+    parser.error(f"--shapes: no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
+  peak, source = device_peak_tflops(args.dtype)
+  print(f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {args.dtype}, jax {jax.__version__}, median of "
+        f"{args.rounds} interleaved rounds; peak {peak:.3g} TFLOP/s ({source})\n")
+  print("| shape | pass | implementation | ms | TFLOP/s | of peak |\n| --- | --- | --- | --- | --- | --- |")
+  for name in args.shapes:
+    shape = SHAPES[name]
+    shape = dataclasses.replace(shape, batch=args.batch or shape.batch)
+    pairs = Mask(True, shape.window).num_seen(shape.length, shape.length)
+    forward = 4.0 * shape.head_dim * shape.batch * shape.heads * pairs
+    for backward in (False, True):
+      for who, result in measure(shape, args.dtype, backward, args.rounds).items():
+        prefix = f"| {name} | {'forward+backward' if backward else 'forward'} | {who} |"
+        if isinstance(result, str):
+          print(f"{prefix} {result} | | |", flush=True)
+        else:
+          rate = forward * (3.5 if backward else 1.0) / result / 1e12
+          print(f"{prefix} {1e3 * result:.3f} | {rate:.3g} | {rate / peak:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,217 @@
+"""How fast prepared shards are read, how fast text is prepared, and how much memory both take.
+
+  python -m launch.benchmarks.data reading      # tokens a second of training batches, from shards of random tokens
+  python -m launch.benchmarks.data tokenising   # --job=prepare against the tokenizer libraries alone, on one core
+  python -m launch.benchmarks.data memory       # of all processes of --job=prepare, on a gigabyte of text
+
+Rates are medians over interleaved rounds, with quartiles. `reading` goes through the iterator that the train loop has,
+in this one process; the shards are in the operating system's cache. `tokenising` counts processor seconds: all that
+the preparation does on one thread (reading JSON twice, counting, tokenising, sorting, writing) against the library's
+own calls on the same documents, whole or cut into lines. `memory` adds up the private and shared-out memory (PSS) of
+the processes; each text of `tokenising` and `memory` comes from --source, repeated as often as is needed. Linux only.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import grain
+import numpy as np
+import sentencepiece
+import tokenizers as huggingface
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data
+from diffeq_nnx.data import preparation, shards, tokenizers
+
+VOCABULARY = 16_384
+SHARDS = 16
+
+
+def quartiles(values: list[float]) -> str:
+  """Median and quartiles, for people."""
+  low, middle, high = np.percentile(values, (25, 50, 75))
+  return f"{middle:8.2f}   ({low:.2f} to {high:.2f})"
+
+
+def memory(pid: int) -> float:
+  """Memory of a process and all its descendants, in MB: shared pages count in parts (PSS)."""
+  total = 0.0
+  for child in _family(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{child}/smaps_rollup", encoding="ascii") as file:
+      total += next(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1e3
+  return total
+
+
+def _family(pid: int) -> Iterator[int]:
+  yield pid
+  with contextlib.suppress(OSError):
+    for task in os.listdir(f"/proc/{pid}/task"):
+      with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+        for child in file.read().split():
+          yield from _family(int(child))
+
+
+def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int]:
+  """Documents of a source, over and over, as JSON lines; returns those of one go, and the bytes of all."""
+  texts, size, goal = [], 0, megabytes * 1e6
+  for text in data.documents(source):
+    texts.append(text)
+    size += len(text.encode())
+    if size >= goal:
+      break
+  written = 0
+  with open(path, "w", encoding="utf-8") as file:
+    while written < goal:
+      for text in texts:
+        file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+      written += size
+  return texts, written
+
+
+def reading(args: argparse.Namespace, folder: str) -> None:
+  """Tokens a second of training batches."""
+  each = args.tokens // SHARDS
+  paths = [os.path.join(folder, str(number)) for number in range(SHARDS)]
+  for number, path in enumerate(paths):
+    tokens = np.random.default_rng(number).integers(50_000, size=each, dtype=np.uint16)
+    shards.write_shard(path, tokens, path)
+  tokens = shards.Tokens(paths, [each] * SHARDS, np.uint16)
+  train = data.Mixture((data.Split(tokens, num_bytes=4 * len(tokens), num_documents=1),))
+  choices = {"one row of documents": None, "documents kept apart": 0}
+  rates: dict[str, list[float]] = {name: [] for name in choices}
+  before, most = memory(os.getpid()), 0.0
+  for _ in range(args.rounds):
+    for name, eos_id in choices.items():
+      batches = iter(data.train_batches(
+        train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id
+      ).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))  # fmt: skip
+      next(batches)
+      start, count = time.perf_counter(), 0
+      while (seconds := time.perf_counter() - start) < args.seconds:
+        next(batches)
+        count += 1
+      rates[name].append(count * args.batch_size * args.seq_len / seconds / 1e6)
+      most = max(most, memory(os.getpid()))
+  print(f"reading {args.tokens:,} tokens of 2 bytes, {args.batch_size} x {args.seq_len} a batch, million tokens/s")
+  for name, values in rates.items():
+    print(f"  {name:24}{quartiles(values)}")
+  print(f"  memory, MB              {most - before:8.0f}   more than before the first batch")
+
+
+def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, dict[str, Callable]]]:
+  """Trains one tokenizer of each library: its file, and the library's own ways to encode the texts."""
+  path = os.path.join(folder, "sentencepiece.model")
+  with open(path, "wb") as file:
+    file.write(tokenizers.train(texts, VOCABULARY))
+  pieces = sentencepiece.SentencePieceProcessor(path)
+  pairs = huggingface.Tokenizer(huggingface.models.BPE())
+  pairs.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  pairs.train_from_iterator(texts, huggingface.trainers.BpeTrainer(
+    vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False,
+    initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+  pairs_path = os.path.join(folder, "tokenizer.json")
+  pairs.save(pairs_path)
+  lines = [line for text in texts for line in text.split("\n") if line]
+
+  def in_batches(encode: Callable, items: list[str], size: int) -> None:
+    for start in range(0, len(items), size):
+      encode(items[start : start + size])
+
+  encode_pieces = lambda batch: pieces.encode(batch, out_type=int, num_threads=1)
+  encode_pairs = lambda batch: pairs.encode_batch_fast(batch, add_special_tokens=False)
+  return {
+    "sentencepiece": (path, {
+      "alone, by document": lambda: in_batches(encode_pieces, texts, 100),
+      "alone, by line": lambda: in_batches(encode_pieces, lines, 5000),
+    }),
+    "byte pairs": (pairs_path, {"alone, by document": lambda: in_batches(encode_pairs, texts, 100)}),
+  }  # fmt: skip
+
+
+def tokenising(args: argparse.Namespace, folder: str) -> None:
+  """Megabytes of text a processor second, prepared and by the libraries alone."""
+  path = os.path.join(folder, "text.jsonl")
+  texts, size = write_text(path, args.source, args.megabytes)
+  texts = texts * (size // sum(len(text.encode()) for text in texts))
+
+  def prepare(tokenizer: str) -> None:
+    out = os.path.join(folder, "out")
+    config = config_lib.DataConfig(source=f"jsonl:{path}", tokenizer=tokenizer)
+    preparation.prepare(out, preparation.recipe(config, VOCABULARY, 0), num_processes=1)
+    shutil.rmtree(out)
+
+  runs = {}
+  for library, (name, ways) in library_tokenizers(texts, folder).items():
+    runs |= {(library, way): run for way, run in ways.items()}
+    runs[library, "--job=prepare"] = lambda name=name: prepare(name)
+  rates: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+  for _ in range(args.rounds):
+    for key, run in runs.items():
+      start = time.process_time()
+      run()
+      rates[key].append(size / 1e6 / (time.process_time() - start))
+  print(f"tokenising {size / 1e6:.1f} MB of {args.source}, vocabularies of {VOCABULARY:,}, MB a processor second")
+  for (library, way), values in rates.items():
+    print(f"  {library:15}{way:22}{quartiles(values)}")
+    if way != "--job=prepare":
+      ours = np.array(rates[library, "--job=prepare"]) / np.array(values)
+      print(f"  {'':15}{'  --job=prepare to it':22}{quartiles(ours.tolist())}")
+
+
+def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
+  """The most memory that the processes of a preparation take together."""
+  path = os.path.join(folder, "text.jsonl")
+  _, size = write_text(path, args.source, args.megabytes)
+  command = [sys.executable, "-m", "diffeq_nnx.main", "--job=prepare", "--config=configs/tiny.py",
+             f"--workdir={os.path.join(folder, 'out')}", f"--config.data.source=jsonl:{path}",
+             f"--config.data.tokenizer={args.tokenizer}", f"--config.data.num_processes={args.processes}",
+             f"--config.model.vocab_size={VOCABULARY}"]  # fmt: skip
+  idle = subprocess.Popen([sys.executable, "-c", "import diffeq_nnx.main, diffeq_nnx.jobs, time; time.sleep(60)"])
+  time.sleep(15)
+  interpreter = memory(idle.pid)
+  idle.kill()
+  idle.wait()
+  start, most = time.perf_counter(), 0.0
+  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  while process.poll() is None:
+    most = max(most, memory(process.pid))
+    time.sleep(0.1)
+  seconds = time.perf_counter() - start
+  print(f"preparing {size / 1e6:,.0f} MB of {args.source}, tokenizer {args.tokenizer}, {args.processes} processes")
+  print(f"  exit code {process.returncode}, {seconds:.0f} s, {size / 1e6 / seconds:.2f} MB/s")
+  print(f"  memory of all processes, MB       {most:6.0f}   at most")
+  print(f"  of one that has only imported, MB {interpreter:6.0f}")
+
+
+def main() -> None:
+  """Reads the command line."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("what", choices=["reading", "tokenising", "memory"])
+  parser.add_argument("--seq-len", type=int, default=1024)
+  parser.add_argument("--batch-size", type=int, default=64)
+  parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards that are read")
+  parser.add_argument("--seconds", type=float, default=3.0, help="of each round of reading")
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--source", default="builtin", help="as data.source; more text is more like yours")
+  parser.add_argument("--megabytes", type=float, help="of text; default: 5, for memory 1000")
+  parser.add_argument("--processes", type=int, default=2, help="for memory")
+  parser.add_argument("--tokenizer", default="bytes", help="for memory, as data.tokenizer")
+  args = parser.parse_args()
+  args.megabytes = args.megabytes or (1000 if args.what == "memory" else 5)
+  with tempfile.TemporaryDirectory() as folder:
+    {"reading": reading, "tokenising": tokenising, "memory": memory_of_preparing}[args.what](args, folder)
+
+
+if __name__ == "__main__":
+  main()

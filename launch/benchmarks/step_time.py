@@ -1,0 +1,144 @@
+"""Times several configs in turn within one process, and prints a Markdown table.
+
+  python -m launch.benchmarks.step_time --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq \
+      [--what=train_step|loss_and_gradients] [--rounds=9] [--set=train.batch_size=8]
+
+In each round every config runs once, one after the other, so that a slow minute of the machine hits all of
+them. Times are medians over rounds; a ratio is the median of the rounds' ratios to the first config, with its
+quartiles. Each config runs over all devices, by its mesh. Tokens are random; compilation and the first run
+are not timed. The states of all configs are on the device together. Memory is the compiler's own account of
+the program: arguments, results and temporaries.
+"""
+
+import argparse
+import functools
+import re
+import statistics
+import time
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import solvers
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training import flops
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step, state_shardings
+
+
+class Timed:
+  """One config's program, compiled, with the state that it works on."""
+
+  def __init__(self, name: str, config: config_lib.Config, what: str):
+    self.name, self.config = name, config
+    self.seconds: list[float] = []
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    with jax.set_mesh(mesh):
+      batch = sharding.Share(mesh, config.train.batch_size).place(random_batch(config))
+      state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+      self._program, self._carry = PROGRAMS[what](config, state, batch, mesh)
+    self.run()
+    self.seconds.clear()
+
+  def run(self) -> None:
+    """Runs once, and remembers how long it took."""
+    start = time.perf_counter()
+    self._carry = jax.block_until_ready(self._program(*self._carry))
+    self.seconds.append(time.perf_counter() - start)
+
+  @property
+  def bytes(self) -> int:
+    """Arguments, results and temporaries, each buffer once."""
+    memory = self._program.memory
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes)
+
+
+class Program:
+  """A compiled function of a carry, whose buffers it takes over, and the compiler's account of its memory."""
+
+  def __init__(self, function: Callable, compiled: jax.stages.Compiled):
+    self._function, self.memory = function, compiled.memory_analysis()
+
+  def __call__(self, *carry):
+    return self._function(*carry)
+
+
+def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
+  """Inputs and targets [batch_size, seq_len], the same for every config of these sizes; 0 plays the end mark."""
+  shape = (2, config.train.batch_size, config.model.seq_len)
+  tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape).astype(np.int32)
+  packing = data.packing(tokens[0], None if config.data.attend_across_documents else 0)
+  return {"inputs": tokens[0], "targets": tokens[1], **packing}
+
+
+def train_step(config, state, batch, mesh):
+  """The whole optimizer step, as in training."""
+  compiled = make_train_step(config, mesh).lower(state, batch, config.model.num_steps).compile()
+  return Program(lambda state: (compiled(state, batch)[0],), compiled), (state,)
+
+
+def loss_and_gradient(config, state, batch, mesh):
+  """Loss and gradients alone; the gradients' buffers are used again by the next run, as a train step would."""
+  grid = solvers.make_grid(config.model)
+
+  places = state_shardings(config, mesh)["params"]
+
+  @functools.partial(jax.jit, donate_argnums=0, keep_unused=True, out_shardings=places)
+  def run(old_gradients, params, batch, key):
+    return loss_and_gradients(config, grid, params, batch, key)[1]
+
+  arguments = (state["params"], batch, state["key"])
+  gradients = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places)(state["params"])
+  compiled = run.lower(gradients, *arguments).compile()
+  return Program(lambda gradients: (compiled(gradients, *arguments),), compiled), (gradients,)
+
+
+PROGRAMS = {"train_step": train_step, "loss_and_gradients": loss_and_gradient}
+
+
+def table(timed: list[Timed]) -> str:
+  """The measurements as Markdown."""
+  lines = ["| config | ms | tokens/s | model TFLOP/s | with generator | memory, MiB | time against the first |",
+           "| --- | --- | --- | --- | --- | --- | --- |"]
+  for one in timed:
+    config, seconds = one.config, statistics.median(one.seconds)
+    tokens = config.train.batch_size * config.model.seq_len
+    model = flops.model_flops(config, config.model.num_steps)
+    generator = flops.generator_flops(config.model, config.model.num_steps)
+    low, middle, high = np.percentile(np.divide(one.seconds, timed[0].seconds), (25, 50, 75))
+    lines.append(f"| {one.name} | {1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {model / seconds / 1e12:.3f} | "
+                 f"{(model + generator) / seconds / 1e12:.3f} | {one.bytes / 2**20:,.0f} | "
+                 f"{middle:.3f} ({low:.3f} to {high:.3f}) |")
+  return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Compiles, times, prints."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--configs", required=True, metavar="A.py[:ARGUMENT],B.py[:ARGUMENT],...")
+  parser.add_argument("--what", choices=PROGRAMS, default="train_step")
+  parser.add_argument("--rounds", type=int, default=9)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  args = parser.parse_args(argv)
+  names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's own argument may hold commas
+  timed = [Timed(name, config_lib.load(name, args.set), args.what) for name in names]
+  for _ in range(args.rounds):
+    for one in timed:
+      one.run()
+  device = jax.devices()[0]
+  print(f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {device.device_kind} "
+        f"({device.platform}), jax {jax.__version__}\n")
+  print(table(timed))
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None
