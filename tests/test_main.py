@@ -37,7 +37,7 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
     (["--workdir=x", "--job=discretize", "--from_workdir=/none"], "--from_workdir=/none: holds no run"),
     (["--workdir=x", "--job=discretize", "--from_workdir=/none", "--step_sizes=1,b"], "--step_sizes=1,b: must be numbers"),
     (["--workdir=x", "--job=discretize", "--from_workdir=y", "--config=configs/tiny.py"], "--config: --job=discretize takes"),
-    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=discretize or"),
+    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=evaluate or discretize"),
     (["--workdir=x", "--job=generate"], "--prompt: missing"),
     (["--workdir=/none", "--job=generate", "--prompt=a"], "--workdir=/none: holds no run"),
     (["--workdir=x", "--config=configs/tiny.py", "--prompt=a", "--prompt=b"], "--prompt=a,b: is for --job=generate, and this"),
