@@ -12,7 +12,7 @@ from diffeq_nnx.analysis import attention, clustering, figures, sensitivity, tan
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
-from diffeq_nnx.analysis.subject import Subject, advance, attention_probabilities, logits_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, advance, attention_probabilities, logits_of
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize
@@ -24,9 +24,9 @@ KINDS = [("gpt", "diffeq"), ("llama", "diffeq"), ("gpt", "baseline"), ("llama", 
 
 
 @functools.cache
-def subject(field="gpt", row="diffeq", dtype="float64", **changes) -> Subject:
+def analyzed(field="gpt", row="diffeq", dtype="float64", **changes) -> AnalyzedModel:
   with jax.enable_x64(dtype == "float64"):
-    return Subject(moved_instance(small_model(dtype=dtype, field=field, **ROWS[row], **changes), scale=0.3))
+    return AnalyzedModel(moved_instance(small_model(dtype=dtype, field=field, **ROWS[row], **changes), scale=0.3))
 
 
 def same_set(found, expected, tolerance):
@@ -43,7 +43,7 @@ def same_set(found, expected, tolerance):
 
 @pytest.mark.parametrize("field, row", KINDS)
 def test_the_last_state_gives_the_models_logits(x64, field, row):
-  one = subject(field, row)
+  one = analyzed(field, row)
   model = moved_instance(small_model(dtype="float64", field=field, **ROWS[row]), scale=0.3)
   passed = one.observe(TOKENS, attention=True)
   np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None]), atol=1e-12)
@@ -54,7 +54,7 @@ def test_the_last_state_gives_the_models_logits(x64, field, row):
 
 def test_a_bfloat16_model_is_looked_at_in_float32():
   model = moved_instance(small_model(dtype="bfloat16"))
-  one = Subject(model)
+  one = AnalyzedModel(model)
   wide = moved_instance(small_model())
   last = one.observe(TOKENS).states[-1]
   np.testing.assert_allclose(logits_of(one.config, one.rest, last), wide(TOKENS[None]), atol=1e-5)
@@ -73,7 +73,7 @@ def test_attention_probabilities_are_those_that_the_model_attends_with(x64, head
 
 @pytest.mark.parametrize("field, row", KINDS)
 def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
-  one = subject(field, row)
+  one = analyzed(field, row)
   found = spectra(one)
   D, H, K, C = 24, 4, 2, 6
   for s in range(3):
@@ -95,22 +95,22 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
 
 def test_spectra_at_any_times_and_after_discretising():
   model = moved_instance(small_model())
-  own, asked = spectra(Subject(model)), spectra(Subject(model), [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
+  own, asked = spectra(AnalyzedModel(model)), spectra(AnalyzedModel(model), [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
   np.testing.assert_allclose(np.abs(asked.qk[[0, 2, 4]]).sum(), np.abs(own.qk).sum(), rtol=1e-5)
   assert asked.ff.shape == (5, 1, 24)
-  stored = spectra(Subject(discretize(model)))
+  stored = spectra(AnalyzedModel(discretize(model)))
   np.testing.assert_allclose(np.sort(np.abs(stored.ov)), np.sort(np.abs(own.ov)), atol=1e-5)
-  assert "the weights of this model are stored" in told(lambda: spectra(Subject(discretize(model)), [0.5]))
-  assert "times from 0 to 1" in told(lambda: spectra(Subject(model), [0.5, 1.5]))
-  assert "times from 0 to 1" in told(lambda: spectra(Subject(model), []))
+  assert "the weights of this model are stored" in told(lambda: spectra(AnalyzedModel(discretize(model)), [0.5]))
+  assert "times from 0 to 1" in told(lambda: spectra(AnalyzedModel(model), [0.5, 1.5]))
+  assert "times from 0 to 1" in told(lambda: spectra(AnalyzedModel(model), []))
 
 
 @pytest.mark.parametrize("row", ["shared", "constant"])
 def test_weights_that_are_constant_have_flat_spectra(row):
-  found = spectra(subject(row=row, dtype="float32"))
+  found = spectra(analyzed(row=row, dtype="float32"))
   for values in (found.qk, found.ov, found.ff):
     np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
-  moving = spectra(subject(dtype="float32"))
+  moving = spectra(analyzed(dtype="float32"))
   assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
 
 
@@ -122,7 +122,7 @@ def test_scores_of_known_eigenvalues():
 
 # exponents
 
-def flow(one: Subject):
+def flow(one: AnalyzedModel):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
   def step(x_LxD, stretch):
     return advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0], None
@@ -130,13 +130,13 @@ def flow(one: Subject):
   return jax.jit(lambda x_LxD: jax.lax.scan(step, x_LxD, (one.weights, jnp.asarray(one.grid.dts_S)))[0])
 
 
-def dense_jacobian(one: Subject, tokens) -> np.ndarray:
+def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
   """d x_n(1) / d x_k(0), [L, D, D], by forward derivatives of the whole pass at once."""
   x_LxD = one.observe(tokens).states[0, 0]
   return np.asarray(jax.jit(jax.jacfwd(lambda x: flow(one)(x)[-1]))(x_LxD)).swapaxes(0, 1)
 
 
-def dense_per_token(one: Subject, tokens) -> np.ndarray:
+def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
   def added(x_LxD, stretch):
     return (advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
@@ -152,7 +152,7 @@ def dense_per_token(one: Subject, tokens) -> np.ndarray:
 @pytest.mark.parametrize("field, row", KINDS)
 @pytest.mark.parametrize("form, dense", [("exact", dense_jacobian), ("per_token", dense_per_token)])
 def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
-  one = subject(field, row)
+  one = analyzed(field, row)
   expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)
   np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form).exponents), expected, rtol=1e-9, atol=1e-9)
   found = exponents(one, TOKENS, leading=5, form=form, method="iteration", tolerance=1e-8)
@@ -161,7 +161,7 @@ def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
 
 
 def test_both_methods_agree_at_any_position(x64):
-  one = subject()
+  one = analyzed()
   for position in (0, 4, -1):
     whole, led = (exponents(one, TOKENS, position, leading=3, method=method) for method in ("jacobian", "iteration"))
     np.testing.assert_allclose(whole.exponents, led.exponents, atol=1e-3)
@@ -173,16 +173,16 @@ def test_float32_in_chunks_is_near_float64(monkeypatch):
   wide = moved_instance(small_model(), scale=0.3)
   with jax.enable_x64(True):
     params = jax.tree.map(lambda leaf: leaf.astype(np.float64), nnx.to_pure_dict(nnx.state(wide)))
-    exact = exponents(Subject(nnx.merge(graph(small_model(dtype="float64")), params)), TOKENS, leading=4).exponents
+    exact = exponents(AnalyzedModel(nnx.merge(graph(small_model(dtype="float64")), params)), TOKENS, leading=4).exponents
   monkeypatch.setattr(sensitivity, "CHUNK_BYTES", 5000)
   monkeypatch.setattr(sensitivity, "JACOBIAN_BYTES", 5000)  # two tokens at a time
   for method in ("jacobian", "iteration"):
-    found = exponents(Subject(wide), TOKENS, leading=4, method=method)
+    found = exponents(AnalyzedModel(wide), TOKENS, leading=4, method=method)
     np.testing.assert_allclose(found.exponents, exact, atol=2e-3)
 
 
 def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
-  one, k, eps = subject(), 3, 1e-6
+  one, k, eps = analyzed(), 3, 1e-6
   passed = one.observe(TOKENS)
   _, _, directions = np.linalg.svd(sensitivity.jacobian(one, passed)[k])
   x_LxD, end = passed.states[0, 0], flow(one)
@@ -234,8 +234,8 @@ def test_small_singular_values_beside_large_ones_are_found():
 
 def test_what_the_dtype_cant_tell_from_zero_is_told_as_zero():
   with jax.enable_x64(True):
-    exact = exponents(subject(), TOKENS).exponents  # a LayerNorm takes one direction out
-  found = exponents(subject(dtype="float32"), TOKENS).exponents
+    exact = exponents(analyzed(), TOKENS).exponents  # a LayerNorm takes one direction out
+  found = exponents(analyzed(dtype="float32"), TOKENS).exponents
   assert np.isneginf(found[:, -1]).sum() >= np.sum(exact[:, -1] < -25) > 0
 
 
@@ -260,12 +260,12 @@ def test_rollout_of_known_attention():
   first /= first.sum(-1, keepdims=True)
   attention_SxHxLxL = np.stack([np.stack([first, first]), np.stack([np.eye(3)] * 2)])
   np.testing.assert_allclose(attention.rollout(attention_SxHxLxL), (first + np.eye(3)) / 2)
-  shares = attention.rollout(np.asarray(subject(dtype="float32").observe(TOKENS, attention=True).attention[:, 0]))
+  shares = attention.rollout(np.asarray(analyzed(dtype="float32").observe(TOKENS, attention=True).attention[:, 0]))
   np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
 
 
 def test_gradient_times_input_is_the_logits_slope(x64):
-  one = subject()
+  one = analyzed()
   passed = one.observe(TOKENS)
   found = attention.gradient_times_input(one, passed, 8, 5)
   eps, x_LxD, end = 1e-6, passed.states[0, 0], flow(one)
@@ -282,9 +282,9 @@ def test_prefix_matching_finds_a_head_that_matches():
   for query in range(half, L - 1):
     attention_Sx1xHxLxL[0, 0, 1, query] = np.eye(L)[query - half + 1]  # the second at what came after, last time
   np.testing.assert_allclose(attention._after_first(jnp.asarray(attention_Sx1xHxLxL), half), [[0, 1]])
-  scores = attention.prefix_matching(subject(dtype="float32"))
+  scores = attention.prefix_matching(analyzed(dtype="float32"))
   assert scores.shape == (3, 4) and (0 <= scores).all() and (scores <= 1).all()
-  assert "must be 2 to 6" in told(lambda: attention.prefix_matching(subject(dtype="float32"), half=7))
+  assert "must be 2 to 6" in told(lambda: attention.prefix_matching(analyzed(dtype="float32"), half=7))
 
 
 # clustering
@@ -330,7 +330,7 @@ def test_clustered_share_and_spread_of_known_states():
 
 
 def test_held_weights_are_those_of_one_step_at_all():
-  one = subject(dtype="float32")
+  one = analyzed(dtype="float32")
   spread, share = clustering.depth_spread(one, TOKENS)
   held, _ = clustering.depth_spread(one, TOKENS, 0)
   assert spread.shape == share.shape == (4,)
@@ -344,7 +344,7 @@ def test_held_weights_are_those_of_one_step_at_all():
 # the report says what was found
 
 def test_figures_show_the_findings():
-  one = subject(dtype="float32")
+  one = analyzed(dtype="float32")
   found = find(one, TOKENS, [f"piece {k}" for k in range(9)], str, leading=2)
   model = moved_instance(small_model(), scale=0.3)
   probabilities = np.asarray(jax.nn.softmax(model(TOKENS[None])[0, -1]))
@@ -383,24 +383,24 @@ def test_figures_show_the_findings():
     ([1, 2], dict(form="other"), "exact, per_token"), ([1.7], {}, "must be a list of ids"),
     ([[1, 2]], {}, "must be a list of ids"), ([2**40], {}, "the id 1099511627776")])
 def test_what_can_t_be_is_told(tokens, more, says):
-  assert says in told(lambda: exponents(subject(dtype="float32"), tokens, **more))
+  assert says in told(lambda: exponents(analyzed(dtype="float32"), tokens, **more))
 
 
 def test_weights_that_are_not_finite_are_told():
-  broken = Subject(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
+  broken = AnalyzedModel(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
   with pytest.raises(RunError, match="the state after step 1 of 3 is not finite"):
     exponents(broken, TOKENS)
 
 
 def test_steps_that_the_model_lacks_are_told():
   model = moved_instance(small_model(weights="stored"))
-  assert "num_steps=5: the weights of this model are stored" in told(lambda: Subject(model, 5))
-  assert "num_steps=0" in told(lambda: Subject(model, 0))
-  assert "leading=0" in told(lambda: find(subject(dtype="float32"), [1, 2], ["a", "b"], str, leading=0))
+  assert "num_steps=5: the weights of this model are stored" in told(lambda: AnalyzedModel(model, 5))
+  assert "num_steps=0" in told(lambda: AnalyzedModel(model, 0))
+  assert "leading=0" in told(lambda: find(analyzed(dtype="float32"), [1, 2], ["a", "b"], str, leading=0))
 
 
 def test_everything_is_found_of_one_token_and_of_one_step():
-  one = Subject(moved_instance(small_model(num_steps=1, seq_len=3)))
+  one = AnalyzedModel(moved_instance(small_model(num_steps=1, seq_len=3)))
   found = find(one, [5], ["a"], str, leading=100)
   assert found.depth is None and found.prefix_matching is None
   assert found.exact.exponents.shape == (1, 24)
@@ -409,7 +409,7 @@ def test_everything_is_found_of_one_token_and_of_one_step():
 
 def test_other_solver_steps_are_looked_at_there():
   model = moved_instance(small_model())
-  one = Subject(model, 5)
+  one = AnalyzedModel(model, 5)
   passed = one.observe(TOKENS)
   assert passed.states.shape == (6, 1, 9, 24)
   np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None], 5), atol=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Pass, Subject, advance, logits_of, steps_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, advance, logits_of, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import solvers
@@ -30,17 +30,17 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
   return mixed_LxL
 
 
-def gradient_times_input(subject: Subject, passed: Pass, position: int, token: int) -> np.ndarray:
+def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, token: int) -> np.ndarray:
   """The gradient of one logit times each token's state at the start, summed over D: [L], signed.
 
   Args:
-    subject: the model.
+    model: the model.
     passed: a forward pass of one text.
     position: where the logit is taken, from 0.
     token: whose logit.
   """
-  with subject.computing():
-    return np.asarray(_gradient_times_input(subject.config, subject.grid, subject.rest, subject.weights,
+  with model.computing():
+    return np.asarray(_gradient_times_input(model.config, model.grid, model.rest, model.weights,
                                             passed.states[0], position, token))
 
 
@@ -55,22 +55,22 @@ def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[st
   return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
 
 
-def likeliest(subject: Subject, passed: Pass, position: int) -> tuple[int, float]:
+def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, float]:
   """The likeliest token after `position`, and its probability."""
-  with subject.computing():
-    logits_V = np.asarray(logits_of(subject.config, subject.rest, passed.states[-1])[0, position], np.float64)
+  with model.computing():
+    logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
   token = int(logits_V.argmax())
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 
 
-def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
+def prefix_matching(model: AnalyzedModel, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
   """How far each head is an induction head, measured: [S, H], from 0 to 1 (Olsson et al. 2022).
 
   Texts of random tokens that are repeated once: the mean attention of each token of the second half to the token that
   came after its first occurrence.
 
   Args:
-    subject: the model.
+    model: the model.
     half: tokens that are repeated; None: 25, or as many as the positions allow.
     rows: texts.
     seed: of the tokens.
@@ -78,12 +78,12 @@ def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4,
   Raises:
     UserError: fewer than two tokens, or more than the positions allow.
   """
-  most = subject.config.seq_len // 2
+  most = model.config.seq_len // 2
   half = min(HALF, most) if half is None else half
   if not 2 <= half <= most:
     raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
-  first_BxL = np.random.default_rng(seed).integers(subject.config.vocab_size, size=(rows, half))
-  scores = [_after_first(subject.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
+  first_BxL = np.random.default_rng(seed).integers(model.config.vocab_size, size=(rows, half))
+  scores = [_after_first(model.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
   return np.mean(scores, axis=0)
 
 

@@ -12,7 +12,7 @@ from typing import Sequence
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.model import vector_fields
 
 NEAR = 0.1  # two directions nearer than this, as unit vectors, count as one
@@ -105,25 +105,25 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
   return 2 - 2 * directions @ directions.swapaxes(-1, -2)
 
 
-def held_at(subject: Subject, step: int) -> dict:
+def held_at(model: AnalyzedModel, step: int) -> dict:
   """BlockWeights of the model's grid with those of one step, from 0, at every step."""
-  with subject.computing():
-    return jax.tree.map(lambda leaf: leaf[np.full(subject.grid.num_steps, step)], subject.weights)
+  with model.computing():
+    return jax.tree.map(lambda leaf: leaf[np.full(model.grid.num_steps, step)], model.weights)
 
 
-def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def depth_spread(model: AnalyzedModel, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
   """(spread, clustered share) of a text's states over depth, [S + 1] each, the model's own or with weights held.
 
   Args:
-    subject: the model.
+    model: the model.
     tokens_L: at least two.
     held: a step, from 0, whose weights take the place of all others'; None: the model as it is.
 
   Raises:
-    UserError: as `Subject.check_tokens`.
+    UserError: as `AnalyzedModel.check_tokens`.
   """
-  weights = None if held is None else held_at(subject, held)
-  states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0], np.float64)
-  if issubclass(vector_fields.FIELDS[subject.config.field], vector_fields.GPTField):  # as LayerNorm sees them
+  weights = None if held is None else held_at(model, held)
+  states_SxLxD = np.asarray(model.observe(tokens_L, weights).states[:, 0], np.float64)
+  if issubclass(vector_fields.FIELDS[model.config.field], vector_fields.GPTField):  # as LayerNorm sees them
     states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.analysis import tangents
-from diffeq_nnx.analysis.subject import Pass, Progress, Subject, advance, steps_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, advance, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import solvers, vector_fields
@@ -57,13 +57,13 @@ class Sensitivity:
   residual: float
 
 
-def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, leading: int | None = None,
+def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1, *, leading: int | None = None,
               form: str = "exact", method: str = "auto", tolerance: float = 1e-3, seed: int = 0,
               progress: Progress = lambda done: None) -> Sensitivity:
   """The finite-time Lyapunov exponents of every input token for one output token.
 
   Args:
-    subject: the model.
+    model: the model.
     tokens_L: the text's tokens.
     position: of the output token; negative ones count from the end.
     leading: how many exponents, r; None: all D.
@@ -82,20 +82,20 @@ def exponents(subject: Subject, tokens_L: Sequence[int], position: int = -1, *, 
   Raises:
     UserError: no tokens, ids that the model lacks, a position or number of exponents out of range.
   """
-  tokens_L = subject.check_tokens(tokens_L)
-  D, position = subject.config.embed_dim, subject.check_position(position, len(tokens_L))
+  tokens_L = model.check_tokens(tokens_L)
+  D, position = model.config.embed_dim, model.check_position(position, len(tokens_L))
   if leading is not None and not 1 <= leading <= D:
     raise UserError(f"leading={leading}: must be 1 to {D}, the model's embed_dim")
   if form not in FORMS or method not in METHODS:
     raise UserError(f"form={form}, method={method}: must be of {', '.join(FORMS)} and of {', '.join(METHODS)}")
   tokens_L, num = tokens_L[:position + 1], D if leading is None else leading
-  groups = _num_groups(subject, len(tokens_L))
+  groups = _num_groups(model, len(tokens_L))
   fewer = groups == 1 or D * groups <= ITERATED_PRODUCTS * len(tokens_L)
-  with subject.computing():
-    passed = subject.observe(tokens_L)
+  with model.computing():
+    passed = model.observe(tokens_L)
     if form == "exact" and (method == "jacobian" or method == "auto" and fewer):
-      return Sensitivity(_of_jacobian(subject, passed, num, progress), position, form, 0.0)
-    values_Lxr, residual = _iterated(subject, passed, form, num, tolerance, seed, progress)
+      return Sensitivity(_of_jacobian(model, passed, num, progress), position, form, 0.0)
+    values_Lxr, residual = _iterated(model, passed, form, num, tolerance, seed, progress)
   return Sensitivity(values_Lxr, position, form, residual)
 
 
@@ -116,47 +116,47 @@ def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
   return float(j + 1 + sums_N[j] / abs(ordered_N[j + 1]))
 
 
-def jacobian(subject: Subject, passed: Pass, ks: Sequence[int] | None = None,
+def jacobian(model: AnalyzedModel, passed: Pass, ks: Sequence[int] | None = None,
              progress: Progress = lambda done: None) -> np.ndarray:
   """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
   Args:
-    subject: the model.
+    model: the model.
     passed: a forward pass of one text.
     ks: which tokens; None: all L.
     progress: called with shares of K.
   """
   _, _, L, D = passed.states.shape
   ks = np.arange(L) if ks is None else np.asarray(ks)
-  chunk = -(-D // _num_chunks(D, _tangent_bytes(subject, L)))
+  chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   made_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   for first in range(0, D, chunk):
     rows = np.arange(first, min(first + chunk, D))
     cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-    with subject.computing():
-      made_cxLxD = _pulled_back(subject.config, subject.grid, subject.weights, passed.states, cotangents_cxD)
+    with model.computing():
+      made_cxLxD = _pulled_back(model.config, model.grid, model.weights, passed.states, cotangents_cxD)
     made_KxDxD[:, rows] = np.asarray(made_cxLxD)[:len(rows), ks].swapaxes(0, 1)
     progress(len(ks) * len(rows) / D)
   return made_KxDxD
 
 
-def _tangent_bytes(subject: Subject, length: int) -> int:
+def _tangent_bytes(model: AnalyzedModel, length: int) -> int:
   """Of one tangent of all tokens' states, and of its attention over a step."""
-  return 4 * length * (subject.config.embed_dim + 3 * subject.config.num_heads * length)
+  return 4 * length * (model.config.embed_dim + 3 * model.config.num_heads * length)
 
 
-def _num_groups(subject: Subject, length: int) -> int:
+def _num_groups(model: AnalyzedModel, length: int) -> int:
   """Into how many groups tokens go, so that the Jacobians of one take no more than JACOBIAN_BYTES."""
-  each = subject.config.embed_dim**2 * jnp.dtype(subject.config.dtype).itemsize
+  each = model.config.embed_dim**2 * jnp.dtype(model.config.dtype).itemsize
   return -(-length // max(1, JACOBIAN_BYTES // each))
 
 
-def _of_jacobian(subject: Subject, passed: Pass, num: int, progress: Progress) -> np.ndarray:
+def _of_jacobian(model: AnalyzedModel, passed: Pass, num: int, progress: Progress) -> np.ndarray:
   halved = lambda done: progress(done / 2)
   L = passed.states.shape[2]
   values_Lxr = np.empty((L, num))
-  for ks in np.array_split(np.arange(L), _num_groups(subject, L)):
-    for k, made_DxD in zip(ks, jacobian(subject, passed, ks, halved)):
+  for ks in np.array_split(np.arange(L), _num_groups(model, L)):
+    for k, made_DxD in zip(ks, jacobian(model, passed, ks, halved)):
       values_D = np.linalg.svd(made_DxD, compute_uv=False)
       noise = np.finfo(made_DxD.dtype).eps * len(values_D)**0.5 * values_D[0]
       values_Lxr[k] = np.where(values_D > noise, values_D, 0)[:num]
@@ -170,12 +170,12 @@ def _logarithms(values: np.ndarray) -> np.ndarray:
     return np.log(values)
 
 
-def _iterated(subject: Subject, passed: Pass, form: str, num: int, tolerance: float, seed: int,
+def _iterated(model: AnalyzedModel, passed: Pass, form: str, num: int, tolerance: float, seed: int,
               progress: Progress) -> tuple[np.ndarray, float]:
   """(exponents [L, r], the largest last change)."""
   _, _, L, D = passed.states.shape
   block_size = D if num == D else BLOCK
-  each = 8 * D if form == "per_token" else _tangent_bytes(subject, L)  # of one tangent vector: of two tokens, or all
+  each = 8 * D if form == "per_token" else _tangent_bytes(model, L)  # of one tangent vector: of two tokens, or all
   basis = 16 * D * (2 * num + 4 * block_size) * CHUNK_BYTES // JACOBIAN_BYTES  # is kept beside, up to JACOBIAN_BYTES
   chunks = [ks for ks in np.array_split(np.arange(L - 1), _num_chunks(L, max(block_size * each, basis))) if len(ks)]
   values_Lxr, residual = [], 0.0
@@ -185,7 +185,7 @@ def _iterated(subject: Subject, passed: Pass, form: str, num: int, tolerance: fl
       vectors_KxpxD = jnp.asarray(vectors_KxpxD, passed.states.dtype)
       linear = _exact if form == "exact" else _of_itself if ks[0] == L - 1 else _of_another
       progress(0)  # a sign of life
-      return tangents.whole(*_swept(subject.config, subject.grid, linear, reverse, subject.weights, passed,
+      return tangents.whole(*_swept(model.config, model.grid, linear, reverse, model.weights, passed,
                                     jnp.asarray(ks), vectors_KxpxD))
 
     values_Kxr, change = tangents.leading_singular_values(

@@ -14,7 +14,7 @@ from typing import Sequence
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Progress, Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
 from diffeq_nnx.model import vector_fields
 
 PAIRS = ("qk", "ov", "ff")
@@ -47,12 +47,12 @@ def eigenvalues(left_xDxN: np.ndarray, right_xNxD: np.ndarray) -> np.ndarray:
   return np.linalg.eigvals(small).astype(np.complex128)
 
 
-def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedforward: bool = True,
+def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, feedforward: bool = True,
             progress: Progress = lambda done: None) -> Spectra:
   """The spectra of a model.
 
   Args:
-    subject: the model.
+    model: the model.
     times_S: from 0 to 1; None: the model's own, those of its grid.
     feedforward: whether to take the feed-forward pair too, of which the eigenvalues take the longest.
     progress: called with the number of times done since the last call.
@@ -60,13 +60,13 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
   Raises:
     UserError: times outside 0 to 1, or any for stored weights.
   """
-  field = vector_fields.make_field(subject.config)
+  field = vector_fields.make_field(model.config)
   own = times_S is None
-  times_S = np.asarray(subject.grid.times_S if own else subject.check_times(times_S), np.float64)
+  times_S = np.asarray(model.grid.times_S if own else model.check_times(times_S), np.float64)
   made = []
-  for first in range(0, len(times_S), subject.grid.num_steps):  # no more weights at a time than the model has itself
-    part_S = times_S[first:first + subject.grid.num_steps]
-    kernels = field.head_kernels(jax.device_get(subject.weights if own else subject.weights_at(part_S.tolist())))
+  for first in range(0, len(times_S), model.grid.num_steps):  # no more weights at a time than the model has itself
+    part_S = times_S[first:first + model.grid.num_steps]
+    kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
       made.append(_at_one_time(at_one, feedforward))

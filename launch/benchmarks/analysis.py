@@ -20,7 +20,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.analysis.findings import showing
 from diffeq_nnx.analysis.sensitivity import FORMS, exponents
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
@@ -38,14 +38,14 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
   """Seconds and memory by what was done."""
   make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  subject, times = timed(lambda: jax.block_until_ready(Subject(nnx.merge(graph(config.model), make()))))
+  analyzed, times = timed(lambda: jax.block_until_ready(AnalyzedModel(nnx.merge(graph(config.model), make()))))
   found = {"weights": times}
-  with showing("spectra", subject.grid.num_steps) as progress:
-    found["spectra"] = timed(lambda: spectra(subject, progress=progress))[1]
+  with showing("spectra", analyzed.grid.num_steps) as progress:
+    found["spectra"] = timed(lambda: spectra(analyzed, progress=progress))[1]
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
     with showing(form, num_tokens) as progress:
-      one, times = timed(lambda form=form, progress=progress: exponents(subject, tokens_L, leading=leading, form=form,
+      one, times = timed(lambda form=form, progress=progress: exponents(analyzed, tokens_L, leading=leading, form=form,
                                                                         progress=progress))
     found[form] = {**times, "residual": one.residual}
   return found

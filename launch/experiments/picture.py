@@ -17,7 +17,7 @@ import numpy as np
 
 import diffeq_nnx
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import load_corpus
@@ -29,7 +29,7 @@ TIMES = np.linspace(0, 1, 97)  # of the curves
 ENTRIES = 5  # of W(t)
 
 
-def perplexities(workdir: str, steps: list[int]) -> tuple[Subject, list[float], str]:
+def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[float], str]:
   """A run's newest model, its validation perplexity at each number of solver steps, and how it was trained."""
   config, model, _, mesh, _ = diffeq_nnx.load(workdir)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
@@ -37,19 +37,19 @@ def perplexities(workdir: str, steps: list[int]) -> tuple[Subject, list[float], 
   with jax.set_mesh(mesh):
     found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]
   counts = config.train.step_counts or (config.model.num_steps,)
-  return Subject(model), found, ", ".join(map(str, counts))
+  return AnalyzedModel(model), found, ", ".join(map(str, counts))
 
 
-def draw(subject: Subject, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
+def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
   """Writes the PNG."""
   figure, (weights, eigen, depth) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
   entry = lambda leaves: np.asarray(leaves["up"]["kernel"])[:, 0, :ENTRIES]
-  own, colours = np.asarray(subject.grid.times_S), pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
-  for curve, marks, colour in zip(entry(subject.weights_at(TIMES)).T, entry(subject.weights).T, colours):
+  own, colours = np.asarray(analyzed.grid.times_S), pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
+  for curve, marks, colour in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights).T, colours):
     weights.plot(TIMES, curve, color=colour, linewidth=1.2)
     weights.plot(own, marks, "o", color=colour, markersize=4)
   weights.set(title="weights are functions of depth", xlabel="depth t", ylabel=f"{ENTRIES} entries of W_up(t)")
-  leading = np.sort(np.abs(spectra(subject, TIMES, feedforward=False).ov), axis=-1)[..., ::-1]
+  leading = np.sort(np.abs(spectra(analyzed, TIMES, feedforward=False).ov), axis=-1)[..., ::-1]
   for rank, alpha in ((0, 1.0), (1, 0.6), (3, 0.35), (7, 0.2)):
     eigen.plot(TIMES, leading[..., rank].mean(axis=1), color="C0", alpha=alpha, label=f"{rank + 1}")
   eigen.legend(title="rank", fontsize=8, title_fontsize=8, ncols=2)

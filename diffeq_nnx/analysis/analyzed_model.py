@@ -25,7 +25,7 @@ from diffeq_nnx.parallel import sharding
 Progress = Callable[[float], None]  # told after each piece of work how much of it that was
 
 
-class Subject:
+class AnalyzedModel:
   """A model with the weights of all its steps, made once, in float32 or wider, and with plain attention.
 
   So it computes what the trained model does, but for rounding: tangents in bfloat16 would be noise, and fused attention
@@ -49,7 +49,7 @@ class Subject:
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
-    """On the subject's device, with products in the full precision of their dtype, which TPUs and GPUs don't give."""
+    """On the model's device, with products in the full precision of their dtype, which TPUs and GPUs don't give."""
     with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
       yield
 
