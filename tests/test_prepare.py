@@ -338,7 +338,7 @@ def test_bad_records_are_told_with_file_and_record_or_counted(text, tmp_path, im
   assert counts["bad"] == {'where "text" is not a string': 1, "not UTF-8": 1}
   assert (counts["records"], counts["documents"]) == (NUM_DOCUMENTS + 3, NUM_DOCUMENTS + 1)
   assert sum(split["documents"] for split in manifest["splits"].values()) == NUM_DOCUMENTS + 1
-  assert len(caplog.messages) == 1 and "2 of 403 records passed over as bad" in caplog.text
+  assert len(caplog.messages) == 1 and "2 of 403 records skipped as bad" in caplog.text
 
 
 @dataclasses.dataclass(frozen=True)
