@@ -524,4 +524,4 @@ def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
 def test_a_split_that_leaves_one_side_empty_is_refused():
   config = config_lib.DataConfig(source="text:x", validation_split="permutation", validation_fraction=0.9)
   message = told(lambda: holdout.sides(np.ones(2, np.bool_), config, 0))
-  assert message.startswith("data.source=text:x: 2 documents can't be shared") and "permutation" in message
+  assert message.startswith("data.source=text:x: 2 documents can't be divided") and "permutation" in message
