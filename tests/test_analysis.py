@@ -202,7 +202,7 @@ def test_a_linear_field_has_the_exponents_of_its_rates(rotated):
 
   def sweep(reverse, vectors):
     walk = lambda v: tangents.propagate(lambda link, q: q @ (link if reverse else link.T), chain, v, reverse)
-    return tangents.whole(*map(np.asarray, jax.vmap(walk)(jnp.asarray(vectors, jnp.float32))))
+    return tangents.multiplied_out(*map(np.asarray, jax.vmap(walk)(jnp.asarray(vectors, jnp.float32))))
 
   values, change = tangents.leading_singular_values(
       functools.partial(sweep, False), functools.partial(sweep, True), 1, size, 4, block=3, tolerance=1e-4)
@@ -216,7 +216,7 @@ def test_orthonormalised_vectors_keep_what_float32_would_lose():
   step = (turn * factors @ turn.T).astype(np.float32)
   end, r = tangents.propagate(lambda link, q: q @ link.T, jnp.stack([jnp.asarray(step)] * steps),
                               jnp.asarray(start, jnp.float32))
-  made = tangents.whole(np.asarray(end)[None], np.asarray(r)[None])[0]
+  made = tangents.multiplied_out(np.asarray(end)[None], np.asarray(r)[None])[0]
   np.testing.assert_allclose(np.linalg.svd(made, compute_uv=False)[:3], factors[:3]**steps, rtol=1e-2)
   naive = start.astype(np.float32)
   for _ in range(steps):
@@ -338,7 +338,7 @@ def test_held_weights_are_those_of_one_step_at_all():
   assert abs(spread[-1] - held[-1]) > 1e-3
   kernel = lambda weights, s: np.asarray(weights["up"]["kernel"][s])
   for s in range(3):
-    np.testing.assert_array_equal(kernel(clustering.held_at(one, 2), s), kernel(one.weights, 2))
+    np.testing.assert_array_equal(kernel(clustering.constant_weights(one, 2), s), kernel(one.weights, 2))
 
 
 # the report says what was found

@@ -1,4 +1,4 @@
-"""What attention and gradients say of a text: to be set beside the exponents.
+"""Attention rollout, gradient times input and prefix matching, for comparison with the exponents.
 
 L positions, D embed_dim, S solver steps, H query heads.
 """
@@ -15,13 +15,13 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.attention_context import Packing
 
-HALF = 25  # tokens that are repeated, where there are positions for them
+HALF = 25  # repeated tokens, if there are positions for them
 
 
 def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
-  """Attention rollout, [L, L]: of each token, the shares of the tokens before (Abnar & Zuidema 2020).
+  """Attention rollout, [L, L]: the share of each earlier token in each token (Abnar & Zuidema 2020).
 
-  The product over steps of (A + I) / 2, A the mean over heads; rows add up to 1.
+  The product over steps of (A + I) / 2, A the mean over heads; rows sum to 1.
   """
   L = attention_SxHxLxL.shape[-1]
   mixed_LxL = np.eye(L)
@@ -31,13 +31,13 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
 
 
 def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, token: int) -> np.ndarray:
-  """The gradient of one logit times each token's state at the start, summed over D: [L], signed.
+  """The gradient of one logit times each token's initial state, summed over D: [L], signed.
 
   Args:
     model: the model.
     passed: a forward pass of one text.
-    position: where the logit is taken, from 0.
-    token: whose logit.
+    position: of the logit, from 0.
+    token: of the logit.
   """
   with model.computing():
     return np.asarray(_gradient_times_input(model.config, model.grid, model.rest, model.weights,
@@ -64,15 +64,15 @@ def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, f
 
 
 def prefix_matching(model: AnalyzedModel, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
-  """How far each head is an induction head, measured: [S, H], from 0 to 1 (Olsson et al. 2022).
+  """A measure of each head as an induction head: [S, H], from 0 to 1 (Olsson et al. 2022).
 
-  Texts of random tokens that are repeated once: the mean attention of each token of the second half to the token that
-  came after its first occurrence.
+  On texts of random tokens that are repeated once: the mean attention from each token of the second half to the token
+  after its first occurrence.
 
   Args:
     model: the model.
-    half: tokens that are repeated; None: 25, or as many as the positions allow.
-    rows: texts.
+    half: number of repeated tokens; None: 25, or as many as the positions allow.
+    rows: number of texts.
     seed: of the tokens.
 
   Raises:

@@ -1,6 +1,6 @@
-"""How small changes grow along a chain of steps: products of Jacobians, never formed, and their singular values.
+"""Growth of small changes along a chain of steps: singular values of products of Jacobians, without forming them.
 
-N size of the state, p tangent vectors, S steps, r exponents, K maps that are treated alike, m vectors of a basis.
+N size of the state, p tangent vectors, S steps, r exponents, K maps processed together, m vectors of a basis.
 """
 
 from typing import Any, Callable
@@ -13,25 +13,25 @@ Sweep = Callable[[np.ndarray], np.ndarray]
 
 
 def orthonormal(vectors_pxN: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(Q [p, N] with orthonormal rows, R [p, p]), vectors = R^T Q: a QR decomposition of vectors that lie in rows."""
+  """(Q [p, N] with orthonormal rows, R [p, p]), vectors = R^T Q: a QR decomposition of row vectors."""
   q_Nxp, r_pxp = jnp.linalg.qr(vectors_pxN.T)
   return q_Nxp.T, r_pxp
 
 
 def propagate(step: Callable[[Any, jax.Array], jax.Array], chain: Any, vectors_pxN: jax.Array,
               reverse: bool = False) -> tuple[jax.Array, jax.Array]:
-  """Tangent vectors after a chain of linear steps, orthonormalised after each (Benettin et al. 1980).
+  """Tangent vectors after a chain of linear steps, orthonormalized after each (Benettin et al. 1980).
 
-  Without that all of them would turn towards the one that grows most, and float32 would lose the others.
+  Otherwise all would align with the fastest growing direction, and float32 would lose the others.
 
   Args:
     step: (one link of the chain, vectors [p, N]) -> vectors [p, N]; linear in the vectors.
     chain: a pytree whose leaves have a leading axis S.
-    vectors_pxN: at the start.
+    vectors_pxN: initial vectors.
     reverse: go from the last link to the first, as cotangents do.
 
   Returns:
-    Q [p, N] and R [S, p, p] in the order of the walk: the vectors are (R_S ... R_1)^T Q.
+    Q [p, N] and R [S + 1, p, p] in the order of the steps taken: the vectors are (R_S ... R_0)^T Q.
   """
   start_pxN, r_pxp = orthonormal(vectors_pxN)
   move = lambda q_pxN, link: orthonormal(step(link, q_pxN))
@@ -40,8 +40,8 @@ def propagate(step: Callable[[Any, jax.Array], jax.Array], chain: Any, vectors_p
   return end_pxN, jnp.concatenate([r_pxp[None], r_Sxpxp])
 
 
-def whole(end_KxpxN: np.ndarray, r_KxSxpxp: np.ndarray) -> np.ndarray:
-  """The vectors [K, p, N] that `propagate` gave in parts, multiplied in float64."""
+def multiplied_out(end_KxpxN: np.ndarray, r_KxSxpxp: np.ndarray) -> np.ndarray:
+  """The vectors [K, p, N] from the factors that `propagate` returns, multiplied in float64."""
   product_Kxpxp = np.eye(end_KxpxN.shape[1])[None]
   for step in range(r_KxSxpxp.shape[1]):
     product_Kxpxp = np.asarray(r_KxSxpxp[:, step], np.float64) @ product_Kxpxp
@@ -52,22 +52,22 @@ def leading_singular_values(forward: Sweep, backward: Sweep, num_maps: int, size
                             tolerance: float = 1e-3, seed: int = 0) -> tuple[np.ndarray, float]:
   """The largest singular values of K linear maps M [N, N], by a block Krylov iteration (Golub, Luk & Overton 1981).
 
-  Each round takes a block of orthonormal vectors through M and back through its transpose, and keeps what is new in
-  it. The singular values of M on the basis that comes of it never exceed those of M, and grow towards them, quickly
-  also where M is near the identity, which power iteration is not made for.
+  Each round multiplies a block of orthonormal vectors by M and its transpose, and adds the new directions to a basis.
+  The singular values of M on that basis never exceed those of M and grow towards them, quickly even where M is near the
+  identity, for which power iteration is slow.
 
   Args:
     forward: orthonormal rows [K, p, N] -> M v of each row.
     backward: the same with the transposes.
     num_maps: K.
     size: N.
-    num: how many, r.
-    block: vectors of a round, p; at least N if every vector is to be taken at once, which is exact.
-    tolerance: the rounds end when no logarithm of the r changed by more in one, or the basis is whole.
+    num: number of singular values, r.
+    block: vectors of a round, p; with at least N one round is exact.
+    tolerance: the rounds end when none of the r logarithms changed by more in one, or the basis is complete.
     seed: of the first vectors.
 
   Returns:
-    The singular values [K, r], largest first, and the last change of a logarithm; 0 where the basis became whole.
+    The singular values [K, r], largest first, and the last change of a logarithm; 0 if the basis became complete.
   """
   rng = np.random.default_rng(seed)
   block = min(block, size)
@@ -96,7 +96,7 @@ def leading_singular_values(forward: Sweep, backward: Sweep, num_maps: int, size
 def _values(image_KxmxN: np.ndarray, num: int) -> np.ndarray:
   """Singular values [K, m], of which the first `num` are exact."""
   squares_Kxm = np.linalg.eigvalsh(image_KxmxN @ image_KxmxN.swapaxes(1, 2))[:, ::-1]
-  if (squares_Kxm[:, :num] > 1e-10 * squares_Kxm[:, :1]).all():  # else squaring has lost the small ones
+  if (squares_Kxm[:, :num] > 1e-10 * squares_Kxm[:, :1]).all():  # otherwise squaring has lost the small ones
     return np.sqrt(np.maximum(squares_Kxm, 0))
   return np.linalg.svd(image_KxmxN, compute_uv=False)
 
@@ -106,8 +106,8 @@ def _orthonormal(vectors_KxpxN: np.ndarray) -> np.ndarray:
 
 
 def _beyond(basis_KxmxN: np.ndarray, vectors_KxpxN: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Orthonormal rows that span what is new in the vectors; where nothing is, in a random direction."""
-  for noise in (1e-10, 0.0):  # twice is enough to be orthogonal to working precision
+  """Orthonormal rows that span the part of the vectors outside the basis; random directions where there is none."""
+  for noise in (1e-10, 0.0):  # two passes make them orthogonal to working precision
     vectors_KxpxN = vectors_KxpxN + noise * rng.normal(size=vectors_KxpxN.shape)
     vectors_KxpxN = vectors_KxpxN - (vectors_KxpxN @ basis_KxmxN.swapaxes(1, 2)) @ basis_KxmxN
     vectors_KxpxN = _orthonormal(vectors_KxpxN)
