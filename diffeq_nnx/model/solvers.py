@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.parallel import sharding
 
@@ -93,6 +94,12 @@ def sequential_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, 
 
 
 SOLVERS = {"euler": euler_step, "sequential": sequential_step}
+
+
+def register(name: str, step: Callable) -> None:
+  """Adds a solver, a function of one step with the signature of `euler_step`, as a choice of `model.solver`."""
+  SOLVERS[name] = step
+  config_lib.add_choice("model.solver", name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -238,6 +238,12 @@ class BoundField:
 FIELDS = {"gpt": GPTField, "llama": LlamaField}
 
 
+def register(name: str, field: type) -> None:
+  """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`."""
+  FIELDS[name] = field
+  config_lib.add_choice("model.field", name)
+
+
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
   return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention,
