@@ -116,8 +116,8 @@ class AnalyzedModel:
       passed = observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
-      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the model's "
-                     "weights are too large, or not numbers")
+      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the "
+                     "model's weights are too large, or not numbers")
     return passed
 
 
@@ -133,8 +133,8 @@ class Pass(NamedTuple):
 
   Attributes:
     states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    attention: attention probabilities of each step, [S, B, H, L, L], of each token over the tokens up to it; None if not
-      requested.
+    attention: attention probabilities of each step, [S, B, H, L, L], of each token over the tokens up to it; None if
+      not requested.
   """
   states: jax.Array
   attention: jax.Array | None

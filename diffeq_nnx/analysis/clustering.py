@@ -2,8 +2,8 @@
 
 L tokens, D dimensions, S steps, N samples of the simulation, k order of a polynomial.
 
-The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens cluster, as theory predicts for weights
-shared over depth (Geshkovski et al. 2023); in the paper they cluster less with weights that grow over depth.
+The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens cluster, as theory predicts for
+weights shared over depth (Geshkovski et al. 2023); in the paper they cluster less with weights that grow over depth.
 """
 
 import dataclasses
@@ -81,8 +81,8 @@ def _standardized(x_NxLxD: np.ndarray) -> np.ndarray:
 def clustered_share(states: np.ndarray, near: float = NEAR) -> np.ndarray:
   """The share of pairs of tokens with the same direction, within `near` as unit vectors: [..., L, D] -> [...].
 
-  From 0, no two tokens, to 1, all. Directions, since RMSNorm removes the size of a state; LayerNorm also removes the mean
-  over D.
+  From 0, no two tokens, to 1, all. Directions, since RMSNorm removes the size of a state; LayerNorm also removes the
+  mean over D.
   """
   L = states.shape[-2]
   together = _squared_distances(_directions(states)) < near**2
@@ -111,7 +111,8 @@ def constant_weights(model: AnalyzedModel, step: int) -> dict:
     return jax.tree.map(lambda leaf: leaf[np.full(model.grid.num_steps, step)], model.weights)
 
 
-def depth_spread(model: AnalyzedModel, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def depth_spread(model: AnalyzedModel, tokens_L: Sequence[int],
+                 held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
   """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 
   Args:

@@ -34,7 +34,7 @@ from diffeq_nnx.model.attention_context import Packing
 FORMS = ("exact", "per_token")
 METHODS = ("auto", "jacobian", "iteration")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
-ITERATED_PRODUCTS = 300  # typical number of products with a Jacobian or its transpose that the iteration takes for a token
+ITERATED_PRODUCTS = 300  # products with a Jacobian or its transpose that the iteration typically takes for a token
 BLOCK = 8  # tangent vectors of a token that pass through the steps together
 CHUNK_BYTES = 2**26  # of tangent vectors processed at a time, and their attention; a step takes ten times as much
 
@@ -44,9 +44,9 @@ class Sensitivity:
   """The exponents of each input token for one output token.
 
   Attributes:
-    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones have no influence). -inf for a
-      singular value of 0; in the exact form by Jacobians also for one below eps sqrt(D) of the largest, which the dtype
-      can't distinguish from 0.
+    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones have no influence). -inf for
+      a singular value of 0; in the exact form by Jacobians also for one below eps sqrt(D) of the largest, which the
+      dtype can't distinguish from 0.
     position: n, the output token's.
     form: exact or per_token.
     residual: the largest change of an exponent in the last iteration; 0 without iteration.
@@ -69,9 +69,9 @@ def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1,
     leading: number of exponents, r; None: all D.
     form: exact or per_token.
     method: of the exact form. jacobian computes all of M_k, D^2 numbers each and 1 GiB at a time, by D vector-Jacobian
-      products each time. iteration takes blocks of 8 tangent vectors forward and back, in 8 D L numbers for a token, and
-      keeps the basis that they span. auto: jacobian if all M_k fit or it takes fewer products. The per_token form always
-      multiplies Jacobians.
+      products each time. iteration takes blocks of 8 tangent vectors forward and back, in 8 D L numbers for a token,
+      and keeps the basis that they span. auto: jacobian if all M_k fit or it takes fewer products. The per_token form
+      always multiplies Jacobians.
     tolerance: the iteration ends when no exponent changes by more.
     seed: of the vectors that start the iteration.
     progress: called with the number of tokens done since the last call.
@@ -133,7 +133,8 @@ def jacobian(model: AnalyzedModel, passed: Pass, ks: Sequence[int] | None = None
   chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.computing():
-    links = jax.tree.map(lambda leaf: leaf[steps], (passed.states[:-1], *steps_of(model.config, model.grid, model.weights)))
+    links = passed.states[:-1], *steps_of(model.config, model.grid, model.weights)
+    links = jax.tree.map(lambda leaf: leaf[steps], links)
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once

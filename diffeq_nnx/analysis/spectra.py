@@ -2,9 +2,9 @@
 
 S times, D embed_dim, H query heads, K key/value heads, C head_dim, F mlp_dim.
 
-A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong et
-al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its nonzero eigenvalues are those of
-B A [n, n]: so the smaller product is decomposed, in float64, and the D - n zeros are left out. Norms, biases, rotary
+A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong
+et al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its nonzero eigenvalues are those
+of B A [n, n]: so the smaller product is decomposed, in float64, and the D - n zeros are left out. Norms, biases, rotary
 positions (so: tokens at equal positions), 1 / sqrt(C), the gate of SwiGLU and dt are not in these products.
 """
 
@@ -75,7 +75,8 @@ def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, fee
   return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)
 
 
-def _at_one_time(kernels: vector_fields.HeadKernels, feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _at_one_time(kernels: vector_fields.HeadKernels,
+                 feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   groups = kernels.query.shape[1] // kernels.key.shape[1]
   heads = lambda kernel_DxKxC: np.repeat(kernel_DxKxC, groups, axis=1).swapaxes(0, 1)  # [H, D, C]
   qk = eigenvalues(kernels.query.swapaxes(0, 1), heads(kernels.key).swapaxes(1, 2))
@@ -92,7 +93,7 @@ def copying_score(values: np.ndarray) -> np.ndarray:
   """sum lambda / sum |lambda|, from -1 to 1: [..., n] -> [...] (Elhage et al. 2021, on copying heads).
 
   1 if all eigenvalues are positive reals. A head whose two pairs both score high attends to tokens like its own and
-  copies them, which Tong et al. interpret as a sign of induction. Elhage et al. include embedding and unembedding in the
-  scores, and take pairs of heads; `attention.prefix_matching` measures a head's behavior.
+  copies them, which Tong et al. interpret as a sign of induction. Elhage et al. include embedding and unembedding in
+  the scores, and take pairs of heads; `attention.prefix_matching` measures a head's behavior.
   """
   return values.sum(-1).real / np.maximum(np.abs(values).sum(-1), np.finfo(np.float64).tiny)

@@ -216,8 +216,8 @@ def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
       shutil.rmtree(part, ignore_errors=True)
   except OSError as error:  # those of the sources are UserErrors by now
     raise UserError(
-      f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory with "
-      "space"
+      f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
+      "with space"
     ) from error
 
 

@@ -41,13 +41,13 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     folder: made by this call.
     tokenizer: None: no tokenizer files, and no marks.
     num_steps: as for `diffeq_nnx.discretize`.
-    form: hf, hf_exact (a Llama with a few extra channels, whose one eps then has the effect of our two), or hf_code (our
-      own modeling file for sequential steps too: it represents every model).
+    form: hf, hf_exact (a Llama with a few extra channels, whose one eps then has the effect of our two), or hf_code
+      (our own modeling file for sequential steps too: it represents every model).
 
   Returns:
     A description: folder, architecture, trust_remote_code, num_steps, dtype, logit_difference (the largest difference
-    between the model and one read back from the folder, computed here in float32, with the eps of the architecture), and
-    notes, a list of sentences.
+    between the model and one read back from the folder, computed here in float32, with the eps of the architecture),
+    and notes, a list of sentences.
 
   Raises:
     UserError: the folder is not empty, there is no such number of steps, or GPT-2 can't represent the heads.
@@ -61,15 +61,15 @@ def architecture_of(model: ModelConfig, form: str) -> str:
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
   if model.field not in ("gpt", "llama") or model.solver not in ("euler", "sequential"):
-    raise UserError(f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support gpt and llama "
-                    "with euler or sequential steps; --format=stablehlo supports any", everywhere=True)
+    raise UserError(f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support gpt and "
+                    "llama with euler or sequential steps; --format=stablehlo supports any", everywhere=True)
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama":
     return "llama"
   if model.kv_heads != model.num_heads:
-    raise UserError(f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many key/value "
-                    f"heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
+    raise UserError(f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
+                    f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
                     "--format=stablehlo support them", everywhere=True)
   return "gpt2"
 
@@ -87,13 +87,13 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     if wide:
       tensors, eps = layouts.widened(exported, tensors)
       settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
-      notes.append(f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and biases in its "
-                   "feed-forward branches, which give its one eps the effect of our two")
+      notes.append(f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and "
+                   "biases in its feed-forward branches, which give its one eps the effect of our two")
     folders.write_json(place, "config.json", {**settings, **marks})
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
-      reason = "no architecture of transformers represents this model exactly" if stored.solver == "euler" else "as asked"
+      reason = "no architecture of transformers represents this model" if stored.solver == "euler" else "as requested"
       notes.append(f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only")
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
@@ -125,12 +125,12 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
             "vocab_size": exported.vocab_size, "initializer_range": 0.02}
   if architecture == "gpt2":
     return common | {
-        "n_positions": exported.seq_len, "n_embd": exported.embed_dim, "n_layer": exported.num_steps, "n_head": exported.num_heads,
-        "n_inner": exported.hidden_dim, "activation_function": "gelu_new", "layer_norm_epsilon": exported.block_eps,
-        "resid_pdrop": exported.dropout, "embd_pdrop": exported.dropout, "attn_pdrop": 0.0, "tie_word_embeddings": True}
-  sizes = {"hidden_size": exported.embed_dim, "intermediate_size": exported.hidden_dim, "num_hidden_layers": exported.num_steps,
-           "num_attention_heads": exported.num_heads, "num_key_value_heads": exported.kv_heads,
-           "max_position_embeddings": exported.seq_len, "tie_word_embeddings": False}
+        "n_positions": exported.seq_len, "n_embd": exported.embed_dim, "n_layer": exported.num_steps,
+        "n_head": exported.num_heads, "n_inner": exported.hidden_dim, "activation_function": "gelu_new",
+        "layer_norm_epsilon": exported.block_eps, "resid_pdrop": exported.dropout, "embd_pdrop": exported.dropout, "attn_pdrop": 0.0, "tie_word_embeddings": True}
+  sizes = {"hidden_size": exported.embed_dim, "intermediate_size": exported.hidden_dim,
+           "num_hidden_layers": exported.num_steps, "num_attention_heads": exported.num_heads,
+           "num_key_value_heads": exported.kv_heads, "max_position_embeddings": exported.seq_len, "tie_word_embeddings": False}
   if architecture == "llama":
     return common | sizes | {"head_dim": exported.head_dim, "hidden_act": "silu", "rms_norm_eps": exported.block_eps,
                              "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}

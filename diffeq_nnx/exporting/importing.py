@@ -33,7 +33,8 @@ _SIZES = {  # our key -> key in config.json, and its default in transformers
               "vocab_size": ("vocab_size", 32000), "seq_len": ("max_position_embeddings", 2048)}}
 _SUPPORTED = {  # key in config.json -> the values that our models have, the default first
     "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "tie_word_embeddings": (True,)},
+             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+             "tie_word_embeddings": (True,)},
     "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)}}
 
 
@@ -132,8 +133,8 @@ class _HFConfig:
     self.require("head_dim", None, head_dim)
     rope = {**(self.values.get("rope_scaling") or {}), **(self.values.get("rope_parameters") or {})}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-      raise UserError(f"{self.label}: rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder "
-                      "without", everywhere=True)
+      raise UserError(f"{self.label}: rope_scaling is {rope!r}: scaled rotary positions are not supported; give a "
+                      "folder without", everywhere=True)
     base = rope.get("rope_theta", self.values.get("rope_theta", ROPE_BASE))
     _HFConfig(self.label, {"rope_theta": base}).require("rope_theta", ROPE_BASE)
     _HFConfig(self.label, rope).require("partial_rotary_factor", None, 1.0)
@@ -178,8 +179,8 @@ def _tensors(folder: str, label: str) -> layouts.Tensors:
   elif os.path.exists(os.path.join(folder, _INDEX)):
     files = sorted(set(_json(folder, _INDEX, label).get("weight_map", {}).values()))
   elif glob.glob(os.path.join(glob.escape(folder), "pytorch_model*.bin")):
-    raise UserError(f"{label}: holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
-                    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)", everywhere=True)
+    raise UserError(f"{label}: holds pytorch_model.bin, which can run code when it is read; convert it with "
+                    "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)", everywhere=True)
   else:
     raise UserError(f"{label}: holds no {_WEIGHTS}; restore the folder", everywhere=True)
   tensors = {}

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     name: its name in the file.
     path: its path in our parameters.
     step: the solver step that it belongs to; None: to no step, as an embedding.
-    kind: how the layouts differ: same, transposed (a kernel), or qkv (q, k, v of each head against all q, all k, all v).
+    kind: how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
   """
   name: str
   path: tuple[str, ...]

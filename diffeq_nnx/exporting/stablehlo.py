@@ -38,8 +38,8 @@ def export_stablehlo(model: Model, folder: str, *, tokenizer: Tokenizer | None =
     num_steps: as for `diffeq_nnx.discretize`.
 
   Returns:
-    A description: folder, platforms, num_steps, dtype, logit_difference (the largest difference between the model and the
-    program read back, on this machine), notes.
+    A description: folder, platforms, num_steps, dtype, logit_difference (the largest difference between the model and
+    the program read back, on this machine), notes.
 
   Raises:
     UserError: the folder is not empty, or there is no such number of steps.

@@ -1,9 +1,10 @@
-"""Time and peak memory of looking into a model: spectra, and sensitivity to the tokens of a text.
+"""Time and peak memory of the analysis of a model: spectra, and sensitivity to the tokens of a text.
 
-  python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] [--set=model.num_steps=4]
+  python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] \
+      [--set=model.num_steps=4]
 
-Each figure is one run, compiling included, with weights at their initial values and random tokens; the peak is that of
-the whole process up to there. One JSON line at the end.
+Each measurement is one run, including compilation, with initial weights and random tokens; the peak is that of the
+process so far. Prints one JSON line at the end.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from diffeq_nnx.model.parameters import graph
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-  """What it gives, with seconds and the peak memory so far in GiB."""
+  """The result, seconds, and the peak memory so far in GiB."""
   start = time.perf_counter()
   made = work()
   seconds = time.perf_counter() - start
@@ -36,7 +37,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
-  """Seconds and memory by what was done."""
+  """Seconds and memory by task."""
   make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
   analyzed, times = timed(lambda: jax.block_until_ready(AnalyzedModel(nnx.merge(graph(config.model), make()))))
   found = {"weights": times}
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
   parser.add_argument("--tokens", type=int, default=32, help="of the text")
-  parser.add_argument("--leading", type=int, default=16, help="how many exponents")
+  parser.add_argument("--leading", type=int, default=16, help="number of exponents")
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the config, e.g. "
                       "model.num_steps=4; may be given several times")
   args = parser.parse_args(argv)

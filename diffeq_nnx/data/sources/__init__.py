@@ -139,7 +139,7 @@ def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple
 
 
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {
-  # kind: (text after the colon, start of error messages, options) -> parts, and a JSON value that changes with the source
+  # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
   "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
   "text": functools.partial(_resolve_files, "text"),
   "jsonl": functools.partial(_resolve_files, "jsonl"),

@@ -205,5 +205,5 @@ def _unreadable(prefix: str, name: str, error: BaseException) -> str:
     return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
-  problem = "check the network, or restore the file" if _is_url(name) else "restore the file, it is damaged or truncated"
-  return f"{prefix} {name} can't be read ({_reason(error)}); {problem}"
+  action = "check the network, or restore the file" if _is_url(name) else "it is damaged or truncated: restore it"
+  return f"{prefix} {name} can't be read ({_reason(error)}); {action}"

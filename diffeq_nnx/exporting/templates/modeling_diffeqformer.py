@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class DiffEqFormerConfig(PretrainedConfig):
   """field: gpt (LayerNorm, GELU, learned positions, tied head) or llama (RMSNorm, SwiGLU, rotary positions).
 
-  solver: euler (both branches read the same state) or sequential (the feed-forward branch reads the sum with attention).
+  solver: euler (both branches read the same state) or sequential (feed-forward reads the sum with attention).
   """
 
   model_type = "diffeqformer"
