@@ -1,6 +1,6 @@
 """Sensitivity of one token's final state to each token's initial state: finite-time Lyapunov exponents.
 
-L positions, D embed_dim, S solver steps, p tangent vectors, r exponents, K tokens, c cotangents.
+L positions, D embed_dim, S solver steps, r exponents, K tokens, c cotangents.
 
 Both forms have a matrix M_k [D, D] for each input token k; the exponents are log sigma_i(M_k), the logarithms of its
 singular values, per unit of time t, which runs from 0 to 1 whatever the horizon:
@@ -25,18 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.analysis import tangents
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, advance, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import Packing
 
 FORMS = ("exact", "per_token")
-METHODS = ("auto", "jacobian", "iteration")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
-ITERATED_PRODUCTS = 300  # products with a Jacobian or its transpose that the iteration typically takes for a token
-BLOCK = 8  # tangent vectors of a token that pass through the steps together
-CHUNK_BYTES = 2**26  # of tangent vectors processed at a time, and their attention; a step takes ten times as much
+CHUNK_BYTES = 2**26  # of cotangents processed at a time, and their attention; a step takes ten times as much
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +41,23 @@ class Sensitivity:
 
   Attributes:
     exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones have no influence). -inf for
-      a singular value of 0; in the exact form by Jacobians also for one below eps sqrt(D) of the largest, which the
-      dtype can't distinguish from 0.
+      a singular value of 0; in the exact form also for one below eps sqrt(D) of the largest, which the dtype can't
+      distinguish from 0.
     position: n, the output token's.
     form: exact or per_token.
-    residual: the largest change of an exponent in the last iteration; 0 without iteration.
+    residual: error of the iteration, for numbers.npz; 0, since there is none.
   """
   exponents: np.ndarray
   position: int
   form: str
-  residual: float
+  residual: float = 0.0
 
 
 def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1, *, leading: int | None = None,
-              form: str = "exact", method: str = "auto", tolerance: float = 1e-3, seed: int = 0,
-              progress: Progress = lambda done: None) -> Sensitivity:
+              form: str = "exact", progress: Progress = lambda done: None) -> Sensitivity:
   """The finite-time Lyapunov exponents of every input token for one output token.
+
+  The matrices M_k are computed by vector-Jacobian products, D for each group of tokens whose matrices take 1 GiB.
 
   Args:
     model: the model.
@@ -68,12 +65,6 @@ def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1,
     position: of the output token; negative ones count from the end.
     leading: number of exponents, r; None: all D.
     form: exact or per_token.
-    method: of the exact form. jacobian computes all of M_k, D^2 numbers each and 1 GiB at a time, by D vector-Jacobian
-      products each time. iteration takes blocks of 8 tangent vectors forward and back, in 8 D L numbers for a token,
-      and keeps the basis that they span. auto: jacobian if all M_k fit or it takes fewer products. The per_token form
-      always multiplies Jacobians.
-    tolerance: the iteration ends when no exponent changes by more.
-    seed: of the vectors that start the iteration.
     progress: called with the number of tokens done since the last call.
 
   Returns:
@@ -86,18 +77,12 @@ def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1,
   D, position = model.config.embed_dim, model.check_position(position, len(tokens_L))
   if leading is not None and not 1 <= leading <= D:
     raise UserError(f"leading={leading}: must be 1 to {D}, the model's embed_dim")
-  if form not in FORMS or method not in METHODS:
-    raise UserError(f"form={form}, method={method}: must be of {', '.join(FORMS)} and of {', '.join(METHODS)}")
-  passed, num = model.observe(tokens_L[:position + 1]), D if leading is None else leading
-  groups = _num_groups(model, position + 1)
-  fewer = groups == 1 or D * groups <= ITERATED_PRODUCTS * (position + 1)
-  if form == "per_token" or method == "jacobian" or method == "auto" and fewer:
-    values_Lxr, residual = _by_jacobians(model, passed, form, num, progress), 0.0
-  else:
-    with model.computing():
-      values_Lxr, residual = _iterated(model, passed, num, tolerance, seed, progress)
+  if form not in FORMS:
+    raise UserError(f"form={form}: must be one of {', '.join(FORMS)}")
+  passed = model.observe(tokens_L[:position + 1])
+  values_Lxr = _singular_values(model, passed, form, D if leading is None else leading, progress)
   with np.errstate(divide="ignore"):  # a token without influence has singular values of 0
-    return Sensitivity(np.log(values_Lxr), position, form, residual)
+    return Sensitivity(np.log(values_Lxr), position, form)
 
 
 def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
@@ -166,7 +151,7 @@ def _num_groups(model: AnalyzedModel, length: int, copies: int = 1) -> int:
   return -(-length // max(1, JACOBIAN_BYTES // each))
 
 
-def _by_jacobians(model: AnalyzedModel, passed: Pass, form: str, num: int, progress: Progress) -> np.ndarray:
+def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, progress: Progress) -> np.ndarray:
   """The r largest singular values of each M_k, [L, r]."""
   half = lambda done: progress(done / 2)
   L = passed.states.shape[2]
@@ -180,30 +165,6 @@ def _by_jacobians(model: AnalyzedModel, passed: Pass, form: str, num: int, progr
       values_Lxr[k] = np.where(values_D > noise, values_D, 0)[:num]
       half(1)
   return values_Lxr
-
-
-def _iterated(model: AnalyzedModel, passed: Pass, num: int, tolerance: float, seed: int,
-              progress: Progress) -> tuple[np.ndarray, float]:
-  """(the r largest singular values of the exact form's M_k, [L, r]; the largest last change of their logarithms)."""
-  _, _, L, D = passed.states.shape
-  block_size = D if num == D else BLOCK
-  basis = 16 * D * (2 * num + 4 * block_size) * CHUNK_BYTES // JACOBIAN_BYTES  # may take JACOBIAN_BYTES
-  values_Lxr, residual = [], 0.0
-  for ks in np.array_split(np.arange(L), _num_chunks(L, max(block_size * _tangent_bytes(model, L), basis))):
-
-    def sweep(reverse: bool, vectors_KxpxD: np.ndarray, ks=ks) -> np.ndarray:
-      progress(0)  # a sign of life
-      vectors_KxpxD = jnp.asarray(vectors_KxpxD, passed.states.dtype)
-      return tangents.multiplied_out(*_swept(model.config, model.grid, reverse, model.weights, passed.states,
-                                             jnp.asarray(ks), vectors_KxpxD))
-
-    values_Kxr, change = tangents.leading_singular_values(
-        functools.partial(sweep, False), functools.partial(sweep, True), len(ks), D, num, block=block_size,
-        tolerance=tolerance, seed=seed)
-    values_Lxr.append(values_Kxr)
-    residual = max(residual, change)
-    progress(len(ks))
-  return np.concatenate(values_Lxr), residual
 
 
 def _num_chunks(pieces: int, bytes_each: int) -> int:
@@ -225,27 +186,3 @@ def _pulled_back(config: ModelConfig, links: Any, cotangents_cxD: jax.Array) -> 
   L, D = links[0].shape[2:]
   rows_cxLxD = jnp.zeros((len(cotangents_cxD), L, D), cotangents_cxD.dtype).at[:, -1].set(cotangents_cxD)
   return jax.lax.scan(back, rows_cxLxD, links, reverse=True)[0]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _swept(config: ModelConfig, grid: Any, reverse: bool, weights: Any, states_Sx1xLxD: jax.Array, ks: jax.Array,
-           vectors_KxpxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """M_k, or its transpose, times each vector, for several tokens k, in the form of `tangents.propagate`."""
-  chain = (states_Sx1xLxD[:-1], *steps_of(config, grid, weights))
-  L, D = states_Sx1xLxD.shape[2:]
-
-  def through_step(link: Any, vectors_pxN: jax.Array) -> jax.Array:  # N = L D: the states of all tokens
-    x_1xLxD, *step = link
-    moved = lambda x_N: advance(config, Packing(), *step, x_N.reshape(x_1xLxD.shape)).reshape(-1)
-    if reverse:
-      _, pull = jax.vjp(moved, x_1xLxD.reshape(-1))
-      return jax.vmap(lambda vector: pull(vector)[0])(vectors_pxN)
-    return jax.vmap(lambda vector: jax.jvp(moved, (x_1xLxD.reshape(-1),), (vector,))[1])(vectors_pxN)
-
-  def one(k: jax.Array, vectors_pxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    enters, leaves = (L - 1, k) if reverse else (k, L - 1)
-    placed_pxLxD = jnp.zeros((len(vectors_pxD), L, D), vectors_pxD.dtype).at[:, enters].set(vectors_pxD)
-    end_pxN, r_Sxpxp = tangents.propagate(through_step, chain, placed_pxLxD.reshape(len(vectors_pxD), -1), reverse)
-    return end_pxN.reshape(-1, L, D)[:, leaves], r_Sxpxp
-
-  return jax.vmap(one)(ks, vectors_KxpxD)

@@ -48,7 +48,7 @@ def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[st
     with showing(form, num_tokens) as progress:
       one, times = timed(lambda form=form, progress=progress: exponents(analyzed, tokens_L, leading=leading, form=form,
                                                                         progress=progress))
-    found[form] = {**times, "residual": one.residual}
+    found[form] = times
   return found
 
 
