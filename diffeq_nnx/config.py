@@ -5,10 +5,10 @@ the frozen dataclasses below, which the rest of the package reads.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import runpy
 from typing import Any, Sequence
 
 import ml_collections
@@ -269,10 +269,8 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
     raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
-  spec = importlib.util.spec_from_file_location("experiment", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return from_config_dict(_set(module.get_config(argument), settings))
+  get_config = runpy.run_path(path)["get_config"]
+  return from_config_dict(_set(get_config(argument), settings))
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
