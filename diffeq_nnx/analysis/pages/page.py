@@ -61,8 +61,8 @@ def _plot(panel: Panel, chart: Chart) -> Markup:
     figure.add_heatmap(
       x=x, y=y, z=z, text=text, hovertemplate="%{y}, %{x}: %{text}<extra></extra>", coloraxis="coloraxis"
     )
-    figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(type="category", showgrid=False, autorange="reversed")
+    figure.update_xaxes(type="category", showgrid=False, automargin=True)
+    figure.update_yaxes(type="category", showgrid=False, autorange="reversed", automargin=True)
     figure.update_layout(plot_bgcolor=palette.MISSING)  # of cells that aren't finite
   listed = {mark.label: mark for mark in panel.marks[::-1] if mark.label and not isinstance(mark.color, np.ndarray)}
   for mark in panel.marks:

@@ -71,7 +71,7 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if mark.label:
       labels.setdefault(visible(mark.label), drawn)
   if labels:
-    axes.legend(labels.values(), labels.keys())
+    axes.legend(labels.values(), labels.keys(), frameon=True, framealpha=0.8)
   if panel.equal:
     axes.set_aspect("equal", adjustable="datalim")
 
