@@ -13,8 +13,9 @@ from diffeq_nnx.analysis.pages import palette
 from diffeq_nnx.analysis.pages.charts import Chart, Line, Panel, Points, Section, Table, visible
 
 ENTITIES = {ord(char): f"&#{ord(char)};" for char in "&<>$%"}  # Plotly interprets these characters in texts
-LAYOUT = {"template": "none", "hovermode": "closest", "paper_bgcolor": "#0000", "plot_bgcolor": "#0000"}
-LAYOUT |= {"modebar": {"bgcolor": "#0000", "color": "#8a8a8a", "activecolor": "#0072b2"}}
+CLEAR = "rgba(0,0,0,0)"
+LAYOUT = {"template": "none", "hovermode": "closest", "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
+LAYOUT |= {"modebar": {"bgcolor": CLEAR, "color": "#8a8a8a", "activecolor": "#0072b2"}}
 
 
 def write_page(path: str, title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> None:
