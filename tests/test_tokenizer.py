@@ -1,5 +1,6 @@
-"""What tokenizers promise: nothing lost, no mark from text, the libraries' ids, each mark exactly once."""
+"""Properties of tokenizers: no text is lost, no text gives a mark, ids are the libraries', each mark occurs once."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -92,6 +93,12 @@ def merges_text(merges):
   return "#version: 0.2\n" + "".join(f"{' '.join(merge)}\n" for merge in merges)
 
 
+def added_token(number, content, **flags):
+  """An added token of a tokenizer.json, ordinary text unless the flags say otherwise."""
+  plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+  return {"id": number, "content": content} | plain | flags
+
+
 def template(before, after):
   """A post-processor that puts these tokens around a text."""
   ids = {END: 0, BEGIN: 1}
@@ -106,9 +113,9 @@ def kinds(tmp_path_factory):
   """Every kind of tokenizer, by name."""
   folder = tmp_path_factory.mktemp("kinds")
   llama = sentencepiece_model(model_type="bpe")
-  spaces = {"id": 300, "content": "  ", "special": False, "normalized": True}
+  spaces = added_token(300, "  ", normalized=True)
   split = {"type": "Split", "pattern": {"Regex": GPT4_PATTERN}, "behavior": "Isolated", "invert": False}
-  divided = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": True}]}
+  divided = {"type": "Sequence", "pretokenizers": [split, byte_pairs.BYTE_LEVEL | {"add_prefix_space": True}]}
   llama3 = spec_of(
     pre_tokenizer=divided, post_processor=template([BEGIN], []), model__ignore_merges=True,
     added_tokens=[*spec_of()["added_tokens"], spaces], normalizer={"type": "NFC"},
@@ -202,9 +209,8 @@ def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
 
 def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeypatch):
   """The first divides text at digits alone; the second has a token of two words."""
-  undivided = spec_of(pre_tokenizer={"type": "ByteLevel", "use_regex": False})
-  phrase = {"id": 300, "content": "a dog", "special": False}
-  phrases = spec_of(added_tokens=[*spec_of()["added_tokens"], phrase])
+  undivided = spec_of(pre_tokenizer=byte_pairs.BYTE_LEVEL | {"use_regex": False})
+  phrases = spec_of(added_tokens=[*spec_of()["added_tokens"], added_token(300, "a dog")])
   monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 3)
   for name, spec in (("undivided", undivided), ("phrases", phrases)):
     tokenizer = data.load_tokenizer(str(write(tmp_path / name, tokenizer__json=spec)))
@@ -281,8 +287,8 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
   assert [(t.eos_id, t.bos_id) for t in loaded.values()] == [(1, None), (0, 1), (0, None)]
   assert len({loaded["eos"].hash, loaded["bos"].hash, loaded["plain"].hash}) == 3
   assert loaded["plain"].hash == kinds["json"].hash
-  model = kinds["llama"].model_bytes
-  assert SentencePieceTokenizer(model, begin_mark=False).hash != kinds["llama"].hash
+  path = write(tmp_path / "llama", tokenizer__model=kinds["llama"].model_bytes) / "tokenizer.model"
+  assert data.load_tokenizer(str(path), begin_mark=False).hash != kinds["llama"].hash
   assert (
     SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash
     != kinds["llama"].hash
@@ -290,7 +296,7 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
   assert len({tokenizer.hash for tokenizer in kinds.values()}) == len(kinds)
 
 
-def test_the_word_of_the_config_is_above_that_of_the_files(kinds, tmp_path):
+def test_begin_mark_overrides_the_files(kinds, tmp_path):
   llama3 = write(tmp_path / "llama3", tokenizer__json=kinds["llama3"].model_bytes)
   assert data.load_tokenizer(str(llama3), begin_mark=False).bos_id is None
   gpt2 = write(
@@ -313,6 +319,38 @@ def test_the_word_of_the_config_is_above_that_of_the_files(kinds, tmp_path):
   assert data.load_tokenizer(str(llama)).bos_id is None
   assert data.load_tokenizer(str(llama), begin_mark=True).bos_id == 1
   assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", begin_mark=True))
+
+
+def test_the_configuration_names_marks_whatever_the_files_say(kinds, tmp_path):
+  files = {"tokenizer_config__json": {"eos_token": END, "bos_token": END}, "config__json": {"eos_token_id": 1}}
+  pair = str(write(tmp_path / "pair", **pair_of_files(), **files))
+  assert "data.end_token" in told(lambda: data.load_tokenizer(pair))
+  tokenizer = data.load_tokenizer(pair, begin_token=END, end_token=BEGIN)
+  assert (tokenizer.eos_id, tokenizer.bos_id) == (1, 0)
+  assert data.load_tokenizer(pair, begin_token=END, end_token=BEGIN, begin_mark=False).bos_id is None
+  saved = data.load_tokenizer(str(write(tmp_path / "run", tokenizer__json=tokenizer.model_bytes)))
+  assert saved.hash == tokenizer.hash and (saved.eos_id, saved.bos_id) == (1, 0)
+  assert data.load_tokenizer(str(tmp_path / "run"), end_token=END).eos_id == 0  # above the file's post-processor
+  assert not {0, 1} & set(tokenizer.encode(f"{END}{BEGIN}").tolist())
+
+  llama = str(write(tmp_path / "llama", tokenizer__model=kinds["llama"].model_bytes))
+  assert data.load_tokenizer(llama, begin_token="<s>", end_token="</s>").hash == kinds["llama"].hash
+  assert data.load_tokenizer("bytes", end_token=END).hash == kinds["bytes"].hash
+  for name, marks, part in (
+    (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
+    (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+    (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
+    (llama, {"end_token": "<s>"}, "the model's eos_id is 2, data.end_token is '<s>': not one token"),
+    (llama, {"begin_token": "</s>"}, "the model's bos_id is 1, data.begin_token is '</s>': not one token"),
+    ("bytes", {"begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+  ):  # fmt: skip
+    assert part in told(lambda: data.load_tokenizer(name, **marks))
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=pair)
+  config = dataclasses.replace(config, begin_token=END, end_token=BEGIN)
+  tokens = data.load(config, 500, seed=0).validation.tokens[:]
+  assert (tokens[0], tokens[-1]) == (0, 1)
+  config = dataclasses.replace(config, tokenizer="train")
+  assert "data.end_token=<|begin|>: data.tokenizer=train" in told(lambda: data.load(config, 500, seed=0))
 
 
 def documents_of(split, end):
