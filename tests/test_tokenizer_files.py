@@ -1,5 +1,7 @@
 """Every kind of bad tokenizer file is reported in one line that begins with the key and the path."""
 
+import dataclasses
+import functools
 import json
 import random
 
@@ -8,10 +10,8 @@ import pytest
 from diffeq_nnx import data
 from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
 from diffeq_nnx.errors import UserError
-from tests.test_data import told
-from tests.test_tokenizer import (
-  BEGIN, END, added_token, pair_of_files, sentencepiece_model, spec_of, template, write,
-)
+from tests.test_data import config_of, prose, told, write_jsonl
+from tests.test_tokenizer import BEGIN, END, added_token, pair_of_files, sentencepiece_model, spec_of, template, write
 
 
 def vocab_of(**changes):
@@ -90,7 +90,7 @@ BAD_FILES = {  # name: files, what the line says
   "no end in one": (renamed(END, "<|e|>"), "no file names an eos_token, and there is no <|endoftext|>"),
   "unknown eos": (beside(eos_token="</s>"), "tokenizer_config.json is '</s>': not one token of the vocabulary (ids 0"),
   "unknown bos": (beside("special_tokens_map", bos_token="<s>"), "special_tokens_map.json is '<s>': not one token of"),
-  "eos number": (beside("config", eos_token_id=300), "config.json is 300: not one token of the vocabulary (ids 0 to 299)"),
+  "eos number": (beside("config", eos_token_id=300), "config.json is 300: not one token of the vocabulary (ids 0"),
   "eos of a type": (beside("config", eos_token_id="zz"), "config.json is 'zz': not one token"),
   "eos of no name": (beside(eos_token=3.5), "tokenizer_config.json is 3.5: not one token"),
   "no object": (pair_of_files(config__json=[]), "config.json must be a JSON object"),
@@ -99,7 +99,8 @@ BAD_FILES = {  # name: files, what the line says
     "special_tokens_map.json is '<|begin|>': not one token of the vocabulary (ids 0 to 299); set data.end_token",
   ),
   "eos and number": (
-    beside(eos_token=END) | beside("generation_config", eos_token_id=1), "generation_config.json is 1: not one token",
+    beside(eos_token=END) | beside("generation_config", eos_token_id=1),
+    "generation_config.json is 1: not one token",
   ),
   "several": (beside("config", eos_token_id=[0, 1]), "config.json is [0, 1]: not one token"),
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
@@ -112,7 +113,7 @@ BAD_FILES = {  # name: files, what the line says
   "unigram": ({"tokenizer__json": {"model": {"type": "Unigram"}}}, "no byte-pair model; give"),
   "dropout": (one(model__dropout=0.1), "sets dropout=0.1"),
   "suffix": (one(model__end_of_word_suffix="</w>"), "sets end_of_word_suffix='</w>'"),
-  "whitespace": (one(pre_tokenizer={"type": "Whitespace"}), "steps that drop no text (Split, Digits, Punctuation), not"),
+  "whitespace": (one(pre_tokenizer={"type": "Whitespace"}), "steps that drop no text (Split, Digits, Punctuation)"),
   "no bytes": (one(pre_tokenizer=None), "the pre-tokenizer must be one ByteLevel"),
   "two levels": (one(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 2}), "must be one ByteLevel"),
   "removed": (split("Removed", String=" "), "steps that drop no text"),
@@ -139,7 +140,7 @@ BAD_FILES = {  # name: files, what the line says
     one(post_processor=template([BEGIN], [])) | {"tokenizer_config__json": {"add_bos_token": False}},
     "is False: unclear whether documents begin with the begin mark; set data.begin_mark",
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -181,6 +182,38 @@ def test_a_sentencepiece_model_and_its_config_must_agree(tmp_path, said, part):
   folder = write(tmp_path / "model", tokenizer__model=sentencepiece_model(), tokenizer_config__json=said)
   message = told(lambda: data.load_tokenizer(str(folder)))
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
+
+
+def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
+  files = {"tokenizer_config__json": {"eos_token": END, "bos_token": END}, "config__json": {"eos_token_id": 1}}
+  pair = str(write(tmp_path / "pair", **pair_of_files(), **files))
+  assert "data.end_token" in told(lambda: data.load_tokenizer(pair))
+  tokenizer = data.load_tokenizer(pair, begin_token=END, end_token=BEGIN)
+  assert (tokenizer.eos_id, tokenizer.bos_id) == (1, 0)
+  assert data.load_tokenizer(pair, begin_token=END, end_token=BEGIN, begin_mark=False).bos_id is None
+  saved = data.load_tokenizer(str(write(tmp_path / "run", tokenizer__json=tokenizer.model_bytes)))
+  assert saved.hash == tokenizer.hash and (saved.eos_id, saved.bos_id) == (1, 0)
+  assert data.load_tokenizer(str(tmp_path / "run"), end_token=END).eos_id == 0  # above the file's post-processor
+  assert not {0, 1} & set(tokenizer.encode(f"{END}{BEGIN}").tolist())
+
+  llama = str(write(tmp_path / "llama", tokenizer__model=sentencepiece_model(model_type="bpe")))
+  assert data.load_tokenizer(llama, begin_token="<s>", end_token="</s>").hash == data.load_tokenizer(llama).hash
+  assert data.load_tokenizer("bytes", end_token=END).hash == data.load_tokenizer("bytes").hash
+  for name, marks, part in (
+    (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
+    (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+    (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
+    (llama, {"end_token": "<s>"}, "the model's eos_id is 2, data.end_token is '<s>': not one token"),
+    (llama, {"begin_token": "</s>"}, "the model's bos_id is 1, data.begin_token is '</s>': not one token"),
+    ("bytes", {"begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+  ):
+    assert part in told(functools.partial(data.load_tokenizer, name, **marks))
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=pair)
+  config = dataclasses.replace(config, begin_token=END, end_token=BEGIN)
+  tokens = data.load(config, 500, seed=0).validation.tokens[:]
+  assert (tokens[0], tokens[-1]) == (0, 1)
+  config = dataclasses.replace(config, tokenizer="train")
+  assert "data.end_token=<|begin|>: data.tokenizer=train" in told(lambda: data.load(config, 500, seed=0))
 
 
 def damaged(node, rng):
