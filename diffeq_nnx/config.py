@@ -121,6 +121,8 @@ class DataConfig:
   shuffle_seed: int = number(0, at_least=0)  # of the order of training documents
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
+  begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False
+  end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"
