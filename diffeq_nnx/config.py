@@ -54,7 +54,8 @@ class ModelConfig:
   weights: str = "generated"  # generated | stored (one set a step) | shared (one set for all steps)
   field: str = "gpt"  # gpt | llama
   solver: str = "euler"  # euler (parallel branches) | sequential (attention, then feed-forward)
-  initialization: str = "plain"  # plain (W(t) spreads like a plain model's weights) | published
+  initialization: str = "plain"  # plain (W(t) spreads like a plain model's weights) | published (the paper's code)
+  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = 12
   horizon: float | None = None  # dt = horizon / num_steps; None: num_steps, so that dt = 1
   step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
@@ -91,6 +92,12 @@ class ModelConfig:
   def block_eps(self) -> float:
     """eps of the block's norms, the default filled in."""
     return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
+
+  @property
+  def block_shift(self) -> bool:
+    """Whether the block's norms have a shift, the default filled in."""
+    by_default = self.field == "gpt" or self.initialization == "published"
+    return by_default if self.norm_shift is None else self.norm_shift
 
   @property
   def final_eps(self) -> float:
@@ -270,12 +277,20 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; keys that there were not yet then have their defaults.
+  """The config that `to_dict` turned into plain dicts; a key that did not exist yet has its default or `completed`'s.
 
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(_merged(default(), nested))
+  return from_config_dict(_merged(default(), completed(nested)))
+
+
+def completed(nested: dict[str, Any]) -> dict[str, Any]:
+  """A config that `to_dict` made, with the keys added since whose default is not what the program did before."""
+  model = nested.get("model", {})
+  if "norm_shift" in model or model.get("initialization") != "published" or model.get("field", "gpt") == "gpt":
+    return nested
+  return {**nested, "model": {**model, "norm_shift": False}}  # a published Llama had no shift before there was the key
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -460,6 +475,8 @@ def _check_model(model: ModelConfig) -> None:
   if model.field == "llama" and model.head_dim % 2:
     raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
                     f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+  if model.field == "gpt" and model.norm_shift is False:
+    raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
     if model.weights != "stored" or model.horizon is not None:
       raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")
