@@ -14,7 +14,9 @@ from typing import Any, Sequence
 import ml_collections
 
 from diffeq_nnx import config_fields
-from diffeq_nnx.config_fields import nearest, number, one_of
+from diffeq_nnx.config_fields import flatten as flatten
+from diffeq_nnx.config_fields import nearest as nearest
+from diffeq_nnx.config_fields import number, one_of
 from diffeq_nnx.errors import UserError
 
 CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
