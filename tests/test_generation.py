@@ -80,7 +80,7 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
 
 def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   model, calls, make_ready = make(small_model()), [], generation.make_ready
-  monkeypatch.setattr(generation, "make_ready", lambda *args, **more: calls.append(1) or make_ready(*args, **more))
+  monkeypatch.setattr(generation, "make_ready", lambda *args, **named: calls.append(1) or make_ready(*args, **named))
   diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 1
   decoder = diffeq_nnx.Decoder(model)
@@ -136,7 +136,7 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
   how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
   draw = jax.jit(sample, static_argnums=0)
-  tokens = draw(how.filters, how.values(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
+  tokens = draw(how.way, how.numbers(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
                 jnp.full(count, 7, jnp.int32))
   drawn = np.bincount(np.asarray(tokens), minlength=6)
   shares = expected_shares(logits, temperature, top_k, top_p)

@@ -34,7 +34,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
               form: str = "hf") -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-  Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones a folder with its own modeling file.
+  Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones and norms with a shift (llama) a folder with its
+  own modeling file.
 
   Args:
     model: any model; generated and shared weights are discretized.
@@ -50,7 +51,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     and notes, a list of sentences.
 
   Raises:
-    UserError: the folder is not empty, there is no such number of steps, or GPT-2 can't represent the heads.
+    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, or hf_exact
+      the norms.
   """
   stored = discretize(model, num_steps)
   return write(stored.config, params_of(stored), folder, tokenizer, form)
@@ -65,8 +67,12 @@ def architecture_of(model: ModelConfig, form: str) -> str:
                     "llama with euler or sequential steps; --format=stablehlo supports any", everywhere=True)
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
+  if model.field == "llama" and model.block_shift and form == "hf_exact":
+    raise UserError(f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
+                    "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
+                    everywhere=True)
   if model.field == "llama":
-    return "llama"
+    return layouts.OWN if model.block_shift else "llama"
   if model.kv_heads != model.num_heads:
     raise UserError(f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
                     f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
@@ -93,8 +99,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
-      reason = "no architecture of transformers represents this model" if stored.solver == "euler" else "as requested"
-      notes.append(f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only")
+      notes.append(_why_own(stored, form))
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
     path = os.path.join(place, "model.safetensors")
@@ -111,6 +116,16 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
                  "--format=hf_exact (Llama only), hf_code and stablehlo keep both")
   return {"folder": folder, "architecture": CLASSES[architecture], "trust_remote_code": architecture == layouts.OWN,
           "num_steps": stored.num_steps, "dtype": "float32", "logit_difference": difference, "notes": notes}
+
+
+def _why_own(stored: ModelConfig, form: str) -> str:
+  """The note on a folder that has its own modeling file."""
+  reason = "this model's block norms have a shift, which those of transformers' Llama lack"
+  if stored.solver == "euler":
+    reason = "no architecture of transformers represents this model"
+  elif form == "hf_code":
+    reason = "as requested"
+  return f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only"
 
 
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
@@ -136,8 +151,9 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
                              "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
   module = MODELING_FILE.removesuffix(".py")
   auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
-  return common | sizes | {"auto_map": auto_map, "field": exported.field, "solver": exported.solver,
-                           "norm_eps": exported.block_eps, "final_norm_eps": exported.final_eps}
+  return common | sizes | {
+      "auto_map": auto_map, "field": exported.field, "solver": exported.solver, "norm_eps": exported.block_eps,
+      "final_norm_eps": exported.final_eps, "norm_shift": exported.block_shift}
 
 
 def _logit_difference(stored: ModelConfig, params: Params, exported: ModelConfig, read: Params) -> float:
