@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, advance, attention_probabilities, logits_of
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, advance, attention_probabilities, logits_of
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize

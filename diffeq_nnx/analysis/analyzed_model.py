@@ -3,10 +3,11 @@
 B batch, L positions, D embed_dim, S solver steps, H query heads, K key/value heads, C head_dim.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

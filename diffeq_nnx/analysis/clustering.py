@@ -6,8 +6,8 @@ The simulation follows Tong et al. 2025, appendix C.8: with constant weights tok
 weights shared over depth (Geshkovski et al. 2023); in the paper they cluster less with weights that grow over depth.
 """
 
+from collections.abc import Sequence
 import dataclasses
-from typing import Sequence
 
 import jax
 import numpy as np

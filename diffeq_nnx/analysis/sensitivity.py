@@ -17,9 +17,10 @@ are -inf in the exact form, and 0 in the per_token form, where M_k is then I: do
 States and times are those of the forward pass. The final norm comes after the flow and is not included.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -8,8 +8,8 @@ of B A [n, n]: so the smaller product is decomposed, in float64, and the D - n z
 positions (so: tokens at equal positions), 1 / sqrt(C), the gate of SwiGLU and dt are not in these products.
 """
 
+from collections.abc import Sequence
 import dataclasses
-from typing import Sequence
 
 import jax
 import numpy as np

@@ -1,10 +1,11 @@
 """The folders that exports write."""
 
+from collections.abc import Iterator
 import contextlib
 import json
 import os
 import shutil
-from typing import Any, Iterator
+from typing import Any
 
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing_folder

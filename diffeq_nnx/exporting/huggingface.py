@@ -142,10 +142,12 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     return common | {
         "n_positions": exported.seq_len, "n_embd": exported.embed_dim, "n_layer": exported.num_steps,
         "n_head": exported.num_heads, "n_inner": exported.hidden_dim, "activation_function": "gelu_new",
-        "layer_norm_epsilon": exported.block_eps, "resid_pdrop": exported.dropout, "embd_pdrop": exported.dropout, "attn_pdrop": 0.0, "tie_word_embeddings": True}
+        "layer_norm_epsilon": exported.block_eps, "resid_pdrop": exported.dropout, "embd_pdrop": exported.dropout,
+        "attn_pdrop": 0.0, "tie_word_embeddings": True}
   sizes = {"hidden_size": exported.embed_dim, "intermediate_size": exported.hidden_dim,
            "num_hidden_layers": exported.num_steps, "num_attention_heads": exported.num_heads,
-           "num_key_value_heads": exported.kv_heads, "max_position_embeddings": exported.seq_len, "tie_word_embeddings": False}
+           "num_key_value_heads": exported.kv_heads, "max_position_embeddings": exported.seq_len,
+           "tie_word_embeddings": False}
   if architecture == "llama":
     return common | sizes | {"head_dim": exported.head_dim, "hidden_act": "silu", "rms_norm_eps": exported.block_eps,
                              "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}

@@ -191,7 +191,8 @@ def _tensors(folder: str, label: str) -> layouts.Tensors:
   for name in files:
     try:
       with safetensors.safe_open(os.path.join(folder, name), "flax") as file:  # NumPy has no bfloat16
-        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in file.keys()}
+        keys = file.keys()
+        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
       raise UserError(f"{label}: {name} can't be read ({first_line(error, 200)}); restore the file",
                       everywhere=True) from error

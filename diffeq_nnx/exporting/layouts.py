@@ -4,7 +4,8 @@ S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torc
 Conv1D [in, out].
 """
 
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from flax import traverse_util
 import numpy as np

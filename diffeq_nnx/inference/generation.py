@@ -6,9 +6,10 @@ Rows of different lengths are padded on the left, so that their next tokens have
 attended to, and positions count from a row's first token.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Decoding of text token by token: no piece ends within a character, or within a possible stop string."""
 
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES = 3  # of an incomplete character in UTF-8

@@ -11,7 +11,6 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-
 LOG2_E = math.log2(math.e)
 MASKED = -1e30  # the score of a masked key: finite, so that MASKED - MASKED is 0 and not NaN
 EMPTY_ROW_LSE = 1e30  # in place of -inf in the backward pass: 2^(score - EMPTY_ROW_LSE) is 0 for any score

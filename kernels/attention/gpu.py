@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
-from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, EMPTY_ROW_LSE, pad
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 ROWS = 64  # of one computing warpgroup: the height of one wgmma

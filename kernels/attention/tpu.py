@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, EMPTY_ROW_LSE, pad
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 LANES = 128

@@ -8,20 +8,21 @@ process so far. Prints one JSON line at the end.
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import resource
 import time
-from typing import Any, Callable
+from typing import Any
 
 from flax import nnx
 import jax
 import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.findings import showing
 from diffeq_nnx.analysis.sensitivity import FORMS, exponents
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph

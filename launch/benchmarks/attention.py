@@ -12,12 +12,12 @@ Implementations that materialize all scores are skipped if these would fill half
 """
 
 import argparse
+from collections.abc import Callable
 import dataclasses
 import functools
 import os
 import statistics
 import time
-from typing import Callable
 
 import jax
 import jax.numpy as jnp

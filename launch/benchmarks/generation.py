@@ -13,11 +13,12 @@ compiler, pip install 'jax[tpu]'): the compiler's cycles at the chip's clock aga
 """
 
 import argparse
+from collections.abc import Callable
 import functools
 import math
 import statistics
 import time
-from typing import Any, Callable
+from typing import Any
 
 from flax import nnx
 import jax

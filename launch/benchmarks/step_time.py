@@ -10,11 +10,11 @@ the device together. Memory is the compiler's: arguments, results and temporarie
 """
 
 import argparse
+from collections.abc import Callable
 import functools
 import re
 import statistics
 import time
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ class Program:
     self._function, self.memory = function, compiled.memory_analysis()
 
   def __call__(self, *carry):
+    """The next carry."""
     return self._function(*carry)
 
 

@@ -17,8 +17,8 @@ import matplotlib
 import numpy as np
 
 import diffeq_nnx
-from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
+from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import load_corpus
@@ -57,8 +57,8 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
   eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
   for (label, values), color in zip(curves, ("C0", "0.5", "C1", "C2")):
     depth.plot(steps, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
-  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)", ylabel="validation perplexity",
-            yscale="log", xticks=steps)
+  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)",
+            ylabel="validation perplexity", yscale="log", xticks=steps)
   depth.set_xticklabels(steps, fontsize=8)
   depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):

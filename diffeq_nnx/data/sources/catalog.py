@@ -125,6 +125,7 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
   """Logs that a data set will be downloaded, downloads and prepares it."""
   import tensorflow_datasets.text  # noqa: F401  registers data sets that tfds alone does not
+
   from diffeq_nnx.data.sources import wikitext103  # noqa: F401  registers itself
 
   build = _BUILD.format(name=dataset, directory=directory)

@@ -30,7 +30,7 @@ fsspec.compression.register_compression("zstd", zstd.ZstdFile, "zst", force=True
 
 _LOCAL_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 # Fields that change with the version of a remote file; each file system has some of them.
-_VERSION_FIELDS = "generation etag ETag blob_id md5Hash crc32c mtime LastModified created".split()
+_VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created"]
 
 
 @dataclasses.dataclass(frozen=True)
