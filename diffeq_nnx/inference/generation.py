@@ -123,7 +123,7 @@ class Decoder:
     with jax.set_mesh(self._mesh):  # in place of the caller's mesh
       values = sampling.values()
       if row_numbers is not None and not sampling.filters.greedy:
-        values["rows"] = np.array([*row_numbers, *[0] * (len(rows) - B)], np.uint32)
+        values["rows"] = jnp.asarray(np.array([*row_numbers, *[0] * (len(rows) - B)], np.uint32))
       state, tokens_B = read_prompts(self.config, self.grid, _padded(L + most), sampling.filters, self.weights, values,
                                      tokens_BxL, first_B)
     for count in range(1, most + 1):
@@ -152,7 +152,7 @@ def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weigh
   model = partial_model(config, weights["rest"])
   hidden_BxLxD = model.hidden_unrolled(tokens_BxL, weights["steps"], contexts_S, grid)
   room = ((0, 0), (0, 0), (0, num_slots - L), (0, 0))
-  cache_S = [tuple(jnp.pad(one, room) for one in context.keys_values) for context in contexts_S]
+  cache_S = [tuple(jnp.pad(one, room) for one in context.keys_values or ()) for context in contexts_S]
   return {"cache": cache_S, "slot": jnp.int32(L), "first_B": first_B}, model.logits(hidden_BxLxD[:, -1:])[:, 0]
 
 
@@ -200,7 +200,7 @@ def _run(decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling,
         reasons[row] = take(row, token) or ("length" if count == room[row] else None)
     if None not in reasons:
       break
-  return reasons
+  return [reason or "length" for reason in reasons]
 
 
 def generate(model: Model | Decoder, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int] = (),
