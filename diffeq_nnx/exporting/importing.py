@@ -2,7 +2,6 @@
 
 import dataclasses
 import glob
-import json
 import os
 import re
 from typing import Any
@@ -17,6 +16,7 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
+from diffeq_nnx.files import read_json
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.vector_fields import ROPE_BASE
@@ -67,147 +67,148 @@ def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str |
 
 def read(folder: str) -> tuple[ModelConfig, Params]:
   """`import_hf` as a config and float32 parameters in NumPy."""
-  label = f"from_hf={folder}"
+  opened = _Folder(folder)
   if not os.path.isdir(folder):
-    raise UserError(f"{label}: there is no such folder; name one with config.json and {_WEIGHTS}", everywhere=True)
-  config = _HFConfig(label, _json(folder, "config.json", label))
-  kind = config.values.get("model_type")
-  if kind not in _SIZES:
-    raise config.error("model_type", "gpt2 and llama can be imported")
-  if config.values.get("quantization_config") is not None:
-    raise config.error("quantization_config", "quantized weights can't be read; give the folder before quantization")
-  model = config.model(kind)
-  return model, _params(kind, model, config, _tensors(folder, label))
+    raise opened.error(f"there is no such folder; name one with config.json and {_WEIGHTS}")
+  config = opened.json("config.json")
+  kind = config.get("model_type")
+  if kind not in tuple(_SIZES):
+    raise opened.error(f"model_type is {kind!r}; gpt2 and llama can be imported")
+  if config.get("quantization_config") is not None:
+    raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
+  model = _model_config(kind, _Values(opened, config))
+  return model, _params(kind, model, bool(config.get("tie_word_embeddings")), opened)
 
 
 @dataclasses.dataclass(frozen=True)
-class _HFConfig:
-  """The values of a config.json; `label` begins error messages."""
-  label: str
-  values: dict[str, Any]
+class _Folder:
+  """A Hugging Face folder."""
+  path: str
 
-  def error(self, key: str, problem: str) -> UserError:
-    """The error for the value of a key."""
-    return UserError(f"{self.label}: {key} is {self.values.get(key)!r}: {problem}", everywhere=True)
+  def error(self, problem: str) -> UserError:
+    """An error that names the folder."""
+    return UserError(f"from_hf={self.path}: {problem}", everywhere=True)
+
+  def json(self, name: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+      values = read_json(os.path.join(self.path, name))
+    except OSError as error:
+      raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
+    except ValueError as error:
+      raise self.error(f"{name} is not JSON ({error}); restore the file") from error
+    if not isinstance(values, dict):
+      raise self.error(f"{name} must be a JSON object; restore the file")
+    return values
+
+  def tensors(self) -> layouts.Tensors:
+    """All arrays of model.safetensors, or of the files that its index names, as float32."""
+    if os.path.exists(os.path.join(self.path, _WEIGHTS)):
+      files = [_WEIGHTS]
+    elif os.path.exists(os.path.join(self.path, _INDEX)):
+      files = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
+    elif glob.glob(os.path.join(glob.escape(self.path), "pytorch_model*.bin")):
+      raise self.error("holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
+                       "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)")
+    else:
+      raise self.error(f"holds no {_WEIGHTS}; restore the folder")
+    tensors = {}
+    for name in files:
+      try:
+        with safetensors.safe_open(os.path.join(self.path, name), "flax") as file:  # NumPy has no bfloat16
+          keys = file.keys()
+          tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
+      except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise self.error(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
+    return tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+  """The values of a config.json, or of an object in it."""
+  folder: _Folder
+  values: dict[str, Any]
 
   def size(self, key: str, default: int) -> int:
     """A positive integer."""
     value = self.values.get(key, default)
     if type(value) is not int or value < 1:
-      raise self.error(key, "must be an integer above 0; restore config.json")
+      raise self.folder.error(f"{key} is {value!r}: must be an integer above 0; restore config.json")
     return value
 
   def require(self, key: str, *allowed: Any) -> None:
     """Raises UserError unless a key has one of these values or, for the first of them, is missing."""
-    if self.values.get(key, allowed[0]) not in allowed:
-      shown = next(value for value in allowed if value is not None)
-      raise self.error(key, f"not supported, it must be {shown!r}; give a folder that has that")
-
-  def model(self, kind: str) -> ModelConfig:
-    """The config of our model."""
-    for key, allowed in _SUPPORTED[kind].items():
-      self.require(key, *allowed)
-    sizes = {ours: self.size(*theirs) for ours, theirs in _SIZES[kind].items()}
-    width, heads = sizes["embed_dim"], sizes["num_heads"]
-    if width % heads:
-      keys = _SIZES[kind]
-      raise UserError(f"{self.label}: {keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; "
-                      "restore config.json", everywhere=True)
-    if kind == "gpt2":
-      dropout = self.values.get("resid_pdrop", 0.1)
-      sizes["mlp_dim"] = 4 * width if self.values.get("n_inner") is None else self.size("n_inner", 0)
-      sizes["dropout"] = float(dropout if dropout == self.values.get("embd_pdrop", 0.1) else 0)
-      sizes |= _eps(self.values.get("layer_norm_epsilon", 1e-5), "gpt")
-    else:
-      self._check_rope(width // heads)
-      sizes["num_kv_heads"] = heads if self.values.get("num_key_value_heads") is None else (
-          self.size("num_key_value_heads", heads))
-      if heads % sizes["num_kv_heads"]:
-        raise self.error("num_key_value_heads", f"must divide num_attention_heads, {heads}; restore config.json")
-      sizes |= _eps(self.values.get("rms_norm_eps", 1e-6), "llama")
-    dtype = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
-    if dtype not in _DTYPES:
-      raise UserError(f"{self.label}: dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights",
-                      everywhere=True)
-    return ModelConfig(weights="stored", field="gpt" if kind == "gpt2" else "llama", solver="sequential",
-                       dtype=_DTYPES[dtype], **sizes)
-
-  def _check_rope(self, head_dim: int) -> None:
-    """Raises UserError unless rotary positions are those of our Llama."""
-    self.require("head_dim", None, head_dim)
-    rope = {**(self.values.get("rope_scaling") or {}), **(self.values.get("rope_parameters") or {})}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-      raise UserError(f"{self.label}: rope_scaling is {rope!r}: scaled rotary positions are not supported; give a "
-                      "folder without", everywhere=True)
-    base = rope.get("rope_theta", self.values.get("rope_theta", ROPE_BASE))
-    _HFConfig(self.label, {"rope_theta": base}).require("rope_theta", ROPE_BASE)
-    _HFConfig(self.label, rope).require("partial_rotary_factor", None, 1.0)
+    value = self.values.get(key, allowed[0])
+    if value not in allowed:
+      shown = next(one for one in allowed if one is not None)
+      raise self.folder.error(f"{key} is {value!r}: not supported, it must be {shown!r}; give a folder that has that")
 
 
-def _eps(eps: float, field: str) -> dict[str, float | None]:
-  """The two keys for one eps, None where it is the default."""
-  defaults = ModelConfig(field=field)
-  return {"norm_eps": None if eps == defaults.block_eps else float(eps),
-          "final_norm_eps": None if eps == defaults.final_eps else float(eps)}
+def _model_config(kind: str, config: _Values) -> ModelConfig:
+  """The config of our model."""
+  folder, values, keys = config.folder, config.values, _SIZES[kind]
+  for key, allowed in _SUPPORTED[kind].items():
+    config.require(key, *allowed)
+  sizes = {ours: config.size(*theirs) for ours, theirs in keys.items()}
+  width, heads = sizes["embed_dim"], sizes["num_heads"]
+  if width % heads:
+    raise folder.error(f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore "
+                       "config.json")
+  if kind == "gpt2":
+    dropout, eps = values.get("resid_pdrop", 0.1), values.get("layer_norm_epsilon", 1e-5)
+    sizes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
+    sizes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
+  else:
+    _check_rope(config, width // heads)
+    eps = values.get("rms_norm_eps", 1e-6)
+    kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+      raise folder.error(f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore "
+                         "config.json")
+    sizes["num_kv_heads"] = kv_heads
+  dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+  if dtype not in _DTYPES:
+    raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
+  defaults = ModelConfig(field="gpt" if kind == "gpt2" else "llama")
+  return dataclasses.replace(
+      defaults, weights="stored", solver="sequential", dtype=_DTYPES[dtype],
+      norm_eps=None if eps == defaults.block_eps else float(eps),
+      final_norm_eps=None if eps == defaults.final_eps else float(eps), **sizes)
 
 
-def _params(kind: str, model: ModelConfig, config: _HFConfig, tensors: layouts.Tensors) -> Params:
+def _check_rope(config: _Values, head_dim: int) -> None:
+  """Raises UserError unless rotary positions are those of our Llama."""
+  config.require("head_dim", None, head_dim)
+  rope = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
+  if rope.get("rope_type", rope.get("type", "default")) != "default":
+    raise config.folder.error(f"rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder "
+                              "without")
+  base = rope.get("rope_theta", config.values.get("rope_theta", ROPE_BASE))
+  rope = _Values(config.folder, {**rope, "rope_theta": base})
+  rope.require("rope_theta", ROPE_BASE)
+  rope.require("partial_rotary_factor", None, 1.0)
+
+
+def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Params:
   """The parameters; raises UserError unless each array of the files has its counterpart."""
-  label = config.label
+  tensors = folder.tensors()
   if kind == "gpt2":
     tensors = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
                for name, array in tensors.items()}
     head = tensors.pop("lm_head.weight", None)
     if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
-      raise UserError(f"{label}: lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a "
-                      "folder where they are equal", everywhere=True)
-  elif config.values.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors:
+      raise folder.error("lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
+                         "where they are equal")
+  elif tied and "model.embed_tokens.weight" in tensors:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # copied: our llama's head is not tied
   try:
     params = layouts.to_params(kind, model, tensors)
   except KeyError as error:
-    raise UserError(f"{label}: the weights lack {error.args[0]}; restore the folder", everywhere=True) from error
+    raise folder.error(f"the weights lack {error.args[0]}; restore the folder") from error
   except ValueError as error:
-    raise UserError(f"{label}: {error}; give files of one model", everywhere=True) from error
+    raise folder.error(f"{error}; give files of one model") from error
   left = sorted(name for name in tensors if not _UNUSED.fullmatch(name))
   if left:
-    raise UserError(f"{label}: the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); "
-                    "give files of one model", everywhere=True)
+    raise folder.error(f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give "
+                       "files of one model")
   return params
-
-
-def _tensors(folder: str, label: str) -> layouts.Tensors:
-  """All arrays of model.safetensors, or of the files that its index names, as float32."""
-  if os.path.exists(os.path.join(folder, _WEIGHTS)):
-    files = [_WEIGHTS]
-  elif os.path.exists(os.path.join(folder, _INDEX)):
-    files = sorted(set(_json(folder, _INDEX, label).get("weight_map", {}).values()))
-  elif glob.glob(os.path.join(glob.escape(folder), "pytorch_model*.bin")):
-    raise UserError(f"{label}: holds pytorch_model.bin, which can run code when it is read; convert it with "
-                    "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)", everywhere=True)
-  else:
-    raise UserError(f"{label}: holds no {_WEIGHTS}; restore the folder", everywhere=True)
-  tensors = {}
-  for name in files:
-    try:
-      with safetensors.safe_open(os.path.join(folder, name), "flax") as file:  # NumPy has no bfloat16
-        keys = file.keys()
-        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
-    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
-      raise UserError(f"{label}: {name} can't be read ({first_line(error, 200)}); restore the file",
-                      everywhere=True) from error
-  return tensors
-
-
-def _json(folder: str, name: str, label: str) -> dict[str, Any]:
-  try:
-    with open(os.path.join(folder, name), encoding="utf-8") as file:
-      values = json.load(file)
-  except OSError as error:
-    raise UserError(f"{label}: {name} can't be read ({error.strerror}); name a folder that has it",
-                    everywhere=True) from error
-  except ValueError as error:
-    raise UserError(f"{label}: {name} is not JSON ({error}); restore the file", everywhere=True) from error
-  if not isinstance(values, dict):
-    raise UserError(f"{label}: {name} must be a JSON object; restore the file", everywhere=True)
-  return values
