@@ -32,6 +32,12 @@ from tests.harness_cases import write_tasks
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
 
+@pytest.fixture(autouse=True)
+def without_environment(monkeypatch):
+  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
+  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.fixture(scope="module")
 def task_folder(tmp_path_factory):
   return write_tasks(tmp_path_factory.mktemp("tasks"), questions=12)

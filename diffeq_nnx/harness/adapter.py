@@ -111,6 +111,7 @@ class DiffEqLM(TemplateLM):
     self.truncated = self.merged = 0
     self._workdir, self._step, self._tokenizer, self._seed = workdir, run.step, run.tokenizer, seed
     self._begin_mark = begin_mark
+    self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
     self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, batch_size=self.batch_size,
                          max_length=self.max_length, share=share)
@@ -126,11 +127,6 @@ class DiffEqLM(TemplateLM):
   def prefix_token_id(self) -> int:
     """The context of a text's first token where there is no other: the begin mark, or else the end mark."""
     return self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
-
-  @property
-  def _context_mark(self) -> int | None:
-    """The mark that each context begins with; None: none."""
-    return {"auto": self._tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[self._begin_mark]
 
   def get_model_info(self) -> dict[str, Any]:
     """The settings on which the results depend, for lm_eval's results."""
