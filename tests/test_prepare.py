@@ -26,13 +26,16 @@ from diffeq_nnx.data import preparation, shards
 from diffeq_nnx.data.preparation import passes, preparing, workers
 from diffeq_nnx.errors import RunError
 from tests.conftest import told
-from tests.prepared_text import (
-  NUM_DOCUMENTS,  # noqa: F401
+from tests.prepared_text import (  # noqa: F401  some are fixtures
+  NUM_DOCUMENTS,
   config_of,
   digest,
   load,
   prepare,
+  prepared,
   shard_file,
+  small_tasks,
+  text,
 )
 from tests.test_data import prose, write_jsonl
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.corpus import Mixture
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -82,7 +83,7 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
   return len(shares) - 1, index
 
 
-def document_end(config: Any, tokenizer: Tokenizer) -> int | None:
+def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
   """The end mark at which `packing` separates documents, or None if `config.attend_across_documents`.
 
   Raises:

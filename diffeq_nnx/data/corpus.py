@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import time
-from typing import Any
 import uuid
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -57,27 +57,14 @@ class Corpus:
   fingerprint: str
 
 
-def load(config: Any, vocab_size: int, seed: int) -> Corpus:
+def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Opens prepared shards, or text that it prepares at the first call and caches under `config.cache_dir`.
 
   A cache entry appears atomically: neither killed nor simultaneous runs leave a partial one, and one whose files have
   the wrong size is replaced. Neither text nor tokens are held in memory.
 
   Args:
-    config: An object with the attributes
-      `source`: `shards:DIR`; `WEIGHT*shards:DIR + WEIGHT*shards:DIR ...`; or documents (see `sources.open_source`);
-      `text_key`, `bad_records`, `tfds_dir`, `download`: how text is read (see `sources.Options`);
-      `validation`: a source of its own, or None to hold out documents of `source`; for shards, other shards;
-      `validation_fraction`: the fraction of documents held out when `validation` is None;
-      `validation_split`: which ones, "hash" or "permutation" (see `holdout.sides`);
-      `validation_seed`: the seed of that choice; None for `seed`;
-      `shuffle_seed`: the order of the training documents;
-      `tokenizer`: "train" for a sentencepiece model trained on the training documents, or an argument of
-        `tokenizers.load`; for shards "train" means their own;
-      `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
-      `begin_token`, `end_token`: the marks' tokens; None: as its files say;
-      `num_processes`: processes that prepare text; None: one for each core;
-      `cache_dir`: a directory; `~` expands.
+    config: The keys of `data` in a config; what each of them means stands there.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
     seed: Chooses the held-out documents, unless `config.validation_seed` does.
 
@@ -127,7 +114,7 @@ def _directory_of(source: str, key: str) -> str:
   return directory
 
 
-def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
+def _prepared(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
   """The corpus of prepared shards."""
   opened = {directory: _directory(directory, "data.source") for directory in terms}
   validated = list(opened.values())
@@ -168,7 +155,7 @@ def _corpus(trained: list[shards.Directory], weights: list[float], validated: li
   )
 
 
-def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
+def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:
   """Raises UserError if the config names another tokenizer than that of the shards."""
   if config.tokenizer != "train":
     asked = tokenizers.load(
@@ -204,7 +191,7 @@ def _directory(directory: str, key: str) -> shards.Directory:
   return shards.open_directory(path, manifest, label)
 
 
-def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
+def _cached(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """The corpus of text, from the cache or prepared now."""
   recipe = preparation.recipe(config, vocab_size, seed)
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))

@@ -2,16 +2,16 @@
 
 import hashlib
 import math
-from typing import Any
 
 import numpy as np
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.errors import UserError
 
 SIDES = {"train": 1, "validation": 2}  # the values that `sides` returns
 
 
-def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
+def sides(present: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
   """Assigns the records of a source to training or validation.
 
   With `config.validation_split` "hash", a document is held out where a hash of the seed and its index among
@@ -22,7 +22,7 @@ def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
 
   Args:
     present: [num_records] bool: whether a record has text (empty and bad ones do not).
-    config: An object with the attributes `source`, `validation_split` and `validation_fraction`.
+    config: Says by which rule and which fraction.
     seed: Chooses the records.
 
   Returns:
