@@ -303,7 +303,7 @@ def test_figures_show_the_findings():
   probabilities = np.asarray(jax.nn.softmax(model(TOKENS[None])[0, -1]))
   assert found.next_token == (str(probabilities.argmax()), pytest.approx(probabilities.max(), rel=1e-4),
                               probabilities.argmax())
-  texts = {text.name: text for text in figures.coloured_texts(found)}
+  texts = {text.name: text for text in figures.colored_texts(found)}
   np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact.exponents[:, 0])
   np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token.exponents[:, 0])
   np.testing.assert_array_equal(texts["attention_rollout"].values, found.rollout)
@@ -312,18 +312,18 @@ def test_figures_show_the_findings():
   scores = figures.induction(found).panels[0].marks[0]
   np.testing.assert_allclose(scores.x, copying_score(found.spectra.qk).reshape(-1))
   np.testing.assert_allclose(scores.y, copying_score(found.spectra.ov).reshape(-1))
-  np.testing.assert_allclose(scores.colour, found.prefix_matching.reshape(-1))
+  np.testing.assert_allclose(scores.color, found.prefix_matching.reshape(-1))
   for panel, pair in zip(figures.real_parts(found).panels, ("qk", "ov", "ff")):
     points, values = panel.marks[0], found.spectra.of(pair)
     for s, t in enumerate(found.spectra.times):
       np.testing.assert_allclose(np.sort(points.y[points.x == t]), np.sort(values[s].real.reshape(-1)))
-  shares = figures.positive_shares(found).panels[1].marks[0]
+  shares = figures.positive_shares(found).panels[1].heatmap
   np.testing.assert_allclose(shares.z, positive_share(found.spectra.ov).T)
   largest = figures.magnitudes(found).panels[2].marks[0]
   np.testing.assert_allclose(largest.y, np.abs(found.spectra.ff).max((1, 2)))
   own = figures.depth(found).panels[0].marks[0]
   np.testing.assert_allclose(own.y, clustering.depth_spread(one, TOKENS)[0])
-  assert figures.token_table(found).rows[3][1:3] == ("piece 3", f"{found.exact.exponents[3, 0]:.4f}")
+  assert figures.token_table(found).rows[3][1:3] == ["piece 3", f"{found.exact.exponents[3, 0]:.4f}"]
 
 
 # bad input

@@ -26,7 +26,7 @@ from diffeq_nnx.data import preparation, shards
 from diffeq_nnx.data.preparation import passes, preparing, workers
 from diffeq_nnx.errors import RunError
 from tests.conftest import told
-from tests.prepared_text import NUM_DOCUMENTS, config_of, digest, load, prepare, prepared, shard_file, small_tasks, text  # noqa: F401  some are fixtures
+from tests.prepared_text import NUM_DOCUMENTS, config_of, digest, load, prepare, prepared, shard_file, small_tasks, text  # noqa: F401
 from tests.test_data import prose, write_jsonl
 
 
