@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import time
 import traceback
 import warnings
 
@@ -91,6 +92,7 @@ def serve(answers) -> None:
         error = None if end.code in (None, 0) else f"exit code {end.code}"
       except BaseException:
         error = traceback.format_exc()[-3000:]
+    print(f"{time.process_time():.1f} s of CPU time so far", file=sys.stderr)
     print(json.dumps(error), file=answers, flush=True)
 
 
