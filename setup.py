@@ -30,7 +30,8 @@ setuptools.setup(
     package_data={"diffeq_nnx.analysis.pages": ["*.html"], "diffeq_nnx.exporting": ["templates/*.py"],
                   "diffeq_nnx.harness": ["groups/*.yaml"]},
     entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"],
-                  "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},  # read by lm_eval after 0.4.13
+                  # which releases of lm_eval after 0.4.13 read
+                  "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},
     install_requires=[  # what every job needs but harness (lm_eval), and sources that the extras below name
         "absl-py",
         "array-record; sys_platform != 'win32'",
