@@ -57,7 +57,7 @@ setuptools.setup(
         "tqdm",
     ],
     extras_require={
-        "dev": ["mypy", "pre-commit", "ruff"],
+        "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
         "gcs": ["gcsfs"],
         "harness": HARNESS,
         "hf": ["huggingface_hub"],

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from typing import NamedTuple
 
 import pytest
@@ -283,34 +284,12 @@ def test_the_map_names_every_module():
   assert not missing
 
 
-def test_imports_go_down_the_floors():
-  """A folder imports only from the floors below its own in the architecture page, and each has one."""
-  floor = {name: number for number, line in enumerate(section_block("Floors")) for name in line.split()}
-  names = {f"{path.name}/" if path.is_dir() else path.name for path in ROOT.glob("diffeq_nnx/*")}
-  assert floor.keys() == names - {"__init__.py", "__pycache__/"}
-  home = lambda parts: parts[0] if f"{parts[0]}.py" not in floor else f"{parts[0]}.py"
-  for path in ROOT.glob("diffeq_nnx/**/*.py"):
-    own = path.relative_to(ROOT / "diffeq_nnx").parts
-    own = own[0] if len(own) == 1 else f"{own[0]}/"
-    if own not in floor:
-      continue  # the package's own __init__.py, which names all that is public
-    for name in imported(path):
-      other = home(name.split("."))
-      other = other if other in floor else f"{other}/"
-      assert other == own or floor[other] > floor[own], f"{path.relative_to(ROOT)} imports {name}, not below it"
-
-
-def imported(path: pathlib.Path) -> list[str]:
-  """The modules of the package that a file imports, anywhere in it, without `diffeq_nnx.`."""
-  found = []
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module == "diffeq_nnx":
-      found += [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffeq_nnx."):
-      found.append(node.module.removeprefix("diffeq_nnx."))
-    elif isinstance(node, ast.Import):
-      found += [alias.name.removeprefix("diffeq_nnx.") for alias in node.names if alias.name.startswith("diffeq_nnx.")]
-  return found
+def test_the_floors_are_those_that_the_linter_keeps():
+  """import-linter checks the imports against the list in pyproject.toml, which the page repeats."""
+  (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+  floors = [set(re.findall(r"diffeq_nnx\.(\w+)", layer)) for layer in contract["layers"]]
+  assert [set(line.replace("/", "").replace(".py", "").split()) for line in section_block("Floors")] == floors
+  assert set.union(*floors) == {path.stem for path in ROOT.glob("diffeq_nnx/*") if not path.name.startswith("__")}
 
 
 def public(tree: ast.AST, path: str):
