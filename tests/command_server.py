@@ -13,6 +13,7 @@ import runpy
 import sys
 import time
 import traceback
+from typing import TextIO
 import warnings
 
 from absl import flags
@@ -80,9 +81,9 @@ def parse(words: list[str]) -> None:
   raise AssertionError(f"{words}: parsed no flags")
 
 
-def serve(answers) -> None:
-  """Answers requests until stdin ends."""
-  for line in sys.stdin:
+def serve(requests: TextIO, answers: TextIO) -> None:
+  """Answers requests until they end."""
+  for line in requests:
     action, words = json.loads(line)
     error = None
     with contextlib.redirect_stdout(sys.stderr):
@@ -97,6 +98,7 @@ def serve(answers) -> None:
 
 
 if __name__ == "__main__":
-  channel = os.fdopen(os.dup(1), "w")
+  channels = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)  # what commands print goes to the log, also from below Python
-  serve(channel)
+  serve(*channels)
