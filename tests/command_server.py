@@ -20,6 +20,7 @@ from absl import flags
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import main
+from diffeq_nnx.parallel import distributed
 
 
 class Parsed(BaseException):
@@ -44,9 +45,10 @@ def parse_main(words: list[str]) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-  """What `python WORDS` would do."""
+  """What `python WORDS` would do, but for looking for other processes, which is too late once JAX is in use."""
+  distributed.start = lambda *arguments: None
   if words[:2] == ["-m", "diffeq_nnx.main"]:
-    sys.exit(main.main(parse_main([*words[2:], "--num_processes=1"])))  # others can't join once JAX is in use
+    sys.exit(main.main(parse_main(words[2:])))
   with warnings.catch_warnings():
     if words[0] == "-c":
       exec(compile(words[1], "page", "exec"), {"__name__": "__main__"})
