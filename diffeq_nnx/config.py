@@ -289,26 +289,13 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   if not os.path.isfile(path):
     raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
-  return from_config_dict(_set(get_config(argument), settings))
+  return from_config_dict(config_fields.changed(get_config(argument), settings, key_types()))
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
   """A config with `key=value` settings on top; raises what `load` raises."""
-  return from_config_dict(_set(config_fields.merged(default(), to_dict(config)), settings)) if settings else config
-
-
-def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
-  for setting in settings:
-    key, _, text = setting.partition("=")
-    if key not in key_types():
-      raise UserError(f"{key}: unknown key; {nearest(key, key_types())}")
-    value = config_fields.parsed(key_types()[key], text)
-    try:
-      raw.update_from_flattened_dict({key: value})
-    except TypeError:
-      raise UserError(f"{key}={value!r}: must be of type {key_types()[key].__name__}, not "
-                      f"{type(value).__name__}") from None
-  return raw
+  raw = config_fields.merged(default(), to_dict(config))
+  return from_config_dict(config_fields.changed(raw, settings, key_types())) if settings else config
 
 
 def to_dict(config: Any) -> dict[str, Any]:

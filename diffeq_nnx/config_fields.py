@@ -73,9 +73,8 @@ def check(section: Any, prefix: str = "") -> None:
       known = field.metadata["choices"]
       if value not in known:
         raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(value, known)}")
-    elif "rule" in field.metadata:
-      if problem := field.metadata["rule"](value):
-        raise UserError(f"{key}={value}: {problem}")
+    elif problem := field.metadata.get("rule", lambda value: None)(value):
+      raise UserError(f"{key}={value}: {problem}")
 
 
 def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
@@ -199,3 +198,24 @@ def parsed(kind: type, text: str) -> Any:
   if kind is str and not isinstance(value, (str, type(None))):
     return text
   return (value,) if kind is tuple and isinstance(value, (int, float)) else value
+
+
+def changed(
+  raw: ml_collections.ConfigDict, settings: Iterable[str], types: dict[str, type]
+) -> ml_collections.ConfigDict:
+  """A ConfigDict with `key=value` settings on top; `types` are those of all keys.
+
+  Raises:
+    UserError: an unknown key, or a value of another type.
+  """
+  for setting in settings:
+    key, _, text = setting.partition("=")
+    if key not in types:
+      raise UserError(f"{key}: unknown key; {nearest(key, types)}")
+    value = parsed(types[key], text)
+    try:
+      raw.update_from_flattened_dict({key: value})
+    except TypeError:
+      wanted, found = types[key].__name__, type(value).__name__
+      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}") from None
+  return raw

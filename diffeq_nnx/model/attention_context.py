@@ -93,7 +93,7 @@ class DecodeCache:
   positions_BxL: jax.Array
 
   def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since the kernels are made for many queries."""
+    """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since kernels are for many queries."""
     del implementation
     insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
     self.keys_values = insert(self.keys_values[0], k_Bx1xKxC), insert(self.keys_values[1], v_Bx1xKxC)

@@ -5,6 +5,7 @@ S solver steps.
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -
   """The weights at the grid's times, and the other parameters."""
   weights = build(config, params).block_weights(grid)
   if unrolled:
-    weights = [jax.tree.map(lambda leaf: leaf[i], weights) for i in range(grid.num_steps)]
+    weights = [jax.tree.map(operator.itemgetter(i), weights) for i in range(grid.num_steps)]
   rest = {name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
           for name, leaf in params.items() if name != "weight_source"}
   return weights, rest

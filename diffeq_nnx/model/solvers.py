@@ -6,6 +6,7 @@ B batch, L positions, D embed_dim, S solver steps.
 import dataclasses
 import functools
 import math
+import operator
 from typing import Callable, Protocol, Sequence
 
 import jax
@@ -141,7 +142,7 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
 
   def run(x_BxLxD, stretch):
     for i in range(every):
-      weights_i, dt, step_key = jax.tree.map(lambda leaf: leaf[i], stretch)
+      weights_i, dt, step_key = jax.tree.map(operator.itemgetter(i), stretch)
       x_BxLxD = sharding.constrain(step(x_BxLxD, gather(weights_i), dt, dropout, step_key), "batch", None, None)
     return x_BxLxD
 

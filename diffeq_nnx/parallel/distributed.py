@@ -210,7 +210,7 @@ class Preemption:
 
 
 def end_on_sigterm() -> None:
-  """For a job with nothing to save: SIGTERM ends this process, where the service of jax.distributed would only record it."""
+  """For a job with nothing to save: SIGTERM ends this process, where jax.distributed would only record it."""
   if _joined:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

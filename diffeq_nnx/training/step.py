@@ -20,7 +20,7 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import optimizer as optimizer_lib
 from diffeq_nnx.training.loss import chunked_cross_entropy
 
-# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; frozen: parameters that don't learn
+# params (those that learn), opt_state, step [], key: what a checkpoint holds; frozen: the parameters that don't learn
 State = dict[str, Any]
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
 
@@ -139,10 +139,9 @@ def make_train_step(config: Config,
                     mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
   """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
 
-  `num_steps` is the number of solver steps, a static argument: each number is compiled once. Equal configs and meshes share
-  the compiled step. Metrics are
-  scalars on the device: loss (nats per token), gradient_norm (before clipping), learning_rate. Call it inside
-  `jax.set_mesh(mesh)`; without a mesh, it is for one device.
+  `num_steps` is the number of solver steps, a static argument: each number is compiled once. Equal configs and meshes
+  share the compiled step. Metrics are scalars on the device: loss (nats per token), gradient_norm (before clipping),
+  learning_rate. Call it inside `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
