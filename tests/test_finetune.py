@@ -172,7 +172,7 @@ def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
   (tmp_path / "new" / "checkpoints").mkdir(parents=True)
   (tmp_path / "new" / "checkpoints" / "thesis").write_text("x")
   for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
-    message = told(lambda: job(finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
+    message = told(lambda: jobs.run(job, finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
     assert "holds checkpoints and no run.json" in message
   assert (tmp_path / "new" / "checkpoints" / "thesis").exists()
 
