@@ -1,23 +1,20 @@
-"""Every key of an experiment: its type, its default and its rule.
+"""Every key of an experiment: its type, its default and its rule, and the checks of keys against each other.
 
-A config file returns an `ml_collections.ConfigDict` made by `default()`; `from_config_dict` turns it into
-the frozen dataclasses below, which the rest of the package reads. All validation is here.
+A config file returns an `ml_collections.ConfigDict` made by `default()`; `from_config_dict` checks it and turns it into
+the frozen dataclasses below, which the rest of the package reads.
 """
 
-import ast
 import dataclasses
-import difflib
 import importlib.util
 import math
 import os
 import re
-import types
-import typing
 from typing import Any, Sequence
 
 import ml_collections
-from ml_collections import config_dict
 
+from diffeq_nnx import config_fields
+from diffeq_nnx.config_fields import flatten, nearest, number, one_of
 from diffeq_nnx.errors import UserError
 
 CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
@@ -31,44 +28,44 @@ RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, 
 @dataclasses.dataclass(frozen=True)
 class TimeConfig:
   """How a time becomes the features that the weights are made from; read by generated weights only."""
-  embedding: str = "fixed"  # fixed | learned (its frequencies are parameters) | shared_mlp (one MLP for all)
-  sinusoidal_dim: int = 128  # m: the number of frequencies
-  time_embed_dim: int = 48  # T: the size of e(t)
-  scale: float = 1000.0  # radians that the fastest wave turns from t = 0 to t = 1
+  embedding: str = one_of("fixed", "learned", "shared_mlp")  # learned: frequencies are parameters; shared_mlp: one MLP
+  sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
+  time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
+  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1
   constant: bool = False  # hold t at 0: the control that has the parameters but not the time
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
   """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
-  rank: int = 0  # columns of A; 0: no adapters, all parameters learn
-  alpha: float = 16.0
+  rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
+  alpha: float = number(16.0, above=0)
   targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
-  dropout: float = 0.0  # share of a kernel's input features that A doesn't see in a train step
+  dropout: float = number(0.0, at_least=0, below=1)  # share of a kernel's inputs dropped before A
   embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Three independent choices (weights, field, solver) and their sizes."""
-  weights: str = "generated"  # generated | stored (one set a step) | shared (one set for all steps)
-  field: str = "gpt"  # gpt | llama
-  solver: str = "euler"  # euler (parallel branches) | sequential (attention, then feed-forward)
-  initialization: str = "plain"  # plain (W(t) spreads like a plain model's weights) | published
-  num_steps: int = 12
-  horizon: float | None = None  # dt = horizon / num_steps; None: num_steps, so that dt = 1
+  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each step; shared: one set
+  field: str = one_of("gpt", "llama")
+  solver: str = one_of("euler", "sequential")  # euler: parallel branches; sequential: attention first
+  initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
+  num_steps: int = number(12, above=0)
+  horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
   step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
-  embed_dim: int = 768
-  num_heads: int = 12
-  num_kv_heads: int | None = None  # None: num_heads
-  mlp_dim: int | None = None  # None: 4 embed_dim
-  vocab_size: int = 50257
-  seq_len: int = 1024
-  norm_eps: float | None = None  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
-  final_norm_eps: float | None = None  # of the norm after the last step; None: 1e-5
-  dropout: float = 0.0  # on the embeddings and on both residual branches
-  dtype: str = "bfloat16"  # of the computation; parameters are float32
-  attention: str = "auto"  # auto | reference | pallas | cudnn: how it is computed; kernels/README.md
+  embed_dim: int = number(768, above=0)
+  num_heads: int = number(12, above=0)
+  num_kv_heads: int | None = number(None, above=0)  # None: num_heads
+  mlp_dim: int | None = number(None, above=0)  # None: 4 embed_dim
+  vocab_size: int = number(50257, above=0)
+  seq_len: int = number(1024, above=0)
+  norm_eps: float | None = number(None, above=0)  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
+  final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
+  dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
+  dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
+  attention: str = one_of("auto", "reference", "pallas", "cudnn")  # implementation: see kernels/README.md
   time: TimeConfig = TimeConfig()
   lora: LoraConfig = LoraConfig()
 
@@ -109,58 +106,57 @@ class ModelConfig:
 class DataConfig:
   """Which text, and how it becomes tokens.
 
-  Prepared shards have become so already: of them source, validation, tokenizer, begin_mark and
-  attend_across_documents are read.
+  With prepared shards only source, validation, tokenizer, begin_mark and attend_across_documents are used.
   """
   source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
   # several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR
   text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
-  bad_records: str = "error"  # error (stop at a record that can't be used) | skip (pass over it and count it)
+  bad_records: str = one_of("error", "skip")  # at a record that can't be used: stop, or skip and count it
   tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
   download: bool = False  # download and prepare a TFDS data set that is not there
   validation: str | None = None  # a source; None: documents held out of `source`; for shards: other shards
-  validation_fraction: float = 0.05  # of the documents, when `validation` is None
-  validation_split: str = "hash"  # how they are chosen: hash (of seed and index) | permutation (HF datasets)
-  validation_seed: int | None = None  # None: seed
-  shuffle_seed: int = 0  # of the order of training documents
+  validation_fraction: float = number(0.05, above=0, below=1)  # of the documents, when `validation` is None
+  validation_split: str = one_of("hash", "permutation")  # by a hash of seed and index, or as HF datasets does
+  validation_seed: int | None = number(None, at_least=0)  # None: seed
+  shuffle_seed: int = number(0, at_least=0)  # of the order of training documents
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
-  num_processes: int | None = None  # how many prepare text; None: one a core
-  attend_across_documents: bool = True  # as in the paper; False: a token sees and counts within its own document
+  num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
+  attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
   """AdamW with a linear warm-up and a cosine decay."""
-  peak_rate: float = 3e-4
-  final_fraction: float = 0.1  # of the peak, at the last step
-  warmup_fraction: float = 0.01  # of the steps
-  b1: float = 0.9
-  b2: float = 0.999
-  eps: float = 1e-8
-  weight_decay: float = 0.1
-  clip_norm: float = 1.0
+  peak_rate: float = number(3e-4, above=0)
+  final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
+  warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps
+  b1: float = number(0.9, at_least=0, below=1)
+  b2: float = number(0.999, at_least=0, below=1)
+  eps: float = number(1e-8, above=0)
+  weight_decay: float = number(0.1, at_least=0)
+  clip_norm: float = number(1.0, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """The train loop."""
-  steps: int = 1000
-  batch_size: int = 32  # sequences an optimizer step, over all devices and micro-batches
-  device_batch_size: int | None = None  # sequences a device holds at a time; None: all; fewer: micro-batches
+  steps: int = number(1000, above=0)
+  batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
+  device_batch_size: int | None = number(None, above=0)  # sequences of a micro-batch on a device; None: one micro-batch
   step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
-  remat: str = "full"  # none | dots (keep matrix products) | full
-  remat_every: int = 1  # solver steps between two kept states; read unless remat is none
-  loss_chunks: int = 32  # slices of the sequence whose logits exist at one time
-  log_every: int = 10
-  peak_tflops: float | None = None  # of one device, for utilisation; None: from its kind, or measured
+  remat: str = one_of("full", "none", "dots")  # rematerialization; dots: matrix products are kept
+  remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
+  loss_chunks: int = number(32, above=0)  # slices of the sequence whose logits exist at one time
+  log_every: int = number(10, above=0)
+  peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """How the devices of a TPU slice, or of the whole job elsewhere, are shared out; several slices split the batch."""
-  data: int = 1  # groups of devices with all parameters each; -1: what is left
+  """The device mesh of a TPU slice, or of the whole job elsewhere; several slices split the batch."""
+  data: int = 1  # groups of devices that each hold all parameters; -1: what the others leave
   fsdp: int = -1  # devices over which parameters and sequences are split
   tensor: int = 1  # devices over which heads and the feed-forward branch are split
 
@@ -168,17 +164,17 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
   """Validation, while training and as a job."""
-  every: int = 500
-  batch_size: int = 32
-  max_batches: int | None = None  # None: the whole validation part
-  num_steps: int | None = None  # None: model.num_steps
+  every: int = number(500, above=0)
+  batch_size: int = number(32, above=0)
+  max_batches: int | None = number(None, above=0)  # None: the whole validation part
+  num_steps: int | None = number(None, above=0)  # None: model.num_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """What stays on disk: the last `keep` and the best by validation loss."""
-  every: int = 500
-  keep: int = 2
+  """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss."""
+  every: int = number(500, above=0)
+  keep: int = number(2, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +183,15 @@ class HarnessConfig:
   tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
   num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
   # else as the tasks say
-  limit: int | None = None  # questions of each task, and documents of `text`; None: all
+  limit: int | None = number(None, above=0)  # questions of each task, and documents of `text`; None: all
   include_path: str | None = None  # a folder of task files of your own
   default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
-  batch_size: int = 8  # sequences of model.seq_len tokens that a device holds at a time; of shorter ones it holds more
-  dtype: str = "model"  # of the computation: model (the model's) | bfloat16 | float32
-  begin_mark: str = "auto"  # before contexts: auto (the tokenizer's begin mark if it has one) | none | always (that, or
-  # else the end mark)
-  window: str = "disjoint"  # over long texts: disjoint (side by side) | sliding
-  stride: int | None = None  # of sliding windows: tokens that each predicts; None: half of model.seq_len
+  batch_size: int = number(8, above=0)  # sequences of model.seq_len tokens on a device at a time (more where shorter)
+  dtype: str = one_of("model", "bfloat16", "float32")  # of the computation; model: as the model says
+  begin_mark: str = one_of("auto", "none", "always")  # before contexts; auto: the tokenizer's begin mark if it has one;
+  # always: that, or else the end mark
+  window: str = one_of("disjoint", "sliding")  # over long texts
+  stride: int | None = number(None, above=0)  # tokens that a sliding window predicts; None: half of model.seq_len
   text: str | None = None  # a source as in data.source, whose perplexity is measured
   folder: str = "harness"  # for the results, in the work directory
 
@@ -209,7 +205,7 @@ class HarnessConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
   """One experiment."""
-  seed: int = 0
+  seed: int = number(0, at_least=0)
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
@@ -220,49 +216,35 @@ class Config:
   harness: HarnessConfig = HarnessConfig()
 
 
-CHOICES = {
-    "model.weights": ("generated", "stored", "shared"),
-    "model.field": ("gpt", "llama"),
-    "model.solver": ("euler", "sequential"),
-    "model.initialization": ("plain", "published"),
-    "model.attention": ("auto", "reference", "pallas", "cudnn"),
-    "model.dtype": ("bfloat16", "float32", "float64"),
-    "model.time.embedding": ("fixed", "learned", "shared_mlp"),
-    "train.remat": ("none", "dots", "full"),
-    "data.bad_records": ("error", "skip"),
-    "data.validation_split": ("hash", "permutation"),
-    "harness.dtype": ("model", "bfloat16", "float32"),
-    "harness.begin_mark": ("auto", "none", "always"),
-    "harness.window": ("disjoint", "sliding"),
-}
-POSITIVE = (
-    "model.num_steps", "model.horizon", "model.embed_dim", "model.num_heads", "model.num_kv_heads",
-    "model.mlp_dim", "model.vocab_size", "model.seq_len", "model.norm_eps", "model.final_norm_eps",
-    "model.time.sinusoidal_dim", "model.time.time_embed_dim", "model.time.scale", "model.lora.alpha",
-    "optimizer.peak_rate", "optimizer.eps",
-    "optimizer.clip_norm", "train.steps", "train.batch_size", "train.device_batch_size", "train.remat_every",
-    "train.loss_chunks", "train.log_every", "train.peak_tflops", "eval.every", "eval.batch_size",
-    "eval.max_batches", "eval.num_steps", "checkpoint.every", "checkpoint.keep", "data.num_processes",
-    "harness.limit", "harness.batch_size", "harness.stride")
-FRACTIONS = {  # key: (may be 0, may be 1)
-    "model.dropout": (True, False), "model.lora.dropout": (True, False), "data.validation_fraction": (False, False),
-    "optimizer.final_fraction": (True, True), "optimizer.warmup_fraction": (True, False),
-    "optimizer.b1": (True, False), "optimizer.b2": (True, False)}
+def key_types() -> dict[str, type]:
+  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
+  return config_fields.key_types(Config)
+
+
+def choices(key: str) -> tuple[str, ...]:
+  """The names that a dotted key may have, e.g. those of model.solver."""
+  return config_fields.choices(Config, key)
+
+
+def add_choice(key: str, name: str) -> None:
+  """Makes a name valid for a dotted key; `solvers.register` and `vector_fields.register` call it."""
+  config_fields.add_choice(Config, key, name)
 
 
 def default() -> ml_collections.ConfigDict:
   """Every key with its default, optional ones as typed placeholders, ready for a config file to change."""
-  return _to_config_dict(Config())
+  return config_fields.to_config_dict(Config())
 
 
 def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
-  """Checks a ConfigDict whole and freezes it.
+  """Checks a ConfigDict and freezes it.
 
   Raises:
     UserError: an unknown key, a wrong type, a value outside its rule, or two keys that don't fit.
   """
-  config = _freeze(Config, raw, "")
-  _check_values(config)
+  config = config_fields.freeze(Config, raw)
+  config_fields.check(config)
+  _check_mesh(config.mesh)
   _check_model(config.model)
   _check_training(config)
   _check_harness(config.harness)
@@ -270,12 +252,12 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; keys that there were not yet then have their defaults.
+  """The config that `to_dict` turned into plain dicts; keys that it lacks have their defaults.
 
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(_merged(default(), nested))
+  return from_config_dict(config_fields.merged(default(), nested))
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -295,7 +277,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
   """A config with `key=value` settings on top; raises what `load` raises."""
-  return from_config_dict(_set(_merged(default(), to_dict(config)), settings)) if settings else config
+  return from_config_dict(_set(config_fields.merged(default(), to_dict(config)), settings)) if settings else config
 
 
 def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
@@ -303,7 +285,7 @@ def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collecti
     key, _, text = setting.partition("=")
     if key not in key_types():
       raise UserError(f"{key}: unknown key; {nearest(key, key_types())}")
-    value = _parsed(key_types()[key], text)
+    value = config_fields.parsed(key_types()[key], text)
     try:
       raw.update_from_flattened_dict({key: value})
     except TypeError:
@@ -312,146 +294,24 @@ def _set(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collecti
   return raw
 
 
-def _parsed(kind: type, text: str) -> Any:
-  """A value as it was written: true and false for flags, a number alone for a tuple of one, strings as they stand."""
-  if kind is bool and text.lower() in ("true", "false"):
-    return text.lower() == "true"
-  try:
-    value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return text
-  if kind is str and not isinstance(value, (str, type(None))):
-    return text
-  return (value,) if kind is tuple and isinstance(value, (int, float)) else value
-
-
 def to_dict(config: Any) -> dict[str, Any]:
   """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
-  return _plain(dataclasses.asdict(config))
+  return config_fields.plain(dataclasses.asdict(config))
 
 
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested dicts as one dict of dotted keys."""
-  flat = {}
-  for name, value in nested.items():
-    key = f"{prefix}{name}"
-    flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
-  return flat
-
-
-def key_types(cls: type = Config, prefix: str = "") -> dict[str, type]:
-  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
-  found = {}
-  for field in dataclasses.fields(cls):
-    key = f"{prefix}{field.name}"
-    found |= (key_types(field.type, f"{key}.") if dataclasses.is_dataclass(field.type)
-              else {key: _plain_type(field.type)})
-  return found
-
-
-def nearest(name: str, names: typing.Iterable[str]) -> str:
-  """What to write instead of `name`, as the end of an error line."""
-  names = list(names)
-  close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-  return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
-
-
-def _merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
-  with section.unlocked():
-    for name, value in values.items():
-      section[name] = _merged(section[name], value) if isinstance(value, dict) and name in section else value
-  return section
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {name: _plain(inner) for name, inner in value.items()}
-  return list(value) if isinstance(value, tuple) else value
-
-
-def _to_config_dict(section: Any) -> ml_collections.ConfigDict:
-  made = ml_collections.ConfigDict()
-  for field in dataclasses.fields(section):
-    value = getattr(section, field.name)
-    if dataclasses.is_dataclass(value):
-      made[field.name] = _to_config_dict(value)
-    elif value is None:
-      made[field.name] = config_dict.placeholder(_plain_type(field.type))
-    else:
-      made[field.name] = value
-  return made
-
-
-def _plain_type(annotation: Any) -> type:
-  """int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
-  if isinstance(annotation, types.UnionType):
-    annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-  return typing.get_origin(annotation) or annotation
-
-
-def _freeze(cls: type, raw: Any, prefix: str) -> Any:
-  fields = {f.name: f for f in dataclasses.fields(cls)}
-  for name in raw:
-    if name not in fields:
-      raise UserError(f"{prefix}{name}: unknown key; {nearest(name, fields)}")
-  values = {}
-  for name, field in fields.items():
-    key = f"{prefix}{name}"
-    if name not in raw:
-      raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
-    value = raw[name]
-    values[name] = (_freeze(field.type, value, f"{key}.") if dataclasses.is_dataclass(field.type)
-                    else _typed(key, value, field.type))
-  return cls(**values)
-
-
-def _typed(key: str, value: Any, annotation: Any) -> Any:
-  if value is None and isinstance(annotation, types.UnionType):
-    return None
-  wanted = _plain_type(annotation)
-  if wanted is tuple:
-    element = typing.get_args(annotation)[0]
-    if isinstance(value, (tuple, list)) and all(type(v) in (int, element) for v in value):
-      return tuple(map(element, value))
-    example = "whole numbers; write it as '(4, 6, 8)'" if element is int else "numbers; write it as '(0.5, 0.25)'"
-    raise UserError(f"{key}={value!r}: must be a tuple of {example}")
-  if wanted is float and type(value) is int:
-    return float(value)
-  if type(value) is not wanted:
-    raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}")
-  return value
-
-
-def _check_values(config: Config) -> None:
-  flat = flatten(dataclasses.asdict(config))
-  for key, choices in CHOICES.items():
-    if flat[key] not in choices:
-      raise UserError(f"{key}={flat[key]!r}: must be one of {', '.join(choices)}; {nearest(flat[key], choices)}")
-  for key in POSITIVE:
-    if flat[key] is not None and not flat[key] > 0:
-      raise UserError(f"{key}={flat[key]}: must be above 0")
-  for key, (zero, one) in FRACTIONS.items():
-    value = flat[key]
-    if not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
-      raise UserError(f"{key}={value}: must lie between 0 ({'included' if zero else 'excluded'}) "
-                      f"and 1 ({'included' if one else 'excluded'})")
-  for key in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-    if not (flat[key] >= 1 or flat[key] == -1):
-      raise UserError(f"{key}={flat[key]}: must be 1 or above, or -1 for what the others leave")
-  if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
+def _check_mesh(mesh: MeshConfig) -> None:
+  sizes = {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.tensor": mesh.tensor}
+  for key, size in sizes.items():
+    if not (size >= 1 or size == -1):
+      raise UserError(f"{key}={size}: must be 1 or above, or -1 for what the others leave")
+  if list(sizes.values()).count(-1) > 1:
     raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
-  for key in ("seed", "optimizer.weight_decay", "data.validation_seed", "data.shuffle_seed", "model.lora.rank"):
-    if flat[key] is not None and not flat[key] >= 0:
-      raise UserError(f"{key}={flat[key]}: must be 0 or above")
-
-
-def _divisors(number: int) -> str:
-  return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def _check_divides(key: str, value: int, of_key: str, of: int) -> None:
   if of % value:
-    raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {_divisors(of)}")
+    divisors = ", ".join(str(divisor) for divisor in range(1, of + 1) if of % divisor == 0)
+    raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {divisors}")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -464,7 +324,7 @@ def _check_model(model: ModelConfig) -> None:
     if model.weights != "stored" or model.horizon is not None:
       raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
-      raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one for each of "
+      raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one per step of "
                       "model.num_steps")
   try:
     re.compile(model.lora.targets)

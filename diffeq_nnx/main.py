@@ -10,53 +10,48 @@ from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.jobs import JOBS
+from diffeq_nnx.jobs import ALIASES, JOBS
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
-WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go, and are found again.")
-JOB = flags.DEFINE_enum("job", "train", list(JOBS), "What to do.")
-FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run whose newest model is "
-                                   "taken.")
-NUM_STEPS = flags.DEFINE_integer("num_steps", None, "For discretize, finetune and export: how many steps, of one size; "
-                                 "default: its own. For evaluate, generate, analyse and harness: steps of the solver; "
-                                 "default: eval.num_steps (analyse: not), or else its own.")
-STEP_SIZES = flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. "
-                               "0.5,0.25,0.25.")
-PROMPT = flags.DEFINE_multi_string("prompt", None, "For generate: the text to go on from; may be given several times.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "For generate: as many tokens at most; default: 128.")
-TEMPERATURE = flags.DEFINE_float("temperature", None, "For generate: logits are divided by it; 0: always the likeliest "
-                                 "token; default: 1.")
-TOP_K = flags.DEFINE_integer("top_k", None, "For generate: draw from so many of the likeliest tokens; default: all.")
-TOP_P = flags.DEFINE_float("top_p", None, "For generate: draw from the fewest of the likeliest tokens that together "
-                           "have this probability; default: 1.")
-SEED = flags.DEFINE_integer("seed", None, "For generate: of the random numbers; default: 0.")
-OUT = flags.DEFINE_string("out", None, "For export: the folder to make.")
-FORMAT = flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stablehlo"],
-                           "For export: hf (the default: GPT-2 or Llama where they hold the model), hf_exact (a wider "
-                           "Llama, for its eps), hf_code (our own modelling file) or stablehlo.")
-FROM_HF = flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
-TEXT = flags.DEFINE_string("text", None, "For analyse: whose tokens the sensitivity is of; default: an English sentence.")
-POSITION = flags.DEFINE_integer("position", None, "For analyse: the output token, from 0; negative: from the end; "
-                                "default: -1.")
-LEADING = flags.DEFINE_integer("leading", None, "For analyse: how many Lyapunov exponents of each token; default: 16.")
-TIMES = flags.DEFINE_list("times", None, "For analyse: times of the spectra, e.g. 0,0.5,1; default: the model's own.")
-BASELINE = flags.DEFINE_string("baseline", None, "For harness: the work directory of another run that it was done on, or a "
-                               "results.json of lm_eval, to be shown beside.")
-COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; on TPU pods and Slurm found by itself.")
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the job has; goes with --coordinator. "
-                                     "1 alone: don't look for others.")
-JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes to come.")
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which process this is, from 0; goes with --coordinator.")
+WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run: checkpoints, metrics, results.")
+JOB = flags.DEFINE_enum("job", "train", [*JOBS, *ALIASES], "What to do.")
+FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run to start from.")
+flags.DEFINE_integer("num_steps", None, "Number of solver steps. For discretize, finetune and export, default: the "
+                     "model's own; otherwise eval.num_steps (analyze: ignored), or else the model's own.")
+flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
+flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
+flags.DEFINE_integer("max_tokens", None, "For generate: the largest number of new tokens; default: 128.")
+flags.DEFINE_float("temperature", None, "For generate: divides the logits; 0: greedy; default: 1.")
+flags.DEFINE_integer("top_k", None, "For generate: sample among this many most likely tokens; default: all.")
+flags.DEFINE_float("top_p", None, "For generate: sample among the fewest most likely tokens that together have this "
+                   "probability; default: 1.")
+flags.DEFINE_integer("seed", None, "For generate: random seed; default: 0.")
+flags.DEFINE_string("out", None, "For export: the folder to make.")
+flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stablehlo"],
+                  "For export: hf (the default: GPT-2 or Llama where they can hold the model), hf_exact (a wider Llama, "
+                  "which holds both epsilons), hf_code (our own modeling file) or stablehlo.")
+flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
+flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
+flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")
+flags.DEFINE_integer("leading", None, "For analyze: number of Lyapunov exponents of each token; default: 16.")
+flags.DEFINE_list("times", None, "For analyze: times of the spectra, e.g. 0,0.5,1; default: the solver's.")
+flags.DEFINE_string("baseline", None, "For harness: the work directory of another evaluated run, or a results.json of "
+                    "lm_eval, to compare with.")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; detected on TPU pods and Slurm.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes of the job; goes with --coordinator. "
+                                     "1 alone: no detection of other processes.")
+JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
 
-
-_overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that goes on top of a run's own config
+_overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that changes a run's own config
 
 
 def run(argv: list[str]) -> None:
   """Checks the flags and starts the job."""
   if len(argv) > 1:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
-  name, job = JOB.value, JOBS[JOB.value]
+  name = ALIASES.get(JOB.value, JOB.value)
+  job = JOBS[name]
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
@@ -106,7 +101,7 @@ def _options(name: str) -> dict[str, object]:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """absl's flag parsing, with every mistake as one line."""
+  """absl's flag parsing, with every mistake reported in one line."""
   logging.set_verbosity(logging.ERROR)  # ml_collections warns of each place where it found no config file
   try:
     _check_overrides(argv)
@@ -116,7 +111,7 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def _check_overrides(argv: list[str]) -> None:
-  """Every `--config.KEY=VALUE` against the known keys and their types, before any file is read."""
+  """Checks every `--config.KEY=VALUE` against the known keys and their types, before any file is read."""
   types = config_lib.key_types()
   for argument in argv[1:]:
     name, _, value = argument.lstrip("-").partition("=")
@@ -138,7 +133,7 @@ def _check_overrides(argv: list[str]) -> None:
 
 
 def _without_overrides(argv: list[str]) -> list[str]:
-  """All arguments; where no config file is named, those that set none of its keys: `_overrides` holds the others."""
+  """All arguments; without a config file, those that set none of its keys: the others are put into `_overrides`."""
   _overrides.clear()
   if "config" in [argument.lstrip("-").partition("=")[0] for argument in argv]:
     return argv
@@ -154,9 +149,9 @@ def _cause(error: BaseException) -> BaseException | str:
 
 
 def fail(error: BaseException | str, code: int) -> int:
-  """Prints the error as one line on stderr, and returns the code.
+  """Prints the error in one line on stderr, and returns the code.
 
-  Of several processes the first tells what all of them raise, and each what it alone has met.
+  An error that all processes raise is printed by process 0, any other by the process that met it.
   """
   process, count = _whoami()
   everywhere = getattr(error, "everywhere", False)
@@ -167,13 +162,13 @@ def fail(error: BaseException | str, code: int) -> int:
 
 
 def _whoami() -> tuple[int, int]:
-  """(this process, how many); (0, 1) where the processes have not joined."""
-  module = sys.modules.get("diffeq_nnx.parallel.distributed")  # which takes seconds to import
+  """(number of this process, number of processes); (0, 1) before the processes have joined."""
+  module = sys.modules.get("diffeq_nnx.parallel.distributed")  # importing it takes seconds
   return module.whoami() if module else (0, 1)
 
 
 def main(argv: list[str]) -> int:
-  """Exit code 2 for what the user can put right, 1 for a run that can't go on, 130 for Ctrl-C."""
+  """Exit code 2 for mistakes that the user can correct, 1 for a run that can't continue, 130 for Ctrl-C."""
   logging.set_verbosity(logging.WARNING)
   try:
     run(argv)
@@ -183,7 +178,7 @@ def main(argv: list[str]) -> int:
   except RunError as found:
     error, code = found, fail(found, 1)
   except KeyboardInterrupt:
-    error = RunError("interrupted; run the same command to go on from what is finished")
+    error = RunError("interrupted; run the same command to continue from what is finished")
     code = fail(error, 130)
   except Exception as found:
     if _whoami()[1] == 1:
@@ -192,7 +187,7 @@ def main(argv: list[str]) -> int:
     error, code = found, 1
   if _whoami()[1] > 1 and not getattr(error, "everywhere", False):
     sys.stderr.flush()
-    os._exit(code)  # the others are waiting for this process: so they learn at once that it has gone
+    os._exit(code)  # at once, so that the processes that wait for this one notice
   return code
 
 

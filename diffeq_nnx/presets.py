@@ -31,7 +31,7 @@ def _baseline(config: ml_collections.ConfigDict) -> None:
 
 
 def _parallel(config: ml_collections.ConfigDict) -> None:
-  """Stored weights, one set a step, Euler: what a discretised DiffEqFormer is."""
+  """Stored weights, one set a step, Euler: what a discretized DiffEqFormer is."""
   config.model.weights = "stored"
 
 
@@ -65,7 +65,7 @@ def _files(name: str) -> Change:
 
 
 def _tfds(name: str) -> Change:
-  """A TFDS data set, downloaded and prepared at first use."""
+  """A TFDS data set, downloaded and converted at first use."""
   def change(config: ml_collections.ConfigDict) -> None:
     config.data.source = f"tfds:{name}:train"
     config.data.validation = f"tfds:{name}:validation"

@@ -11,7 +11,7 @@ import pytest
 
 from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model import solvers
-from diffeq_nnx.training.loop import steps_of_solver
+from diffeq_nnx.training.loop import num_solver_steps
 from diffeq_nnx.training.optimizer import make_optimizer, schedule
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step
 from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_config, small_model
@@ -135,9 +135,9 @@ def test_each_step_count_is_compiled_once():
 
 def test_drawn_step_counts_depend_on_seed_and_step_alone():
   config = small_config(step_counts=(4, 6, 8))
-  drawn = [steps_of_solver(config, step) for step in range(60)]
-  assert drawn == [steps_of_solver(config, step) for step in range(60)]
+  drawn = [num_solver_steps(config, step) for step in range(60)]
+  assert drawn == [num_solver_steps(config, step) for step in range(60)]
   assert set(drawn) == {4, 6, 8}
   other = dataclasses.replace(config, seed=1)
-  assert drawn != [steps_of_solver(other, step) for step in range(60)]
-  assert {steps_of_solver(small_config(), step) for step in range(5)} == {3}
+  assert drawn != [num_solver_steps(other, step) for step in range(60)]
+  assert {num_solver_steps(small_config(), step) for step in range(5)} == {3}

@@ -183,7 +183,7 @@ def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest:
   def step(x_BxLxD, one):
     context = _Watched(Packing())
     moved_BxLxD = advance(config, context, *one, x_BxLxD)
-    return moved_BxLxD, (moved_BxLxD, context.probabilities if with_attention else None, *context.kept)
+    return moved_BxLxD, (moved_BxLxD, context.probabilities if with_attention else None, *context.keys_values)
 
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
   _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))

@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from diffeq_nnx.config import CHOICES, Config, ModelConfig, nearest
+from diffeq_nnx.config import Config, ModelConfig, choices, nearest
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness import loading
@@ -244,10 +244,10 @@ def _ways(model: ModelConfig, begin_mark: str, window: str, stride: int | None,
   """begin_mark, max_length and stride for `Encoder`, checked."""
   if vector_fields.FIELDS[model.field].learned_positions and length > model.seq_len:
     raise UserError(f"max_length={length}: must be 1 to model.seq_len={model.seq_len}, the positions that it has")
-  for name, value, choices in (("begin_mark", begin_mark, CHOICES["harness.begin_mark"]),
-                               ("window", window, CHOICES["harness.window"])):
-    if value not in choices:
-      raise UserError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+  for name, value, known in (("begin_mark", begin_mark, choices("harness.begin_mark")),
+                              ("window", window, choices("harness.window"))):
+    if value not in known:
+      raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
   if window == "disjoint":
     if stride is not None:
       raise UserError(f"stride={stride}: is of sliding windows; leave it out, or set window=sliding")

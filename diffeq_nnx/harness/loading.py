@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from diffeq_nnx.config import CHOICES, Config, ModelConfig
+from diffeq_nnx.config import Config, ModelConfig, choices
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
@@ -54,6 +54,6 @@ def computed(config: ModelConfig, dtype: str) -> ModelConfig:
   Raises:
     UserError: there is no such choice.
   """
-  if dtype not in CHOICES["harness.dtype"]:
-    raise UserError(f"dtype={dtype!r}: must be one of {', '.join(CHOICES['harness.dtype'])}")
+  if dtype not in choices("harness.dtype"):
+    raise UserError(f"dtype={dtype!r}: must be one of {', '.join(choices('harness.dtype'))}")
   return dataclasses.replace(config, dropout=0.0, dtype=config.dtype if dtype == "model" else dtype)

@@ -150,7 +150,7 @@ def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weigh
   model = partial_model(config, weights["rest"])
   hidden_BxLxD = model.hidden_unrolled(tokens_BxL, weights["steps"], contexts_S, grid)
   room = ((0, 0), (0, 0), (0, num_slots - L), (0, 0))
-  kept_S = [tuple(jnp.pad(one, room) for one in context.kept) for context in contexts_S]
+  kept_S = [tuple(jnp.pad(one, room) for one in context.keys_values) for context in contexts_S]
   return {"kept": kept_S, "slot": jnp.int32(L), "first_B": first_B}, model.logits(hidden_BxLxD[:, -1:])[:, 0]
 
 
@@ -164,7 +164,7 @@ def next_logits(config: ModelConfig, grid: solvers.Grid, weights: Weights, state
   contexts_S = [DecodeCache(kept, slot, first_B, places_B[:, None]) for kept in state["kept"]]
   model = partial_model(config, weights["rest"])
   hidden_Bx1xD = model.hidden_unrolled(tokens_B[:, None], weights["steps"], contexts_S, grid)
-  state = {"kept": [context.kept for context in contexts_S], "slot": slot + 1, "first_B": first_B}
+  state = {"kept": [context.keys_values for context in contexts_S], "slot": slot + 1, "first_B": first_B}
   return state, model.logits(hidden_Bx1xD)[:, 0]
 
 

@@ -44,12 +44,13 @@ JOBS = {
     "export": Job("jobs.export:export_run", ("out", "format", "num_steps"), ("out",),
                   "--workdir=runs/tiny --out=exported/tiny"),
     "import": Job("jobs.import_hf:import_run", ("from_hf",), ("from_hf",), "--from_hf=gpt2 --workdir=runs/gpt2", "optional"),
-    "analyse": Job("jobs.analyse:analyse", ("text", "position", "leading", "times", "num_steps"),
+    "analyze": Job("jobs.analyse:analyse", ("text", "position", "leading", "times", "num_steps"),
                    example="--workdir=runs/tiny"),
     "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
 }
+ALIASES = {"analyse": "analyze"}  # other spellings
 
 
 def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
   """Runs a job in this process, as `--job=NAME` does; options are its flags as keyword arguments."""
-  return JOBS[name].function(config, workdir, **options)
+  return JOBS[ALIASES.get(name, name)].function(config, workdir, **options)

@@ -7,7 +7,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import corpus_of_run, prepare
+from diffeq_nnx.training.setup import checked_mesh, corpus_of_run
 
 
 def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> dict:
@@ -23,7 +23,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> d
       tokenizer, or a mesh that the devices don't make.
   """
   distributed.end_on_sigterm()
-  mesh = prepare(config)
+  mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = corpus_of_run(config, workdir)
     params, step = read_params(config, workdir, mesh, corpus.tokenizer.hash)

@@ -17,7 +17,7 @@ from diffeq_nnx.training import starting
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import reporter
-from diffeq_nnx.training.setup import load_corpus, prepare
+from diffeq_nnx.training.setup import checked_mesh, load_corpus
 
 
 def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
@@ -67,7 +67,7 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
   config = starting.derived(config, model, data_config)
   graph(config.model)  # a mistake in lora.targets is told before the text is read
-  mesh = prepare(config)
+  mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = load_corpus(config)
     if corpus.tokenizer.hash != tokenizer.hash:

@@ -12,7 +12,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import starting
-from diffeq_nnx.training.setup import load_corpus, prepare
+from diffeq_nnx.training.setup import checked_mesh, load_corpus
 
 
 def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   config = starting.derived(
       config, dataclasses.replace(model, attention=config.model.attention),
       dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None))
-  mesh = prepare(config)
+  mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     starting.start(config, workdir, load_corpus(config), params, mesh, None)

@@ -14,7 +14,7 @@ from diffeq_nnx.parallel import sharding
 
 
 class AttentionContext(Protocol):
-  """What the tokens of a batch see, and their positions.
+  """Which tokens each token of a batch attends to, and their positions.
 
   Attributes:
     positions_BxL: each token's place in its document; None: 0 to L-1.
@@ -26,11 +26,11 @@ class AttentionContext(Protocol):
 
 
 class Packing(NamedTuple):
-  """Where several documents share a row: which one each token belongs to, and the token's place in it.
+  """Causal attention in rows that may hold several documents.
 
   Attributes:
-    segment_ids_BxL: integers; a token sees those of its own number only. None: all before it.
-    positions_BxL: integers; None: 0 to L-1.
+    segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
+    positions_BxL: each token's place in its document; None: 0 to L-1.
   """
   segment_ids_BxL: jax.Array | None = None
   positions_BxL: jax.Array | None = None
@@ -42,7 +42,7 @@ class Packing(NamedTuple):
 
 def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array,
                       segment_ids_BxL: jax.Array | None, implementation: str) -> jax.Array:
-  """Causal attention, each device with its own sequences and heads: a fused kernel can't be split by the compiler."""
+  """Causal attention, each device with its own sequences and heads: the compiler can't partition a fused kernel."""
   def run(q, k, v, segment_ids=None):
     return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
 
@@ -52,14 +52,14 @@ def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax
 
 @dataclasses.dataclass
 class PrefillCache:
-  """A packing at one solver step that notes the keys and values of its tokens, for tokens to come.
+  """A packing at one solver step that stores the keys and values of its tokens, for decoding.
 
   Attributes:
-    packing: what the tokens see.
-    kept: what it noted, keys and values, [B, K, L, C] each.
+    packing: the attention context.
+    keys_values: set by `attend`, [B, K, L, C] each.
   """
   packing: Packing
-  kept: tuple[jax.Array, jax.Array] | None = None
+  keys_values: tuple[jax.Array, jax.Array] | None = None
 
   @property
   def positions_BxL(self) -> jax.Array | None:
@@ -68,34 +68,34 @@ class PrefillCache:
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """As the packing's."""
-    self.kept = k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)
+    self.keys_values = k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)
     return self.packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
 @dataclasses.dataclass
 class DecodeCache:
-  """One token a row at one solver step, and the keys and values of those before it; P slots a row.
+  """One new token per row at one solver step, with the keys and values of those before it; P slots per row.
 
   Rows begin at different slots, so that the new token has the same slot in all of them.
 
   Attributes:
-    kept: keys and values, [B, K, P, C] each; after `attend` with the new token's.
+    keys_values: [B, K, P, C] each; `attend` adds the new token's.
     slot: the new token's, [].
     first_B: the slot of each row's first token.
     positions_BxL: the new token's place in its row, [B, 1].
   """
-  kept: tuple[jax.Array, jax.Array]
+  keys_values: tuple[jax.Array, jax.Array]
   slot: jax.Array
   first_B: jax.Array
   positions_BxL: jax.Array
 
   def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of the new token to its row, [B, 1, H, C]; plain, since kernels are made for many queries."""
+    """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since the kernels are made for many queries."""
     del implementation
-    self.kept = tuple(jax.lax.dynamic_update_slice_in_dim(kept, new.swapaxes(1, 2), self.slot, axis=2)
-                      for kept, new in zip(self.kept, (k_Bx1xKxC, v_Bx1xKxC)))
-    slots_1xP = jnp.arange(self.kept[0].shape[2], dtype=jnp.int32)[None]
-    seen_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
-    segments = jnp.ones((len(seen_BxP), 1), jnp.int32), seen_BxP.astype(jnp.int32)
-    return attention(q_Bx1xHxC, *(kept.swapaxes(1, 2) for kept in self.kept), causal=False, segment_ids=segments,
+    self.keys_values = tuple(jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), self.slot, axis=2)
+                             for old, new in zip(self.keys_values, (k_Bx1xKxC, v_Bx1xKxC)))
+    slots_1xP = jnp.arange(self.keys_values[0].shape[2], dtype=jnp.int32)[None]
+    visible_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
+    segments = jnp.ones((len(visible_BxP), 1), jnp.int32), visible_BxP.astype(jnp.int32)
+    return attention(q_Bx1xHxC, *(cached.swapaxes(1, 2) for cached in self.keys_values), causal=False, segment_ids=segments,
                      implementation="reference")

@@ -37,7 +37,7 @@ def discretized_config(model: ModelConfig, num_steps: int | None = None,
   if model.weights == "stored" and (num_steps, sizes) != (model.num_steps, model.step_sizes):
     asked = f"step_sizes={sizes}" if sizes else f"num_steps={num_steps}"
     raise UserError(f"{asked}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
-                    "discretised anew; start from the model with generated weights", everywhere=True)
+                    "discretized again; start from the model with generated weights", everywhere=True)
   return dataclasses.replace(model, weights="stored", num_steps=num_steps, horizon=None if sizes else model.total_time,
                              step_sizes=sizes, time=TimeConfig(),
                              lora=LoraConfig())

@@ -13,11 +13,11 @@ from diffeq_nnx.model.weight_sources import BlockSpecs, BlockWeights, LeafSpec, 
 
 
 class LoraWeights(StoredWeights):
-  """Stored weights that stay as they are, and low-rank adapters on some of the kernels that learn.
+  """Frozen stored weights, and low-rank adapters that learn on some of the kernels.
 
-  A kernel of step s is W_s + alpha / rank A_s B_s, A_s [in, rank], B_s [rank, out] (Hu et al. 2021). Made whole once
-  for a train step, like generated weights; so dropout, which in that paper is drawn for each token, is drawn here for
-  each input feature and step of the solver.
+  A kernel of step s is W_s + alpha / rank A_s B_s, A_s [in, rank], B_s [rank, out] (Hu et al. 2021). The
+  full kernel is computed once per train step, like generated weights; so dropout, which in that paper is drawn for each
+  token, is drawn here for each input feature and solver step.
   """
 
   def __init__(self, specs: BlockSpecs, lora: config_lib.LoraConfig, num_steps: int, dtype: jnp.dtype, rngs: nnx.Rngs):

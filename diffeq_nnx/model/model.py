@@ -28,7 +28,7 @@ class Model(nnx.Module):
   """A language model: token embedding, a weight source, a vector field, a solver, an output head.
 
   Every model of the project is this class; the config chooses the three parts. Parameters are float32;
-  arrays that go from step to step are `config.dtype`.
+  the hidden state is `config.dtype`.
   """
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -65,7 +65,7 @@ class Model(nnx.Module):
                     dropout_key: jax.Array | None = None) -> weight_sources.BlockWeights:
     """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
 
-    Each device makes its own part of them from its own part of the parameters. With a key, adapters drop out.
+    Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
     """
     times_S = np.asarray((grid or self.grid()).times_S)
     weights = self.weight_source(times_S, jnp.dtype(self.config.dtype), dropout_key)
@@ -81,12 +81,12 @@ class Model(nnx.Module):
       tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
       block_weights: from `block_weights(grid)`.
       grid: times and step sizes; None: the config's own.
-      segment_ids_BxL: numbers of the documents in a row: a token sees its own only; None: all before it.
+      segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
       positions_BxL: each token's place in its document, below L; None: 0 to L-1.
       context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
         as no position is.
       dropout_key: None: no dropout.
-      rows_B: numbers of the sequences, by which dropout is drawn; None: 0 to B-1. So a batch is the same in parts.
+      rows_B: numbers of the sequences, which seed their dropout: a batch in parts is the same; None: 0 to B-1.
       remat: what the backward pass recomputes.
 
     Raises:
@@ -177,7 +177,7 @@ class Model(nnx.Module):
   def _dropout(self, rows_B: jax.Array, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
     keep = 1.0 - self.config.dropout
     draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
-    # the barrier keeps random numbers out of the matrix products' fusions, which they would make slow
+    # the barrier keeps random numbers out of the fusions of matrix products, which they would slow down
     kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(rows_B))
     return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
 

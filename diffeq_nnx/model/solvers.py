@@ -1,4 +1,4 @@
-"""When the block is evaluated, and how its two branches move the hidden state.
+"""Solvers: the times at which the block is evaluated, and how its two branches advance the hidden state.
 
 B batch, L positions, D embed_dim, S solver steps.
 """
@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.parallel import sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-  """The steps of one integration: at `times_S` [S] the weights are taken, by `dts_S` [S] the state moves.
+  """The steps of one integration: the times of their weights `times_S` [S], and their sizes `dts_S` [S].
 
   Times run from 0 to 1; the steps add up to the horizon. Hashable, so that it can be a static argument.
   """
@@ -44,7 +45,7 @@ def uniform_grid(num_steps: int, horizon: float) -> Grid:
 
 
 def uneven_grid(step_sizes: Sequence[float]) -> Grid:
-  """Steps of these sizes; a step's time is that of its end, as a share of the whole, so that the last is 1."""
+  """Steps of these sizes; the time of a step is that of its end, as a fraction of the total, so that the last is 1."""
   total = math.fsum(step_sizes)
   ends = [math.fsum(step_sizes[:i + 1]) / total for i in range(len(step_sizes))]
   return Grid(tuple(ends), tuple(map(float, step_sizes)))
@@ -95,6 +96,12 @@ def sequential_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, 
 SOLVERS = {"euler": euler_step, "sequential": sequential_step}
 
 
+def register(name: str, step: Callable) -> None:
+  """Adds a solver, a function of one step with the signature of `euler_step`, as a choice of `model.solver`."""
+  SOLVERS[name] = step
+  config_lib.add_choice("model.solver", name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Remat:
   """What the backward pass recomputes: `kind` is none, dots or full; a state is kept `every` steps."""
@@ -121,9 +128,9 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
     weights: BlockWeights for the grid's times; every leaf has a leading axis S.
     grid: times and step sizes.
     dropout: applied to each branch, with a key of its own for each step and branch.
-    key: the key that those keys are split from.
+    key: from which those keys are split.
     remat: what to recompute; `remat.every` must divide S.
-    gather: applied to the weights of each step when it comes to them, and again where it is recomputed.
+    gather: applied to the weights of a step before it, and again where the step is recomputed.
   """
   step = functools.partial(SOLVERS[solver], field)
   dts_S = jnp.asarray(np.asarray(grid.dts_S), x_BxLxD.dtype)
@@ -146,12 +153,12 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
 
 def solve_unrolled(solver: str, fields_S: Sequence[VectorField], x_BxLxD: jax.Array, weights_S: Sequence[dict],
                       grid: Grid) -> jax.Array:
-  """The same state as `solve`, each step with a field and weights of its own; no dropout, no rematerialisation.
+  """The same state as `solve`, each step with its own field and weights; no dropout, no rematerialization.
 
-  For a token at a time: a loop cuts each step's weights out of the whole, and where XLA copies them then, as on CPUs, a
-  token takes many times as long.
+  For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token
+  takes many times as long.
   """
-  key = jax.random.key(0)  # of no use without dropout
+  key = jax.random.key(0)  # unused, since there is no dropout
   for field, weights, dt in zip(fields_S, weights_S, grid.dts_S, strict=True):
     x_BxLxD = SOLVERS[solver](field, x_BxLxD, weights, jnp.asarray(dt, x_BxLxD.dtype), no_dropout, key)
   return x_BxLxD

@@ -17,12 +17,12 @@ def sinusoidal_features(times_S: jax.Array, frequencies_M: jax.Array, scale: flo
   """s(t) = [t, sin(scale t w), cos(scale t w)] (Tong et al. 2025, section 3.1), shape [S, 2 M + 1].
 
   Computed in the dtype of `frequencies_M`, which is float32 or wider whatever the model computes in: the
-  angle reaches 1000 radians, and bfloat16 tells neighbours there apart by 4 radians at best.
+  angle reaches 1000 radians, where neighboring bfloat16 numbers are 4 radians apart.
 
   Args:
     times_S: times between 0 and 1.
     frequencies_M: w_k.
-    scale: radians that the fastest wave turns from t = 0 to t = 1.
+    scale: angle of the fastest wave at t = 1, radians.
   """
   times_S = times_S.astype(frequencies_M.dtype)
   angles_SxM = scale * times_S[:, None] * frequencies_M[None, :]

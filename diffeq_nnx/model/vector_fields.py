@@ -2,7 +2,7 @@
 
 B batch, L positions, D embed_dim, H query heads, K key/value heads, G = H / K, C head_dim, F mlp_dim.
 
-Every kernel is a matrix [in, out], heads side by side, so that it fills a TPU's tiles and can be split along its
+Every kernel is a matrix [in, out] with heads concatenated, so that it fills a TPU's tiles and can be split along its
 first axis over any number of devices.
 """
 
@@ -19,15 +19,15 @@ from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
 Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
 
-STD = 0.02  # of a plain model's kernels and embeddings (GPT-2)
+STD = 0.02  # standard deviation of a plain model's kernels and embeddings (GPT-2)
 ROPE_BASE = 10000.0
 
 
 def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
-  centred_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
-  normed_BxLxD = centred_BxLxD * jax.lax.rsqrt(jnp.square(centred_BxLxD).mean(-1, keepdims=True) + eps)
+  centered_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
+  normed_BxLxD = centered_BxLxD * jax.lax.rsqrt(jnp.square(centered_BxLxD).mean(-1, keepdims=True) + eps)
   return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
@@ -49,8 +49,8 @@ def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
   angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies_R, range(positions.ndim))
   cos, sin = (jnp.concatenate([half] * 2, -1) for half in (jnp.cos(angles), jnp.sin(angles)))  # [L, C] or [B, L, C]
   cos, sin = (table[:, :, None] if table.ndim == 3 else table[None, :, None] for table in (cos, sin))  # for all heads
-  # (first, second) -> (-second, first) as a product, exact since each sum has one term: cutting a head of 128 in
-  # halves would cost a TPU several copies
+  # (first, second) -> (-second, first) as a matrix product, which is exact since each sum has one term: slicing a head
+  # of 128 in halves would cost a TPU several copies
   swap_CxC = jnp.asarray(np.eye(C, k=C // 2) - np.eye(C, k=-(C // 2)), x_BxLxHxC.dtype)
   swapped = jnp.einsum("blhc,ce->blhe", x_BxLxHxC, swap_CxC, precision=jax.lax.Precision.HIGHEST)
   turned = x_BxLxHxC.astype(wide) * cos + swapped.astype(wide) * sin
@@ -58,7 +58,7 @@ def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _out_std(model: config_lib.ModelConfig) -> float:
-  """Spread of the two projections that write to the state: smaller, as 2 n of them add up (GPT-2)."""
+  """Standard deviation of the two projections that write to the state: smaller, since 2 n of them add up (GPT-2)."""
   return STD / (2 * model.num_steps) ** 0.5
 
 
@@ -68,7 +68,7 @@ def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict
 
 
 class HeadKernels(NamedTuple):
-  """The kernels of attention by head, and those of the feed-forward pair; with whatever axes come first.
+  """The kernels of attention by head, and those of the feed-forward branch, with any leading axes.
 
   Attributes:
     query: [..., D, H, C].
@@ -126,7 +126,7 @@ class GPTField:
     }
 
   def head_kernels(self, w: Weights) -> HeadKernels:
-    """The kernels by head; leaves of `w` may have axes in front."""
+    """The kernels by head; leaves of `w` may have leading axes."""
     qkv, out = w["qkv"]["kernel"], w["out"]["kernel"]
     split = qkv.reshape(*qkv.shape[:-1], self.num_kv_heads, -1, self.head_dim)  # [..., D, K, G + 2, C]
     query = split[..., :-2, :].reshape(*qkv.shape[:-1], self.num_heads, self.head_dim)
@@ -140,7 +140,7 @@ class GPTField:
     slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
     kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
 
-    def project(part: slice) -> jax.Array:  # the weights are cut, since they are smaller than what they make
+    def project(part: slice) -> jax.Array:  # slicing the weights is cheaper than slicing the products
       made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
@@ -195,7 +195,7 @@ class LlamaField:
     }
 
   def head_kernels(self, w: Weights) -> HeadKernels:
-    """The kernels by head; leaves of `w` may have axes in front."""
+    """The kernels by head; leaves of `w` may have leading axes."""
     by_head = lambda name, heads: w[name]["kernel"].reshape(*w[name]["kernel"].shape[:-1], heads, self.head_dim)
     out = w["out"]["kernel"]
     return HeadKernels(by_head("query", self.num_heads), by_head("key", self.num_kv_heads),
@@ -236,6 +236,12 @@ class BoundField:
 
 
 FIELDS = {"gpt": GPTField, "llama": LlamaField}
+
+
+def register(name: str, field: type) -> None:
+  """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`."""
+  FIELDS[name] = field
+  config_lib.add_choice("model.field", name)
 
 
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:

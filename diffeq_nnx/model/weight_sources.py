@@ -1,7 +1,7 @@
-"""BlockWeights, and the three places they come from.
+"""BlockWeights and their sources: generated, stored or shared weights.
 
 BlockWeights is a nested dict {group: {leaf: array}}, e.g. weights["up"]["kernel"]; every leaf has a leading
-axis S, the times it was asked for. A weight source is asked once for all times that a solver will visit.
+axis S, the requested times. A weight source is called once for all times that a solver will visit.
 
 S times, T time_embed_dim, M frequencies, P = 2 M + 1 features, N groups (weight matrices and norms).
 """
@@ -27,8 +27,8 @@ class LeafSpec:
 
   Attributes:
     shape: without the axis S.
-    axes: the names of its axes, which `sharding.RULES` gives places to.
-    std: spread of a plain model's initial values; 0: they start at `start`.
+    axes: the names of its axes, which `sharding.RULES` maps to mesh axes.
+    std: standard deviation of a plain model's initial values; 0: all are `start`.
     start: 0 for kernels and biases, 1 for the scale of a norm.
   """
   shape: tuple[int, ...]
@@ -46,7 +46,7 @@ def block_axes(specs: BlockSpecs) -> dict[str, dict[str, tuple[str | None, ...]]
 
 
 def initial_leaf(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -> nnx.Param:
-  """One array, with the axes `lead` in front, which are never split."""
+  """A parameter with the leading axes `lead`, which are never split."""
   shape = lead + spec.shape
   values = spec.std * jax.random.normal(rngs.params(), shape, dtype) if spec.std else jnp.full(shape, spec.start, dtype)
   return nnx.Param(values, axes=(None,) * len(lead) + spec.axes)
@@ -90,14 +90,14 @@ class GeneratedWeights(nnx.Module):
   Tong et al. 2025, section 3.1; s(t) is `sinusoidal_features`. Biases have no F_0; the scale of a norm is
   1 + sum_j e_j g_j and its shift sum_j e_j h_j.
 
-  One call makes all groups at all times: one batched product a layer of the MLPs, then one product a leaf
-  that reads F once whatever the number of times. F_0 is kept as the last row of a kernel's F, so that the
-  same product reads it and its gradient comes out of the same product too.
+  One call computes all groups at all times: one batched product per layer of the MLPs, then one product per leaf
+  that reads F once whatever the number of times. F_0 is stored as the last row of a kernel's F, so that the same
+  products compute its term and its gradient.
   """
 
   def __init__(self, specs: BlockSpecs, time: config_lib.TimeConfig, initialization: str, times_S: np.ndarray,
                dtype: jnp.dtype, rngs: nnx.Rngs):
-    """`times_S` are the times at which W is to start with the spread that the specs ask for."""
+    """`times_S`: the times at which W initially has the standard deviations of the specs."""
     self.time = time
     self.groups = tuple(specs)
     self.starts = nnx.static(tuple((group, name, leaf.start) for group, leaves in specs.items()
@@ -122,9 +122,9 @@ class GeneratedWeights(nnx.Module):
 
   def _initial_leaf(self, name: str, leaf: LeafSpec, square: jax.Array, published: bool, rngs: nnx.Rngs,
                     dtype) -> nnx.Param:
-    """F [T, ...], and for a kernel F_0 as one row more; `square` is the mean over times of sum_j e_j^2."""
+    """F [T, ...], and for a kernel F_0 as one more row; `square` is the mean over times of sum_j e_j^2."""
     T = self.time.time_embed_dim
-    if name != "kernel":  # a bias starts at 1e-4 in the published code, a norm at the plain one
+    if name != "kernel":  # published biases start at 1e-4, norms as in a plain model
       std = 1e-4 if published and name == "bias" else 0.0
       return initial_leaf(dataclasses.replace(leaf, std=std, start=0.0), (T,), rngs, dtype)
     std = 0.02 if published else leaf.std / jnp.sqrt(square)
@@ -141,14 +141,14 @@ class GeneratedWeights(nnx.Module):
     else:
       frequencies_M = fixed_frequencies(self.time.sinusoidal_dim, dtype)
     features_SxP = sinusoidal_features(times_S, frequencies_M, self.time.scale)
-    highest = jax.lax.Precision.HIGHEST  # small products, and their error would move every weight
+    highest = jax.lax.Precision.HIGHEST  # the products are small, and their error would affect every weight
     hidden_NxSxT = jnp.einsum("sp,npt->nst", features_SxP, mlp["kernel1"][...], precision=highest)
     hidden_NxSxT = jax.nn.silu(hidden_NxSxT + mlp["bias1"][...][:, None])
     e_NxSxT = jnp.einsum("nst,ntu->nsu", hidden_NxSxT, mlp["kernel2"][...], precision=highest)
     return e_NxSxT + mlp["bias2"][...][:, None]
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """W(t) at `times_S` in `dtype`; the products run in `dtype` and add up in float32 or wider."""
+    """W(t) at `times_S` in `dtype`; products are in `dtype`, sums in float32 or wider."""
     e_NxSxT = self.time_vectors(times_S)
     weights: BlockWeights = {group: {} for group in self.groups}
     for group, name, start in self.starts:
@@ -174,7 +174,7 @@ def _combine_backward(dtype, residuals, made_gradient):
   e_SxT, basis = residuals
   made_gradient = made_gradient.astype(dtype)
   basis_gradient = _contract(e_SxT.T.astype(dtype), made_gradient, 1)
-  axes = tuple(range(1, basis.ndim))  # F first: XLA's CPU product over millions is then 1.5 times as fast
+  axes = tuple(range(1, basis.ndim))  # with F as the first operand XLA's CPU product over millions is 1.5 times as fast
   e_gradient_TxS = _contract(basis.astype(dtype), made_gradient, (axes, axes))
   return e_gradient_TxS.T.astype(e_SxT.dtype), basis_gradient.astype(basis.dtype)
 

@@ -10,13 +10,13 @@ from diffeq_nnx.parallel import distributed
 
 
 def say(line: str) -> None:
-  """One line on stderr, from process 0 only: stdout is kept for results."""
+  """Prints one line on stderr, from process 0 only; stdout is for results."""
   if distributed.leads():
     tqdm.write(line, file=sys.stderr)
 
 
 def print_result(result: dict[str, Any]) -> dict[str, Any]:
-  """One JSON line on stdout, from process 0."""
+  """Prints one JSON line on stdout, from process 0 only."""
   if distributed.leads():
     print(json.dumps(result), flush=True)
   return result

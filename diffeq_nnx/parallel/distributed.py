@@ -1,7 +1,6 @@
-"""One job of several processes: starting it, agreeing on what it is, stopping together.
+"""One job of several processes: joining, checking that all run the same, stopping together.
 
-Every process runs the same command. JAX's own service joins them (`jax.distributed`) and tells the others when one
-dies.
+Every process runs the same command. `jax.distributed` joins them, and notifies the others when one dies.
 """
 
 import contextlib
@@ -23,30 +22,30 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError, first_line
 
-HEARTBEAT_SECONDS = 60  # without a sign of life a process counts as gone
-WAIT_SECONDS = 7 * 24 * 3600  # for a process that lives and is busy
+HEARTBEAT_SECONDS = 60  # a process without a heartbeat for so long counts as dead
+WAIT_SECONDS = 7 * 24 * 3600  # for a process that is alive and busy
 LEAVE_SECONDS = 60  # for all processes to end after the first
-# in what JAX raises when another process has gone; it has no type of its own
-_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
+# words in what JAX raises when another process has died, which has no type of its own
+_DEATH_WORDS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
 
 _joined = False  # whether `start` has found other processes
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
-  """Joins the job's processes: on TPU pods, Slurm and Open MPI found by JAX, elsewhere by the three arguments.
+  """Joins the job's processes: detected by JAX on TPU pods, Slurm and Open MPI, elsewhere given by the three arguments.
 
-  Without the arguments, and outside such a cluster, there is one process and nothing to join. Call it before
-  anything that touches a device.
+  Without the arguments, and outside such a cluster, there is a single process. Call it before anything that
+  touches a device.
 
   Args:
     coordinator: HOST:PORT at which process 0 can be reached by all.
-    num_processes: how many there are; 1 alone: don't look for others.
+    num_processes: how many there are; 1 alone: no detection.
     process_id: which one this is, from 0.
-    join_seconds: how long to wait for all to come.
+    join_seconds: how long to wait for all of them.
 
   Raises:
     UserError: some of the three arguments without the others, or arguments that don't fit.
-    RunError: they could not be joined. If the others don't come in time, the process ends, with exit code 1.
+    RunError: they could not be joined. If the others don't join in time, the process exits with code 1.
   """
   given = (coordinator, num_processes, process_id)
   if given == (None, 1, None):
@@ -80,8 +79,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 def _limit(seconds: int) -> Iterator[None]:
   """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
   def end() -> None:
-    print(f"error: not all processes came within {seconds} s; start the same command on every host, look at the logs "
-          "of those that are missing, or raise --join_seconds", file=sys.stderr, flush=True)
+    print(f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
+          "of the missing ones, or raise --join_seconds", file=sys.stderr, flush=True)
     os._exit(1)
 
   timer = threading.Timer(seconds, end)
@@ -94,7 +93,7 @@ def _limit(seconds: int) -> Iterator[None]:
 
 
 def whoami() -> tuple[int, int]:
-  """(this process, how many there are); (0, 1) before the processes have joined."""
+  """(number of this process, number of processes); (0, 1) before the processes have joined."""
   return (jax.process_index(), jax.process_count()) if _joined else (0, 1)
 
 
@@ -110,10 +109,10 @@ def require_one_process(job: str) -> None:
 
 
 def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
-  """What every process says, by process; all of them must call it, and wait so long for the last.
+  """The texts of all processes, by process; all of them must call it, and wait up to `wait_seconds` for the last.
 
-  They wait for the last one at a barrier, where a death is noticed and an hour of tokenising is not taken for one,
-  and only then meet in a collective, which would not wait so long.
+  They wait at a barrier, which notices a death but tolerates an hour of tokenizing, and only then enter a
+  collective, which would time out earlier.
   """
   if jax.process_count() == 1:
     return [text]
@@ -128,11 +127,11 @@ def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-  """Runs the body on every process, and waits; what one finds wrong ends all of them with the same line.
+  """Runs the body on every process, and waits; an error in one of them ends all with the same line.
 
   Raises:
-    UserError or RunError: as the body did, here or elsewhere; the line names the process if not all agree. What is
-      neither is raised as it is where it arose, and as a RunError elsewhere.
+    UserError or RunError: the body raised it, here or elsewhere; the line names the process if not all agree. Other
+      exceptions are raised unchanged where they arose, and as a RunError elsewhere.
   """
   error = None
   try:
@@ -145,13 +144,13 @@ def together() -> Iterator[None]:
     return
   one_line = isinstance(error, (UserError, RunError))
   line = str(error) if one_line else f"{type(error).__name__}: {error}"
-  told = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), line]))]
+  reports = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), line]))]
   if error is not None and not one_line:
     raise error
-  first = next((process for process, one in enumerate(told) if one), None)
+  first = next((process for process, one in enumerate(reports) if one), None)
   if first is not None:
-    is_user_error, line = told[first]
-    alike = all(one == told[first] for one in told)
+    is_user_error, line = reports[first]
+    alike = all(one == reports[first] for one in reports)
     kind = UserError if is_user_error else RunError
     raise kind(line if alike else f"process {first}: {line}", everywhere=True) from error
 
@@ -160,14 +159,14 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
   """Checks that all processes run the same job from the same code.
 
   Raises:
-    UserError: they don't; the line says in what, and which process differs from process 0.
+    UserError: they don't; the line names the differences, and the process that differs from process 0.
   """
   facts = {"--job": job, "--workdir": workdir, "the code": code_version(), "jax": jax.__version__,
            **{f"--{name}": value for name, value in options.items()}, **config_lib.flatten(config_lib.to_dict(config))}
-  said = [json.loads(one) for one in exchange(json.dumps(facts))]
-  for process, theirs in enumerate(said):
-    differing = [f"{key} is {theirs.get(key)!r} there and {said[0].get(key)!r} in process 0"
-                 for key in {**said[0], **theirs} if theirs.get(key) != said[0].get(key)]
+  reports = [json.loads(one) for one in exchange(json.dumps(facts))]
+  for process, theirs in enumerate(reports):
+    differing = [f"{key} is {theirs.get(key)!r} there and {reports[0].get(key)!r} in process 0"
+                 for key in {**reports[0], **theirs} if theirs.get(key) != reports[0].get(key)]
     if differing:
       raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
                       "the same code, on every host", everywhere=True)
@@ -183,16 +182,16 @@ def code_version() -> str:
 
 
 class Preemption:
-  """Whether the job is asked to end, by SIGTERM to any of its processes.
+  """Whether the job was asked to end, by SIGTERM to any of its processes.
 
-  A context: after it, SIGTERM ends a single process at once again.
+  A context: after it, SIGTERM ends a single process immediately again.
   """
 
   def __init__(self) -> None:
     self._asked, self._before = False, None
 
   def __enter__(self) -> "Preemption":
-    # where processes have joined JAX's service listens to each, and tells all
+    # with several processes the service of jax.distributed receives the signal, and notifies all
     if not _joined and threading.current_thread() is threading.main_thread():
       self._before = signal.signal(signal.SIGTERM, self._ask)
     return self
@@ -210,20 +209,20 @@ class Preemption:
 
 
 def end_on_sigterm() -> None:
-  """For a job with nothing to save: SIGTERM ends this process, where JAX's service would only take note of it."""
+  """For a job with nothing to save: SIGTERM ends this process, where the service of jax.distributed would only record it."""
   if _joined:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def tells_of_a_loss(error: BaseException) -> bool:
-  """Whether this is what a collective or barrier raises when another process has gone."""
+def is_process_death(error: BaseException) -> bool:
+  """Whether this is what a collective or barrier raises when another process has died."""
   return (jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
-          and any(sign in str(error) for sign in _SIGNS_OF_LOSS))
+          and any(sign in str(error) for sign in _DEATH_WORDS))
 
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-  """Turns what JAX raises when another process has gone, or memory is not enough, into one line.
+  """Reports in one line what JAX raises when another process has died, or memory runs out.
 
   Raises:
     RunError: that.
@@ -233,8 +232,8 @@ def in_one_line() -> Iterator[None]:
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     if "RESOURCE_EXHAUSTED" in str(error):
       raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
-                     "devices (launch/compile_ahead.py tells beforehand what fits)") from error
-    if isinstance(error, UserError) or not tells_of_a_loss(error):
+                     "devices (launch/compile_ahead.py reports ahead of time what fits)") from error
+    if isinstance(error, UserError) or not is_process_death(error):
       raise
-    raise RunError(f"another process of the job has gone ({first_line(error, 300)}); its log says why; run the same "
-                   "command on every host to go on from the newest checkpoint") from error
+    raise RunError(f"another process of the job has died ({first_line(error, 300)}); its log says why; run the same "
+                   "command on every host to continue from the newest checkpoint") from error

@@ -1,8 +1,8 @@
-"""Where arrays live: a mesh of devices, names for the axes of arrays, and one table from names to mesh axes.
+"""Where arrays are placed: a mesh of devices, names for the axes of arrays, one table from names to mesh axes.
 
-The mesh has four axes: `slice` (TPU slices, joined by the data-centre network), `data`, `fsdp` and `tensor`. Each
+The mesh has four axes: `slice` (TPU slices, connected by the data-center network), `data`, `fsdp` and `tensor`. Each
 device has its own sequences; parameters are split over fsdp and tensor. Functions here read the mesh of the
-surrounding `jax.set_mesh`, and do nothing where there is none, or another one.
+surrounding `jax.set_mesh`, and do nothing without one, or with a mesh of another kind.
 """
 
 import functools
@@ -21,7 +21,7 @@ MESH_AXES = ("slice", "data", "fsdp", "tensor")
 
 # The mesh axes that an array's axis may be split over. In one array a mesh axis is used once, by the first axis that
 # it divides: a kernel [embed, mlp] is split over fsdp and tensor, a kernel [mlp, embed] over both along mlp, which is
-# the axis that costs a TPU no padding. An axis without a name (None) is whole on every device.
+# the axis that costs a TPU no padding. An axis without a name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("slice", "data", "fsdp"),
     "embed": ("fsdp",),
@@ -30,7 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "fsdp"),
     "position": (),
 }
-SPLIT_IN_USE = ("tensor",)  # of the mesh axes of a parameter, those that stay split while it is used
+SPLIT_IN_USE = ("tensor",)  # mesh axes over which a parameter stays split while it is used
 
 Axes = tuple[str | None, ...]
 
@@ -62,7 +62,7 @@ def _sizes(config: MeshConfig, count: int) -> tuple[int, int, int]:
 
 
 def check(config: Config, mesh: Mesh) -> None:
-  """Raises UserError, with the way out, unless batch and model can be split over the mesh."""
+  """Raises UserError unless batch and model can be split over the mesh."""
   shards = num_shards("batch", mesh.shape)
   if config.train.batch_size % shards:
     raise UserError(f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
@@ -76,7 +76,7 @@ def check(config: Config, mesh: Mesh) -> None:
 
 
 def describe(mesh: Mesh) -> str:
-  """The mesh in words: "data 1 x fsdp 8 x tensor 1", slices only where there are several."""
+  """The mesh as text: "data 1 x fsdp 8 x tensor 1", slices only where there are several."""
   return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1 or axis != "slice")
 
 
@@ -110,12 +110,12 @@ def named(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The sharding of what every device has a copy of."""
+  """The sharding of an array of which every device has a copy."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def _surrounding() -> jax.sharding.AbstractMesh | None:
-  """The mesh of the surrounding `jax.set_mesh`, if it is one of ours and of several devices."""
+  """The mesh of the surrounding `jax.set_mesh`, if `make_mesh` made it and it has several devices."""
   mesh = jax.sharding.get_abstract_mesh()
   return mesh if mesh.axis_names == MESH_AXES and mesh.size > 1 else None
 
@@ -129,7 +129,7 @@ def constrain(x: jax.Array, *axes: str | None, only: tuple[str, ...] = MESH_AXES
 
 
 def gather(x: jax.Array, axes: Axes) -> jax.Array:
-  """A parameter as it is used: whole, but for what tensor parallelism splits. Its gradient is split again at once."""
+  """A parameter all-gathered for use, except over the tensor axis. Its gradient is reduce-scattered immediately."""
   return x if _surrounding() is None else _gather(x, axes)
 
 
@@ -150,12 +150,12 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
-  """function(*arrays) where each device sees its own part of every array, and makes its own part of the result.
+  """function(*arrays), each device applying it to its own part of every array for its own part of the result.
 
   Args:
     function: of arrays that have axes of these names, or the first few of them; the result is like the first array.
-    axes: the names; other parts of an axis must not matter to the function.
-    arrays: the whole arrays; the first one has all axes.
+    axes: the names; the function must not depend on other parts of an axis.
+    arrays: global arrays; the first one has all axes.
 
   Raises:
     ValueError: the arrays would be split in different ways.
@@ -178,7 +178,7 @@ class Share:
   """This process's part of the batches of one size, B rows.
 
   Attributes:
-    rows: the rows that its devices hold, in order, [rows] int; they need not be neighbours.
+    rows: the rows that its devices hold, in order, [rows] int; they need not be adjacent.
   """
 
   def __init__(self, mesh: Mesh, batch_size: int):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, restored bit for bit, the last ones and the best kept."""
+"""Checkpoints of a run: saved asynchronously, restored bit for bit; the newest and the best are kept."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class Checkpoints:
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     return ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(
-        best_fn=score,  # the policy below decides what stays; without this the losses would not be written
+        best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
             [checkpoint_managers.LatestN(self._config.checkpoint.keep), best])))
 
@@ -48,7 +48,7 @@ class Checkpoints:
     return sorted(self._manager.all_steps())
 
   def save(self, state: State, data_state: dict[str, Any], validation_loss: float | None) -> None:
-    """Starts to save the state under its own step, and returns once the arrays are copied off the device.
+    """Starts to save the state under its step, and returns once the arrays are copied off the device.
 
     Raises:
       RunError: this save or the one before could not be written.
@@ -70,7 +70,7 @@ class Checkpoints:
 
     Raises:
       UserError: there are checkpoints, and none can be read.
-      RunError: some processes can read one, and others can't.
+      RunError: some processes can read it, and others can't.
     """
     items = self._restore({"data": ocp.args.JsonRestore(), **{
         name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}})
@@ -91,13 +91,13 @@ class Checkpoints:
     return parameters.join(items["params"], self._restore_frozen(frozen)), self.steps()[-1]
 
   def _restore(self, wanted: dict[str, Any]) -> Any:
-    """These items of the newest checkpoint that can be read; None if there is none."""
-    found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # as process 0 sees the directory
+    """These items of the newest readable checkpoint; None if there is none."""
+    found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # the directory as process 0 sees it
     for step in reversed(found):
       problem = ""
       try:
         items = self._manager.restore(step, args=ocp.args.Composite(**wanted))
-      except Exception as error:  # orbax raises what it meets: bare Exception, KeyError, FileNotFoundError...
+      except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
@@ -105,11 +105,11 @@ class Checkpoints:
       self._set_aside(step, problem)
     if found:
       raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
-                      f"{DAMAGED_FOLDER}; remove the directory to start anew", everywhere=True)
+                      f"{DAMAGED_FOLDER}; remove the directory to start again", everywhere=True)
     return None
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
-    """Saves the parameters that don't learn, once for all checkpoints; {}: there are none.
+    """Saves the parameters that don't learn, once for all checkpoints; {}: none.
 
     Raises:
       RunError: they could not be written.
@@ -134,12 +134,12 @@ class Checkpoints:
     return frozen
 
   def _problems(self, step: int, problem: str) -> list[str]:
-    """What each process met when it restored; where only some could, the others still wait for them inside orbax."""
+    """The problem of each process; if only some could restore, those still wait for the others inside orbax."""
     try:
       return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
     except jax.errors.JaxRuntimeError as error:
       raise RunError(f"the checkpoint of step {step} can be read by some processes only "
-                     f"({problem or 'not by another'}); see that all hosts mount the work directory alike, and start "
+                     f"({problem or 'not by another'}); check that all hosts mount the work directory alike, and start "
                      "again") from error
 
   def _set_aside(self, step: int, problem: str) -> None:
@@ -153,7 +153,7 @@ class Checkpoints:
     self._manager.reload()
 
   def close(self) -> None:
-    """Waits for the save under way.
+    """Waits for the current save.
 
     Raises:
       RunError: it could not be written.
@@ -167,7 +167,7 @@ class Checkpoints:
 
 
 class _Reported:
-  """Turns whatever a save raises into one line that says which checkpoints there still are."""
+  """Turns whatever a save raises into one line that names the checkpoints that still exist."""
 
   def __init__(self, what: str, checkpoints: Checkpoints):
     self._what, self._checkpoints = what, checkpoints
@@ -176,16 +176,16 @@ class _Reported:
     return self
 
   def __exit__(self, kind, error, traceback):
-    if isinstance(error, Exception) and not distributed.tells_of_a_loss(error):
+    if isinstance(error, Exception) and not distributed.is_process_death(error):
       folder = self._checkpoints._folder
       kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
       raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
-                     "untouched; make room or mend the directory, and run the same command to go on from there") from error
+                     "untouched; make room or repair the directory, and run the same command to continue from there") from error
     return False
 
 
 def _items(state: State) -> dict[str, Any]:
-  """The state as orbax items; a typed random key as its numbers."""
+  """The state as orbax items; a typed random key as its integers."""
   key = state["key"]
   if isinstance(key, jax.ShapeDtypeStruct):
     data = jax.eval_shape(jax.random.key_data, key)

@@ -38,7 +38,8 @@ def load(workdir: str, config: Config | None = None) -> Run:
 
   Args:
     workdir: the run's directory.
-    config: the run's, changed; None: unchanged. Mesh and attention are those of `portable` unless they were changed.
+    config: the run's, changed; None: unchanged. Mesh and attention are those of `portable`, unless they
+      were changed.
 
   Raises:
     UserError: the directory holds no run, or no checkpoint that can be read.

@@ -1,7 +1,7 @@
 """Which run owns a work directory: the config, the tokenizer and the tokens that it was started with.
 
-run.json and the tokenizer's own file (tokenizer.model or tokenizer.json) in the directory say so; another model,
-tokenizer or text is turned away.
+run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the directory record them; a job with another
+model, tokenizer or text is rejected.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import write
 
 RUN_FILE = "run.json"
-STARTING = ".starting"  # marks a directory whose run.json is still to come
+STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
 
 def identity(config: Config) -> dict[str, Any]:
   """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key.
 
-  Of prepared shards the tokens must be the same, which `Corpus.fingerprint` tells; they may be moved.
+  Prepared shards are identified by `Corpus.fingerprint` of their tokens instead; they may be moved.
   """
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "data.tokenizer",
               "data.begin_mark", "model.attention"):
-    # where and how, not what; the tokenizer is known by its hash
+    # these say where and how, not what; the tokenizer is identified by its hash
     del flat[key]
   if "shards:" in config.data.source:
     flat = {key: value for key, value in flat.items()
@@ -40,7 +40,8 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
-  """Makes the work directory ours, or checks that it already is; `source` tells the run that it starts from.
+  """Makes the work directory this run's, or checks that it already is; `source` is the hash of the run that it starts
+  from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
@@ -67,7 +68,7 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
 
 
 def clear(workdir: str, tokenizer: Tokenizer) -> None:
-  """Readies a directory for a run that is to be written whole: its tokenizer, and nothing of one that was not finished.
+  """Clears a directory for a run that is about to be written: only its tokenizer stays, and no unfinished run.
 
   Raises:
     UserError: the directory can't be written, or holds checkpoints of something else.
@@ -87,13 +88,13 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
 
 
 def run_hash(workdir: str) -> str:
-  """Tells a run from others, wherever it lies, in hex."""
+  """A hash that identifies a run wherever its directory is, in hex."""
   with open(os.path.join(workdir, RUN_FILE), "rb") as file:
     return hashlib.sha256(file.read()).hexdigest()
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
-  """Sees that a run was started from this one, if that is still there.
+  """Checks that a run was started from the run in `from_workdir`, if that still exists.
 
   Raises:
     UserError: it was started from another.
@@ -105,10 +106,10 @@ def check_source(workdir: str, from_workdir: str) -> None:
 
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
-  """Sees that a work directory holds a run of this config and corpus (None: any); writes nothing; errors name `flag`.
+  """Checks that a work directory holds a run of this config and corpus (None: any), without writing.
 
   Raises:
-    UserError: it holds none, or one of another model, tokenizer or text.
+    UserError: it holds none, or one of another model, tokenizer or text; the line names `flag`.
   """
   known = _read(workdir)
   if known is None:
@@ -117,7 +118,7 @@ def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: st
 
 
 def require_none(workdir: str) -> None:
-  """Sees that a work directory holds no run yet.
+  """Checks that a work directory holds no run yet.
 
   Raises:
     UserError: it holds one.
@@ -149,7 +150,7 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
 
 
 def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
-  """The tokenizer that a run was started with, from its directory alone: the text need not be there.
+  """The tokenizer that a run was started with, from its directory alone; the text is not needed.
 
   Raises:
     UserError: the directory holds no run, or not its tokenizer.
@@ -159,7 +160,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
     raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if os.path.exists(path) else ():
-      try:  # a file of sentencepiece does not say whether documents begin with its mark
+      try:  # a sentencepiece file does not say whether documents begin with its mark
         tokenizer = load_tokenizer(path, begin_mark=begin_mark)
         if tokenizer.hash == known["tokenizer_hash"]:
           return tokenizer
@@ -174,7 +175,7 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
   flat = config_lib.flatten(known["config"])
-  defaults = identity(Config())  # for keys that there were not yet when the run began
+  defaults = identity(Config())  # for keys that are newer than the run
   theirs = {key: flat.get(key, defaults[key]) for key in ours}
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if corpus is not None:

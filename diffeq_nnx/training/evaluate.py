@@ -1,4 +1,4 @@
-"""Validation: the mean loss over a whole split, in training and as a job."""
+"""Validation: the mean loss over a split, in training and as a job."""
 
 import math
 import time

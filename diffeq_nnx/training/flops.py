@@ -3,7 +3,7 @@
 The rule, for one optimizer step. A product of [m, k] and [k, n] counts 2 m k n. Counted are the products
 with the block's kernels and with the output head, and attention's two products over the full square of
 positions (PaLM, Chowdhery et al. 2022, appendix B); not embeddings, norms, activations, the softmax or the
-optimizer. The backward pass counts twice the forward pass; what rematerialisation computes again is not
+optimizer. The backward pass counts twice the forward pass; what rematerialization computes again is not
 counted. Generating the weights counts apart: 2 S (T + 1) operations an element of the block's kernels and
 the time MLPs' own products, also times three; it happens once an optimizer step.
 """

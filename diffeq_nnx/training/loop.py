@@ -18,30 +18,30 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.report import Reporter, Silent, reporter
-from diffeq_nnx.training.setup import batch_iterator, claim, load_corpus, prepare, start_state
+from diffeq_nnx.training.setup import batch_iterator, checked_mesh, claim_workdir, load_corpus, start_state
 from diffeq_nnx.training.step import State, all_params, make_train_step
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
-  """Trains, or goes on training.
+  """Trains, or continues to train.
 
   Args:
     config: the experiment.
-    workdir: where checkpoints and metrics go, and are found again.
+    workdir: the run's directory: checkpoints and metrics.
 
   Returns:
     The last validation values, as of `evaluate.Evaluator`: loss (nats a token), perplexity, bits_per_byte, tokens,
-    seconds; {} where a SIGTERM ended it before one.
+    seconds; {} where SIGTERM ended the run before the first validation.
 
   Raises:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
     RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
-  mesh = prepare(config)
+  mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     corpus = load_corpus(config)
-    claim(config, workdir, corpus)
+    claim_workdir(config, workdir, corpus)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     state, windows = start_state(config, checkpoints, mesh)
@@ -53,11 +53,11 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         return _loop(_Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption), state)
     except OSError as error:
       raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
-                     "they are; make room, and run the same command to go on from the newest") from error
+                     "they are; make room, and run the same command to continue from the newest") from error
 
 
-def steps_of_solver(config: Config, step: int) -> int:
-  """Solver steps of train step `step`: drawn from train.step_counts by seed and step alone."""
+def num_solver_steps(config: Config, step: int) -> int:
+  """Number of solver steps in train step `step`: drawn from train.step_counts by seed and step alone."""
   if not config.train.step_counts:
     return config.model.num_steps
   return int(np.random.default_rng((config.seed, step)).choice(config.train.step_counts))
@@ -65,13 +65,13 @@ def steps_of_solver(config: Config, step: int) -> int:
 
 @dataclasses.dataclass
 class _Run:
-  """All that a loop works with, but for the state."""
+  """What the loop works with, apart from the state."""
   config: Config
   mesh: Mesh
   corpus: data.Corpus
   share: sharding.Share
   batches: grain.DatasetIterator
-  windows: int  # that went before the first of these batches
+  windows: int  # trained on before the first of these batches
   checkpoints: Checkpoints
   report: Reporter | Silent
   preemption: distributed.Preemption
@@ -85,18 +85,18 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   start, steps = int(state["step"]), config.train.steps
   values: dict[str, float] = {}
   for step in range(start, steps):
-    num_steps = steps_of_solver(config, step)
+    num_steps = num_solver_steps(config, step)
     with watch.waiting():
       rows_of_batch = next(run.batches)
     batch = run.share.place(rows_of_batch)
     with jax.transfer_guard("disallow"):
       state, metrics = train_step(state, batch, num_steps)
     watch.after(step + 1, num_steps, metrics)
-    preempted = run.preemption.reached(step + 1)  # then there may be no time to validate
+    preempted = run.preemption.reached(step + 1)  # there may be no time to validate
     validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
     save = preempted or (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
     if validate or save:
-      watch.finish()  # so that nothing is saved after a step that was not finite
+      watch.finish()  # a step that was not finite must not be saved
       with watch.paused():
         if validate:
           values = evaluator(all_params(state))
@@ -106,12 +106,12 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
           run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
     if preempted:
       run.checkpoints.close()
-      say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to go on from there")
+      say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to continue from there")
       return values
   run.checkpoints.close()
   if start >= steps:
     say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
-        "raise train.steps to go on")
+        "raise train.steps to continue")
     values = evaluator(all_params(state))
   return values
 
@@ -130,20 +130,20 @@ class _Stopwatch:
 
 
 class _Watch:
-  """Looks at each step's metrics one step late, so that the device never waits for the host."""
+  """Reads each step's metrics one step late, so that the device never waits for the host."""
 
   def __init__(self, config: Config, bytes_per_token: float, report: Reporter):
     self._config, self._bytes_per_token, self._report = config, bytes_per_token, report
     peak, source = flops.peak_tflops(config)
     self._peak = peak * 1e12 * jax.device_count()
-    say(f"utilization is of {peak:.3g} TFLOP/s a device ({source})")
+    say(f"utilization is relative to {peak:.3g} TFLOP/s per device ({source})")
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
     self._compiled = False
     self._restart_clock()
 
   def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
-    """Takes the metrics of the step just sent off, and checks and reports those of the one before."""
-    self._look()
+    """Takes the metrics of the step just dispatched; checks and reports those of the step before."""
+    self._read()
     self._pending = (step, metrics)
     self._steps += 1
     self._flops += flops.model_flops(self._config, num_steps)
@@ -151,7 +151,7 @@ class _Watch:
 
   def finish(self) -> None:
     """Waits for the last step's metrics."""
-    self._look()
+    self._read()
 
   def paused(self) -> _Stopwatch:
     """A context whose time does not count as training."""
@@ -161,7 +161,7 @@ class _Watch:
     """A context whose time is spent waiting for data."""
     return self._waiting
 
-  def _look(self) -> None:
+  def _read(self) -> None:
     if self._pending is None:
       return
     (step, metrics), self._pending = self._pending, None
@@ -169,11 +169,11 @@ class _Watch:
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
         raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
-                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to go on from the newest",
+                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to continue from the newest",
                        everywhere=True)
     if step % self._config.train.log_every == 0:
       self._log(step, values)
-    elif not self._compiled:  # rates are those of compiled steps, but where the first one is logged itself
+    elif not self._compiled:  # rates exclude the first step's compilation, unless that step is logged
       self._restart_clock()
     self._compiled = True
 

@@ -20,12 +20,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def parameter_table(params: dict[str, Any]) -> str:
-  """Name, shape, size, mean, spread and sharding of every parameter, as text; all processes must call it."""
+  """Name, shape, size, mean, standard deviation and sharding of every parameter; all processes must call it."""
   return parameter_overview.get_parameter_overview(params, include_stats="global")
 
 
 def reporter(workdir: str, start: int, steps: int) -> "Reporter | Silent":
-  """A `Reporter` in process 0, and elsewhere what takes its calls and does nothing."""
+  """A `Reporter` in process 0, a `Silent` one in the others."""
   return Reporter(workdir, start, steps) if distributed.leads() else Silent()
 
 
@@ -46,13 +46,10 @@ class Silent:
 
 
 class Reporter:
-  """Writes the metrics of a run to disk, and shows how far it is.
-
-  On a terminal a bar; elsewhere a line each time that training is logged.
-  """
+  """Writes the metrics of a run to disk, and shows progress: a bar on a terminal, otherwise a line per log."""
 
   def __init__(self, workdir: str, start: int, steps: int):
-    """Opens the files; records after step `start`, left by a run that was killed, are dropped."""
+    """Opens the files; records after step `start`, left by a killed run, are dropped."""
     self._workdir = workdir
     self._start, self._steps, self._started = start, steps, time.perf_counter()
     _truncate(os.path.join(workdir, METRICS_FILE), start)
@@ -83,7 +80,7 @@ class Reporter:
     return self
 
   def __exit__(self, *unused) -> None:
-    """Closes the files and draws loss.png; an error on the way does not hide the one that ended the run."""
+    """Closes the files and draws loss.png; an error here does not hide the one that ended the run."""
     try:
       self._file.close()
       self._tensorboard.close()

@@ -19,8 +19,8 @@ from diffeq_nnx.training.report import parameter_table
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, state_shardings
 
 
-def prepare(config: Config) -> Mesh:
-  """The config's mesh, after checks that need the devices; says which attention the run uses.
+def checked_mesh(config: Config) -> Mesh:
+  """The config's mesh, after the checks that need devices; prints which attention implementation the run uses.
 
   Raises:
     UserError: the devices or the backend don't fit the config.
@@ -33,24 +33,30 @@ def prepare(config: Config) -> Mesh:
 
 
 def load_corpus(config: Config) -> data.Corpus:
-  """The corpus, tokenised by process 0 first, so that the others find it where they share a disk with it."""
+  """The corpus, tokenized by process 0 first, so that processes that share its disk find the result."""
   for turn in (True, False):
     with distributed.together():
       if distributed.leads() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   sizes = [(len(split.tokens), split.num_bytes, split.num_documents)
            for split in (*corpus.train.splits, corpus.validation)]
-  said = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
-  other = next((process for process, one in enumerate(said) if one != said[0]), None)
+  reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
+  other = next((process for process, one in enumerate(reports) if one != reports[0]), None)
   if other is not None:
     raise UserError(f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
-                    f"tokens, then their number, bytes and documents: {said[other]} and {said[0]}); give every host "
+                    f"tokens, then their number, bytes and documents: {reports[other]} and {reports[0]}); give every host "
                     "the same files", everywhere=True)
   return corpus
 
 
-def claim(config: Config, workdir: str, corpus: data.Corpus, source: str | None = None) -> None:
-  """Makes the work directory ours, and sees that all processes see the same one; `source` as `workdir.claim`."""
+def claim_workdir(config: Config, workdir: str, corpus: data.Corpus, source: str | None = None) -> None:
+  """Makes the work directory this run's, and checks that all processes see the same one.
+
+  `source` is that of `workdir.claim`.
+
+  Raises:
+    UserError: as `workdir.claim` and `workdir.require`.
+  """
   with distributed.together():
     if distributed.leads():
       workdir_lib.claim(workdir, config, corpus, source)
@@ -59,10 +65,10 @@ def claim(config: Config, workdir: str, corpus: data.Corpus, source: str | None 
 
 
 def say_attention(model: ModelConfig) -> None:
-  """Tells which implementation of attention the run uses, and why.
+  """Prints which implementation of attention the run uses, and why.
 
   Raises:
-    UserError: this backend lacks the one asked for.
+    UserError: this backend lacks the requested one.
   """
   try:
     name, why = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim)
@@ -73,10 +79,10 @@ def say_attention(model: ModelConfig) -> None:
 
 def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
                    windows: int = 0) -> grain.DatasetIterator:
-  """This process's rows of the batches after so many windows, for ever, read ahead by a thread.
+  """This process's rows of the endless batches after `windows` training windows, read ahead by a thread.
 
   Raises:
-    UserError: the text is too short, or documents are to be kept apart whose begin and end marks are the same.
+    UserError: the text is too short; or documents must be kept apart, and their begin and end marks are the same.
   """
   batches = data.train_batches(corpus.train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
                                seed=config.seed, rows=share.rows, start=windows,
@@ -85,7 +91,11 @@ def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
 
 
 def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, int]:
-  """The newest checkpoint's state, or the state at step 0, split over the mesh; and the windows trained on so far."""
+  """(state, windows): the newest checkpoint's, or those of step 0; windows were trained on so far.
+
+  Raises:
+    UserError: no checkpoint can be read, or adapters without a trained model.
+  """
   restored = checkpoints.restore(abstract_state(config, mesh))
   if restored is None and config.model.lora.rank:
     raise UserError(f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
@@ -95,7 +105,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
     say(parameter_table(all_params(state)))
     return state, 0
   state, data_state = restored
-  say(f"going on from the checkpoint of step {int(state['step'])}")
+  say(f"continuing from the checkpoint of step {int(state['step'])}")
   return state, data_state["windows"]
 
 

@@ -1,4 +1,4 @@
-"""Starting a run from parameters that there are already: discretized, fine-tuned and imported models."""
+"""Starting a run from existing parameters: discretized, fine-tuned and imported models."""
 
 import dataclasses
 import math
@@ -15,12 +15,12 @@ from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.training.setup import claim
+from diffeq_nnx.training.setup import claim_workdir
 from diffeq_nnx.training.step import all_params, init_state, state_of, state_shardings
 
 
 def derived(config: Config, model: ModelConfig, data_config: config_lib.DataConfig | None = None) -> Config:
-  """The config with a model of stored weights; keys that must go with a model go with this one.
+  """The config with a model of stored weights, and with other keys changed where they must fit the model.
 
   Raises:
     UserError: two keys that don't fit.
@@ -35,16 +35,16 @@ def derived(config: Config, model: ModelConfig, data_config: config_lib.DataConf
 
 def start(config: Config, workdir: str, corpus: data.Corpus, params: Params, mesh: Mesh, loss: float | None,
           source: str | None = None) -> None:
-  """Writes a run at step 0 that has these parameters, all of the model's; run.json comes last, so that it is whole.
+  """Writes a run at step 0 with these parameters; run.json is written last, so that a run is complete or absent.
 
   Args:
     config: the run's.
     workdir: its directory, which holds no run.
     corpus: what `config.data` gives.
-    params: as arrays of any place.
+    params: all of the model's, with any placement.
     mesh: of the devices.
     loss: of the validation, nats a token; None: unknown.
-    source: `workdir.run_hash` of the run that they are from.
+    source: `workdir.run_hash` of the run that they come from.
 
   Raises:
     UserError: the directory can't be written.
@@ -61,13 +61,13 @@ def start(config: Config, workdir: str, corpus: data.Corpus, params: Params, mes
   checkpoints.save_frozen(state["frozen"])
   checkpoints.save(state, {"windows": 0}, loss)
   checkpoints.close()
-  claim(config, workdir, corpus, source)
+  claim_workdir(config, workdir, corpus, source)
 
 
 def stored_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
-  """All parameters of a model as those of its discretised one, adapters new where `stored` has them."""
-  whole = dataclasses.replace(stored.model, lora=LoraConfig())
-  made = discretized_params(source.model, whole, params)
+  """Parameters of the discretized model `stored`, from those of `source`; adapters, where it has them, are new."""
+  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
+  made = discretized_params(source.model, without_adapters, params)
   if not stored.model.lora.rank:
     return made
   fresh = jax.jit(lambda: all_params(init_state(stored))["weight_source"]["lora"],

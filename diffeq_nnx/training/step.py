@@ -1,4 +1,4 @@
-"""The state of a run and the one function that moves it on.
+"""The training state and the function that advances it: loss, gradients, update, jitted.
 
 B batch, L positions, A micro-batches, S solver steps.
 """
@@ -20,7 +20,7 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import optimizer as optimizer_lib
 from diffeq_nnx.training.loss import chunked_cross_entropy
 
-# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; frozen: the other parameters
+# params (those that learn), opt_state, step [], key: everything that a checkpoint holds; frozen: parameters that don't learn
 State = dict[str, Any]
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
 
@@ -46,7 +46,7 @@ def all_params(state: State) -> Params:
 
 def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array,
                        frozen: Params | None = None) -> tuple[jax.Array, Params]:
-  """Mean loss in nats a token, and its gradient by `params`; `frozen` are the parameters that don't learn, if any.
+  """Mean loss in nats a token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
 
   The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
   respect to them add up over micro-batches, and the generator is differentiated once.
@@ -77,14 +77,14 @@ def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch
 
 
 def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: solvers.Grid, **more) -> jax.Array:
-  """The model's last hidden state on a batch, its documents apart where the batch says which they are."""
-  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # the batch must say it then
+  """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
+  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
   return model.hidden(batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"),
                       positions_BxL=get("positions"), **more)
 
 
 def num_microbatches(config: Config) -> int:
-  """The fewest in which no device of the surrounding mesh holds more than train.device_batch_size sequences."""
+  """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences."""
   held = config.train.batch_size // sharding.num_shards("batch")
   most = config.train.device_batch_size or held
   return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
@@ -93,7 +93,7 @@ def num_microbatches(config: Config) -> int:
 def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
   """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
 
-  A micro-batch takes every count-th sequence, so that each device works on its own.
+  A micro-batch takes every count-th sequence, so that no sequence moves between devices.
   """
   if count == 1:
     return gradient(batch)
@@ -110,24 +110,24 @@ def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:
-  """Where each array of the state lives, in the state's structure: optimizer moments where their parameters do."""
+  """The sharding of each array of the state; optimizer moments are sharded like their parameters."""
   params, frozen = parameters.split(config.model, parameters.param_shardings(config.model, mesh))
   shapes = jax.eval_shape(lambda: init_state(config))
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
-  whole = sharding.replicated(mesh)
+  replicated = sharding.replicated(mesh)
   opt_state = optax.tree_utils.tree_map_params(
-      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: whole)
-  return {"params": params, "opt_state": opt_state, "step": whole, "key": whole, "frozen": frozen}
+      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: replicated)
+  return {"params": params, "opt_state": opt_state, "step": replicated, "key": replicated, "frozen": frozen}
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
-  """Shapes and places of the state, without its arrays."""
+  """Shapes and shardings of the state, without its arrays."""
   return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
                       jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:
-  """Shapes and places of a training batch, without its arrays."""
+  """Shapes and shardings of a training batch, without its arrays."""
   tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
                                 sharding=sharding.batch_sharding(mesh))
   packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
@@ -137,10 +137,11 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
 @functools.lru_cache(maxsize=32)
 def make_train_step(config: Config,
                     mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
-  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are given away.
+  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
 
-  `num_steps` is the number of solver steps, a static argument: each count is compiled once. Metrics are
-  scalars on the device: loss (nats a token), gradient_norm (before clipping), learning_rate. Call it inside
+  `num_steps` is the number of solver steps, a static argument: each number is compiled once. Equal configs and meshes share
+  the compiled step. Metrics are
+  scalars on the device: loss (nats per token), gradient_norm (before clipping), learning_rate. Call it inside
   `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)

@@ -1,0 +1,200 @@
+"""What the keys of a config may be, whatever they mean: the rule beside each field, types, parsing, nested dicts.
+
+Used by `config`, which declares the keys.
+"""
+
+import ast
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Callable, Iterable
+
+import ml_collections
+from ml_collections import config_dict
+
+from diffeq_nnx.errors import UserError
+
+Rule = Callable[[Any], str | None]  # what is wrong with a value, as the end of an error line; None: nothing
+
+
+def one_of(default: str, *others: str) -> Any:
+  """A field whose value is one of these names; `choices` lists them, and `add_choice` adds one."""
+  return dataclasses.field(default=default, metadata={"choices": [default, *others]})
+
+
+def number(default: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None,
+           at_most: float | None = None) -> Any:
+  """A field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above."""
+  low, high = above if at_least is None else at_least, below if at_most is None else at_most
+
+  def rule(value: Any) -> str | None:
+    fits = value is None or ((value > low if at_least is None else value >= low) and
+                             (high is None or (value < high if at_most is None else value <= high)))
+    if fits:
+      return None
+    if high is None:
+      return f"must be above {low}" if at_least is None else f"must be {low} or above"
+    ends = ("excluded" if at_least is None else "included", "excluded" if at_most is None else "included")
+    return f"must lie between {low} ({ends[0]}) and {high} ({ends[1]})"
+
+  return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def choices(cls: type, key: str) -> tuple[str, ...]:
+  """The names that the field at a dotted key may have."""
+  return tuple(_field(cls, key).metadata["choices"])
+
+
+def add_choice(cls: type, key: str, name: str) -> None:
+  """Makes a name valid for the field at a dotted key, for a part that a program adds."""
+  known = _field(cls, key).metadata["choices"]
+  if name not in known:
+    known.append(name)
+
+
+def _field(cls: type, key: str) -> dataclasses.Field:
+  section, _, rest = key.partition(".")
+  field = next(field for field in dataclasses.fields(cls) if field.name == section)
+  return _field(typing.cast(type, field.type), rest) if rest else field
+
+
+def check(section: Any, prefix: str = "") -> None:
+  """Checks every value of nested dataclasses against the rule of its field.
+
+  Raises:
+    UserError: a value breaks its rule.
+  """
+  for field in dataclasses.fields(section):
+    key, value = f"{prefix}{field.name}", getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      check(value, f"{key}.")
+    elif "choices" in field.metadata:
+      known = field.metadata["choices"]
+      if value not in known:
+        raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(value, known)}")
+    elif "rule" in field.metadata:
+      if problem := field.metadata["rule"](value):
+        raise UserError(f"{key}={value}: {problem}")
+
+
+def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
+  """A ConfigDict as nested frozen dataclasses of the type `cls`.
+
+  Raises:
+    UserError: an unknown or missing key, or a value of another type.
+  """
+  fields = {f.name: f for f in dataclasses.fields(cls)}
+  for name in raw:
+    if name not in fields:
+      raise UserError(f"{prefix}{name}: unknown key; {nearest(name, fields)}")
+  values = {}
+  for name, field in fields.items():
+    key = f"{prefix}{name}"
+    if name not in raw:
+      raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
+    value = raw[name]
+    values[name] = (freeze(field.type, value, f"{key}.") if dataclasses.is_dataclass(field.type)
+                    else _typed(key, value, field.type))
+  return cls(**values)
+
+
+
+def _typed(key: str, value: Any, annotation: Any) -> Any:
+  if value is None and isinstance(annotation, types.UnionType):
+    return None
+  wanted = _plain_type(annotation)
+  if wanted is tuple:
+    element = typing.get_args(annotation)[0]
+    if isinstance(value, (tuple, list)) and all(type(v) in (int, element) for v in value):
+      return tuple(map(element, value))
+    example = "whole numbers; write it as '(4, 6, 8)'" if element is int else "numbers; write it as '(0.5, 0.25)'"
+    raise UserError(f"{key}={value!r}: must be a tuple of {example}")
+  if wanted is float and type(value) is int:
+    return float(value)
+  if type(value) is not wanted:
+    raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}")
+  return value
+
+
+
+def _plain_type(annotation: Any) -> type:
+  """int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
+  if isinstance(annotation, types.UnionType):
+    annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+  return typing.get_origin(annotation) or annotation
+
+
+
+def to_config_dict(section: Any) -> ml_collections.ConfigDict:
+  """Nested dataclasses as a ConfigDict, None as a typed placeholder."""
+  made = ml_collections.ConfigDict()
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      made[field.name] = to_config_dict(value)
+    elif value is None:
+      made[field.name] = config_dict.placeholder(_plain_type(field.type))
+    else:
+      made[field.name] = value
+  return made
+
+
+
+def merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
+  """The ConfigDict with these nested values in place of its own."""
+  with section.unlocked():
+    for name, value in values.items():
+      section[name] = merged(section[name], value) if isinstance(value, dict) and name in section else value
+  return section
+
+
+
+def plain(value: Any) -> Any:
+  """Nested dicts with lists in place of tuples, as JSON has them."""
+  if isinstance(value, dict):
+    return {name: plain(inner) for name, inner in value.items()}
+  return list(value) if isinstance(value, tuple) else value
+
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested dicts as one dict of dotted keys."""
+  flat = {}
+  for name, value in nested.items():
+    key = f"{prefix}{name}"
+    flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
+  return flat
+
+
+
+def key_types(cls: type, prefix: str = "") -> dict[str, type]:
+  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
+  found = {}
+  for field in dataclasses.fields(cls):
+    key = f"{prefix}{field.name}"
+    found |= (key_types(field.type, f"{key}.") if dataclasses.is_dataclass(field.type)
+              else {key: _plain_type(field.type)})
+  return found
+
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+  """What to write instead of `name`, as the end of an error line."""
+  names = list(names)
+  close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+  return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
+
+
+
+def parsed(kind: type, text: str) -> Any:
+  """A value as it was written: true and false for flags, a number alone for a tuple of one, strings as they stand."""
+  if kind is bool and text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+  if kind is str and not isinstance(value, (str, type(None))):
+    return text
+  return (value,) if kind is tuple and isinstance(value, (int, float)) else value
