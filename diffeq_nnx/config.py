@@ -5,16 +5,16 @@ the frozen dataclasses below, which the rest of the package reads.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import runpy
 from typing import Any, Sequence
 
 import ml_collections
 
 from diffeq_nnx import config_fields
-from diffeq_nnx.config_fields import flatten, nearest, number, one_of
+from diffeq_nnx.config_fields import nearest, number, one_of
 from diffeq_nnx.errors import UserError
 
 CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
@@ -121,6 +121,8 @@ class DataConfig:
   shuffle_seed: int = number(0, at_least=0)  # of the order of training documents
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
+  begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False
+  end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"
@@ -269,10 +271,8 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
     raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
-  spec = importlib.util.spec_from_file_location("experiment", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return from_config_dict(_set(module.get_config(argument), settings))
+  get_config = runpy.run_path(path)["get_config"]
+  return from_config_dict(_set(get_config(argument), settings))
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:

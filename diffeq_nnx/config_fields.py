@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, cast
 
 import ml_collections
 from ml_collections import config_dict
@@ -56,7 +56,7 @@ def add_choice(cls: type, key: str, name: str) -> None:
 def _field(cls: type, key: str) -> dataclasses.Field:
   section, _, rest = key.partition(".")
   field = next(field for field in dataclasses.fields(cls) if field.name == section)
-  return _field(typing.cast(type, field.type), rest) if rest else field
+  return _field(cast(type, field.type), rest) if rest else field
 
 
 def check(section: Any, prefix: str = "") -> None:
@@ -94,8 +94,9 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
     if name not in raw:
       raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
     value = raw[name]
-    values[name] = (freeze(field.type, value, f"{key}.") if dataclasses.is_dataclass(field.type)
-                    else _typed(key, value, field.type))
+    kind: Any = field.type
+    is_section = dataclasses.is_dataclass(kind)
+    values[name] = freeze(cast(type, kind), value, f"{key}.") if is_section else _typed(key, value, kind)
   return cls(**values)
 
 
@@ -160,7 +161,7 @@ def plain(value: Any) -> Any:
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   """Nested dicts as one dict of dotted keys."""
-  flat = {}
+  flat: dict[str, Any] = {}
   for name, value in nested.items():
     key = f"{prefix}{name}"
     flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
@@ -170,11 +171,11 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def key_types(cls: type, prefix: str = "") -> dict[str, type]:
   """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
-  found = {}
+  found: dict[str, type] = {}
   for field in dataclasses.fields(cls):
     key = f"{prefix}{field.name}"
-    found |= (key_types(field.type, f"{key}.") if dataclasses.is_dataclass(field.type)
-              else {key: _plain_type(field.type)})
+    kind: Any = field.type
+    found |= key_types(cast(type, kind), f"{key}.") if dataclasses.is_dataclass(kind) else {key: _plain_type(kind)}
   return found
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import traceback
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.runs import workdir
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
-    config = config_lib.changed(workdir.config_of(flag.value, flag.name), _overrides)
+    config = config_lib.changed(workdir.config_of(str(flag.value), flag.name), _overrides)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
@@ -75,9 +76,9 @@ def run(argv: list[str]) -> None:
     job.function(config, WORKDIR.value, **options)
 
 
-def _options(name: str) -> dict[str, object]:
+def _options(name: str) -> dict[str, Any]:
   """The values of the flags of the job of this name, as keyword arguments of its function."""
-  given = {}
+  given: dict[str, Any] = {}
   for flag in dict.fromkeys(flag for job in JOBS.values() for flag in job.flags):
     value = flags.FLAGS[flag].value
     if flag in JOBS[name].flags:

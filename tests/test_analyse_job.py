@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import jobs
-from diffeq_nnx.analysis.jobs import analyse, pieces, text_ids
+from diffeq_nnx.jobs.analyse import analyse, pieces, text_ids
 from diffeq_nnx.runs import workdir as workdir_lib
-from tests.browser import Browser, find
+from tests.browser import chromium, opened
 from tests.conftest import told
 
 TEXT = "Document 3 tells of rivers"
@@ -46,23 +46,16 @@ def test_the_folder_holds_page_pictures_and_numbers(report):
 
 
 def test_the_page_draws_in_a_browser_at_any_width(report):
-  if find() is None:
-    pytest.skip("no Chromium here")
   _, folder, _ = report
-  for width, mobile in ((1280, False), (390, True)):
-    with Browser() as browser:
-      browser.open(str(folder / "index.html"), width, 900, mobile)
-      browser.evaluate("window.drawAllFigures().then(() => 1)")
-      assert browser.messages == []
-      assert len(browser.requests) == 1  # the file itself
-      assert browser.evaluate("document.documentElement.scrollWidth") <= width
-      panels = browser.evaluate("document.querySelectorAll('.js-plotly-plot').length")
-      assert panels == 3 + 3 + 2 + 1 + 2 + 5 + 3 + 2
-      assert browser.evaluate(
-          "[...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))")
-      text = browser.evaluate("document.body.innerText")
-      assert "Sensitivity to each token" in text and "rivers" in text.replace("·", " ").replace("\n", "")
-      assert "NaN" not in text and "undefined" not in text
+  with chromium() as browser:
+    for width, mobile in ((1280, False), (390, True)):
+      with opened(browser, str(folder / "index.html"), width, mobile) as page:
+        page.evaluate("drawAll().then(() => true)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator(".js-plotly-plot:has(.main-svg)").count() == 3 + 3 + 2 + 1 + 2 + 5 + 3 + 2
+        text = page.inner_text("body")
+        assert "Sensitivity to each token" in text and "rivers" in text.replace("·", " ").replace("\n", "")
+        assert "NaN" not in text and "undefined" not in text
 
 
 def test_pieces_add_up_to_the_text(finished):

@@ -243,7 +243,7 @@ def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
   assert again.hash == ours.hash
 
 
-def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
+def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=iter(["some words to train on, few of them"] * 20), model_writer=model, vocab_size=290,
@@ -252,7 +252,7 @@ def test_a_sentencepiece_model_that_tokenizer_json_can_t_say_is_told(tmp_path):
   tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer.model"))
   (tmp_path / "out").mkdir()
   notes = tokenizer_files.write(tokenizer, str(tmp_path / "out"), 12)
-  assert "can't say" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
+  assert "can't represent" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
 
 
 # StableHLO

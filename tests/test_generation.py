@@ -80,8 +80,8 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
 
 
 def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
-  model, calls, ready = make(small_model()), [], generation.ready
-  monkeypatch.setattr(generation, "ready", lambda *arguments: calls.append(1) or ready(*arguments))
+  model, calls, make_ready = make(small_model()), [], generation.make_ready
+  monkeypatch.setattr(generation, "make_ready", lambda *args, **named: calls.append(1) or make_ready(*args, **named))
   diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 1
   decoder = diffeq_nnx.Decoder(model)

@@ -1,4 +1,4 @@
-"""What tokenizers promise: nothing lost, no mark from text, the libraries' ids, each mark exactly once."""
+"""Properties of tokenizers: no text is lost, no text gives a mark, ids are the libraries', each mark occurs once."""
 
 import functools
 import io
@@ -33,9 +33,21 @@ def random_texts(count):
 
 SPECIAL_TEXTS = [END, "<s>", "</s>", "<unk>", "<0x0A>", f"a{END}b <s> {END}\n", BEGIN * 2, "\0<s>"]
 EDGE_TEXTS = [
-  "", "\n", "\u2581", " ", "  two  spaces ", "\r\n\r\n", "\t", "\0", "a\u2581b\n", "x" * 5000,
-  "long line of words " * 400, "no newline \u5b57" * 300, "\n" * 3000, *SPECIAL_TEXTS,
-]  # fmt: skip
+  "",
+  "\n",
+  "\u2581",
+  " ",
+  "  two  spaces ",
+  "\r\n\r\n",
+  "\t",
+  "\0",
+  "a\u2581b\n",
+  "x" * 5000,
+  "long line of words " * 400,
+  "no newline \u5b57" * 300,
+  "\n" * 3000,
+  *SPECIAL_TEXTS,
+]
 
 
 def sentencepiece_model(**changes):
@@ -51,9 +63,11 @@ def trained_pairs():
   trained = huggingface.Tokenizer(huggingface.models.BPE())
   trained.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
   trainer = huggingface.trainers.BpeTrainer(
-    vocab_size=300, special_tokens=[END, BEGIN], show_progress=False,
+    vocab_size=300,
+    special_tokens=[END, BEGIN],
+    show_progress=False,
     initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
-  )  # fmt: skip
+  )
   trained.train_from_iterator(prose(200), trainer)
   return trained.to_str()
 
@@ -91,6 +105,12 @@ def merges_text(merges):
   return "#version: 0.2\n" + "".join(f"{' '.join(merge)}\n" for merge in merges)
 
 
+def added_token(number, content, **flags):
+  """An added token of a tokenizer.json, ordinary text unless the flags say otherwise."""
+  plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+  return {"id": number, "content": content} | plain | flags
+
+
 def template(before, after):
   """A post-processor that puts these tokens around a text."""
   ids = {END: 0, BEGIN: 1}
@@ -105,14 +125,17 @@ def kinds(tmp_path_factory):
   """Every kind of tokenizer, by name."""
   folder = tmp_path_factory.mktemp("kinds")
   llama = sentencepiece_model(model_type="bpe")
-  spaces = {"id": 300, "content": "  ", "special": False, "normalized": True}
+  spaces = added_token(300, "  ", normalized=True)
   split = {"type": "Split", "pattern": {"Regex": GPT4_PATTERN}, "behavior": "Isolated", "invert": False}
-  divided = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": True}]}
+  divided = {"type": "Sequence", "pretokenizers": [split, byte_pairs.BYTE_LEVEL | {"add_prefix_space": True}]}
   llama3 = spec_of(
-    pre_tokenizer=divided, post_processor=template([BEGIN], []), model__ignore_merges=True,
-    added_tokens=[*spec_of()["added_tokens"], spaces], normalizer={"type": "NFC"},
+    pre_tokenizer=divided,
+    post_processor=template([BEGIN], []),
+    model__ignore_merges=True,
+    added_tokens=[*spec_of()["added_tokens"], spaces],
+    normalizer={"type": "NFC"},
     truncation={"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
-  )  # fmt: skip
+  )
   return {
     "trained": SentencePieceTokenizer(data.train(data.documents("builtin"), 1024)),
     "llama": data.load_tokenizer(str(write(folder / "llama", tokenizer__model=llama))),
@@ -158,9 +181,13 @@ def test_marks_and_odd_ids_decode_and_a_lone_surrogate_is_refused(kinds, kind):
 
 def test_sizes_and_marks_of_each_kind(kinds):
   assert {kind: (t.vocab_size, t.eos_id, t.bos_id) for kind, t in kinds.items()} == {
-    "trained": (1024, 1, None), "llama": (290, 2, 1), "gpt2": (300, 0, None), "json": (300, 0, None),
-    "llama3": (301, 0, 1), "bytes": (257, 256, None),
-  }  # fmt: skip
+    "trained": (1024, 1, None),
+    "llama": (290, 2, 1),
+    "gpt2": (300, 0, None),
+    "json": (300, 0, None),
+    "llama3": (301, 0, 1),
+    "bytes": (257, 256, None),
+  }
   np.testing.assert_array_equal(kinds["bytes"].encode("h\u00e9"), [0x68, 0xC3, 0xA9])
 
 
@@ -188,9 +215,7 @@ def test_ids_are_the_bare_librarys(kinds, kind):
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "bytes"])
 def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
   rng = random.Random(1)
-  text = "".join(
-    rng.choice([" ", "\n", "  ", "\r\n", "ab", "7", "don't", "!", "\u5b57", "_"]) for _ in range(4000)
-  )
+  text = "".join(rng.choice([" ", "\n", "  ", "\r\n", "ab", "7", "don't", "!", "\u5b57", "_"]) for _ in range(4000))
   whole = kinds[kind].encode(text)
   monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 30)
   monkeypatch.setattr(base, "GROUP_CHARS", 700)
@@ -201,9 +226,8 @@ def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
 
 def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeypatch):
   """The first divides text at digits alone; the second has a token of two words."""
-  undivided = spec_of(pre_tokenizer={"type": "ByteLevel", "use_regex": False})
-  phrase = {"id": 300, "content": "a dog", "special": False}
-  phrases = spec_of(added_tokens=[*spec_of()["added_tokens"], phrase])
+  undivided = spec_of(pre_tokenizer=byte_pairs.BYTE_LEVEL | {"use_regex": False})
+  phrases = spec_of(added_tokens=[*spec_of()["added_tokens"], added_token(300, "a dog")])
   monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 3)
   for name, spec in (("undivided", undivided), ("phrases", phrases)):
     tokenizer = data.load_tokenizer(str(write(tmp_path / name, tokenizer__json=spec)))
@@ -269,33 +293,29 @@ def test_the_same_vocabulary_in_other_files_is_the_same(kinds, tmp_path):
 
 
 def test_hashes_follow_every_mark(kinds, tmp_path):
-  names = {"eos": {"eos_token": BEGIN}, "bos": {"bos_token": BEGIN, "add_bos_token": True},
-           "plain": {"bos_token": BEGIN, "add_bos_token": False}}  # fmt: skip
+  names = {
+    "eos": {"eos_token": BEGIN},
+    "bos": {"bos_token": BEGIN, "add_bos_token": True},
+    "plain": {"bos_token": BEGIN, "add_bos_token": False},
+  }
   loaded = {
-    name: data.load_tokenizer(
-      str(write(tmp_path / name, tokenizer__json=trained_pairs(), tokenizer_config__json=said))
-    )
+    name: data.load_tokenizer(str(write(tmp_path / name, tokenizer__json=trained_pairs(), tokenizer_config__json=said)))
     for name, said in names.items()
   }
   assert [(t.eos_id, t.bos_id) for t in loaded.values()] == [(1, None), (0, 1), (0, None)]
   assert len({loaded["eos"].hash, loaded["bos"].hash, loaded["plain"].hash}) == 3
   assert loaded["plain"].hash == kinds["json"].hash
-  model = kinds["llama"].model_bytes
-  assert SentencePieceTokenizer(model, begin_mark=False).hash != kinds["llama"].hash
-  assert (
-    SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash
-    != kinds["llama"].hash
-  )
+  path = write(tmp_path / "llama", tokenizer__model=kinds["llama"].model_bytes) / "tokenizer.model"
+  assert data.load_tokenizer(str(path), begin_mark=False).hash != kinds["llama"].hash
+  assert SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash != kinds["llama"].hash
   assert len({tokenizer.hash for tokenizer in kinds.values()}) == len(kinds)
 
 
-def test_the_word_of_the_config_is_above_that_of_the_files(kinds, tmp_path):
+def test_begin_mark_overrides_the_files(kinds, tmp_path):
   llama3 = write(tmp_path / "llama3", tokenizer__json=kinds["llama3"].model_bytes)
   assert data.load_tokenizer(str(llama3), begin_mark=False).bos_id is None
   gpt2 = write(
-    tmp_path / "gpt2",
-    tokenizer_config__json={"bos_token": {"content": END}, "eos_token": END},
-    **pair_of_files(),
+    tmp_path / "gpt2", tokenizer_config__json={"bos_token": {"content": END}, "eos_token": END}, **pair_of_files()
   )
   assert data.load_tokenizer(str(gpt2)).bos_id is None  # one mark for both divides documents
   assert data.load_tokenizer(str(gpt2), begin_mark=True).bos_id == 0
@@ -323,8 +343,11 @@ def documents_of(split, end):
 @pytest.mark.parametrize("begin_mark", [None, False])
 def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_path):
   texts = [*prose(20), "<s> and </s>\n", f"{END}<|begin|>"]
-  name = kind if kind == "bytes" else str(write(tmp_path / kind, **{
-    kinds[kind].file_name.replace(".", "__"): kinds[kind].model_bytes}))  # fmt: skip
+  name = (
+    kind
+    if kind == "bytes"
+    else str(write(tmp_path / kind, **{kinds[kind].file_name.replace(".", "__"): kinds[kind].model_bytes}))
+  )
   source = write_jsonl(tmp_path / "a.jsonl", texts)
   config = config_of(tmp_path, source=source, validation=source, tokenizer=name, begin_mark=begin_mark)
   for _ in range(2):  # made, and read from the cache

@@ -1,14 +1,17 @@
-"""Every kind of bad tokenizer file is told in one line that begins with the key and the path."""
+"""Every kind of bad tokenizer file is reported in one line that begins with the key and the path."""
 
+import dataclasses
+import functools
 import json
 import random
 
 import pytest
 
 from diffeq_nnx import data
+from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
 from diffeq_nnx.errors import UserError
-from tests.test_data import told
-from tests.test_tokenizer import BEGIN, END, pair_of_files, sentencepiece_model, spec_of, template, write
+from tests.test_data import config_of, prose, told, write_jsonl
+from tests.test_tokenizer import BEGIN, END, added_token, pair_of_files, sentencepiece_model, spec_of, template, write
 
 
 def vocab_of(**changes):
@@ -36,9 +39,9 @@ def one(**changes):
   return {"tokenizer__json": spec_of(**changes)}
 
 
-def added(**fields):
+def added(content="new", number=300, **flags):
   """A tokenizer.json with one more added token, which is text."""
-  return one(added_tokens=[{"id": 300, "content": "new", "special": False} | fields])
+  return one(added_tokens=[added_token(number, content, **flags)])
 
 
 def renamed(old, new):
@@ -46,90 +49,98 @@ def renamed(old, new):
   return {"tokenizer__json": json.dumps(spec_of()).replace(json.dumps(old), json.dumps(new))}
 
 
+def other_mark():
+  """A tokenizer.json whose post-processor has another id for a mark."""
+  processor = template([BEGIN], [])
+  processor["special_tokens"][BEGIN]["ids"] = [2]
+  return one(post_processor=processor)
+
+
 def split(behavior="Isolated", **pattern):
   step = {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
-  return one(pre_tokenizer={"type": "Sequence", "pretokenizers": [step, {"type": "ByteLevel"}]})
+  return one(pre_tokenizer={"type": "Sequence", "pretokenizers": [step, BYTE_LEVEL]})
 
 
 SPACE = "\u0120"  # in GPT-2's alphabet
 BAD_FILES = {  # name: files, what the line says
   # what a directory must hold
-  "nothing": ({"note__txt": "x"}, "the directory holds no tokenizer"),
-  "no merges": ({"vocab__json": {}}, "holds vocab.json and no merges.txt; give both"),
-  "no vocabulary": ({"vocab__bpe": ""}, "holds vocab.bpe and no encoder.json; give both"),
-  "two kinds": (one() | {"tokenizer__model": b""}, "holds tokenizer.json and tokenizer.model; name the one"),
-  "two pairs": (pair_of_files(encoder__json={}, vocab__bpe=""), "two vocabularies"),
+  "nothing": ({"note__txt": "x"}, "the directory must hold one of tokenizer.json, tokenizer.model, vocab.json and"),
+  "no merges": ({"vocab__json": {}}, "not vocab.json; give both of a pair"),
+  "no vocabulary": ({"vocab__bpe": ""}, "not vocab.bpe; give both of a pair"),
+  "two kinds": (one() | {"tokenizer__model": b""}, "not tokenizer.json and tokenizer.model; "),
+  "two pairs": (pair_of_files(encoder__json={}, vocab__bpe=""), "not vocab.json and merges.txt and encoder.json and"),
   "added file": (pair_of_files(added_tokens__json={"x": 300}), "added_tokens.json, which vocab.json lacks"),
-  "other vocab": (pair() | renamed(BEGIN, "<|a|>"), "tokenizer.json and vocab.json beside it disagree"),
-  "fewer merges": (merges("") | one(), "tokenizer.json and merges.txt beside it disagree"),
+  "other vocab": (pair() | renamed(BEGIN, "<|a|>"), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
+  "fewer merges": (merges("") | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   # vocabularies and merges
   "not JSON": (pair_of_files(vocab__json="{"), "vocab.json is not JSON"),
-  "list": (pair_of_files(vocab__json=[1]), "vocab.json must give each piece its id"),
-  "twice": (pair_of_files(vocab__json='{"a": 1, "a": 2}'), "vocab.json gives 'a' twice"),
-  "float": (pair(zz=1.5), "a whole number"),
-  "same id": (pair(zz=5), "the same id 5"),
-  "beyond": (pair(zz=700), "'zz' the id 700, beyond the table of its 301 entries"),
-  "negative": (pair(zz=-1), "'zz' the id -1, beyond"),
-  "surrogate": (pair_of_files(vocab__json='{"\\ud800": 0}'), "lone surrogate"),
+  "list": (pair_of_files(vocab__json=[1]), "can't use it (invalid type: sequence, expected a map)"),
+  "twice": (pair_of_files(vocab__json='{"a": 1, "a": 2}'), "vocab.json is not JSON (it gives 'a' twice)"),
+  "float": (pair(zz=1.5), "can't use it (invalid type: floating point `1.5`, expected u32)"),
+  "same id": (pair(zz=5), "ids must be 0 to 300, each once, but 'zz' has 5 where 6 is due"),
+  "beyond": (pair(zz=700), "ids must be 0 to 300, each once, but 'zz' has 700 where 300 is due"),
+  "negative": (pair(zz=-1), "can't use it (invalid value: integer `-1`, expected u32)"),
+  "surrogate": (pair_of_files(vocab__json='{"\\ud800": 0}'), "can't use it"),
   "byte": (merges("") | {"vocab__json": vocab_of(**{"!": None, "zz": 2})}, "no piece for 1 of the 256 bytes"),
-  "other merges": (merges("#version: 0.2\nx y\n"), "merge 1 in merges.txt ('x y') needs the piece 'xy'"),
-  "three": (merges("a t\na b c\n"), "merge 2 in merges.txt is 'a b c', not two pieces"),
-  "latin": (merges(b"\xff"), "merges.txt is not UTF-8"),
+  "other merges": (merges("#version: 0.2\nx y\n"), "can't use it (Token `xy` out of vocabulary)"),
+  "three": (merges("a t\na b c\n"), "can't use it (Merges text file invalid at line 2)"),
+  "latin": (merges(b"x \xff"), "can't use it (Token `\ufffd` out of vocabulary)"),
   # marks
-  "no end": (pair(**{END: None, "<|e|>": 0}), "no file names an eos_token, and there is no <|endoftext|>"),
+  "no end": (pair(**{END: None, "<|e|>": 0}), "no file names an eos_token, and there is no <|endoftext|>; set data."),
   "no end in one": (renamed(END, "<|e|>"), "no file names an eos_token, and there is no <|endoftext|>"),
-  "unknown eos": (beside(eos_token="</s>"), "names '</s>', which the vocabulary lacks"),
-  "unknown bos": (beside("special_tokens_map", bos_token="<s>"), "names '<s>', which the vocabulary lacks"),
-  "eos number": (beside("config", eos_token_id=300), "names the id 300, but ids run from 0 to 299"),
-  "eos of a type": (beside("config", eos_token_id="0"), "eos_token_id in config.json is '0'; give an id"),
-  "eos of no name": (beside(eos_token=3), "eos_token in tokenizer_config.json is 3; give the name"),
+  "unknown eos": (beside(eos_token="</s>"), "tokenizer_config.json is '</s>': not one token of the vocabulary (ids 0"),
+  "unknown bos": (beside("special_tokens_map", bos_token="<s>"), "special_tokens_map.json is '<s>': not one token of"),
+  "eos number": (beside("config", eos_token_id=300), "config.json is 300: not one token of the vocabulary (ids 0"),
+  "eos of a type": (beside("config", eos_token_id="zz"), "config.json is 'zz': not one token"),
+  "eos of no name": (beside(eos_token=3.5), "tokenizer_config.json is 3.5: not one token"),
   "no object": (pair_of_files(config__json=[]), "config.json must be a JSON object"),
   "two eos": (
     beside(eos_token=END) | beside("special_tokens_map", eos_token=BEGIN),
-    "is '<|endoftext|>' (id 0), but eos_token in special_tokens_map.json is '<|begin|>' (id 1); correct one",
+    "special_tokens_map.json is '<|begin|>': not one token of the vocabulary (ids 0 to 299); set data.end_token",
   ),
   "eos and number": (
     beside(eos_token=END) | beside("generation_config", eos_token_id=1),
-    "is '<|endoftext|>' (id 0), but eos_token_id in generation_config.json is 1; correct one",
+    "generation_config.json is 1: not one token",
   ),
-  "several": (beside("config", eos_token_id=[0, 1]), "is 0 or 1; name the one to use"),
-  "decoder": (beside(added_tokens_decoder={"9": {"content": END}}), "the id 9, but the vocabulary 0"),
+  "several": (beside("config", eos_token_id=[0, 1]), "config.json is [0, 1]: not one token"),
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
   "byte as eos": (beside(eos_token="!"), "'!' is also an ordinary piece"),
-  "bos unsaid": (beside(bos_token=BEGIN), "(id 1), but no file says whether text begins with it; set"),
-  "bos of a type": (beside(add_bos_token="yes"), "add_bos_token in tokenizer_config.json is 'yes'; it"),
-  "bos unnamed": (beside(add_bos_token=True), "no file names a bos_token"),
+  "bos unsaid": (beside(bos_token=BEGIN), "(id 1), but it is unclear whether documents begin with the begin mark; set"),
+  "bos of a type": (beside(add_bos_token="yes"), "is 'yes': unclear whether documents begin with the begin mark"),
+  "bos unnamed": (beside(add_bos_token=True), "has no begin mark; set data.begin_token to a token"),
   # tokenizer.json
-  "no model": ({"tokenizer__json": {"version": "1.0"}}, "holds no byte-pair model; give"),
-  "unigram": ({"tokenizer__json": {"model": {"type": "Unigram"}}}, "holds no byte-pair model but Unigram"),
+  "no model": ({"tokenizer__json": {"version": "1.0"}}, "no byte-pair model; give"),
+  "unigram": ({"tokenizer__json": {"model": {"type": "Unigram"}}}, "no byte-pair model; give"),
   "dropout": (one(model__dropout=0.1), "sets dropout=0.1"),
   "suffix": (one(model__end_of_word_suffix="</w>"), "sets end_of_word_suffix='</w>'"),
-  "whitespace": (one(pre_tokenizer={"type": "Whitespace"}), "Whitespace in tokenizer.json may drop text"),
-  "no bytes": (one(pre_tokenizer=None), "no byte-level vocabulary"),
-  "removed": (split("Removed", String=" "), "Split in tokenizer.json may drop text"),
+  "whitespace": (one(pre_tokenizer={"type": "Whitespace"}), "steps that drop no text (Split, Digits, Punctuation)"),
+  "no bytes": (one(pre_tokenizer=None), "the pre-tokenizer must be one ByteLevel"),
+  "two levels": (one(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 2}), "must be one ByteLevel"),
+  "removed": (split("Removed", String=" "), "steps that drop no text"),
   "pattern": (split(Regex="("), "the tokenizers library can't use it"),
-  "added id": (added(id=5), "the same id 5"),
-  "added gap": (added(id=500), "'new' the id 500, beyond the table of its 301 entries"),
-  "added again": (added(content=END), "gives '<|endoftext|>' the ids 0 and 300"),
-  "added strip": (added(lstrip=True), "swallows the spaces around it"),
-  "added piece": (added(content=SPACE, id=vocab_of()[SPACE]), "the id of a piece of other text"),
-  "added form": (one(added_tokens=[3]), "must have a content and an id"),
-  "two marks": (one(post_processor=template([END, BEGIN], [])), "must put at most one mark before a text"),
+  "added id": (added(number=5), "but 'new' has 5 where 6 is due"),
+  "added gap": (added(number=500), "'new' has 500 where 300 is due"),
+  "added again": (added(END), "ids must be 0 to 299, each once"),
+  "added strip": (added(lstrip=True), "doesn't give 'a new b' back as it was"),
+  "added piece": (added(SPACE, vocab_of()[SPACE]), f"doesn't give 'a {SPACE} b' back as it was"),
+  "added form": (one(added_tokens=[3]), "can't use it (invalid type: integer `3`"),
+  "two marks": (one(post_processor=template([END, BEGIN], [])), "must put at most one token of the vocabulary before"),
   "two steps": (
     one(post_processor={"type": "Sequence", "processors": [template([BEGIN], []), template([], [END])]}),
-    "must put at most one mark before a text",
+    "must put at most one token of the vocabulary before",
   ),
-  "no step": (one(post_processor="x"), "has the step 'x', which is none of the library's"),
-  "post-processor": (one(post_processor={"type": "Other"}), "the post-processor Other in tokenizer.json"),
+  "other mark": (other_mark(), "must put at most one token of the vocabulary before"),
+  "no step": (one(post_processor="x"), "the tokenizers library can't use it"),
+  "post-processor": (one(post_processor={"type": "Other"}), "the tokenizers library can't use it"),
   "other eos": (
     one(post_processor=template([], [END])) | {"tokenizer_config__json": {"eos_token": BEGIN}},
-    "the post-processor in tokenizer.json is '<|endoftext|>' (id 0), but eos_token in tokenizer_config.json",
+    "the post-processor is 0, eos_token in ",
   ),
   "bos and not": (
     one(post_processor=template([BEGIN], [])) | {"tokenizer_config__json": {"add_bos_token": False}},
-    "by the post-processor in tokenizer.json and not by add_bos_token in tokenizer_config.json; set data",
+    "is False: unclear whether documents begin with the begin mark; set data.begin_mark",
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -162,18 +173,47 @@ def test_bad_single_files(tmp_path, part):
 @pytest.mark.parametrize(
   ("said", "part"),
   [
-    ({"eos_token": "<s>"}, "the model's eos_id is 2, but eos_token in tokenizer_config.json is '<s>' (id 1)"),
-    ({"eos_token": "<|im_end|>"}, "names '<|im_end|>', which the vocabulary lacks"),
-    (
-      {"bos_token": "</s>"},
-      "the model's bos_id is 1, but bos_token in tokenizer_config.json is '</s>' (id 2)",
-    ),
+    ({"eos_token": "<s>"}, "the model's eos_id is 2, eos_token in "),
+    ({"eos_token": "<|im_end|>"}, "tokenizer_config.json is '<|im_end|>': not one token"),
+    ({"bos_token": "</s>"}, "the model's bos_id is 1, bos_token in "),
   ],
 )
 def test_a_sentencepiece_model_and_its_config_must_agree(tmp_path, said, part):
   folder = write(tmp_path / "model", tokenizer__model=sentencepiece_model(), tokenizer_config__json=said)
   message = told(lambda: data.load_tokenizer(str(folder)))
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
+
+
+def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
+  files = {"tokenizer_config__json": {"eos_token": END, "bos_token": END}, "config__json": {"eos_token_id": 1}}
+  pair = str(write(tmp_path / "pair", **pair_of_files(), **files))
+  assert "data.end_token" in told(lambda: data.load_tokenizer(pair))
+  tokenizer = data.load_tokenizer(pair, begin_token=END, end_token=BEGIN)
+  assert (tokenizer.eos_id, tokenizer.bos_id) == (1, 0)
+  assert data.load_tokenizer(pair, begin_token=END, end_token=BEGIN, begin_mark=False).bos_id is None
+  saved = data.load_tokenizer(str(write(tmp_path / "run", tokenizer__json=tokenizer.model_bytes)))
+  assert saved.hash == tokenizer.hash and (saved.eos_id, saved.bos_id) == (1, 0)
+  assert data.load_tokenizer(str(tmp_path / "run"), end_token=END).eos_id == 0  # above the file's post-processor
+  assert not {0, 1} & set(tokenizer.encode(f"{END}{BEGIN}").tolist())
+
+  llama = str(write(tmp_path / "llama", tokenizer__model=sentencepiece_model(model_type="bpe")))
+  assert data.load_tokenizer(llama, begin_token="<s>", end_token="</s>").hash == data.load_tokenizer(llama).hash
+  assert data.load_tokenizer("bytes", end_token=END).hash == data.load_tokenizer("bytes").hash
+  for name, marks, part in (
+    (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
+    (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+    (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
+    (llama, {"end_token": "<s>"}, "the model's eos_id is 2, data.end_token is '<s>': not one token"),
+    (llama, {"begin_token": "</s>"}, "the model's bos_id is 1, data.begin_token is '</s>': not one token"),
+    ("bytes", {"begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
+  ):
+    assert part in told(functools.partial(data.load_tokenizer, name, **marks))
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=pair)
+  config = dataclasses.replace(config, begin_token=END, end_token=BEGIN)
+  tokens = data.load(config, 500, seed=0).validation.tokens[:]
+  assert (tokens[0], tokens[-1]) == (0, 1)
+  config = dataclasses.replace(config, tokenizer="train")
+  assert "data.end_token=<|begin|>: data.tokenizer=train" in told(lambda: data.load(config, 500, seed=0))
 
 
 def damaged(node, rng):
@@ -190,7 +230,9 @@ def test_no_damage_to_a_tokenizer_json_gives_more_than_a_line(tmp_path):
   rng = random.Random(0)
   whole = spec_of(post_processor={"type": "Sequence", "processors": [template([BEGIN], [END])]})
   whole["model"]["vocab"] |= {"zz": 300}
-  for _ in range(600):
+  write(tmp_path, tokenizer__json=whole)
+  assert data.load_tokenizer(str(tmp_path)).bos_id == 1
+  for _ in range(300):
     write(tmp_path, tokenizer__json=json.dumps(damaged(whole, rng)))
     try:
       tokenizer = data.load_tokenizer(str(tmp_path))

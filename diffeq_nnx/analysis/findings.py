@@ -1,4 +1,4 @@
-"""Everything that is found of one model and one text, as numbers.
+"""All results of analyzing one model and one text, as numbers.
 
 L positions, D embed_dim, S solver steps, H query heads, r exponents, O orders.
 """
@@ -19,32 +19,32 @@ from diffeq_nnx.analysis.subject import Progress, Subject
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed
 
-BETWEEN = 4  # times at which spectra are also taken, for each step of the solver
+BETWEEN = 4  # times for each step of the solver at which spectra are also computed
 ORDERS = (0, 1, 2, 3, 4)  # of the polynomials that scale the simulation's weights
-SEEDS = 50  # worlds of each order and scale
+SEEDS = 50  # random draws of each simulation
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-  """What was found.
+  """The results.
 
   Attributes:
     pieces: the tokens' texts, [L].
     tokens: [L].
     position: of the output token, n.
     grid: times [S] and dts [S] of the steps.
-    spectra: at the model's times, or those asked for.
-    between: spectra of the heads at times between, and at, the steps; None where the weights are stored or shared.
+    spectra: at the model's times, or at the requested ones.
+    between: spectra of the heads at times between and at the steps; None where weights are stored or shared.
     prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
-    prefix_half: tokens that were repeated for it.
+    prefix_half: how many tokens were repeated for it.
     exact: exponents of the tokens up to n.
     per_token: the same in the paper's form.
     rollout: shares of the tokens in n's attention rollout, [n + 1].
     gradient: gradient times input of n's likeliest next token, [n + 1].
     next_token: that token's text, its probability and its id.
     depth: label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token.
-    simulations: of each order, in SEEDS worlds, weights the same at the end.
-    clustering: clustered share of the simulations over time, mean of SEEDS, [O, S' + 1], by scale.
+    simulations: of each order, with the same final weights; their states are those of one draw.
+    clustering: clustered share of the simulations over time, mean of SEEDS draws, [O, S' + 1], by scale.
     clustering_errors: standard errors of its last values, [O], by scale.
   """
   pieces: tuple[str, ...]
@@ -67,12 +67,12 @@ class Findings:
 
   @property
   def prefix_chance(self) -> float:
-    """What `attention.prefix_matching` gives where attention goes to all tokens alike."""
+    """The value of `attention.prefix_matching` under uniform attention."""
     half = self.prefix_half
     return float(np.mean(1 / np.arange(half + 1, 2 * half)))
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """Every number, by name."""
+    """All arrays of numbers.npz, by name."""
     made = {"tokens": self.tokens, "position": np.array(self.position), "times": self.grid[0], "dts": self.grid[1],
             "spectra_times": self.spectra.times, "exponents_exact": self.exact.exponents,
             "exponents_per_token": self.per_token.exponents, "rollout": self.rollout,
@@ -101,7 +101,7 @@ class Findings:
 
 def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
          position: int = -1, leading: int | None = 16, times: Sequence[float] | None = None) -> Findings:
-  """Looks at a model with one text; progress is shown on stderr.
+  """Analyzes a model with one text; shows progress on stderr.
 
   Args:
     subject: the model.
@@ -109,12 +109,12 @@ def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decod
     pieces: their texts, [L].
     decode: a token's text.
     position: of the output token; negative ones count from the end.
-    leading: how many exponents; None: all. At most embed_dim are taken.
+    leading: how many exponents, at most embed_dim; None: all.
     times: of the spectra, from 0 to 1; None: the model's own.
 
   Raises:
-    UserError: no tokens, ids that the model lacks, a position out of range, times that the model has no weights for,
-      a number of exponents below 1.
+    UserError: no tokens, ids outside the vocabulary, a position out of range, times at which the model has no
+      weights, a number of exponents below 1.
   """
   tokens_L = subject.check_tokens(tokens_L)
   position = subject.check_position(position, len(tokens_L))
@@ -148,7 +148,7 @@ def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decod
 
 
 def _depth(subject: Subject, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """The spread of states, with the model's weights and with those of the first, middle and last step at all."""
+  """The spread of states with the model's weights, and with those of the first, middle or last step at all steps."""
   S = subject.grid.num_steps
   held = {f"held at step {step + 1}": step for step in dict.fromkeys((0, S // 2, S - 1))}
   return {label: clustering.depth_spread(subject, tokens_L, step) for label, step in {"own": None, **held}.items()}
@@ -174,7 +174,7 @@ def _simulated(progress: Progress) -> Simulated:
 
 @contextlib.contextmanager
 def showing(what: str, total: int) -> Iterator[Progress]:
-  """A progress bar on stderr, a line each few seconds where that is no terminal; yields what is told of work done."""
+  """A progress bar on stderr (a line every few seconds if it is no terminal); yields the function that reports work."""
   terminal = sys.stderr.isatty()
   with tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, disable=not distributed.leads(), leave=False,
             mininterval=0.1 if terminal else 5, miniters=0, maxinterval=math.inf,

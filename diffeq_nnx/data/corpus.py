@@ -75,6 +75,7 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
       `tokenizer`: "train" for a sentencepiece model trained on the training documents, or what
         `tokenizers.load` takes; for shards "train" is the one that they were made with;
       `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
+      `begin_token`, `end_token`: the marks' tokens; None: as its files say;
       `num_processes`: how many prepare text; None: one for each core;
       `cache_dir`: a directory; `~` expands.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
@@ -168,12 +169,19 @@ def _corpus(trained: list[shards.Directory], weights: list[float], validated: li
 def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
   """Sees that the config asks for no other tokenizer than that of the shards."""
   if config.tokenizer != "train":
-    asked = tokenizers.load(config.tokenizer, begin_mark=config.begin_mark)
+    asked = tokenizers.load(
+      config.tokenizer, begin_mark=config.begin_mark, begin_token=config.begin_token, end_token=config.end_token
+    )
     if asked.hash != tokenizer.hash:
       raise UserError(
         f"data.tokenizer={config.tokenizer}: is another tokenizer ({asked.hash[:12]}) than that of {name} "
         f"({tokenizer.hash[:12]}); leave data.tokenizer and data.begin_mark at their defaults to use that"
       )
+  elif config.begin_token or config.end_token:
+    raise UserError(
+      f"data.begin_token={config.begin_token}, data.end_token={config.end_token}: {name} keeps the marks that it was "
+      "prepared with; set them to None, or name the tokenizer too"
+    )
   elif config.begin_mark not in (None, tokenizer.bos_id is not None):
     raise UserError(
       f"data.begin_mark={config.begin_mark}: {name} was prepared {'without' if config.begin_mark else 'with'} begin "

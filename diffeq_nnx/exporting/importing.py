@@ -38,14 +38,16 @@ def import_hf(folder: str) -> Model:
   return nnx.merge(graph(model), jax.tree.map(jnp.asarray, params))
 
 
-def tokenizer_of(folder: str, begin_mark: bool | None = None) -> Tokenizer:
-  """The tokenizer in a Hugging Face folder; of tokenizer.model and tokenizer.json the first.
+def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str | None = None,
+                 end_token: str | None = None) -> Tokenizer:
+  """The tokenizer in a Hugging Face folder; of tokenizer.model and tokenizer.json the first. Marks as `load_tokenizer`.
 
   Raises:
     UserError: there is none, or one that would lose text.
   """
   model = os.path.join(folder, "tokenizer.model")
-  return data.load_tokenizer(model if os.path.exists(model) else folder, begin_mark=begin_mark, key="from_hf")
+  return data.load_tokenizer(model if os.path.exists(model) else folder, begin_mark=begin_mark, begin_token=begin_token,
+                             end_token=end_token, key="from_hf")
 
 
 def read(folder: str) -> tuple[ModelConfig, Params]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffeq_nnx.analysis.figures import sections
 from diffeq_nnx.analysis.findings import Findings, find, showing
-from diffeq_nnx.analysis.pages.charts import ColouredText, Figure
+from diffeq_nnx.analysis.pages.charts import Chart, ColoredText
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.analysis.subject import Subject
@@ -96,7 +96,7 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
     OSError: it can't be written.
   """
   made = sections(found)
-  pictures = [item for _, _, items in made for item in items if isinstance(item, (Figure, ColouredText))]
+  pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
   with replacing_folder(folder) as place, showing("pictures", len(pictures)) as progress:
     np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())
     for picture in pictures:

@@ -46,7 +46,8 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
     known = workdir_lib.config_of(workdir)
     model, data_config = known.model, config.data
     if config.data.tokenizer == "train" and "shards:" not in config.data.source:
-      data_config = dataclasses.replace(config.data, tokenizer=known.data.tokenizer, begin_mark=known.data.begin_mark)
+      data_config = dataclasses.replace(config.data, tokenizer=known.data.tokenizer, begin_mark=known.data.begin_mark,
+                                        begin_token=known.data.begin_token, end_token=known.data.end_token)
     model = dataclasses.replace(model, dropout=config.model.dropout, attention=config.model.attention,
                                 lora=config.model.lora)
     if num_steps is not None and num_steps != model.num_steps:

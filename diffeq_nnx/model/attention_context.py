@@ -19,10 +19,12 @@ class AttentionContext(Protocol):
   Attributes:
     positions_BxL: each token's place in its document; None: 0 to L-1.
   """
-  positions_BxL: jax.Array | None
+  @property
+  def positions_BxL(self) -> jax.Array | None: ...
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the batch's tokens, [B, L, H, C]."""
+    ...
 
 
 class Packing(NamedTuple):
@@ -92,8 +94,8 @@ class DecodeCache:
   def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since the kernels are made for many queries."""
     del implementation
-    self.keys_values = tuple(jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), self.slot, axis=2)
-                             for old, new in zip(self.keys_values, (k_Bx1xKxC, v_Bx1xKxC)))
+    insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
+    self.keys_values = insert(self.keys_values[0], k_Bx1xKxC), insert(self.keys_values[1], v_Bx1xKxC)
     slots_1xP = jnp.arange(self.keys_values[0].shape[2], dtype=jnp.int32)[None]
     visible_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
     segments = jnp.ones((len(visible_BxP), 1), jnp.int32), visible_BxP.astype(jnp.int32)

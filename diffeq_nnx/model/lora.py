@@ -44,7 +44,7 @@ class LoraWeights(StoredWeights):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), made)
 
 
-def _targets(specs: BlockSpecs, lora: config_lib.LoraConfig) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+def _targets(specs: BlockSpecs, lora: config_lib.LoraConfig) -> list[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
   """(group, shape, axis names) of the kernels that get adapters."""
   kernels = {f"{group}.kernel": (group, leaves["kernel"].shape, leaves["kernel"].axes)
              for group, leaves in specs.items() if "kernel" in leaves}

@@ -55,10 +55,11 @@ def make_ready(model: Model, num_steps: int | None = None, *, config: ModelConfi
   config, grid, params = config or model.config, model.grid(num_steps), params_of(model)
   if mesh is not None:
     with jax.set_mesh(mesh):
-      return ReadyModel(config, grid, *_generated(config, grid, unrolled, params), mesh)
-  weights, rest = _generated(config, grid, unrolled, params)
+      weights, rest = _generated(config, grid, unrolled, params)
+    return ReadyModel(config, grid, weights, rest, mesh)
   mesh = one_device_mesh(model)
-  return ReadyModel(config, grid, *jax.device_put((weights, rest), sharding.replicated(mesh)), mesh)
+  weights, rest = jax.device_put(_generated(config, grid, unrolled, params), sharding.replicated(mesh))
+  return ReadyModel(config, grid, weights, rest, mesh)
 
 
 def one_device_mesh(model: Model) -> Mesh:

@@ -235,10 +235,10 @@ class BoundField:
     return self.field.feedforward(x_BxLxD, w)
 
 
-FIELDS = {"gpt": GPTField, "llama": LlamaField}
+FIELDS: dict[str, type[GPTField] | type[LlamaField]] = {"gpt": GPTField, "llama": LlamaField}
 
 
-def register(name: str, field: type) -> None:
+def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
   """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`."""
   FIELDS[name] = field
   config_lib.add_choice("model.field", name)

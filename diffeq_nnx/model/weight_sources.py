@@ -32,7 +32,7 @@ class LeafSpec:
     start: 0 for kernels and biases, 1 for the scale of a norm.
   """
   shape: tuple[int, ...]
-  axes: tuple[str, ...]
+  axes: tuple[str | None, ...]
   std: float = 0.0
   start: float = 0.0
 

@@ -51,7 +51,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   if given == (None, 1, None):
     return
   if any(value is not None for value in given):
-    if None in given:
+    if coordinator is None or num_processes is None or process_id is None:
       raise UserError("--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
                       "under Slurm, or for a single process")
     if not 0 <= process_id < num_processes:
@@ -188,7 +188,8 @@ class Preemption:
   """
 
   def __init__(self) -> None:
-    self._asked, self._before = False, None
+    self._asked = False
+    self._before: Any = None  # the handler to restore
 
   def __enter__(self) -> "Preemption":
     # with several processes the service of jax.distributed receives the signal, and notifies all

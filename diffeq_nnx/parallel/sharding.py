@@ -52,13 +52,12 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def _sizes(config: MeshConfig, count: int) -> tuple[int, int, int]:
-  sizes = [config.data, config.fsdp, config.tensor]
-  known = math.prod(size for size in sizes if size != -1)
-  sizes = [count // known if size == -1 else size for size in sizes]
-  if math.prod(sizes) != count:
+  known = math.prod(size for size in (config.data, config.fsdp, config.tensor) if size != -1)
+  data, fsdp, tensor = (count // known if size == -1 else size for size in (config.data, config.fsdp, config.tensor))
+  if data * fsdp * tensor != count:
     raise UserError(f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor}: don't multiply to "
                     f"the {count} devices of a slice; set one of them to -1 and the others to divisors of {count}")
-  return tuple(sizes)
+  return data, fsdp, tensor
 
 
 def check(config: Config, mesh: Mesh) -> None:
@@ -184,7 +183,7 @@ class Share:
   def __init__(self, mesh: Mesh, batch_size: int):
     self._sharding, self._all = batch_sharding(mesh), np.arange(batch_size)
     indices = self._sharding.addressable_devices_indices_map((batch_size, 1)).values()
-    self.rows = np.unique(np.concatenate([self._all[index[0]] for index in indices]))
+    self.rows = np.unique(np.concatenate([self._all[index[0]] for index in indices if index is not None]))
 
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Global arrays [B, L] from this process's rows of them, [rows, L]."""

@@ -30,7 +30,7 @@ def identity(config: Config) -> dict[str, Any]:
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "data.tokenizer",
-              "data.begin_mark", "model.attention"):
+              "data.begin_mark", "data.begin_token", "data.end_token", "model.attention"):
     # these say where and how, not what; the tokenizer is identified by its hash
     del flat[key]
   if "shards:" in config.data.source:

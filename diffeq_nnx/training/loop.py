@@ -132,7 +132,7 @@ class _Stopwatch:
 class _Watch:
   """Reads each step's metrics one step late, so that the device never waits for the host."""
 
-  def __init__(self, config: Config, bytes_per_token: float, report: Reporter):
+  def __init__(self, config: Config, bytes_per_token: float, report: Reporter | Silent):
     self._config, self._bytes_per_token, self._report = config, bytes_per_token, report
     peak, source = flops.peak_tflops(config)
     self._peak = peak * 1e12 * jax.device_count()

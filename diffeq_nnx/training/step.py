@@ -126,7 +126,7 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
                       jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes and shardings of a training batch, without its arrays."""
   tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
                                 sharding=sharding.batch_sharding(mesh))

@@ -1,5 +1,4 @@
-"""Figures given as data, drawn as PNG files and as one interactive page that needs nothing from the network.
+"""Charts given as data, drawn as PNG files and on one interactive page that needs no network.
 
-`charts` says what a figure is, `png.draw` makes a picture of one, `page.write_page` a page of many. None of them knows
-what the numbers mean.
+`charts` defines the data, `png.draw` writes one chart as a picture, and `page.write_page` writes a page of many.
 """

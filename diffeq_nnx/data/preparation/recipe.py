@@ -90,12 +90,15 @@ def recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
 def _given_tokenizer(config: Any, vocab_size: int) -> Tokenizer | None:
   """The tokenizer that the config names, or None for one to be trained."""
   if config.tokenizer == "train":
-    if config.begin_mark:
+    if config.begin_mark or config.begin_token or config.end_token:
       raise UserError(
-        "data.begin_mark=True: data.tokenizer=train makes one without a begin mark; set it to None or False"
+        f"data.begin_mark={config.begin_mark}, data.begin_token={config.begin_token}, data.end_token="
+        f"{config.end_token}: data.tokenizer=train makes a tokenizer with an end mark alone; set them to None"
       )
     return None
-  tokenizer = tokenizers.load(config.tokenizer, begin_mark=config.begin_mark)
+  tokenizer = tokenizers.load(
+    config.tokenizer, begin_mark=config.begin_mark, begin_token=config.begin_token, end_token=config.end_token
+  )
   check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
   return tokenizer
 

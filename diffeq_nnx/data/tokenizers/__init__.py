@@ -1,8 +1,7 @@
 """Tokenizers behind one interface: sentencepiece models, byte-level byte-pair vocabularies, bytes."""
 
 from diffeq_nnx.data.tokenizers.base import Tokenizer
-from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer
-from diffeq_nnx.data.tokenizers.byte_values import ByteTokenizer
+from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
 from diffeq_nnx.data.tokenizers.loading import load
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer, train
 
