@@ -66,7 +66,7 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   assert 10 <= stopped <= 20
   with job(cache, tmp_path / "many", 4, more=("--config.mesh.tensor=2",)) as running:
     assert [process.end() for process in running] == [0] * 4, running[0].lines[-20:]
-    assert f"going on from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
+    assert f"continuing from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
   one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
   assert len(one) == len(many) == 20 and one[-1] < one[0]
   np.testing.assert_allclose(many, one, rtol=2e-6)
@@ -103,7 +103,7 @@ def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
     began = time.monotonic()
     assert first.end() == 1 and time.monotonic() - began < 60
     line = first.errors[-1]
-    assert "process 0: another process of the job has gone" in line and "run the same command" in line
+    assert "process 0: another process of the job has died" in line and "run the same command" in line
     if trouble == "fails alone":
       assert second.end() == 1 and "error: process 1: workdir=" in second.errors[-1]
 
@@ -115,7 +115,7 @@ def test_when_process_0_is_killed_the_other_ends_too(cache, tmp_path):
     first.send(signal.SIGKILL)
     assert second.end(60) != 0
     told = "\n".join(second.lines)
-    assert "another process of the job has gone" in told or "the JAX distributed service detected fatal errors" in told
+    assert "another process of the job has died" in told or "the JAX distributed service detected fatal errors" in told
 
 
 FAILS_TO_RESTORE = """
@@ -174,7 +174,7 @@ def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
   line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[present]
   process = Process(line[3:], local.environment(1))
   assert process.end() == 1
-  assert process.errors == [process.lines[-1]] and "not all processes came within 4 s" in process.lines[-1]
+  assert process.errors == [process.lines[-1]] and "not all processes joined within 4 s" in process.lines[-1]
 
 
 @pytest.mark.parametrize("different,told", [

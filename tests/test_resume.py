@@ -56,7 +56,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
   assert process.wait() == -signal.SIGKILL
   assert max(record["step"] for record in records(broken)) < 40
   resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240, env=FAST)
-  assert "going on from the checkpoint of step 20" in resumed.stderr
+  assert "continuing from the checkpoint of step 20" in resumed.stderr
   assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
   ours, theirs = arrays(broken, 40), arrays(whole, 40)
   assert ours.keys() == theirs.keys() and len(ours) > 20

@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
   damage(workdir / "checkpoints" / "20")
   train(config, str(workdir))
   told = capfd.readouterr().err
-  assert "the checkpoint of step 20 is damaged" in told and "going on from the checkpoint of step 16" in told
+  assert "the checkpoint of step 20 is damaged" in told and "continuing from the checkpoint of step 16" in told
   assert (workdir / DAMAGED_FOLDER / "20").is_dir()
   assert kept(workdir)[-1] == 28
   assert [r["step"] for r in read_metrics(workdir, "validation")] == [4, 8, 12, 16, 20, 24, 28]
@@ -349,7 +349,7 @@ def test_a_full_disk_loses_no_earlier_checkpoint(run, finished, capfd):
   done = subprocess.run([sys.executable, "-c", FULL, text, str(workdir)], text=True, capture_output=True, timeout=200)
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
-  assert len(lines) == 2 and all("run the same command to go on" in line for line in lines), done.stdout
+  assert len(lines) == 2 and all("run the same command to continue" in line for line in lines), done.stdout
   train(config, str(workdir))
-  assert "going on from the checkpoint of step 20" in capfd.readouterr().err
+  assert "continuing from the checkpoint of step 20" in capfd.readouterr().err
   assert kept(workdir)[-1] == 28
