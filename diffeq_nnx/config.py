@@ -14,7 +14,9 @@ from typing import Any, Sequence
 import ml_collections
 
 from diffeq_nnx import config_fields
-from diffeq_nnx.config_fields import nearest, number, one_of
+from diffeq_nnx.config_fields import flatten as flatten
+from diffeq_nnx.config_fields import nearest as nearest
+from diffeq_nnx.config_fields import number, one_of
 from diffeq_nnx.errors import UserError
 
 CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
@@ -52,6 +54,7 @@ class ModelConfig:
   field: str = one_of("gpt", "llama")
   solver: str = one_of("euler", "sequential")  # euler: parallel branches; sequential: attention first
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
+  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = number(12, above=0)
   horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
   step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
@@ -88,6 +91,12 @@ class ModelConfig:
   def block_eps(self) -> float:
     """eps of the block's norms, the default filled in."""
     return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
+
+  @property
+  def block_shift(self) -> bool:
+    """Whether the block's norms have a shift, the default filled in."""
+    by_default = self.field == "gpt" or self.initialization == "published"
+    return by_default if self.norm_shift is None else self.norm_shift
 
   @property
   def final_eps(self) -> float:
@@ -254,12 +263,20 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; keys that it lacks have their defaults.
+  """The config that `to_dict` turned into plain dicts; a missing key has its default, or what `completed` says.
 
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(config_fields.merged(default(), nested))
+  return from_config_dict(config_fields.merged(default(), completed(nested)))
+
+
+def completed(nested: dict[str, Any]) -> dict[str, Any]:
+  """A config that `to_dict` made, with those newer keys whose default would change what the program did before."""
+  model = nested.get("model", {})
+  if "norm_shift" in model or model.get("initialization") != "published" or model.get("field", "gpt") == "gpt":
+    return nested
+  return {**nested, "model": {**model, "norm_shift": False}}  # before this key a published Llama had no shift
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -320,6 +337,8 @@ def _check_model(model: ModelConfig) -> None:
   if model.field == "llama" and model.head_dim % 2:
     raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
                     f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+  if model.field == "gpt" and model.norm_shift is False:
+    raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
     if model.weights != "stored" or model.horizon is not None:
       raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")

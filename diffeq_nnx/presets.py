@@ -19,7 +19,11 @@ def _diffeq(config: ml_collections.ConfigDict) -> None:
 
 
 def _published(config: ml_collections.ConfigDict) -> None:
-  """Generated weights, Euler, with the paper's own choices."""
+  """Generated weights, Euler, as in the published code: initial spreads, horizon, a shift in a Llama's block norms.
+
+  One thing is the paper's rather than the code's: both norms of a Llama's block read the state. In the published code
+  the second reads what the first one gives.
+  """
   config.model.initialization = "published"
   config.model.horizon = 1.0
 

@@ -22,8 +22,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that starts the worke
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-from absl import logging
-from absl.testing import flagsaver
+from absl import flags, logging
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -158,12 +157,17 @@ def told(call) -> str:
 
 def mistake(arguments: list[str], capsys) -> tuple[int, str]:
   """(exit code, the one line on stderr) of a command line that holds a mistake, run in this process."""
+  for name in list(flags.FLAGS):  # as in a new process: `--config=FILE` defines a flag for each key of the file
+    if name.startswith("config."):
+      delattr(flags.FLAGS, name)
+    else:
+      flags.FLAGS[name].unparse()
+  flags.FLAGS.unparse_flags()
   capsys.readouterr()
-  with flagsaver.flagsaver():
-    try:
-      code = main.main(main.parse(["main", *arguments]))
-    except SystemExit as stop:
-      code = stop.code
+  try:
+    code = main.main(main.parse(["main", *arguments]))
+  except SystemExit as stop:
+    code = stop.code
   (line,) = capsys.readouterr().err.splitlines()
   return code, line
 

@@ -1,8 +1,10 @@
 """Real processes of the main program, forked from one that has imported JAX and the rest, which takes seconds."""
 
+import atexit
 import multiprocessing
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -11,6 +13,8 @@ from absl import app
 
 from diffeq_nnx import main
 
+FOLDER = tempfile.mkdtemp(prefix="output-of-tests-")  # of what the processes write
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.processes", "diffeq_nnx.training.loop", "diffeq_nnx.jobs.evaluate"])
 
@@ -37,8 +41,8 @@ class Process:
   """
 
   def __init__(self, words: list[str], environment: dict[str, str] | None = None, program: str | None = None):
-    self._folder = tempfile.TemporaryDirectory()
-    self._out, self._err = (pathlib.Path(self._folder.name, name) for name in ("out", "err"))
+    folder = pathlib.Path(tempfile.mkdtemp(dir=FOLDER))
+    self._out, self._err = folder / "out", folder / "err"
     for path in (self._out, self._err):
       path.touch()
     self._process = CONTEXT.Process(target=_run, args=(words, program, environment or {}, str(self._out), str(self._err)))

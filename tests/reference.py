@@ -94,11 +94,12 @@ def layer_norm(x_BxLxD, scale_D, shift_D, eps=1e-5):
   return centred_BxLxD / np.sqrt(variance_BxLx1 + eps) * _f64(scale_D) + _f64(shift_D)
 
 
-def rms_norm(x_BxLxD, scale_D, eps=1e-6):
-  """RMSNorm over the last axis."""
+def rms_norm(x_BxLxD, scale_D, eps=1e-6, shift_D=None):
+  """RMSNorm over the last axis; some have a shift, sum_j e_j h_j."""
   x_BxLxD = _f64(x_BxLxD)
   square_BxLx1 = (x_BxLxD**2).mean(axis=-1, keepdims=True)
-  return x_BxLxD / np.sqrt(square_BxLx1 + eps) * _f64(scale_D)
+  scaled_BxLxD = x_BxLxD / np.sqrt(square_BxLx1 + eps) * _f64(scale_D)
+  return scaled_BxLxD if shift_D is None else scaled_BxLxD + _f64(shift_D)
 
 
 def rope(x_LxC, base=10000.0):
@@ -159,7 +160,7 @@ def gpt_feedforward(x_BxLxD, w):
 def llama_attention(x_BxLxD, w):
   """RMSNorm, query/key/value, rotary positions on query and key, attention, output; no biases."""
   x_BxLxD, w = _f64(x_BxLxD), _tree_map(_f64, w)
-  y_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"])
+  y_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"], shift_D=w["attention_norm"].get("shift"))
   query_DxHxC, key_DxKxC, value_DxKxC = w["query"]["kernel"], w["key"]["kernel"], w["value"]["kernel"]
   out_HxCxD = w["out"]["kernel"]
   H, K = query_DxHxC.shape[1], key_DxKxC.shape[1]
@@ -178,7 +179,7 @@ def llama_attention(x_BxLxD, w):
 def llama_feedforward(x_BxLxD, w):
   """RMSNorm, SwiGLU: down(silu(gate x) * up x)."""
   x_BxLxD, w = _f64(x_BxLxD), _tree_map(_f64, w)
-  y_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"])
+  y_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"], shift_D=w["mlp_norm"].get("shift"))
   hidden_BxLxF = silu(y_BxLxD @ w["gate"]["kernel"]) * (y_BxLxD @ w["up"]["kernel"])
   return hidden_BxLxF @ w["down"]["kernel"]
 

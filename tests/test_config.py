@@ -108,6 +108,7 @@ def test_no_key_that_nothing_reads():
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "stored weights exist for"]),
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "stored weights"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
+    ({"model__norm_shift": False}, ["model.norm_shift=False", "gpt's norms have a shift", "model.field=llama"]),
 ])
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
   with pytest.raises(UserError) as error:
@@ -115,6 +116,19 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
   assert "\n" not in str(error.value)
   for part in parts:
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("field,initialization,expected", [
+    ("llama", "published", False), ("llama", "plain", None), ("gpt", "published", None), ("gpt", "plain", None)])
+def test_a_config_from_before_norm_shift_means_what_it_meant(field, initialization, expected):
+  """Until there was the key no Llama's norms had a shift, so the checkpoints of published ones hold none."""
+  now = config_lib.from_config_dict(changed(model__field=field, model__initialization=initialization))
+  nested = config_lib.to_dict(now)
+  assert config_lib.from_dict(nested) == now
+  del nested["model"]["norm_shift"]
+  before = config_lib.from_dict(nested)
+  assert before.model.norm_shift is expected and before.model.block_shift == (field == "gpt")
+  assert config_lib.from_dict(config_lib.to_dict(before)) == before
 
 
 @pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])

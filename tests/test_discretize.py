@@ -33,6 +33,17 @@ def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
   np.testing.assert_allclose(logits(stored), logits(model), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("changes", [{"initialization": "published"}, {"norm_shift": True},
+                                     {"initialization": "published", "norm_shift": False}])
+def test_the_shift_of_a_llamas_norms_is_stored_too(changes):
+  model = moved_instance(small_model(field="llama", horizon=1.0, **changes))
+  stored = diffeq_nnx.discretize(model, 5)
+  kept = [(config.initialization, config.norm_shift) for config in (model.config, stored.config)]
+  assert kept[0] == kept[1]
+  assert ("shift" in stored.weight_source.stored["mlp_norm"]) == model.config.block_shift
+  np.testing.assert_allclose(logits(stored), logits(model, 5), rtol=0, atol=2e-6)
+
+
 # every field, solver and number of steps, and both solvers with more steps than the model's own
 @pytest.mark.parametrize("field,solver,num_steps", [
     ("gpt", "euler", 7), ("llama", "euler", 2), ("gpt", "sequential", 1), ("gpt", "sequential", 7)])

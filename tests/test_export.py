@@ -84,6 +84,29 @@ def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_pa
   close(torch_logits(loaded), logits(model, num_steps))
 
 
+@pytest.mark.parametrize("solver,form", [("euler", "hf"), ("sequential", "hf"), ("sequential", "hf_code")])
+def test_our_own_modeling_file_holds_the_published_llama(solver, form, tmp_path):
+  model = make(small_model(field="llama", solver=solver, initialization="published", horizon=1.0))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=4, form=form)
+  assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
+  assert "no architecture of transformers" in result["notes"][0] if solver == "euler" else (
+      ("norms have a shift, which those of transformers' Llama lack" in result["notes"][0]) == (form == "hf"))
+  loaded, expected = load(result), logits(model, 4)
+  close(torch_logits(loaded), expected)
+  for layer in loaded.layers:
+    layer.attention_norm.bias.data.zero_()
+    layer.mlp_norm.bias.data.zero_()
+  assert np.abs(torch_logits(loaded) - expected).max() > 1e-2  # a hundred times what `close` lets pass
+
+
+def test_a_wider_llama_has_no_shift_either(tmp_path):
+  model = make(small_model(field="llama", solver="sequential", norm_shift=True))
+  line = told(lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_exact"))
+  for part in ("form='hf_exact'", "model.norm_shift", "--format=hf_code", "--format=stablehlo"):
+    assert part in line
+  assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("field,kv_heads", [("gpt", 2), ("llama", 4)])
 def test_our_own_modelling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
   model = make(small_model(field=field, solver="sequential", num_kv_heads=kv_heads))
@@ -302,7 +325,8 @@ def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
 
 def test_names_and_arrays_go_there_and_back():
   for architecture, changes in (("gpt2", {"num_kv_heads": None}), ("llama", {"field": "llama"}),
-                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"})):
+                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"}),
+                                (layouts.OWN, {"field": "llama", "norm_shift": True})):
     config = small_model(weights="stored", **changes)
     params = nnx.to_pure_dict(nnx.state(make(config)))
     there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))

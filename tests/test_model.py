@@ -57,10 +57,20 @@ def heads_apart(weights: dict, config) -> dict:
   return {**weights, **apart, "out": {**weights["out"], "kernel": out.reshape(len(out), K * G, C, -1)}}
 
 
-# every row once, and each kind of weights (generated, stored, shared) and each solver with both fields
-@pytest.mark.parametrize("row,field", [*zip(ROWS, itertools.cycle(["gpt", "llama"])), ("diffeq", "llama")])
+PUBLISHED_LLAMAS = {  # not rows: the field decides, too
+    "published, sequential": {"initialization": "published", "solver": "sequential"},
+    "published, stored": {"initialization": "published", "weights": "stored"},
+    "published, no shift": {"initialization": "published", "norm_shift": False},
+    "plain, shift": {"norm_shift": True},
+}
+
+
+# every row once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
+@pytest.mark.parametrize("row,field", [
+    *zip(ROWS, itertools.cycle(["gpt", "llama"])), ("diffeq", "llama"), ("published", "gpt"),
+    *((row, "llama") for row in PUBLISHED_LLAMAS)])
 def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
-  config = small_model(field=field, dtype="float64", **ROWS[row])
+  config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS)[row])
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
   params, grid = numpy_of(model), model.grid()
@@ -69,6 +79,17 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
       heads_apart(reference_weights(model, grid.times_S), config), field,
       grid.dts_S, config.solver == "sequential", params["final_norm"], params.get("head", params["embedding"]))
   np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("changes,shifted", [
+    ({}, False), ({"initialization": "published"}, True), ({"initialization": "published", "norm_shift": False}, False),
+    ({"norm_shift": True}, True), ({"field": "gpt"}, True), ({"field": "gpt", "norm_shift": True}, True)])
+@pytest.mark.parametrize("weights", ["generated", "stored"])
+def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none(weights, changes, shifted):
+  model = small_instance(small_model(**{"field": "llama", "weights": weights, **changes}))
+  for norm in ("attention_norm", "mlp_norm"):
+    assert ("shift" in model.block_weights()[norm]) == shifted == model.config.block_shift
+  assert ("shift" in model.final_norm) == (model.config.field == "gpt")
 
 
 @pytest.mark.parametrize("field", ["gpt", "llama"])

@@ -234,7 +234,7 @@ def test_evaluate_prints_one_json_line_equal_to_the_last_validation(finished, ca
 
 
 def test_the_command_line_knows_every_job():
-  assert set(flags.FLAGS["job"].parser.enum_values) == set(jobs.JOBS)
+  assert set(flags.FLAGS["job"].parser.enum_values) == {*jobs.JOBS, *jobs.ALIASES}
 
 
 def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):

@@ -1,6 +1,6 @@
 """The weight sources: the spread they start with, their times, and the generator's gradient."""
 
-from flax import nnx
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,39 @@ def test_published_weights_start_many_times_smaller():
   plain = spreads(ModelConfig(**{**WIDE, "weights": "stored"}))
   published = spreads(ModelConfig(**{**WIDE, "initialization": "published"}))
   assert plain["up"] / published["up"] > 8
+
+
+@pytest.mark.parametrize("field,tables", [
+    ("gpt", {"embedding": 0.02, "positions": 0.01}), ("llama", {"embedding": 1.0, "head": 0.02})])
+def test_every_parameter_starts_with_the_spread_of_the_published_code(field, tables):
+  model = small_instance(ModelConfig(**{**WIDE, "field": field, "initialization": "published", "vocab_size": 256,
+                                        "seq_len": 128, "embed_dim": 32}))
+  params = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)))
+  constants = {("final_norm", "scale"): 1.0, ("final_norm", "shift"): 0.0}
+  T = model.config.time.time_embed_dim
+  for path, leaf in params.items():
+    leaf, name = np.asarray(leaf), path[-1]
+    if len(path) == 1:
+      expected = tables.pop(name)
+    elif path in constants or path[1] == "time_mlp" and "bias" in name or name in ("scale", "shift"):
+      np.testing.assert_array_equal(leaf, constants.get(path, 0.0))
+      continue
+    elif name == "bias":
+      expected = 1e-4
+    else:
+      expected = 0.02
+      if path[1] == "generator":
+        np.testing.assert_array_equal(leaf[T], 0.0)  # F_0
+        leaf = leaf[:T]
+    assert leaf.std() == pytest.approx(expected, rel=0.1) and abs(leaf.mean()) < expected / 10, path
+  assert not tables
+
+
+def test_a_plain_model_s_tables_start_alike():
+  for field, names in (("gpt", ("embedding", "positions")), ("llama", ("embedding", "head"))):
+    model = small_instance(ModelConfig(**{**WIDE, "field": field, "vocab_size": 256, "seq_len": 128}))
+    for name in names:
+      assert float(getattr(model, name)[...].std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_norms_and_biases_start_as_a_plain_models():

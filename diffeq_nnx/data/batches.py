@@ -4,15 +4,17 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from diffeq_nnx.data.corpus import Mixture
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
+
+if TYPE_CHECKING:
+  import grain  # it imports JAX, which the workers that prepare text don't need
 
 
 class _Batches:
@@ -25,6 +27,8 @@ class _Batches:
   def __init__(
     self, train: Mixture, seq_len: int, batch_size: int, seed: int, rows: np.ndarray, start: int, eos_id: int | None
   ):
+    import grain
+
     self._tokens = [split.tokens for split in train.splits]
     self._orders = [
       grain.MapDataset.range(_num_windows(split, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
@@ -115,7 +119,7 @@ def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]
 def train_batches(
   train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None,
   start: int = 0, eos_id: int | None = None,
-) -> grain.MapDataset:  # fmt: skip
+) -> "grain.MapDataset":  # fmt: skip
   """Endless training batches; which one belongs to a step depends on the seed and the step alone.
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
@@ -138,6 +142,8 @@ def train_batches(
   Raises:
     UserError: If the split is shorter than one window.
   """
+  import grain
+
   for split in train.splits:
     if len(split.tokens) < seq_len + 1:
       raise UserError(

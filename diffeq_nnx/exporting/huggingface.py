@@ -35,7 +35,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
               form: str = "hf") -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-  Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones a folder with its own modelling file.
+  Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones and norms with a shift (llama) a folder with its
+  own modeling file.
 
   Args:
     model: any model; generated and shared weights are discretised.
@@ -43,7 +44,7 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     tokenizer: None: no tokenizer files, and no marks.
     num_steps: as for `diffeq_nnx.discretize`.
     form: hf, hf_exact (a Llama with a few channels more, whose one eps then does what our two do), or hf_code (our own
-      modelling file for sequential steps too: it holds every model).
+      modeling file for sequential steps too: it holds every model).
 
   Returns:
     What was written: folder, architecture, trust_remote_code, num_steps, dtype, logit_difference (the largest that a
@@ -51,7 +52,8 @@ def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, 
     and notes, a list of sentences.
 
   Raises:
-    UserError: the folder holds something, there is no such number of steps, or GPT-2 can't hold the heads.
+    UserError: the folder holds something, there is no such number of steps, GPT-2 can't hold the heads, or hf_exact
+      the norms.
   """
   stored = discretize(model, num_steps)
   return write(stored.config, nnx.to_pure_dict(nnx.state(stored, nnx.Param)), folder, tokenizer, form)
@@ -66,8 +68,12 @@ def architecture_of(model: ModelConfig, form: str) -> str:
                     "euler or sequential steps; --format=stablehlo holds any", everywhere=True)
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
+  if model.field == "llama" and model.block_shift and form == "hf_exact":
+    raise UserError(f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
+                    "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
+                    everywhere=True)
   if model.field == "llama":
-    return "llama"
+    return layouts.OWN if model.block_shift else "llama"
   if model.kv_heads != model.num_heads:
     raise UserError(f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, its key/value heads are as "
                     f"many as its query heads, {model.num_heads}; --format=hf_code (our own modelling file) and "
@@ -94,9 +100,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
-      notes.append(f"no architecture of transformers holds this model exactly: the folder has its own {MODELING_FILE}, "
-                   "and loads with trust_remote_code=True only" if stored.solver == "euler" else
-                   f"the folder has its own {MODELING_FILE}, as asked, and loads with trust_remote_code=True only")
+      notes.append(_why_own(stored, form))
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
     path = os.path.join(place, "model.safetensors")
@@ -113,6 +117,17 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
                  "--format=hf_exact (Llama only), hf_code and stablehlo hold both")
   return {"folder": folder, "architecture": CLASSES[architecture], "trust_remote_code": architecture == layouts.OWN,
           "num_steps": stored.num_steps, "dtype": "float32", "logit_difference": difference, "notes": notes}
+
+
+def _why_own(stored: ModelConfig, form: str) -> str:
+  """The note on a folder that has its own modeling file."""
+  own = f"the folder has its own {MODELING_FILE}"
+  only = "and loads with trust_remote_code=True only"
+  if stored.solver == "euler":
+    return f"no architecture of transformers holds this model exactly: {own}, {only}"
+  if form == "hf_code":
+    return f"{own}, as asked, {only}"
+  return f"this model's block norms have a shift, which those of transformers' Llama lack: {own}, {only}"
 
 
 def held_model(stored: ModelConfig, architecture: str) -> ModelConfig:
@@ -139,7 +154,7 @@ def _settings(held: ModelConfig, architecture: str) -> dict[str, Any]:
   module = MODELING_FILE.removesuffix(".py")
   auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
   return common | sizes | {"auto_map": auto_map, "field": held.field, "solver": held.solver,
-                           "norm_eps": held.block_eps, "final_norm_eps": held.final_eps}
+                           "norm_eps": held.block_eps, "final_norm_eps": held.final_eps, "norm_shift": held.block_shift}
 
 
 def _logit_difference(stored: ModelConfig, params: Params, held: ModelConfig, read: Params) -> float:

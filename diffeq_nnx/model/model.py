@@ -37,12 +37,16 @@ class Model(nnx.Module):
     dtype = parameter_dtype(config.dtype)
     D, V = config.embed_dim, config.vocab_size
 
-    def table(rows: int, name: str) -> nnx.Param:
-      return nnx.Param(vector_fields.STD * jax.random.normal(rngs.params(), (rows, D), dtype), axes=(name, "embed"))
+    token_std = position_std = vector_fields.STD
+    if config.initialization == "published":
+      token_std, position_std = vector_fields.STD if self.field.tied_head else 1.0, vector_fields.STD / 2
 
-    self.embedding = table(V, "vocab")
-    self.positions = table(config.seq_len, "position") if self.field.learned_positions else None
-    self.head = None if self.field.tied_head else table(V, "vocab")
+    def table(rows: int, name: str, std: float) -> nnx.Param:
+      return nnx.Param(std * jax.random.normal(rngs.params(), (rows, D), dtype), axes=(name, "embed"))
+
+    self.embedding = table(V, "vocab", token_std)
+    self.positions = table(config.seq_len, "position", position_std) if self.field.learned_positions else None
+    self.head = None if self.field.tied_head else table(V, "vocab", vector_fields.STD)
     self.final_norm = nnx.data({name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
                                 for name, leaf in self.field.norm_specs(D).items()})
     self.block_axes = nnx.static(weight_sources.block_axes(self.field.specs(config)))

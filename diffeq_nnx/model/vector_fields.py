@@ -31,11 +31,12 @@ def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: 
   return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
-def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float, shift_D: jax.Array | None = None) -> jax.Array:
   """RMSNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
   normed_BxLxD = wide_BxLxD * jax.lax.rsqrt(jnp.square(wide_BxLxD).mean(-1, keepdims=True) + eps)
-  return (normed_BxLxD * scale_D[None, None]).astype(x_BxLxD.dtype)
+  scaled_BxLxD = normed_BxLxD * scale_D[None, None]
+  return (scaled_BxLxD if shift_D is None else scaled_BxLxD + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
 def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
@@ -158,7 +159,11 @@ class GPTField:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaField:
-  """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases."""
+  """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases.
+
+  With `model.block_shift` the block's two norms have a shift beside the scale, as in the published code of Tong et al.
+  2025; the final norm has none.
+  """
   num_heads: int
   num_kv_heads: int
   head_dim: int
@@ -170,7 +175,7 @@ class LlamaField:
 
   @staticmethod
   def norm_specs(embed_dim: int) -> dict[str, LeafSpec]:
-    """The arrays of one norm."""
+    """The arrays of the final norm, and of a norm in the block without a shift."""
     return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0)}
 
   def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -182,13 +187,14 @@ class LlamaField:
     """Every array of the block at one time."""
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
     kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
+    norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
-        "attention_norm": LlamaField.norm_specs(D),
+        "attention_norm": norm,
         "query": kernel((D, H * C), ("embed", "heads"), STD),
         "key": kernel((D, K * C), ("embed", "heads"), STD),
         "value": kernel((D, K * C), ("embed", "heads"), STD),
         "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
-        "mlp_norm": LlamaField.norm_specs(D),
+        "mlp_norm": norm,
         "gate": kernel((D, F), ("embed", "mlp"), STD),
         "up": kernel((D, F), ("embed", "mlp"), STD),
         "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
@@ -204,7 +210,7 @@ class LlamaField:
 
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"], self.norm_eps)
+    normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     B, L, _ = x_BxLxD.shape
     positions = jnp.arange(L) if context.positions_BxL is None else context.positions_BxL
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
@@ -215,9 +221,12 @@ class LlamaField:
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = rms_norm(x_BxLxD, w["mlp_norm"]["scale"], self.norm_eps)
+    normed_BxLxD = self._block_norm(x_BxLxD, w["mlp_norm"])
     gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
     return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
+
+  def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    return rms_norm(x_BxLxD, w["scale"], self.norm_eps, w.get("shift"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
-  flat = config_lib.flatten(known["config"])
+  flat = config_lib.flatten(config_lib.completed(known["config"]))
   defaults = identity(Config())  # for keys that are newer than the run
   theirs = {key: flat.get(key, defaults[key]) for key in ours}
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]

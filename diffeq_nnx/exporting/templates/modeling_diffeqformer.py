@@ -16,31 +16,35 @@ class DiffEqFormerConfig(PretrainedConfig):
   """field: gpt (LayerNorm, GELU, learned positions, tied head) or llama (RMSNorm, SwiGLU, rotary positions).
 
   solver: euler (both branches read the same state) or sequential (the feed-forward one reads what attention wrote).
+  norm_shift: whether llama's norms in a layer have a bias; those of gpt have.
   """
 
   model_type = "diffeqformer"
 
   def __init__(self, field="gpt", solver="euler", vocab_size=50257, hidden_size=768, intermediate_size=3072,
                num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=1024,
-               norm_eps=1e-5, final_norm_eps=1e-5, use_cache=True, **kwargs):
+               norm_eps=1e-5, final_norm_eps=1e-5, norm_shift=False, use_cache=True, **kwargs):
     super().__init__(**kwargs)
     self.field, self.solver = field, solver
     self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
     self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
     self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
-    self.norm_eps, self.final_norm_eps, self.use_cache = norm_eps, final_norm_eps, use_cache
+    self.norm_eps, self.final_norm_eps, self.norm_shift = norm_eps, final_norm_eps, norm_shift
+    self.use_cache = use_cache
 
 
 class RMSNorm(nn.Module):
-  """x / sqrt(mean x^2 + eps) * weight, computed in float32."""
+  """x / sqrt(mean x^2 + eps) * weight, plus a bias if there is one, computed in float32."""
 
-  def __init__(self, size, eps):
+  def __init__(self, size, eps, bias=False):
     super().__init__()
     self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+    self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
   def forward(self, x):
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)
 
 
 def rotate(x, cos, sin):
@@ -58,8 +62,8 @@ class Layer(nn.Module):
     self.config, self.index, self.is_gpt = config, index, config.field == "gpt"
     self.heads, self.kv_heads, self.head_dim = (config.num_attention_heads, config.num_key_value_heads,
                                                 D // config.num_attention_heads)
-    norm = nn.LayerNorm if self.is_gpt else RMSNorm
-    self.attention_norm, self.mlp_norm = norm(D, eps=config.norm_eps), norm(D, eps=config.norm_eps)
+    norm, options = (nn.LayerNorm, {}) if self.is_gpt else (RMSNorm, {"bias": config.norm_shift})
+    self.attention_norm, self.mlp_norm = (norm(D, eps=config.norm_eps, **options) for _ in range(2))
     width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
     if self.is_gpt:  # for each key/value head its query heads, the key, the value
       self.qkv = nn.Linear(D, width + 2 * kv_width)

@@ -1,0 +1,66 @@
+"""Small texts and prepared shards for tests."""
+
+import hashlib
+import os
+
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data
+from diffeq_nnx.data import preparation
+from diffeq_nnx.data.preparation import preparing
+from tests.test_data import prose, write_jsonl
+
+NUM_DOCUMENTS = 400
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tasks():
+  """Many tasks and shards of few documents; nothing waits for the disk, since no test cuts the power."""
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(preparing, "TASK_BYTES", 4000)
+    patched.setattr(preparing, "SHARD_BYTES", 10_000)
+    patched.setattr(os, "fsync", lambda descriptor: None)
+    yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  """Three files of different lengths, and one for validation."""
+  folder = tmp_path_factory.mktemp("text")
+  texts = prose(NUM_DOCUMENTS) + ["\u00e9t\u00e9 \U0001f642" * 2000]  # the last longer than a shard
+  for name, part in (("a", texts[:250]), ("b", texts[250:253]), ("c", texts[253:])):
+    write_jsonl(folder / f"{name}.jsonl", part)
+  write_jsonl(folder / "held.json", prose(30, seed=1))
+  return folder, texts
+
+
+def config_of(text, **changes):
+  settings = {"source": f"jsonl:{text[0]}/*.jsonl", "validation_fraction": 0.1, "tokenizer": "bytes"}
+  return config_lib.DataConfig(**settings | changes)
+
+
+def prepare(directory, config, num_processes=1, vocab_size=300, seed=0):
+  return preparation.prepare(str(directory), preparation.recipe(config, vocab_size, seed), num_processes)
+
+
+def load(directory, vocab_size=300, **changes):
+  return data.load(config_lib.DataConfig(source=f"shards:{directory}", **changes), vocab_size, seed=0)
+
+
+def digest(directory):
+  found = {name: (directory / name).read_bytes() for name in sorted(os.listdir(directory))}
+  return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def prepared(text, small_tasks, tmp_path_factory):
+  """A directory with shards; not to be changed."""
+  directory = tmp_path_factory.mktemp("prepared") / "shards"
+  prepare(directory, config_of(text))
+  return directory
+
+
+def shard_file(directory, start):
+  (found,) = directory.glob(f"{start}-of-*.array_record")
+  return found
