@@ -1,6 +1,7 @@
 """Real processes of the main program, forked from one that has imported JAX and the rest, which takes seconds."""
 
 import atexit
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -13,10 +14,16 @@ from absl import app
 
 from diffeq_nnx import main
 
-FOLDER = tempfile.mkdtemp(prefix="output-of-tests-")  # of what the processes write
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.processes", "diffeq_nnx.training.loop", "diffeq_nnx.jobs.evaluate"])
+
+
+@functools.cache
+def _output_folder() -> str:
+  """Where the processes' output goes; removed at the end."""
+  folder = tempfile.mkdtemp(prefix="output-of-tests-")
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  return folder
 
 
 def _run(words: list[str], program: str | None, environment: dict[str, str], out: str, err: str) -> None:
@@ -41,7 +48,7 @@ class Process:
   """
 
   def __init__(self, words: list[str], environment: dict[str, str] | None = None, program: str | None = None):
-    folder = pathlib.Path(tempfile.mkdtemp(dir=FOLDER))
+    folder = pathlib.Path(tempfile.mkdtemp(dir=_output_folder()))
     self._out, self._err = folder / "out", folder / "err"
     for path in (self._out, self._err):
       path.touch()
