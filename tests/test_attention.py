@@ -95,7 +95,7 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
 
 @pytest.mark.parametrize("feature,dtype", [
     *((feature, "float32") for feature in FEATURES),
-    *((feature, "bfloat16") for feature in ("plain", "grouped", "documents", "soft_cap", "head_256"))])
+    ("plain", "bfloat16"), ("documents", "bfloat16")])  # the named shapes, below, are all bfloat16
 def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtype):
   shape, options = FEATURES[feature]
   check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)

@@ -25,7 +25,7 @@ def logits(model, num_steps=None):
 
 
 # every row once, and each kind of weights (generated, stored, shared) in both dtypes
-@pytest.mark.parametrize("row,dtype", zip(ROWS, itertools.cycle(["float32", "bfloat16"])))
+@pytest.mark.parametrize("row,dtype", [*zip(ROWS, itertools.cycle(["float32", "bfloat16"]))])
 def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
   model = moved_instance(small_model(dtype=dtype, **ROWS[row]))
   stored = diffeq_nnx.discretize(model)

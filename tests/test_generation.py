@@ -45,7 +45,7 @@ def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) 
 
 
 # every row once, each kind of weights and each solver with both fields
-@pytest.mark.parametrize("row,field", zip(ROWS, itertools.cycle(["gpt", "llama"])))
+@pytest.mark.parametrize("row,field", [*zip(ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   model = make(small_model(field=field, **ROWS[row]))
   made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
