@@ -1,6 +1,6 @@
-"""python -m diffeq_nnx.harness: lm_eval's own command line, to which the model diffeq_nnx is known.
+"""python -m diffeq_nnx.harness: lm_eval's own command line, with the model diffeq_nnx registered.
 
-lm_eval 0.4.13 knows the models of its own package only; nothing on its command line imports others.
+lm_eval 0.4.13 finds the models of its own package only; no flag of its command line imports others.
 """
 
 import os
@@ -10,7 +10,7 @@ from diffeq_nnx.errors import RunError, UserError
 
 
 def main() -> None:
-  """Runs lm_eval; errors in one line, exit code 2 for what the user can put right, 1 for what ends a run."""
+  """Runs lm_eval; errors are reported in one line, with exit code 2 for bad input and 1 for what ends a run."""
   try:
     from lm_eval.__main__ import cli_evaluate
   except ImportError:
@@ -18,9 +18,10 @@ def main() -> None:
     sys.exit(2)
   import jax
 
-  from diffeq_nnx.harness import adapter, tasks  # the former registers the model
+  from diffeq_nnx.harness import adapter, tasks
   from diffeq_nnx.parallel import distributed
-  del adapter
+
+  del adapter  # imported to register the model
   try:
     distributed.start(None, None, None, 100)
     if jax.process_count() > 1:
@@ -28,7 +29,7 @@ def main() -> None:
     flags = [argument.partition("=")[0] for argument in sys.argv[1:]]
     if "--include_path" not in flags and any(flag == "--tasks" or flag.startswith("-t") for flag in flags):
       sys.argv += ["--include_path", tasks.GROUPS]
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm_eval forks for errors by bootstrap, which JAX may not survive
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrap without forks, which JAX may not survive
     cli_evaluate()
   except (UserError, RunError) as error:
     print(f"error: {error}", file=sys.stderr)

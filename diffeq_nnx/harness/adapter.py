@@ -1,43 +1,55 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
+import dataclasses
+import functools
 import inspect
 import json
+import os
 import re
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 import zlib
 
 import jax
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from diffeq_nnx.config import Config, ModelConfig, choices, nearest
+from diffeq_nnx.config import Config, choices, nearest
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.harness import loading
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.harness.requests import Encoder
-from diffeq_nnx.harness.scoring import Score, Scorer
-from diffeq_nnx.inference.generation import Decoder
+from diffeq_nnx.harness.scoring import Scorer
+from diffeq_nnx.inference.generation import Decoder, encoded
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
+from diffeq_nnx.runs import opening
+from diffeq_nnx.training.setup import say_attention
 
-AUTO = 8  # batch_size=auto
-MAX_TOKENS = 256  # of a generated text, where a task doesn't say; at most half of what the model reads
-GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # what a task may ask of it
+AUTO = 8  # the batch size that batch_size=auto stands for
+MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length
+GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # supported generation_kwargs
 
 
 @register_model("diffeq_nnx")
-class DiffEqLM(LM):
-  """What lm_eval asks for: log-likelihoods of continuations and of whole texts, and generated texts.
+class DiffEqLM(TemplateLM):
+  """Log-likelihoods of continuations and of entire texts, and generated texts, as lm_eval requests them.
 
-  Every process of a job gets all requests and must be given the same; they share the work.
+  Every process of a job must receive the same requests; the processes share the work.
+
+  Attributes:
+    batch_size: sequences of `max_length` tokens that a device holds at a time.
+    max_length: tokens that the model reads at a time.
+    truncated: number of requests so far that lost the beginning of their context.
+    merged: number of continuations so far that share a token with the end of their context; see `_encode_pair`.
+    scorer: the model, ready to compute log-likelihoods.
   """
 
   def __init__(self, workdir: str | None = None, *, model: Model | None = None, tokenizer: Tokenizer | None = None,
@@ -45,26 +57,27 @@ class DiffEqLM(LM):
                dtype: str = "model", begin_mark: str = "auto", window: str = "disjoint", stride: int | None = None,
                max_length: int | None = None, share: bool = True, seed: int = 0, config: Config | None = None,
                max_batch_size: int | None = None, device: str | None = None, **unknown: Any):
-    """Makes a run's newest model ready, or `model`.
+    """Loads the newest model of a run, or takes `model`.
 
     Args:
       workdir: the run's directory.
-      model: in place of a run; with its tokenizer, and its mesh where it is on several devices.
-      tokenizer: likewise.
-      mesh: likewise.
-      batch_size: sequences of `max_length` tokens that a device holds at a time (shorter ones: more), or auto: 8.
-      num_steps: of the solver; None: eval.num_steps of the run, or else the model's own.
-      dtype: of the computation: bfloat16, float32, or model: the model's.
-      begin_mark: as for `requests.Encoder`.
-      window: disjoint or sliding, where texts are longer than `max_length`.
-      stride: of sliding windows: tokens that each predicts; None: half of `max_length`.
+      model: used instead of a run, together with `tokenizer`, and with `mesh` if it is on several devices.
+      tokenizer: the tokenizer of `model`.
+      mesh: the devices of `model`.
+      batch_size: sequences of `max_length` tokens that a device holds at a time (of shorter ones more), or auto: 8.
+      num_steps: number of solver steps; None: eval.num_steps of the run, or else the model's own.
+      dtype: of the computation: bfloat16, float32, or model for the model's own.
+      begin_mark: auto (contexts begin with the tokenizer's begin mark if it has one), none, or always (its begin mark,
+        or else its end mark).
+      window: disjoint or sliding, for texts longer than `max_length`.
+      stride: tokens that each sliding window predicts; None: half of `max_length`.
       max_length: tokens that the model reads at a time; None: model.seq_len.
       share: whether requests with a common beginning are computed together.
-      seed: of generated texts that are drawn; each depends on it, its prompt and its repetition alone.
-      config: the run's, changed; see `loading.run`.
-      max_batch_size: lm_eval gives it; not used.
-      device: likewise: JAX chooses the devices.
-      **unknown: none.
+      seed: of sampled texts; each depends only on the seed, its prompt and its repetition.
+      config: the run's config with changes, as for `opening.load`.
+      max_batch_size: passed by lm_eval; not used.
+      device: passed by lm_eval; not used, since JAX chooses the devices.
+      **unknown: must be empty.
 
     Raises:
       UserError: no run, no checkpoint, or a value outside its rule.
@@ -78,140 +91,209 @@ class DiffEqLM(LM):
     for name, value in (("num_steps", num_steps), ("stride", stride), ("max_length", max_length)):
       if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UserError(f"{name}={value!r}: must be a whole number above 0")
-    self._load: Callable[[], loading.Loaded] = lambda: loading.run(workdir, num_steps, config, dtype)
+    for name, value in (("dtype", dtype), ("begin_mark", begin_mark), ("window", window)):
+      if value not in choices(f"harness.{name}"):
+        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices(f"harness.{name}"))}")
+    self._open = functools.partial(opening.load, str(workdir), config)
     if model is not None:
-      self._load = lambda: loading.Loaded(model, tokenizer, mesh, num_steps, None)
-    loaded = self._load()
-    config = loading.computed(loaded.model.config, dtype)
-    max_length = config.seq_len if max_length is None else max_length
-    self._dtype, self._step, self._workdir, self._seed = dtype, loaded.step, workdir, seed
-    self._num_steps = loaded.num_steps
+      run = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), None)
+      self._open = lambda: run
+    run = self._open()
+    config = dataclasses.replace(run.config.model, dropout=0.0,
+                                 dtype=run.config.model.dtype if dtype == "model" else dtype)
+    if model is None:
+      say_attention(config)
     self.batch_size = _batch_size(batch_size)
-    self.encoder = Encoder(loaded.tokenizer, *_ways(config, begin_mark, window, stride, max_length))
-    self.scorer = Scorer(loaded.model, loaded.num_steps, config=config, mesh=loaded.mesh, batch_size=self.batch_size,
-                         max_length=max_length, share=share)
+    self.max_length = config.seq_len if max_length is None else max_length
+    if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
+      raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
+    self._stride = _stride(window, stride, self.max_length)
+    self.truncated = self.merged = 0
+    self._workdir, self._step, self._tokenizer, self._seed = workdir, run.step, run.tokenizer, seed
+    self._begin_mark = begin_mark
+    self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
+    self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
+    self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, batch_size=self.batch_size,
+                         max_length=self.max_length, share=share)
+    self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
     self._decoder: Decoder | None = None
 
+  @property
+  def eot_token_id(self) -> int:
+    """The end mark."""
+    return self._tokenizer.eos_id
+
+  @property
+  def prefix_token_id(self) -> int:
+    """The context of a text's first token where there is no other: the begin mark, or else the end mark."""
+    return self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
+
   def get_model_info(self) -> dict[str, Any]:
-    """What decides the figures, for lm_eval's results."""
+    """The settings on which the results depend, for lm_eval's results."""
     config = self.scorer.config
+    windows = ("disjoint: side by side, the last moved back to be full" if self._stride is None else
+               f"sliding: each after the first predicts {self._stride} tokens")
     return {"workdir": self._workdir, "checkpoint_step": self._step, "field": config.field, "solver": config.solver,
             "weights": config.weights, "num_steps": self.scorer.grid.num_steps, "dtype": config.dtype,
-            "devices": self.scorer.mesh.size, "processes": jax.process_count(), **self.encoder.describe()}
+            "devices": self.scorer.mesh.size, "processes": jax.process_count(), "begin_mark": self._begin_mark,
+            "mark_before_contexts": self._context_mark, "mark_before_texts_without_context": self.prefix_token_id,
+            "max_length": self.max_length, "rolling_windows": windows, "truncated_requests": self.truncated,
+            "merged_requests": self.merged}
 
   def apply_chat_template(self, *arguments, **keywords) -> str:
     """Raises UserError: there are none."""
     raise UserError("--apply_chat_template: runs have no chat template; leave it out")
 
+  def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    """Ids of a context, with the mark before it; False as `add_special_tokens`: of a text without a context.
+
+    Raises:
+      UserError: the text is not Unicode.
+    """
+    ids = self._known_ids[string] if string in self._known_ids else self._encode([string])[0]
+    if add_special_tokens is False:
+      return ids or [self.prefix_token_id]  # TemplateLM takes this mark for the context, and nothing is left to score
+    return ids if self._context_mark is None else [self._context_mark, *ids]
+
+  def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    return encoded(self._tokenizer, texts, "a request's text")
+
+  def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Ids of both, encoded together and cut where the context's ids end, as in TemplateLM.
+
+    Where that leaves no continuation, since it merged into the last token of its context, the cut is where the two
+    begin to differ, so that the merged token is scored. The context's ids are those of the joint encoding.
+    """
+    before, after = super()._encode_pair(context, continuation)
+    joint = self.tok_encode(context + continuation)
+    cut = len(before)
+    if not after and joint != before:
+      cut = len(os.path.commonprefix([before, joint]))
+      self.merged += 1
+    return joint[:cut] or [self.prefix_token_id], joint[cut:]
+
   def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-    """(log-probability of the continuation, nats; whether it is the likeliest), for each (context, continuation)."""
+    """(log-probability of the continuation in nats, whether it is the likeliest) for each (context, continuation)."""
     pairs = [request.args for request in requests]
-    made: list[Score | None] = [Score(0.0, True)] * len(pairs)  # of a continuation without tokens
-    wanted = {i: request for i, request in enumerate(self.encoder.pairs(pairs)) if request is not None}
-    places = list(wanted)
-    for number, score in self._scored(list(wanted.values()), disable_tqdm, "log-likelihoods"):
-      made[places[number]] = score
-      self.cache_hook.add_partial("loglikelihood", pairs[places[number]], tuple(score))
-    return [tuple(score) for score in made]
+    texts = list(dict.fromkeys(text for context, continuation in pairs
+                               for text in (context.rstrip(), context + continuation)))
+    self._known_ids = dict(zip(texts, self._encode(texts)))  # at once: TemplateLM encodes one text after another
+    try:
+      return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.leads())
+    finally:
+      self._known_ids = {}
+
+  def _loglikelihood_tokens(self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+                            disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
+    """Scores (texts, or None to keep the result out of lm_eval's cache; context; continuation)."""
+    results = [(0.0, True)] * len(requests)  # an empty continuation is certain
+    scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
+    fitted = [self._fitted(*requests[i][1:]) for i in scored]
+    quiet = disable_tqdm or not distributed.leads() or not scored
+    for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
+      i = scored[number]
+      results[i] = tuple(score)
+      if requests[i][0] is not None:
+        self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+    return results
+
+  def _fitted(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
+    """A request that the model can read at a time; too long a context loses its beginning."""
+    if len(continuation) > self.max_length:
+      raise UserError(f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
+                      "leave the task out, or raise max_length where positions aren't learned")
+    room = self.max_length + 1 - len(continuation)
+    self.truncated += len(context) > room
+    return Request(tuple(context[-room:]), tuple(continuation))
 
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-    """Log-probability of each text, nats, every token of it predicted once."""
+    """Log-probability of each text in nats; every token of it is predicted once."""
     texts = [request.args[0] for request in requests]
     totals = [total for total, _ in self.rolling(texts, disable_tqdm)]
     for text, total in zip(texts, totals):
       self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
     return totals
 
+  def windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+    """(context, continuation) pairs that together predict each token of a text once, the first after a mark."""
+    context_length = 1 if self._stride is None else self.max_length - self._stride + 1
+    (ids,) = self._encode([text])
+    windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_length)
+    return [make_disjoint_window(window) for window in windows]
+
   def rolling(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """(log-probability in nats, number of tokens) of each text."""
-    windows = [(owner, request) for owner, text in enumerate(texts) for request in self.encoder.windows(text)]
-    scores = dict(self._scored([request for _, request in windows], disable_tqdm, "texts, by window"))
+    windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
+    scores = self._loglikelihood_tokens([(None, *window) for _, *window in windows], disable_tqdm)
     totals, counts = [0.0] * len(texts), [0] * len(texts)
-    for number, (owner, request) in enumerate(windows):  # in one order, whatever that of the scores
-      totals[owner] += scores[number].logprob
-      counts[owner] += len(request.continuation)
+    for (i, _, continuation), (logprob, _) in zip(windows, scores):
+      totals[i] += logprob
+      counts[i] += len(continuation)
     return list(zip(totals, counts))
 
-  def _scored(self, requests: Sequence[Request], quiet: bool, what: str):
-    """What the scorer says, with progress shown by one process."""
-    with tqdm(total=len(requests), desc=what, disable=quiet or not distributed.leads() or not requests) as bar:
-      for one in self.scorer(requests):
-        bar.update()
-        yield one
-
   def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-    """The text that follows each context, up to a stop string, the end mark or the number of tokens.
+    """The text that follows each context, up to a stop string, the end mark or the limit of tokens.
 
     Raises:
-      UserError: several processes, more tokens wanted than the model reads, or another way of generating than these.
-      RunError: the run went on since its checkpoint was read.
+      UserError: several processes, a limit of tokens that the model can't read, or generation_kwargs that aren't
+        supported.
+      RunError: the run continued after its checkpoint was read.
     """
     check_generating()
     if self._decoder is None:
-      loaded = self._load()  # its parameters were not kept beside the weights that are made of them
-      if loaded.step != self._step:
-        raise RunError(f"{self._workdir}: went on from checkpoint {self._step} to {loaded.step} meanwhile; evaluate a "
+      run = self._open()  # again: the scorer keeps the generated weights, not the parameters that they come from
+      if run.step != self._step:
+        raise RunError(f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a "
                        "copy, or wait for its end")
-      config = loading.computed(loaded.model.config, self._dtype)
-      self._decoder = Decoder(loaded.model, self._num_steps, config)
-    made = [""] * len(requests)
-    by_way: dict[str, list[int]] = {}
-    times: dict[tuple[str, str], int] = collections.Counter()
-    row_numbers = []
-    for i, request in enumerate(requests):
-      way = json.dumps(request.args[1], sort_keys=True)
-      by_way.setdefault(way, []).append(i)
-      prompt = request.args[0]
-      row_numbers.append(zlib.crc32(f"{times[way, prompt]} {prompt}".encode(errors="surrogatepass")))
-      times[way, prompt] += 1
-    ways = {way: self._way(json.loads(way), requests[numbers[0]]) for way, numbers in by_way.items()}
+      self._decoder = Decoder(run.model, self._num_steps, self.scorer.config)
+    repeats: dict[tuple[str, str], int] = collections.Counter()
+    generations = []
+    for request in requests:
+      prompt, kwargs = request.args
+      repeat = repeats[prompt, json.dumps(kwargs, sort_keys=True)]
+      repeats[prompt, json.dumps(kwargs, sort_keys=True)] += 1
+      sampling, until = self._sampling(request)
+      room = self.max_length - sampling.max_tokens
+      ids = self.tok_encode(prompt) or [self.prefix_token_id]
+      self.truncated += len(ids) > room
+      row_number = zlib.crc32(f"{repeat} {prompt}".encode())  # random numbers that don't depend on the batch
+      generations.append(_Generation(request, sampling, until, ids[-room:], row_number))
+    batches = Collator(generations, sort_fn=lambda one: (-len(one.prompt), one.prompt),
+                       group_fn=lambda one: (one.sampling, one.until), group_by="gen_kwargs")
+    texts = []
     with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
-      for way, numbers in by_way.items():
-        sampling, until = ways[way]
-        prompts = dict(zip(numbers, self._prompts([requests[i].args[0] for i in numbers], sampling.max_tokens)))
-        numbers.sort(key=lambda i: (len(prompts[i]), prompts[i]), reverse=True)
-        for first in range(0, len(numbers), self.batch_size):
-          batch = numbers[first:first + self.batch_size]
-          texts = self._generate([prompts[i] for i in batch], sampling, until, [row_numbers[i] for i in batch])
-          for i, text in zip(batch, texts):
-            made[i] = text
-            self.cache_hook.add_partial("generate_until", requests[i].args, text)
-          bar.update(len(batch))
-    return made
+      for batch in batches.get_batched(n=self.batch_size):
+        texts += self._generate(batch)
+        for one, text in zip(batch, texts[-len(batch):]):
+          self.cache_hook.add_partial("generate_until", one.request.args, text)
+        bar.update(len(batch))
+    return batches.get_original(texts)
 
-  def _way(self, asked: dict[str, Any], request: Instance) -> tuple[Sampling, list[str]]:
-    """How texts are drawn, and where they stop, as a task asks for it."""
+  def _sampling(self, request: Instance) -> tuple[Sampling, tuple[str, ...]]:
+    """How a task's texts are sampled, and the strings at which they stop."""
     prefix = f"task {request.task_name}: generation_kwargs: "
-    kwargs = normalize_gen_kwargs(asked, min(MAX_TOKENS, max(self.encoder.max_length // 2, 1)))
+    kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(self.max_length // 2, 1)))
     for name, value in kwargs.items():
       if name not in GENERATION:
         raise UserError(f"{prefix}{name}={value!r}: is not supported; only {', '.join(GENERATION)} are")
-    if kwargs["max_gen_toks"] >= self.encoder.max_length:
-      raise UserError(f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {self.encoder.max_length} "
-                      "tokens, and at least one is the context's; lower it in the task's file, or with lm_eval's "
-                      "--gen_kwargs")
+    if kwargs["max_gen_toks"] >= self.max_length:
+      raise UserError(f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {self.max_length} tokens, and "
+                      "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs")
     try:
       sampling = Sampling(max_tokens=kwargs["max_gen_toks"], temperature=float(kwargs.get("temperature", 0.0)),
                           top_k=kwargs.get("top_k") or None, top_p=kwargs.get("top_p", 1.0), seed=self._seed)
     except (UserError, TypeError, ValueError) as error:
       raise UserError(f"{prefix}{error}") from error
-    return sampling, [stop for stop in kwargs["until"] if stop]
+    return sampling, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _prompts(self, contexts: Sequence[str], max_tokens: int) -> list[tuple[int, ...]]:
-    """Ids of contexts, without what leaves no room for `max_tokens`."""
-    room = self.encoder.max_length - max_tokens
-    ids = [one or (self.encoder.prefix,) for one in self.encoder.contexts(contexts)]
-    self.encoder.truncated += sum(len(one) > room for one in ids)
-    return [one[-room:] for one in ids]
-
-  def _generate(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, until: Sequence[str],
-                row_numbers: Sequence[int]) -> list[str]:
-    """Texts that follow prompts of one way of sampling."""
-    streams = [TextStream(self.encoder.tokenizer.decode, until) for _ in prompts]
-    ended = [False] * len(prompts)
-    for tokens_B in self._decoder.stream(prompts, sampling, row_numbers):
+  def _generate(self, batch: Sequence["_Generation"]) -> list[str]:
+    """The texts of generations that share sampling and stop strings."""
+    streams = [TextStream(self._tokenizer.decode, batch[0].until) for _ in batch]
+    ended = [False] * len(batch)
+    prompts, row_numbers = [one.prompt for one in batch], [one.row_number for one in batch]
+    for tokens_B in self._decoder.stream(prompts, batch[0].sampling, row_numbers):
       for row, token in enumerate(tokens_B.tolist()):
-        ended[row] = ended[row] or token == self.encoder.tokenizer.eos_id
+        ended[row] = ended[row] or token == self.eot_token_id
         if not ended[row]:
           streams[row].add(token)
           ended[row] = streams[row].stopped
@@ -222,11 +304,21 @@ class DiffEqLM(LM):
     return [stream.text for stream in streams]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Generation:
+  """A text to be generated: `row_number` identifies its random numbers."""
+  request: Instance
+  sampling: Sampling
+  until: tuple[str, ...]
+  prompt: list[int]
+  row_number: int
+
+
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))
 
 
 def check_generating() -> None:
-  """Raises UserError where tasks that generate can't run: in a job of several processes."""
+  """Raises UserError in a job of several processes, where tasks that generate texts can't run."""
   if jax.process_count() > 1:
     raise UserError("tasks that generate: run in one process; start them on one host", everywhere=True)
 
@@ -239,20 +331,13 @@ def _batch_size(given: int | str) -> int:
   return int(given)
 
 
-def _ways(model: ModelConfig, begin_mark: str, window: str, stride: int | None,
-          length: int) -> tuple[str, int, int | None]:
-  """begin_mark, max_length and stride for `Encoder`, checked."""
-  if vector_fields.FIELDS[model.field].learned_positions and length > model.seq_len:
-    raise UserError(f"max_length={length}: must be 1 to model.seq_len={model.seq_len}, the positions that it has")
-  for name, value, known in (("begin_mark", begin_mark, choices("harness.begin_mark")),
-                              ("window", window, choices("harness.window"))):
-    if value not in known:
-      raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
+def _stride(window: str, stride: int | None, max_length: int) -> int | None:
+  """Tokens that each window after the first predicts; None: windows side by side, `max_length` each."""
   if window == "disjoint":
     if stride is not None:
-      raise UserError(f"stride={stride}: is of sliding windows; leave it out, or set window=sliding")
-    return begin_mark, length, None
-  stride = max(length // 2, 1) if stride is None else stride
-  if not 1 <= stride <= length:
-    raise UserError(f"stride={stride}: must be 1 to {length}, the tokens that the model reads at a time")
-  return begin_mark, length, stride
+      raise UserError(f"stride={stride}: is for sliding windows; leave it out, or set window=sliding")
+    return None
+  stride = max(max_length // 2, 1) if stride is None else stride
+  if stride > max_length:
+    raise UserError(f"stride={stride}: must be 1 to {max_length}, the tokens that the model reads at a time")
+  return stride

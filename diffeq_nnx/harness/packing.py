@@ -2,7 +2,7 @@
 
 B rows, L slots of a row, M scored tokens of a row.
 
-The sequences of a row make a tree, written depth first. A slot holds a token; the slots below it in the tree are those
+The sequences of a row form a tree in depth-first order. A slot holds a token; the slots below it in the tree are those
 that follow it, up to its end. So slot i sees slot j where j <= i < end[j], and a token's position is its depth.
 """
 
@@ -11,17 +11,17 @@ from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-LEAST_SHARED = 4  # a sequence joins the one before if they share at least one part in so many of it
+LEAST_SHARED = 4  # a sequence joins the row of the previous one if they share at least a fourth of it
 FEWEST = 16  # slots of a row
 FEWEST_SCORED = 8  # scored tokens of a row
 
 
 class Request(NamedTuple):
-  """A continuation to be scored.
+  """A continuation to score.
 
   Attributes:
     context: token ids, one or more.
-    continuation: token ids, one or more; its last is predicted, and not read.
+    continuation: token ids, one or more; the last is predicted, and not read.
   """
   context: tuple[int, ...]
   continuation: tuple[int, ...]
@@ -38,45 +38,48 @@ class Row:
 
   Attributes:
     tokens: of each slot.
-    positions: likewise, its depth.
-    ends: likewise, where the slots below it end.
-    scored: (slot, the token that is to follow it) of each scored token.
-    parts: (number of a request, its first in `scored`, how many).
-    branches: whether it holds more than one sequence.
+    positions: of each slot, its depth in the tree.
+    scored: (slot, the token that follows it) of each scored token.
+    parts: (number of a request, its first index in `scored`, number of scored tokens).
   """
   tokens: list[int] = dataclasses.field(default_factory=list)
   positions: list[int] = dataclasses.field(default_factory=list)
-  ends: list[int] = dataclasses.field(default_factory=list)
   scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   parts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-  branches: bool = False
   _path: list[int] = dataclasses.field(default_factory=list)  # slots of the newest sequence
 
   def add(self, number: int, request: Request, shared: int) -> None:
-    """Appends a request that has its first `shared` tokens in common with the one before."""
+    """Appends a request that has its first `shared` tokens in common with the previous one."""
     slots, read = len(self.tokens), request.read
-    for slot in self._path[shared:]:
-      self.ends[slot] = slots
-    self.branches = self.branches or shared < len(self._path)
     self._path[shared:] = range(slots, slots + len(read) - shared)
     self.tokens += read[shared:]
     self.positions += range(shared, len(read))
-    self.ends += [0] * (len(read) - shared)
     self.parts.append((number, len(self.scored), len(request.continuation)))
     self.scored += zip(self._path[len(request.context) - 1:], request.continuation)
 
-  def close(self) -> None:
-    """After the last request."""
-    for slot in self._path:
-      self.ends[slot] = len(self.tokens)
+  @property
+  def branches(self) -> bool:
+    """Whether it holds more than one path."""
+    return self.positions[-1] + 1 < len(self.tokens)
+
+  @property
+  def ends(self) -> list[int]:
+    """For each slot, where the slots below it end: at the next slot that is not deeper."""
+    ends = [len(self.tokens)] * len(self.tokens)
+    path: list[int] = []
+    for slot, depth in enumerate(self.positions):
+      for left in path[depth:]:
+        ends[left] = slot
+      path[depth:] = [slot]
+    return ends
 
 
 class Batch(NamedTuple):
-  """Rows as arrays; what is not used is 0, and a slot that is not used is seen by none.
+  """Rows as arrays, padded with 0; no slot sees a padding slot.
 
   Attributes:
     arrays: tokens, positions, ends [B, L]; slots, targets [B, M].
-    branches: whether a row of it holds more than one sequence.
+    branches: whether one of its rows holds more than one path.
     parts: for each row, `Row.parts`.
   """
   arrays: dict[str, np.ndarray]
@@ -91,29 +94,27 @@ def bucket(count: int, fewest: int = FEWEST) -> int:
 
 
 def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
-  """Rows for all requests, the same whatever their order.
+  """Rows for all requests, independent of their order.
 
   Args:
-    requests: any.
-    most_slots: a row with several sequences has at most so many, and as many scored tokens.
+    requests: to be put in rows.
+    most_slots: limit of the slots, and of the scored tokens, of a row with several sequences.
     share: False: each request has a row of its own.
   """
   read = [np.asarray(request.read, ">i4") for request in requests]  # big-endian: bytes sort as the numbers do
   order = sorted(range(len(requests)), key=lambda i: (read[i].tobytes(), requests[i]))
   rows: list[Row] = []
-  before = np.zeros(0, np.int32)
+  previous = np.zeros(0, np.int32)
   for number in order:
-    shared = _shared(before, read[number])
-    new = len(read[number]) - shared
-    joins = share and rows and shared * LEAST_SHARED >= len(read[number]) and (
-        len(rows[-1].tokens) + new <= most_slots) and (
-        len(rows[-1].scored) + len(requests[number].continuation) <= most_slots)
+    shared = _shared(previous, read[number])
+    joins = share and rows and shared * LEAST_SHARED >= len(read[number])
+    if joins:
+      slots = len(rows[-1].tokens) + len(read[number]) - shared
+      joins = max(slots, len(rows[-1].scored) + len(requests[number].continuation)) <= most_slots
     if not joins:
       rows.append(Row())
     rows[-1].add(number, requests[number], shared if joins else 0)
-    before = read[number]
-  for row in rows:
-    row.close()
+    previous = read[number]
   return rows
 
 
@@ -128,15 +129,15 @@ def batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
   """All rows, the longest first, in batches of few shapes.
 
   Args:
-    rows: any.
-    tokens: as many slots in a batch as fit, at least `multiple` rows.
-    multiple: of it the number of rows is a multiple.
+    rows: to be put in batches.
+    tokens: limit of the slots of a batch, which has at least `multiple` rows.
+    multiple: the number of rows is a multiple of it.
   """
   rows = sorted(rows, key=lambda row: (bucket(len(row.tokens)), len(row.scored)), reverse=True)
   while rows:
     L = bucket(len(rows[0].tokens))
     B = max(tokens // L // multiple, 1) * multiple
-    if len(rows) < B:  # the last ones
+    if len(rows) < B:  # the last batch
       B = min(B, multiple * bucket(-(-len(rows) // multiple), fewest=1))
     yield _batch(rows[:B], B, L)
     rows = rows[B:]

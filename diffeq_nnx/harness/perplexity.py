@@ -1,4 +1,4 @@
-"""Perplexity of a corpus by token, word and byte, every document by itself."""
+"""Perplexity of a corpus by token, word and byte, each document by itself."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ def corpus_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None 
   Words and bytes are counted as lm_eval does: pieces between white space, and bytes of UTF-8.
 
   Returns:
-    perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the whole's negative
+    perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the corpus' negative
     log-likelihood), and how many documents, tokens, words and bytes.
   """
   nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
@@ -25,8 +25,9 @@ def corpus_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None 
   while group := list(itertools.islice(documents, GROUP)):
     for text, (logprob, tokens) in zip(group, lm.rolling(group)):
       nats -= logprob
-      for name, count in (("documents", 1), ("tokens", tokens), ("words", len(re.split(r"\s+", text))),
-                          ("bytes", len(text.encode()))):
-        counts[name] += count
-  per = {f"perplexity_per_{name}": perplexity(nats / counts[f"{name}s"]) for name in ("token", "word", "byte")}
+      counts["documents"] += 1
+      counts["tokens"] += tokens
+      counts["words"] += len(re.split(r"\s+", text))
+      counts["bytes"] += len(text.encode())
+  per = {f"perplexity_per_{unit}": perplexity(nats / counts[f"{unit}s"]) for unit in ("token", "word", "byte")}
   return {**per, "bits_per_byte": nats / counts["bytes"] / math.log(2), "nats": nats, **counts}

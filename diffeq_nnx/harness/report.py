@@ -1,30 +1,34 @@
-"""Results as a table and a picture of bars, ours beside a baseline's."""
+"""Results as a Markdown table and a bar chart, beside those of a baseline."""
 
 import glob
+import io
 import json
 import os
 from typing import Any, NamedTuple, Sequence
 
-from matplotlib.figure import Figure as Canvas
-import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import replacing
+from diffeq_nnx.files import read_json
 
 NAME = "results.json"
-BARS = ("acc", "exact_match", "f1")  # metrics with a bar, the first that a task has; shares, the larger the better
-CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows")  # of figures, in lm_eval's `config`
+BARS = ("acc", "exact_match", "f1")  # metrics shown as bars, a task's first of these; shares, the larger the better
+CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows")  # of results, in lm_eval's `config`
 
 Results = dict[str, Any]  # what lm_eval returns
 
 
-class Figure(NamedTuple):
-  """One number of one task.
+class Key(NamedTuple):
+  """What an estimate is of; `filter` is lm_eval's name for how answers are extracted from responses."""
+  task: str
+  shots: int | None
+  metric: str
+  filter: str
 
-  Attributes:
-    value: of it.
-    error: its standard error; None: unknown.
-  """
+
+class Estimate(NamedTuple):
+  """The value of a metric and its standard error; None: unknown."""
   value: float
   error: float | None
 
@@ -32,19 +36,16 @@ class Figure(NamedTuple):
     return f"{self.value:.4f}" if self.error is None else f"{self.value:.4f} ± {self.error:.4f}"
 
 
-Key = tuple[str, Any, str, str]  # task, shots, metric, filter
-
-
 def name_of(shots: int | None) -> str:
-  """The file of results with so many examples before each question; None: as the tasks say."""
+  """The file of results with so many examples before each question; None: as the tasks set it."""
   return NAME if shots is None else f"results_{shots}shot.json"
 
 
 def read(path: str, folder: str) -> list[Results]:
-  """The results of a baseline: all of a run's directory, or a JSON file of lm_eval.
+  """The results of a baseline: all of a run's directory, or those of one JSON file of lm_eval.
 
   Raises:
-    UserError: there are none, or what is there is none.
+    UserError: no such file, or no results in it.
   """
   paths = [path]
   if os.path.isdir(path):
@@ -55,102 +56,94 @@ def read(path: str, folder: str) -> list[Results]:
   found = []
   for one in paths:
     try:
-      with open(one, encoding="utf-8") as file:
-        results = json.load(file)
-      figures(results)
+      found.append(read_json(one))
+      estimates(found)
     except FileNotFoundError as error:
       raise UserError(f"--baseline={one}: there is no such file or directory") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
       raise UserError(f"--baseline={one}: is no results.json of lm_eval ({type(error).__name__})") from error
-    found.append(results)
   return found
 
 
-def figures(results: Results) -> dict[Key, Figure]:
-  """The numbers of all tasks, without those that a group's own number stands for."""
-  entries = {**results["results"], **results.get("groups", {})}
-  hidden = {child for group, children in results.get("group_subtasks", {}).items() for child in children
-            if _numbers(entries.get(group, {}))}
-  return {(task, results.get("n-shot", {}).get(task), metric, way): figure for task, entry in entries.items()
-          if task not in hidden for (metric, way), figure in _numbers(entry).items()}
+def estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
+  """The metrics of all tasks, without those of subtasks whose group has an average."""
+  found = {}
+  for one in results:
+    entries = {**one["results"], **one.get("groups", {})}
+    averaged = {task for group, tasks in one.get("group_subtasks", {}).items() for task in tasks
+                if _of_entry(entries.get(group, {}))}
+    found |= {Key(task, one.get("n-shot", {}).get(task), *metric): estimate for task, entry in entries.items()
+              if task not in averaged for metric, estimate in _of_entry(entry).items()}
+  return found
 
 
-def _numbers(entry: dict[str, Any]) -> dict[tuple[str, str], Figure]:
+def _of_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
+  """The estimates of one task of lm_eval's results, whose keys are "metric,filter" and "metric_stderr,filter"."""
   found = {}
   for name, value in entry.items():
-    metric, comma, way = name.partition(",")
+    metric, comma, filter_name = name.partition(",")
     if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
-      error = entry.get(f"{metric}_stderr,{way}")
-      found[metric, way] = Figure(float(value), float(error) if isinstance(error, (int, float)) else None)
+      error = entry.get(f"{metric}_stderr,{filter_name}")
+      found[metric, filter_name] = Estimate(float(value), float(error) if isinstance(error, (int, float)) else None)
   return found
 
 
-def table(ours: Sequence[Results], theirs: Sequence[Results], notes: Sequence[str]) -> str:
-  """Markdown: a line for each number, the baseline's and the difference beside it, with standard errors."""
-  mine, other = _all(ours), _all(theirs)
-  head = ["task", "shots", "metric", "ours"] + (["baseline", "difference"] if theirs else [])
-  lines = [head, ["---"] * len(head)]
-  for key, figure in mine.items():
-    task, shots, metric, way = key
-    line = [task, "" if shots is None else str(shots), metric if way == "none" else f"{metric} ({way})", str(figure)]
-    if theirs:
-      line += [str(other[key]), f"{figure.value - other[key].value:+.4f}"] if key in other else ["", ""]
-    lines.append(line)
-  return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *(f"- {note}" for note in notes)]) + "\n"
+def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[str]) -> str:
+  """Markdown: a row for each metric, with standard errors, the baseline's estimate and the difference; then notes."""
+  other = estimates(baseline)
+  rows = [["task", "shots", "metric", "ours", "baseline", "difference"], ["---"] * 6]
+  for key, one in estimates(ours).items():
+    rows.append([key.task, "" if key.shots is None else str(key.shots),
+                 key.metric if key.filter == "none" else f"{key.metric} ({key.filter})", str(one),
+                 *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""])])
+  lines = ["| " + " | ".join(row if baseline else row[:4]) + " |" for row in rows]
+  return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def shared(ours: Sequence[Results], theirs: Sequence[Results]) -> set[Key]:
-  """The numbers that both have."""
-  return _all(ours).keys() & _all(theirs).keys()
-
-
-def differences(ours: Sequence[Results], theirs: Sequence[Results]) -> list[str]:
-  """What a reader must know who compares the two: conditions that differ, numbers that only one has."""
-  if not theirs:
+def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
+  """Notes on what limits the comparison: conditions that differ, and metrics that the baseline lacks."""
+  if not ours or not baseline:
     return []
-  notes, both = [], shared(ours, theirs)
-  if len(both) < len(_all(ours)):
-    notes.append(f"the baseline lacks {len(_all(ours)) - len(both)} of these {len(_all(ours))} numbers")
+  keys = estimates(ours).keys()
+  missing = len(keys - estimates(baseline).keys())
+  notes = [f"the baseline lacks {missing} of these {len(keys)} numbers"] if missing else []
   for name in CONDITIONS:
-    mine, other = ({json.dumps(one["config"].get(name)) for one in some} for some in (ours, theirs))
-    if ours and mine != other:
-      notes.append(f"{name}: {', '.join(sorted(mine))} here, {', '.join(sorted(other))} for the baseline")
-  counts = [{task: given["effective"] for one in some for task, given in one.get("n-samples", {}).items()}
-            for some in (ours, theirs)]
-  other = sorted(task for task in counts[0].keys() & counts[1].keys() if counts[0][task] != counts[1][task])
-  if other:
-    notes.append("with another number of questions for the baseline: " + ", ".join(other))
-  return notes
+    here, there = (", ".join(sorted({json.dumps(one["config"].get(name)) for one in some}))
+                   for some in (ours, baseline))
+    if here != there:
+      notes.append(f"{name}: {here} here, {there} for the baseline")
+  here, there = ({task: count["effective"] for one in some for task, count in one.get("n-samples", {}).items()}
+                 for some in (ours, baseline))
+  tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
+  return notes + (["with another number of questions for the baseline: " + ", ".join(tasks)] if tasks else [])
 
 
-def _all(results: Sequence[Results]) -> dict[Key, Figure]:
-  return {key: figure for one in results for key, figure in figures(one).items()}
-
-
-def draw(path: str, ours: Sequence[Results], theirs: Sequence[Results], names: tuple[str, str]) -> bool:
-  """Draws a bar for each task, a panel for each number of shots, standard errors on top; False: there is none."""
-  mine, other = _all(ours), _all(theirs)
-  panels: dict[Any, dict[str, Key]] = {}  # by shots: what each task's bar shows
-  for key in sorted((key for key in mine if key[2] in BARS), key=lambda key: BARS.index(key[2])):
-    panels.setdefault(key[1], {}).setdefault(key[0], key)
+def bar_chart(ours: Sequence[Results], baseline: Sequence[Results], names: tuple[str, str]) -> bytes | None:
+  """A PNG with a bar and its standard error for each task, a panel for each number of shots; None: nothing to show."""
+  sides = [(estimates(ours), names[0], "C0"), *([(estimates(baseline), names[1], "0.6")] if baseline else [])]
+  panels: dict[int | None, dict[str, Key]] = {}  # by shots: the metric shown for each task
+  for metric in BARS:
+    for key in sides[0][0]:
+      if key.metric == metric:
+        panels.setdefault(key.shots, {}).setdefault(key.task, key)
   if not panels:
-    return False
-  tasks = list(dict.fromkeys(task for task, *_ in mine if any(task in panel for panel in panels.values())))
-  width = 0.4 if theirs else 0.7
-  figure = Canvas(figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)), layout="constrained")
-  rows = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)
-  for axes, (shots, keys) in zip(rows[:, 0], panels.items()):
-    for figures_here, name, shift, colour in ((mine, names[0], -0.5, "C0"), (other, names[1], 0.5, "0.6")):
-      chosen = [(place, figures_here[keys[task]]) for place, task in enumerate(tasks) if keys.get(task) in figures_here]
-      if chosen:
-        at = np.array([place for place, _ in chosen]) + (shift * width if theirs else 0)
-        axes.bar(at, [one.value for _, one in chosen], width, color=colour, label=name, zorder=2,
-                 yerr=[one.error or 0.0 for _, one in chosen], capsize=3, error_kw={"zorder": 3})
+    return None
+  shown = {task for keys in panels.values() for task in keys}
+  tasks = [task for task in dict.fromkeys(key.task for key in sides[0][0]) if task in shown]
+  width = 0.4 if baseline else 0.7
+  figure = Figure(figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)), layout="constrained")
+  all_axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+  for axes, (shots, keys) in zip(all_axes, panels.items()):
+    for i, (found, _, color) in enumerate(sides):
+      bars = {tasks.index(task): found[key] for task, key in keys.items() if key in found}
+      axes.bar([place + (i - (len(sides) - 1) / 2) * width for place in bars], [one.value for one in bars.values()],
+               width, color=color, zorder=2, yerr=[one.error or 0.0 for one in bars.values()], capsize=3,
+               error_kw={"zorder": 3})
     axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
     axes.grid(axis="y", alpha=0.3)
-  axes.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
-  named = {label: handle for axes in rows[:, 0] for handle, label in zip(*axes.get_legend_handles_labels())}
-  figure.legend(named.values(), named.keys(), fontsize=8, loc="outside upper center", ncols=2, frameon=False)
-  with replacing(path) as part, open(part, "wb") as file:
-    figure.savefig(file, dpi=130, format="png")
-  return True
+  all_axes[-1].set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+  handles = [Patch(color=color, label=label) for _, label, color in sides]
+  figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=2, frameon=False)
+  file = io.BytesIO()
+  figure.savefig(file, dpi=130, format="png")
+  return file.getvalue()

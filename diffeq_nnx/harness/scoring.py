@@ -22,14 +22,14 @@ from diffeq_nnx.model.parameters import partial_model
 from diffeq_nnx.model.ready import make_ready, one_device_mesh
 from diffeq_nnx.parallel import sharding
 
-LOGITS = 1 << 24  # that exist at one time on a device
-UNSEEN = -1e30  # finite: a slot that sees nothing must not make a NaN
-QUERIES = 256  # slots whose attention is made at one time; none of them sees the slots after the last
+LOGITS = 1 << 24  # limit of the logits that a device holds at a time
+UNSEEN = -1e30  # finite: a slot that sees nothing must not give a NaN
+QUERIES = 256  # slots whose attention is computed at a time, so that later slots can be left out
 
 
 @dataclasses.dataclass(frozen=True)
 class Branched:
-  """What the slots of rows with several sequences see; see `packing`.
+  """Attention context of rows with several sequences; see `packing`.
 
   Attributes:
     ends_BxL: where the slots below each end.
@@ -39,13 +39,13 @@ class Branched:
   positions_BxL: jax.Array
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of each slot to its path, [B, L, H, C]; plain, since kernels know no trees, QUERIES slots at a time."""
+    """Attention of each slot to its path, [B, L, H, C], in float32 or wider, since no kernel has trees as masks."""
     del implementation
     B, L, H, C = q_BxLxHxC.shape
     K = k_BxLxKxC.shape[2]
     wide = jnp.promote_types(q_BxLxHxC.dtype, jnp.float32)
     q_BxLxKxGxC = q_BxLxHxC.reshape(B, L, K, H // K, C) * jnp.asarray(C**-0.5, q_BxLxHxC.dtype)
-    made = []
+    outputs = []
     for first in range(0, L, QUERIES):
       last = min(first + QUERIES, L)
       slots_1xlx1 = jnp.arange(first, last, dtype=jnp.int32)[None, :, None]
@@ -55,12 +55,12 @@ class Branched:
                                     preferred_element_type=wide)
       scores_BxKxGxlxm = jnp.where(seen_Bxlxm[:, None, None], scores_BxKxGxlxm, jnp.asarray(UNSEEN, wide))
       shares_BxKxGxlxm = jax.nn.softmax(scores_BxKxGxlxm, axis=-1).astype(v_BxLxKxC.dtype)
-      made.append(jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxlxm, v_BxLxKxC[:, :last]))
-    return jnp.concatenate(made, axis=1).reshape(B, L, H, C)
+      outputs.append(jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxlxm, v_BxLxKxC[:, :last]))
+    return jnp.concatenate(outputs, axis=1).reshape(B, L, H, C)
 
 
 class Score(NamedTuple):
-  """What the model says of a continuation.
+  """The result for a continuation.
 
   Attributes:
     logprob: its log-probability after its context, nats.
@@ -71,7 +71,7 @@ class Score(NamedTuple):
 
 
 class Scorer:
-  """A model made ready to score: the weights of all its steps are made once, in the dtype of the computation.
+  """A model ready to score: the weights of all its steps are generated once.
 
   Everything stays split over the mesh as in training. All processes of a job must make the same calls.
 
@@ -82,8 +82,9 @@ class Scorer:
   """
 
   def __init__(self, model: Model, num_steps: int | None = None, *, config: ModelConfig | None = None,
-               mesh: jax.sharding.Mesh | None = None, batch_size: int = 8, max_length: int | None = None, share: bool = True):
-    """Makes the weights.
+               mesh: jax.sharding.Mesh | None = None, batch_size: int = 8, max_length: int | None = None,
+               share: bool = True):
+    """Generates the weights.
 
     Args:
       model: its parameters are on the devices of `mesh`.
@@ -92,7 +93,7 @@ class Scorer:
       mesh: None: of the one device that the model is on.
       batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more.
       max_length: tokens of the longest sequence; None: seq_len.
-      share: whether sequences with a common beginning share a row; the result is the same, but for rounding.
+      share: whether sequences with a common beginning share a row; affects results only by rounding.
 
     Raises:
       UserError: a number of steps that the model has no weights for.
@@ -106,23 +107,23 @@ class Scorer:
     self._tokens = batch_size * max_length * self._rows
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
-    """(number of a request, what is said of it), in any order, as they are computed.
+    """(index of a request, its score), in any order, as they are computed.
 
-    The next batch is computed while one is handed out; equal requests are computed once. Requests must be of the
-    model's ids and fit its positions.
+    The next batch is computed while the caller handles one; equal requests are computed once. Requests must consist of
+    the model's ids and fit its positions.
     """
     numbers: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
-    same, waiting = list(numbers.values()), None
+    equal, previous = list(numbers.values()), None  # indices of equal requests
     rows = packing.rows_of(list(numbers), self._most_slots, self._share)
     for batch in packing.batches(rows, self._tokens, self._rows):
-      told = batch, self._score(batch)
-      if waiting is not None:
-        yield from _scores(*waiting, same)
-      waiting = told
-    if waiting is not None:
-      yield from _scores(*waiting, same)
+      started = batch, self._score(batch)
+      if previous is not None:
+        yield from _scores(*previous, equal)
+      previous = started
+    if previous is not None:
+      yield from _scores(*previous, equal)
 
   def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
     B, M = batch.arrays["slots"].shape
@@ -133,32 +134,32 @@ class Scorer:
                    self._weights, arrays)
 
 
-def _scores(batch: packing.Batch, made: tuple[jax.Array, jax.Array],
-            same: Sequence[Sequence[int]]) -> Iterator[tuple[int, Score]]:
-  """Scores of a batch; `same` are the numbers that each of its requests stands for."""
-  logprob_BxM, greedy_BxM = map(np.asarray, made)
+def _scores(batch: packing.Batch, outputs: tuple[jax.Array, jax.Array],
+            equal: Sequence[Sequence[int]]) -> Iterator[tuple[int, Score]]:
+  """(index, score) for all requests equal to one of a batch."""
+  logprob_BxM, greedy_BxM = map(np.asarray, outputs)
   for row, parts in enumerate(batch.parts):
     for number, first, count in parts:
       here = slice(first, first + count)
       score = Score(float(logprob_BxM[row, here].sum(dtype=np.float64)), bool(greedy_BxM[row, here].all()))
-      yield from ((each, score) for each in same[number])
+      yield from ((i, score) for i in equal[number])
 
 
 def _pieces(B: int, M: int, V: int) -> int:
-  """In how many pieces the scored tokens are taken, so that no more than LOGITS logits exist at one time; M is 2^n."""
+  """Number of pieces for the scored tokens, so that a device holds at most LOGITS logits at a time; M is 2^n."""
   return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, weights: dict[str, Any],
           batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, whole on every device.
+  """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, replicated.
 
   Args:
     config: of the model.
     grid: times and step sizes.
-    branches: whether rows may hold more than one sequence; else the model's own attention serves.
-    pieces: in how many the scored tokens are taken; divides M.
+    branches: whether rows may hold more than one path; otherwise the model's own attention is used.
+    pieces: number of pieces in which the logits are computed; divides M.
     weights: steps, BlockWeights at the grid's times; rest, the other parameters.
     batch: `packing.Batch.arrays`.
   """
@@ -179,11 +180,8 @@ def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, 
     total_Bxm = jnp.exp(logits_BxmxV - most_Bxm[..., None]).sum(-1)
     return target_Bxm - most_Bxm - jnp.log(total_Bxm), target_Bxm >= most_Bxm
 
-  made = jax.lax.map(piece, (split(batch["slots"]), split(batch["targets"])))
-  return tuple(_everywhere(array.swapaxes(0, 1).reshape(B, M)) for array in made)
-
-
-def _everywhere(array: jax.Array) -> jax.Array:
-  """The array, whole on each device, so that every process can read it."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return array if mesh.size == 1 else jax.lax.with_sharding_constraint(array, jax.sharding.PartitionSpec())
+  outputs = tuple(array.swapaxes(0, 1).reshape(B, M)
+                  for array in jax.lax.map(piece, (split(batch["slots"]), split(batch["targets"]))))
+  if jax.sharding.get_abstract_mesh().size == 1:
+    return outputs
+  return jax.lax.with_sharding_constraint(outputs, jax.sharding.PartitionSpec())  # every process reads them

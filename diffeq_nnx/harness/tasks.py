@@ -1,11 +1,11 @@
-"""Which tasks: the paper's list, and names made sure of before anything is computed."""
+"""Which tasks: the paper's list, and names that are checked before anything is computed."""
 
 import os
 from typing import Sequence
 
 from lm_eval.tasks import TaskManager
 
-from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import nearest
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
@@ -16,7 +16,7 @@ GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task f
 
 
 def manager(include_path: str | None, default_tasks: bool) -> TaskManager:
-  """lm_eval's tasks, the paper's group, and those of a folder.
+  """lm_eval's tasks and the paper's group if `default_tasks`, and the tasks of a folder.
 
   Raises:
     UserError: there is no such folder.
@@ -27,36 +27,34 @@ def manager(include_path: str | None, default_tasks: bool) -> TaskManager:
   return TaskManager(include_path=folders, include_defaults=default_tasks)
 
 
-def kinds(names: Sequence[str], tasks: TaskManager) -> set[str]:
-  """What kinds of request tasks make, e.g. generate_until; their data is loaded for that."""
+def output_types(names: Sequence[str], tasks: TaskManager) -> set[str]:
+  """The types of request that tasks make, e.g. generate_until; loads the tasks' data."""
   return {task.get_config("output_type") for task in tasks.load(list(names))["tasks"].values()}
 
 
 def is_paper(names: Sequence[str]) -> bool:
-  """Whether the paper's list is all that is named."""
+  """Whether nothing but the paper's list is named."""
   return bool(names) and set(names) <= {"paper", GROUP}
 
 
-def chosen(names: Sequence[str], tasks: TaskManager) -> list[str]:
-  """The tasks, groups and tags that names and patterns fit.
+def matching(names: Sequence[str], tasks: TaskManager) -> list[str]:
+  """The tasks, groups and tags that match names and patterns, without duplicates.
 
   Raises:
-    UserError: a name or pattern that fits none of them.
+    UserError: a name or pattern that matches none of them.
   """
-  found: dict[str, None] = {}
+  found: list[str] = []
+  known = tasks.all_tasks
   for name in names:
-    if is_paper([name]):
-      missing = [one for one in PAPER if one not in tasks.all_tasks]
-      if missing:
-        raise UserError(f"harness.tasks={name}: {', '.join(missing)} not there; leave harness.default_tasks on, or "
-                        "name tasks of harness.include_path")
-      found |= dict.fromkeys(PAPER)
-      continue
-    matches = tasks.match_tasks([name])
+    matches = list(PAPER) if is_paper([name]) else tasks.match_tasks([name])
+    missing = [one for one in matches if one not in known]
+    if missing:
+      raise UserError(f"harness.tasks={name}: {', '.join(missing)} not there; leave harness.default_tasks on, or name "
+                      "tasks of harness.include_path")
     if not matches:
-      known = tasks.all_tasks
-      way = config_lib.nearest(name, known) if len(known) < 20 or "did you" in config_lib.nearest(name, known) else (
-          "python -m diffeq_nnx.harness ls tasks shows all")
-      raise UserError(f"harness.tasks={name!r}: there is no such task; {way}")
-    found |= dict.fromkeys(matches)
-  return list(found)
+      advice = nearest(name, known)
+      if not advice.startswith("did you mean") and len(known) >= 20:
+        advice = "python -m diffeq_nnx.harness ls tasks shows all"
+      raise UserError(f"harness.tasks={name!r}: there is no such task; {advice}")
+    found += matches
+  return list(dict.fromkeys(found))

@@ -1,19 +1,20 @@
-"""Requests of lm_eval a second: ours against the harness's own hf backend on the same weights, in turn, in one process.
+"""lm_eval requests per second: ours against lm_eval's hf backend with the same weights, in turn, in one process.
 
   python -m launch.benchmarks.harness --config=configs/gpt_small.py:builtin,gpt [--items=40] [--rounds=3]
       [--batch_size=16] [--kinds=choice,letters,five_shot,last_word,text] [--set=model.num_steps=4]
 
-Weights are at their initial values, in float32 on both sides, and exported with `diffeq_nnx.export_hf`; a token is a
-byte, and the vocabulary the config's. Kinds of request:
+Weights have their initial values, in float32 on both sides, and are exported with `diffeq_nnx.export_hf`; a token is a
+byte, and the vocabulary is the config's. Kinds of request:
 
   choice     `--items` questions of 100 to 180 tokens with four answers of 12 to 40: four requests an item
-  letters    the questions with the letters A to D as answers, which the hf backend reads once each, too
+  letters    the questions with the letters A to D as answers; the hf backend, too, reads each question once
   five_shot  the same after five examples of such a question and its letter, common to all
   last_word  `--items` passages of 80 to 160 tokens, of which the last word is scored: nothing is shared
   text       a quarter of `--items` texts of 200 to 900 tokens, every token scored
 
-Each side does all of a kind once to warm up, which is printed too (ours compiles then), and then a round each in turn;
-the figures are medians of rounds. The largest difference of the log-likelihoods is printed. One JSON line at the end.
+Each side computes all requests of a kind once to warm up (ours compiles then), which is timed separately, and then once
+in each round, in turn; reported are medians over rounds, and the largest difference of the log-likelihoods. The last
+line is JSON.
 """
 
 import argparse
@@ -65,12 +66,12 @@ def requests_of(kind: str, items: int) -> list[Instance]:
 def answers(lm, requests: list[Instance]) -> tuple[np.ndarray, float]:
   """Log-likelihoods and seconds."""
   start = time.perf_counter()
-  made = getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
-  return np.array([one[0] if isinstance(one, tuple) else one for one in made]), time.perf_counter() - start
+  results = getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
+  return np.array([one[0] if isinstance(one, tuple) else one for one in results]), time.perf_counter() - start
 
 
 def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, float]:
-  """Requests a second of both sides, their ratio, and the largest difference of what they say."""
+  """Requests per second of both sides, their ratio, and the largest difference of their log-likelihoods."""
   first = {name: answers(lm, requests) for name, lm in sides.items()}
   seconds = {name: [] for name in sides}
   for _ in range(rounds):
@@ -85,7 +86,7 @@ def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, flo
 
 
 def main() -> None:
-  """Exports, and measures kind by kind."""
+  """Exports the weights and measures each kind of request."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", required=True)
   parser.add_argument("--items", type=int, default=40)
@@ -98,11 +99,11 @@ def main() -> None:
   make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
   model = nnx.merge(graph(config.model), make())
   with tempfile.TemporaryDirectory() as folder:
-    place = os.path.join(folder, "hf")
-    told = diffeq_nnx.export_hf(model, place, tokenizer=ByteTokenizer())
+    path = os.path.join(folder, "hf")
+    exported = diffeq_nnx.export_hf(model, path, tokenizer=ByteTokenizer())
     sides = {"ours": DiffEqLM(model=model, tokenizer=ByteTokenizer(), batch_size=2),
-             "hf": HFLM(pretrained=place, device="cpu", dtype="float32", batch_size=arguments.batch_size,
-                        trust_remote_code=told["trust_remote_code"])}
+             "hf": HFLM(pretrained=path, device="cpu", dtype="float32", batch_size=arguments.batch_size,
+                        trust_remote_code=exported["trust_remote_code"])}
     found = {}
     for kind in arguments.kinds.split(","):
       found[kind] = measure(sides, requests_of(kind, arguments.items), arguments.rounds)

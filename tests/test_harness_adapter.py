@@ -1,0 +1,222 @@
+"""The adapter to lm_eval: its hf backend on the exported weights gives the same results; which tokens are scored."""
+
+import functools
+import json
+import os
+import tempfile
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval")
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+import diffeq_nnx
+from diffeq_nnx.data import load_tokenizer
+from diffeq_nnx.data.tokenizers import ByteTokenizer
+from diffeq_nnx.harness import perplexity
+from diffeq_nnx.harness.adapter import DiffEqLM
+from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.harness.scoring import Score
+from tests.conftest import told
+from tests.harness_cases import WORDS, random_model, write_tasks
+from tests.test_export import byte_pairs
+
+pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
+
+QUESTIONS = 60
+
+
+@pytest.fixture(autouse=True)
+def without_environment(monkeypatch):
+  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
+  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+  return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def model():
+  return random_model()
+
+
+@pytest.fixture(scope="module")
+def lm(model):
+  return DiffEqLM(model=model, tokenizer=ByteTokenizer())
+
+
+def evaluated(lm, folder, *names, **more):
+  """lm_eval's results on the local tasks."""
+  return lm_eval.simple_evaluate(model=lm, tasks=list(names), bootstrap_iters=0, verbosity=None,
+                                 task_manager=TaskManager(include_path=str(folder), include_defaults=False), **more)
+
+
+def responses(results, name):
+  """The model's responses to the requests of a task, in order."""
+  samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+  return [response for sample in samples for response in sample["filtered_resps"]]
+
+
+@pytest.mark.parametrize("field,tokens", [("gpt", "bytes"), ("llama", "byte pairs after a begin mark")])
+def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, tokens, task_folder, tmp_path):
+  from lm_eval.models.huggingface import HFLM
+  tokenizer = ByteTokenizer() if tokens == "bytes" else load_tokenizer(byte_pairs(tmp_path, " ".join(WORDS)))
+  model, hf = random_model(field, vocab_size=tokenizer.vocab_size), str(tmp_path / "hf")
+  diffeq_nnx.export_hf(model, hf, tokenizer=tokenizer)
+  make_theirs = functools.partial(HFLM, pretrained=hf, device="cpu", dtype="float32", batch_size=128)
+  theirs = evaluated(make_theirs(), task_folder, "choice", "continuing")
+  rolling = evaluated(make_theirs(add_bos_token=False), task_folder, "rolling")  # else the mark is scored after itself
+  ours = evaluated(DiffEqLM(model=model, tokenizer=tokenizer), task_folder, "choice", "continuing", "rolling")
+  found, expected = (responses(one, "choice") for one in (ours, theirs))
+  assert len(found) == len(expected) > 3 * QUESTIONS
+  np.testing.assert_allclose([one[0] for one in found], [one[0] for one in expected], rtol=0, atol=1e-3)
+  assert [one[1] for one in found] == [one[1] for one in expected]
+  for metric in ("acc,none", "acc_norm,none"):
+    assert ours["results"]["choice"][metric] == theirs["results"]["choice"][metric]
+  np.testing.assert_allclose(responses(ours, "rolling"), responses(rolling, "rolling"), rtol=0, atol=1e-3)
+  assert responses(ours, "continuing") == responses(theirs, "continuing")
+  assert ours["config"]["mark_before_contexts"] == tokenizer.bos_id and ours["config"]["begin_mark"] == "auto"
+
+
+def instances(kind, *arguments):
+  return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+
+
+def scored(lm, *pairs):
+  """What a scorer is given for (context, continuation) pairs, in order, and the results if its scores are -1."""
+  given, scorer = [], lm.scorer
+  lm.scorer = lambda requests: (given.extend(requests), enumerate([Score(-1.0, False)] * len(requests)))[1]
+  try:
+    results = lm.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+  finally:
+    lm.scorer = scorer
+  return given, results
+
+
+def test_contexts_are_cut_where_their_tokens_end(model, lm):
+  make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
+  plain = make_lm(begin_mark="none")
+  ids = lambda text: tuple(text.encode())
+  pairs = lambda *given, of=plain: scored(of, *given)[0]
+  assert pairs(("a b ", "c"), ("a b", " c")) == [Request(ids("a b"), ids(" c"))] * 2  # the space goes to the right
+  assert pairs(("", "ab"), (" ", "b")) == [Request((256,), ids("ab")), Request((256,), ids(" b"))]
+  assert scored(plain, ("ab", ""), ("", "")) == ([], [(0.0, True)] * 2)
+  marked = [Request((256, *ids("ab")), ids("c")), Request((256,), ids("c"))]
+  assert pairs(("ab", "c"), ("", "c"), of=make_lm(begin_mark="always")) == marked
+  assert pairs(("ab", "c"), ("", "c"), of=lm) == [Request(ids("ab"), ids("c")), marked[1]]  # bytes have no begin mark
+  assert plain.get_model_info()["truncated_requests"] == 0
+  (cut,) = pairs(("x" * 200, "cd"))
+  assert len(cut.read) == 96 and cut.continuation == ids("cd")
+  assert plain.get_model_info()["truncated_requests"] == 1 and plain.get_model_info()["mark_before_contexts"] is None
+  assert "a continuation of 97 tokens" in told(lambda: pairs(("a", "b" * 97)))
+  assert "not Unicode" in told(lambda: pairs(("a", "\ud800")))
+
+
+class Merging(ByteTokenizer):
+  """Bytes, but "ng" is one token, 250."""
+
+  def encode_batch(self, texts):
+    """Ids of each text."""
+    return [np.array(list(text.encode().replace(b"ng", bytes([250]))), np.int32) for text in texts]
+
+
+def test_a_continuation_that_merges_into_its_context_is_scored_from_there(model):
+  lm = DiffEqLM(model=model, tokenizer=Merging())
+  ids = lambda text: tuple(text.encode())
+  requests, results = scored(lm, ("stron", "g"), ("a", ""), ("n", "g"), ("strong", ""), ("stron", "g!"))
+  assert requests == [Request(ids("stro"), (250,)), Request((256,), (250,)), Request((*ids("stro"), 250), ids("!"))]
+  assert results == [(-1.0, False), (0.0, True)] * 2 + [(-1.0, False)]
+  assert lm.get_model_info()["merged_requests"] == 2
+  merged, empty = lm.loglikelihood(instances("loglikelihood", ("stron", "g"), ("strong", "")), disable_tqdm=True)
+  assert merged[0] < -1 and empty == (0.0, True)
+
+
+def generated(lm, kwargs, count=1, prompt="river"):
+  """Texts of `count` equal requests."""
+  return lm.generate_until(instances("generate_until", *[(prompt, kwargs)] * count), disable_tqdm=True)
+
+
+def test_texts_are_sampled_as_tasks_ask(model, lm):
+  make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
+  one = make_lm(batch_size=1)
+  plain, sampled = {"max_gen_toks": 8}, {"max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+  (greedy,) = generated(one, {**plain, "do_sample": False})
+  assert generated(one, plain) == generated(one, {**plain, "do_sample": True}) == [greedy]  # no temperature: greedy
+  four = generated(one, sampled, 4)
+  assert len(set(four)) == 4 and four == generated(lm, sampled, 4)  # whatever shares a batch
+  mixed = instances("generate_until", ("a longer prompt", plain), *[("river", sampled)] * 2, ("river", plain),
+                    *[("river", sampled)] * 2)
+  texts = one.generate_until(mixed, disable_tqdm=True)
+  assert texts[1:3] + texts[4:] == four and texts[3] == greedy  # whatever the order
+  assert generated(make_lm(batch_size=1, seed=1), sampled, 4) != four
+  assert generated(one, {**sampled, "top_k": 0}) == four[:1]  # off, as in transformers
+  assert len(generated(one, {})[0].encode()) > 8  # a limit that fits, where the task sets none
+  for wrong, part in (({"num_beams": 4}, "num_beams=4: is not supported"), ({"max_gen_toks": 96}, "max_gen_toks=96"),
+                      ({**sampled, "top_p": 2}, "top_p=2")):
+    assert part in told(lambda: generated(one, wrong))
+
+
+def test_windows_predict_each_token_once(model, lm):
+  text = "the river rose in the night and the rain went on " * 6
+  sliding = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window="sliding")
+  for one in (lm, sliding):
+    windows = one.windows(text)
+    assert [token for _, continuation in windows for token in continuation] == list(text.encode())
+    read = [len(context) + len(continuation) - 1 for context, continuation in windows]
+    assert all(length <= 96 for length in read) and read[-1] == 96
+  assert len(sliding.windows(text)) > len(lm.windows(text)) == 4
+  assert "sliding" in sliding.get_model_info()["rolling_windows"]
+  found = perplexity.corpus_perplexity(sliding, [text, "one two"])
+  total, short, empty = sliding.loglikelihood_rolling(
+      instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True)
+  assert np.isclose(found["nats"], -total - short) and found["tokens"] == found["bytes"] == len(text) + 7
+  assert empty == 0
+  assert found["words"] == len(text.split()) + 1 + 2  # white space at the end counts, as in lm_eval
+  assert found["documents"] == 2
+  assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
+
+
+class Hook:
+  """What lm_eval passes results to as they are computed."""
+
+  def __init__(self):
+    self.kept = {}
+
+  def add_partial(self, kind, arguments, result):
+    """Keeps one."""
+    self.kept[kind, json.dumps(arguments)] = result
+
+
+def test_results_go_to_the_request_cache(model):
+  lm = DiffEqLM(model=model, tokenizer=ByteTokenizer())
+  hook = Hook()
+  lm.set_cache_hook(hook)
+  for kind, *arguments in (("loglikelihood", ("river", " town"), ("river", " hill")),
+                           ("loglikelihood_rolling", ("river town",)),
+                           ("generate_until", ("river", {"max_gen_toks": 2}))):
+    asked = instances(kind, *arguments)
+    results = getattr(lm, kind)(asked, disable_tqdm=True)
+    assert results == [hook.kept[kind, json.dumps(one.args)] for one in asked]
+  assert len(hook.kept) == 4
+
+
+def test_mistakes_are_reported_in_one_line(model):
+  make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
+  for wrong, part in (({"windo": "sliding"}, "windo: unknown; did you mean 'window'?"),
+                      ({"begin_mark": "yes"}, "must be one of auto, none, always"),
+                      ({"dtype": "float8"}, "dtype='float8': must be one of model, bfloat16, float32"),
+                      ({"stride": 3}, "is for sliding windows"),
+                      ({"window": "sliding", "stride": 97}, "must be 1 to 96"),
+                      ({"max_length": 97}, "max_length=97"), ({"batch_size": "x"}, "batch_size='x'"),
+                      ({"batch_size": "²"}, "batch_size='²'"), ({"max_length": "abc"}, "max_length='abc'")):
+    assert part in told(lambda: make_lm(**wrong))
+  assert "no chat template" in told(lambda: make_lm().apply_chat_template([]))
+  assert "workdir=runs/tiny" in told(DiffEqLM)

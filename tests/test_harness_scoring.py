@@ -1,0 +1,141 @@
+"""Scoring of packed requests: shared beginnings, order, padding and devices change nothing but rounding."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx.harness import packing, scoring
+from diffeq_nnx.harness.packing import Request
+from tests.harness_cases import by_number, random_model, trees
+
+
+@pytest.fixture(scope="module")
+def model():
+  return random_model()
+
+
+@pytest.fixture(scope="module")
+def scorer(model):
+  return scoring.Scorer(model)
+
+
+def one_by_one(model, requests):
+  """Log-likelihoods by the plain forward pass, each request in a row of its own without padding in front."""
+  run = jax.jit(lambda tokens_1xL: jax.nn.log_softmax(model(tokens_1xL)[0], axis=-1))
+  totals, greedy = [], []
+  for request in requests:
+    tokens_1xL = np.zeros((1, 32), np.int32)
+    tokens_1xL[0, :len(request.read)] = request.read
+    logprob_NxV = np.asarray(run(tokens_1xL))[len(request.context) - 1:len(request.read)]
+    totals.append(logprob_NxV[range(len(logprob_NxV)), request.continuation].sum())
+    greedy.append((logprob_NxV.argmax(-1) == request.continuation).all())
+  return np.array(totals), greedy
+
+
+@pytest.mark.parametrize("field,solver,kv_heads", [("gpt", "euler", 2), ("llama", "sequential", 1)])
+def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64, monkeypatch):
+  monkeypatch.setattr(scoring, "QUERIES", 12)  # attention in several parts
+  model = random_model(field, solver=solver, dtype="float64", num_kv_heads=kv_heads, seq_len=32)
+  requests = trees(8, longest=32)
+  rows = packing.rows_of(requests, 32)
+  assert len(rows) < 0.7 * len(requests) and any(row.branches for row in rows) and not all(row.branches for row in rows)
+  expected = one_by_one(model, requests)
+  for share in (True, False):
+    found = by_number(scoring.Scorer(model, batch_size=32, share=share), requests)
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-9)
+    assert found[1] == expected[1]
+
+
+def test_a_slot_sees_its_own_path_and_a_beginning_is_held_once():
+  requests = [Request((5, 6), (7, 8)), Request((5, 6), (9,)), Request((5, 6), (7, 1)), Request((5, 6, 7), (2,))]
+  (row,) = packing.rows_of(requests, 64)
+  assert row.tokens == [5, 6, 7] and row.positions == [0, 1, 2] and row.ends == [3, 3, 3] and not row.branches
+  forks = [Request((5, 6, 7), (1, 2)), Request((5, 6, 7), (3, 4)), Request((5, 6, 8), (1, 2))]
+  (row,) = packing.rows_of(forks, 64)
+  assert row.tokens == [5, 6, 7, 1, 3, 8, 1] and row.positions == [0, 1, 2, 3, 3, 2, 3]
+  assert row.ends == [7, 7, 5, 4, 5, 7, 7] and row.branches
+  assert len(packing.rows_of(forks, 6)) == 2  # no room for all
+
+
+def test_order_changes_nothing_and_batches_only_rounding(model, scorer, monkeypatch):
+  requests, small = trees(12, longest=20), scoring.Scorer(model, batch_size=1)  # batches of several shapes
+  expected = by_number(small, requests)
+  order = np.random.default_rng(1).permutation(len(requests))
+  found = by_number(small, [requests[i] for i in order])
+  assert (found[0] == expected[0][order]).all() and found[1] == [expected[1][i] for i in order]
+  together = by_number(scorer, requests)
+  np.testing.assert_allclose(together[0], expected[0], rtol=0, atol=2e-5)
+  assert together[1] == expected[1]
+  monkeypatch.setattr(scoring, "LOGITS", 1 << 12)  # logits in many pieces
+  np.testing.assert_allclose(by_number(scorer, requests)[0], expected[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_padding_never_leaks(branches, scorer):
+  """Slots that are not used affect no result, whatever tokens and positions they hold."""
+  requests = trees(6) if branches else [Request((1,) * n, (2, 3)) for n in (2, 9, 15, 33)]
+  rows = packing.rows_of(requests, 64, share=branches)
+  (batch, *_) = packing.batches(rows, 64 * 64, 1)
+  assert batch.branches == branches
+  unused_BxL = batch.arrays["ends"] == 0
+  assert unused_BxL.sum() > 20
+  before = [np.asarray(one) for one in scorer._score(batch)]
+  batch.arrays["tokens"][unused_BxL] = 123
+  batch.arrays["positions"][unused_BxL] = 77
+  after = [np.asarray(one) for one in scorer._score(batch)]
+  for row, parts in enumerate(batch.parts):
+    count = sum(part[2] for part in parts)
+    for a, b in zip(before, after):
+      assert (a[row, :count] == b[row, :count]).all()
+
+
+def test_few_shapes_are_compiled():
+  rows = packing.rows_of(trees(400), 96)
+  shapes = {tuple(array.shape for array in batch.arrays.values()) for batch in packing.batches(rows, 1024, 1)}
+  assert len(rows) > 300 and len(shapes) < 20
+  assert all(n <= packing.bucket(n) <= max(16, 1.34 * n) or n < 64 for n in range(1, 5000))
+  assert len({packing.bucket(n) for n in range(1, 2049)}) < 32
+
+
+def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits(model):
+  scorer, requests = scoring.Scorer(model), trees(4)
+  shapes, score = [], scorer._score
+  scorer._score = lambda batch: (shapes.append(batch.arrays["slots"].shape), score(batch))[1]
+  expected = by_number(scorer, requests)
+  found = by_number(scorer, requests * 40)
+  np.testing.assert_array_equal(found[0], np.tile(expected[0], 40))
+  assert shapes[:len(shapes) // 2] == shapes[len(shapes) // 2:]
+  many = [Request((1,), (2, i)) for i in range(257)] + [Request((1,), (i,)) for i in range(257)]
+  assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.rows_of(many, 96))
+
+
+def test_eight_devices_agree_with_one():
+  """A program of its own, since devices are counted at the start."""
+  code = """
+import jax, numpy as np
+from flax import nnx
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.harness.scoring import Scorer
+from diffeq_nnx.training.step import state_shardings, all_params
+from tests.conftest import small_config
+from tests.harness_cases import by_number, random_model, trees
+model, requests = random_model(), trees(10, longest=16)
+expected = by_number(Scorer(model), requests)
+mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))
+places = all_params(state_shardings(small_config(model.config), mesh))
+params = jax.device_put(nnx.to_pure_dict(nnx.state(model)), places)
+scorer = Scorer(nnx.merge(nnx.graphdef(model), params), mesh=mesh)
+assert not jax.tree.leaves(scorer._weights["steps"])[-1].sharding.is_fully_replicated
+found = by_number(scorer, requests)
+np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
+assert found[1] == expected[1]
+print("the same")
+"""
+  env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=240)
+  assert done.stdout.endswith("the same\n"), done.stderr
