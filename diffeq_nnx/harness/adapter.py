@@ -92,8 +92,9 @@ class DiffEqLM(TemplateLM):
       if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UserError(f"{name}={value!r}: must be a whole number above 0")
     for name, value in (("dtype", dtype), ("begin_mark", begin_mark), ("window", window)):
-      if value not in choices(f"harness.{name}"):
-        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices(f"harness.{name}"))}")
+      known = choices(f"harness.{name}")
+      if value not in known:
+        raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
     self._open = functools.partial(opening.load, str(workdir), config)
     if model is not None:
       run = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), None)
