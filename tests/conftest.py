@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 # Set before JAX is imported, and in the environment, so that the workers of pytest-xdist and all subprocesses inherit it.
@@ -164,10 +165,12 @@ def mistake(arguments: list[str], capsys) -> tuple[int, str]:
       flags.FLAGS[name].unparse()
   flags.FLAGS.unparse_flags()
   capsys.readouterr()
-  try:
-    code = main.main(main.parse(["main", *arguments]))
-  except SystemExit as stop:
-    code = stop.code
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["main", *arguments])  # where ml_collections looks for `--config.KEY`
+    try:
+      code = main.main(main.parse(sys.argv))
+    except SystemExit as stop:
+      code = stop.code
   (line,) = capsys.readouterr().err.splitlines()
   return code, line
 
