@@ -8,20 +8,24 @@ import shutil
 import sys
 import tempfile
 
-# Set before JAX is imported, and in the environment, so that the workers of pytest-xdist and all subprocesses inherit it.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # tests compile more than they compute
-os.environ["OMP_NUM_THREADS"] = "1"  # a worker has one core
 # XLA's older way to compile fused loops takes a third of the time of the newer one.
 XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_multi_thread_eigen=false"
-os.environ["XLA_FLAGS"] = XLA_FLAGS
-os.environ["PYTHONPATH"] = os.pathsep.join(  # subprocesses import this checkout, installed or not
-    filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that starts the workers
-  # Compiled programs, shared by all processes of this run of the tests and by no other run.
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-for-tests-")
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-  os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Set before JAX is imported, by the process that starts the workers of pytest-xdist; they and all subprocesses inherit it.
+STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
+if STARTS_THE_TESTS:
+  os.environ |= {
+      "DIFFEQ_NNX_IN_TESTS": "1",
+      "JAX_PLATFORMS": "cpu",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # tests compile more than they compute
+      "XLA_FLAGS": XLA_FLAGS,
+      "OMP_NUM_THREADS": "1",  # a worker has one core
+      # compiled programs, shared by all processes of this run of the tests and by no other run
+      "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      # subprocesses import this checkout, installed or not
+      "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+  }
 
 from absl import flags, logging
 from flax import nnx
@@ -51,9 +55,10 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = ("test_distributed.py", "test_docs.py", "test_harness.py", "test_demo.py", "test_attention.py", "test_run.py",
-           "test_finetune.py", "test_prepare.py", "test_analysis.py", "test_pages.py", "test_compile_ahead.py",
-           "test_generation.py", "test_model.py", "test_export.py", "test_attention_compile.py", "test_launch.py")
+LONGEST = ("test_compile_ahead.py", "test_demo.py", "test_docs.py", "test_distributed.py", "test_attention.py",
+           "test_run.py", "test_launch.py", "test_analyse_job.py", "test_finetune.py", "test_analysis.py", "test_model.py",
+           "test_prepare.py", "test_resume.py", "test_harness.py", "test_harness_scoring.py", "test_harness_adapter.py",
+           "test_attention_compile.py", "test_export.py", "test_generation.py", "test_pages.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -62,9 +67,9 @@ def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
-def pytest_unconfigure(config):
+def pytest_unconfigure():
   """Removes the compiled programs of this run."""
-  if not hasattr(config, "workerinput"):
+  if STARTS_THE_TESTS:
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 

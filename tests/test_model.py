@@ -21,6 +21,12 @@ def make(model_config, moved=True) -> Model:
   return moved_instance(model_config, seed=1) if moved else small_instance(model_config)
 
 
+@nnx.jit(static_argnames="num_steps")
+def logits_of(model: Model, tokens, num_steps: int | None = None, **packing) -> jax.Array:
+  """The forward pass, compiled as one program."""
+  return model(jnp.asarray(tokens), num_steps, **packing)
+
+
 def numpy_of(module) -> dict:
   """Parameters as nested NumPy arrays."""
   return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
@@ -78,7 +84,7 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
       tokens, params["embedding"], params.get("positions"),
       heads_apart(reference_weights(model, grid.times_S), config), field,
       grid.dts_S, config.solver == "sequential", params["final_norm"], params.get("head", params["embedding"]))
-  np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-10)
+  np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("changes,shifted", [
@@ -122,8 +128,8 @@ PACKING = {"segment_ids_BxL": np.repeat(np.arange(3), LENGTHS)[None],
 def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
   model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
   tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
-  alone = [model(jnp.asarray(part)) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
-  packed = model(jnp.asarray(tokens_1x12), **PACKING)
+  alone = [logits_of(model, part) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
+  packed = logits_of(model, tokens_1x12, **PACKING)
   np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-10)
 
 
@@ -133,8 +139,8 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
   model = make(small_model(field=field, dtype="float64"))
   tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
   tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
-  logits_13x12xV = np.asarray(model(jnp.asarray(tokens_13x12), **{key: np.repeat(ids, 13, axis=0)
-                                                                 for key, ids in packing.items()}))
+  logits_13x12xV = np.asarray(logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, axis=0)
+                                                              for key, ids in packing.items()}))
   moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
   ids_1xL = packing.get("segment_ids_BxL", np.zeros((1, 12)))
   expected_LxL = np.triu(ids_1xL.T == ids_1xL)
@@ -153,7 +159,8 @@ def with_stored_weights(model: Model, num_steps: int) -> Model:
 def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
   model = make(small_model(field=field))
   tokens = jnp.arange(24).reshape(2, 12)
-  np.testing.assert_allclose(model(tokens, num_steps), with_stored_weights(model, num_steps)(tokens), atol=1e-5)
+  np.testing.assert_allclose(
+      logits_of(model, tokens, num_steps=num_steps), logits_of(with_stored_weights(model, num_steps), tokens), atol=1e-5)
 
 
 def test_held_time_equals_one_shared_set():
@@ -181,8 +188,8 @@ def test_euler_is_of_first_order(x64):
   time = dataclasses.replace(small_model().time, scale=1.0)
   model = make(small_model(dtype="float64", horizon=1.0, time=time))
   tokens = jnp.arange(24).reshape(2, 12)
-  fine = model(tokens, 4096)
-  errors = [float(jnp.abs(model(tokens, n) - fine).max()) for n in (32, 64, 128)]
+  fine = logits_of(model, tokens, num_steps=4096)
+  errors = [float(jnp.abs(logits_of(model, tokens, num_steps=n) - fine).max()) for n in (32, 64, 128)]
   orders = np.log2(np.asarray(errors[:-1]) / np.asarray(errors[1:]))
   assert (np.abs(orders - 1) < 0.1).all(), orders
 
