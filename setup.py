@@ -1,9 +1,9 @@
-"""Installs diffeq_nnx; `pip install -e '.[test]'` for working on it."""
+"""Installs diffeq_nnx; `pip install -e '.[test,dev]'` for working on it."""
 
 import setuptools
 
 HARNESS = ["lm_eval>=0.4.13"]
-TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which needs the former and doesn't say so
+TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
 
 setuptools.setup(
     name="diffeq-nnx",
@@ -11,22 +11,38 @@ setuptools.setup(
     description="Neural ODE Transformers (DiffEqFormer) in Flax NNX",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    project_urls={"Paper": "https://arxiv.org/abs/2503.01329"},
+    keywords=["transformer", "neural ODE", "hypernetwork", "JAX", "Flax", "Pallas", "TPU"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["diffeq_nnx", "diffeq_nnx.*"]),
     package_data={"diffeq_nnx.analysis.pages": ["*.html"], "diffeq_nnx.exporting": ["templates/*.py"],
                   "diffeq_nnx.harness": ["groups/*.yaml"]},
     entry_points={"console_scripts": ["diffeq-nnx-lm-eval = diffeq_nnx.harness.__main__:main"],
-                  "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},  # lm_eval after 0.4.13 looks
-    install_requires=[
+                  # which releases of lm_eval after 0.4.13 read
+                  "lm_eval.models": ["diffeq_nnx = diffeq_nnx.harness.adapter:DiffEqLM"]},
+    install_requires=[  # what every job needs but harness (lm_eval), and sources that the extras below name
         "absl-py",
+        "array-record; sys_platform != 'win32'",
         "backports.zstd; python_version < '3.14'",
         "clu>=0.0.12",
-        "flatbuffers",  # which jax.export needs and jax doesn't ask for
+        "flatbuffers",  # which jax.export needs and jax does not require
         "flax>=0.12.8",
         "fsspec",
         "grain>=0.2.18",
         "jax>=0.10.2",
-        "jinja2",
+        "jinja2>=3.1",  # with plotly: the page of --job=analyze
         "matplotlib",
         "ml_collections>=1.0",
         "numpy",
@@ -41,6 +57,7 @@ setuptools.setup(
         "tqdm",
     ],
     extras_require={
+        "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
         "gcs": ["gcsfs"],
         "harness": HARNESS,
         "hf": ["huggingface_hub"],

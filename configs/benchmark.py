@@ -1,9 +1,9 @@
-"""What generated weights cost next to stored ones: width 256, 12 layers, 4 x 256 tokens, float32.
+"""The cost of generated weights relative to stored ones: width 256, 12 layers, 4 x 256 tokens, float32.
 
   python -m launch.benchmarks.step_time --what=loss_and_gradients \
       --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq,configs/benchmark.py:gpt
 
-Row `parallel` is the same model with stored weights; every layer is rematerialised.
+Row `parallel` is the same model with stored weights; every layer is rematerialized.
 """
 
 import ml_collections

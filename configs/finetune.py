@@ -3,8 +3,9 @@
   python -m diffeq_nnx.main --job=finetune --config=configs/finetune.py:openwebtext,lora --from_workdir=runs/wikitext \\
       --num_steps=18 --workdir=runs/wikitext_openwebtext_18
 
-from a run like --config=configs/gpt_medium.py:wikitext103,diffeq --config.model.num_steps=18, or the other way round;
-the numbers of steps are 9, 12, 18 and 24, and the GPT baseline's own. Of the model, dropout and lora are read here.
+from a run like --config=configs/gpt_medium.py:wikitext103,diffeq --config.model.num_steps=18, or from openwebtext to
+wikitext103; the numbers of steps are 9, 12, 18 and 24, and the GPT baseline's own. The model is that of --from_workdir;
+of this config only model.dropout and model.lora apply.
 
 Expected time and score: not run at this size yet.
 """

@@ -1,10 +1,11 @@
 """Fine-tuning of configs/english.py's run on technical text, small enough for a CPU: the depths of RESULTS.md.
 
   python -m diffeq_nnx.main --config=configs/english.py --workdir=runs/english
-  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english --workdir=runs/rfc
+  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english \\
+      --workdir=runs/rfc
 
-The text is read from data/rfc/*train*.jsonl* and data/rfc/*validation*.jsonl*, key `text`. Of the model, dropout and
-lora are read here.
+The text is read from data/rfc/*train*.jsonl* and data/rfc/*validation*.jsonl*, key `text`. The model is that of
+--from_workdir; of this config only model.dropout and model.lora apply.
 """
 
 import ml_collections

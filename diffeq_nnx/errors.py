@@ -1,17 +1,17 @@
-"""The two exceptions that are told in one line: what a user can put right, and what ends a run."""
+"""The two exceptions that are reported in one line: errors that a user can correct, and errors that end a run."""
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-  """The first line of another library's error, or its type where it says nothing; at most so many characters."""
+  """The first line of another library's error, or its type if the message is empty; at most `most` characters."""
   lines = str(error).strip().splitlines()
   return (lines[0] if lines else type(error).__name__)[:most]
 
 
 class _OneLine(Exception):
-  """An error told in one line.
+  """An error reported in one line.
 
   Attributes:
-    everywhere: all processes of the job raise it alike, so that one of them may tell it.
+    everywhere: whether all processes of the job raise it, so that one of them reports it.
   """
 
   def __init__(self, line: str, everywhere: bool = False):
@@ -20,11 +20,11 @@ class _OneLine(Exception):
 
 
 class UserError(_OneLine, ValueError):
-  """Bad input, told in one line that names the key, the value, the rule and the way out.
+  """Invalid input, reported in one line with the key, the value, the rule and a way to correct it.
 
   `main.py` prints the line and exits with code 2; in a program it is an ordinary `ValueError`.
   """
 
 
 class RunError(_OneLine, RuntimeError):
-  """A run that can't go on (a loss that is not finite, a full disk), told in one line; exit code 1."""
+  """A run that can't continue (a loss that is not finite, a full disk), reported in one line; exit code 1."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and on the disk once they are there."""
+"""Files that are written atomically and durably."""
 
 from collections.abc import Iterator
 import contextlib
@@ -12,7 +12,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def replacing(path: str, at: str | None = None) -> Iterator[str]:
-  """A name to write to, `at` or beside `path`, which then becomes `path` in one step."""
+  """A temporary name, derived from `at` or `path`, that is renamed to `path` atomically after the block."""
   part = f"{at or path}.{os.getpid()}"
   try:
     yield part
@@ -28,40 +28,40 @@ def replacing(path: str, at: str | None = None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def replacing_folder(path: str) -> Iterator[str]:
-  """A new folder beside `path`, which takes its place, and that of an older one, once all is written."""
+  """A new folder beside `path`, which replaces `path` after the block."""
   path = os.path.abspath(path)
-  place = path + ".unfinished"
+  temporary = path + ".unfinished"
   try:
-    shutil.rmtree(place, ignore_errors=True)
-    os.makedirs(place)
-    yield place
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    yield temporary
     if os.path.isdir(path):
       shutil.rmtree(path)
-    os.replace(place, path)
+    os.replace(temporary, path)
   finally:
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write(path: str, content: bytes) -> None:
-  """Writes a file."""
+  """Writes a file atomically."""
   with replacing(path) as part, open(part, "wb") as file:
     file.write(content)
 
 
 def save(path: str, array: np.ndarray) -> None:
-  """Writes a .npy file."""
+  """Writes a .npy file atomically."""
   with replacing(path) as part, open(part, "wb") as file:
     np.save(file, array)
 
 
 def read_json(path: str) -> Any:
-  """What a JSON file holds."""
+  """The content of a JSON file."""
   with open(path, encoding="utf-8") as file:
     return json.load(file)
 
 
 def write_json(path: str, content: Any, at: str | None = None) -> None:
-  """Writes a JSON file; `at` as for `replacing`."""
+  """Writes a JSON file atomically; `at` as for `replacing`."""
   with replacing(path, at) as part, open(part, "w", encoding="utf-8") as file:
     json.dump(content, file, indent=1)
     file.write("\n")

@@ -1,21 +1,21 @@
-# Sourced by tpu_pod.sh and gke.sh: options, mistakes, and running a command or only printing it.
+# Sourced by tpu_pod.sh and gke.sh: parses options, reports errors, runs or prints commands.
 # shellcheck shell=bash
 
 dry_run=
-program=()  # the program's arguments, which stand after --
+program=()  # the program's arguments, given after --
 
-# fail CODE MESSAGE: one line on stderr, and the end.
+# fail CODE MESSAGE: prints one line on stderr and exits.
 fail() {
   echo "error: $2" >&2
   exit "$1"
 }
 
-# mistake MESSAGE: what the user can put right.
+# mistake MESSAGE: reports an error that the user can correct.
 mistake() {
   fail 2 "$1"
 }
 
-# usage: the comment at the top of the script.
+# usage: prints the comment at the top of the script.
 usage() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
@@ -51,7 +51,7 @@ parse() {
   done
 }
 
-# require OPTION...: each was given.
+# require OPTION...: checks that each was given.
 require() {
   local option variable
   for option in "$@"; do
@@ -60,13 +60,13 @@ require() {
   done
 }
 
-# require_count OPTION: a whole number from 1.
+# require_count OPTION: checks that it is an integer of at least 1.
 require_count() {
   local variable=${1//-/_}
-  [[ ${!variable} =~ ^[1-9][0-9]{0,5}$ ]] || mistake "--$1=${!variable}: must be a whole number from 1"
+  [[ ${!variable} =~ ^[1-9][0-9]{0,5}$ ]] || mistake "--$1=${!variable}: must be an integer of at least 1"
 }
 
-# require_program SUBCOMMAND: start has the program's arguments, the other subcommands have none.
+# require_program SUBCOMMAND: checks that start, and no other subcommand, has the program's arguments.
 require_program() {
   local flag
   if [ "$1" != start ]; then
@@ -79,12 +79,12 @@ require_program() {
   done
 }
 
-# require_tool NAME WHAT: it is installed; a dry run does without.
+# require_tool NAME WHAT: checks that it is installed, except in a dry run.
 require_tool() {
   [ -n "$dry_run" ] || command -v "$1" >/dev/null || mistake "$1: not found; install $2"
 }
 
-# quote WORD...: one line that a shell reads back as these words.
+# quote WORD...: prints one line that a shell parses to these words.
 quote() {
   local word line='' mark=\' escaped="'\\''"
   for word in "$@"; do
@@ -96,7 +96,7 @@ quote() {
   printf '%s\n' "$line"
 }
 
-# run COMMAND...: runs it, or under --dry-run prints it so that it can be pasted.
+# run COMMAND...: runs it, or with --dry-run prints it in a form that can be pasted.
 run() {
   if [ -n "$dry_run" ]; then
     quote "$@"

@@ -1,16 +1,16 @@
-"""Compiles the real train step for TPUs that are not there, and says what it would take.
+"""Compiles the real train step for TPUs, without TPU hardware, and estimates its memory and time.
 
   python -m launch.compile_ahead --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
       [--set=mesh.tensor=2] [--save-hlo=step.txt]
 
-Needs the TPU compiler: pip install 'jax[tpu]', which brings the libtpu that goes with this jax. Nothing runs. Prints,
-for one device: memory by kind and whether it fits, what is sent to other devices in a step, and an estimate of the
-step's time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for a mistake in the command, 3 if the compiler fails otherwise.
+Needs the TPU compiler: pip install 'jax[tpu]', which installs the libtpu that matches this jax. Nothing is run. Prints,
+for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of the step's
+time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
 
-The estimate is the compiler's own cycles for each part of the step, loops counted as often as they turn, at the
-chip's clock, and for the attention kernels their matrix products at the chip's peak, as if a row were one document.
-Communication is bytes by the links' rate. Left out: what the kernels wait for or do beside products, latencies, other
-users of memory and network, the host, reading data, evaluation and checkpoints.
+The estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's clock, and
+for the attention kernels their matrix products at the chip's peak, as if a row were one document. Communication is
+bytes divided by the links' bandwidth. Not included: waiting and other work of the kernels, latencies, contention for
+memory and network, the host, reading data, evaluation and checkpoints.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from launch.benchmarks import hlo
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What a device is, from Google's page of the TPU version, unless said otherwise.
+  """Properties of a device, from Google's page of the TPU version unless noted.
 
   Attributes:
-    hbm: GiB that a program can have; the compiler names it where a program needs more.
-    clock: GHz; the peak by the operations a cycle of its matrix units.
+    hbm: GiB available to a program; from the compiler's message for a program that needs more.
+    clock: GHz; the peak divided by the operations per cycle of its matrix units.
     ici: GB/s that a chip sends over all its links within a slice.
   """
   hbm: float
@@ -55,14 +55,14 @@ CHIPS = {"TPU v5 lite": Chip(15.75, 1.5, 200), "TPU v5": Chip(95.74, 1.75, 600),
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A compiled train step, and what it was compiled for."""
+  """A compiled train step, its config and its devices."""
   config: Config
   mesh: jax.sharding.Mesh
   compiled: jax.stages.Compiled
 
   @property
   def device_kind(self) -> str:
-    """As JAX names it."""
+    """JAX's name of the device."""
     return self.mesh.devices.flat[0].device_kind
 
   @property
@@ -72,11 +72,11 @@ class Step:
 
 
 class DoesNotFit(Exception):
-  """The compiler's word that memory is not enough."""
+  """The compiler's error for insufficient memory."""
 
 
 def devices_of(topology: str, num_slices: int) -> list:
-  """The devices of a TPU of this name, e.g. v5p:2x2x2, as often as there are slices.
+  """The devices of all slices of a TPU topology, e.g. v5p:2x2x2.
 
   Raises:
     UserError: no such topology, a version that `CHIPS` lacks, or no TPU compiler.
@@ -84,7 +84,7 @@ def devices_of(topology: str, num_slices: int) -> list:
   try:
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
-  except Exception as error:  # what libtpu raises is a bare RuntimeError of its own for each mistake
+  except Exception as error:  # libtpu raises bare RuntimeErrors
     raise UserError(f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or "
                     "v5p:2x2x2, and install the compiler with pip install 'jax[tpu]'") from error
   if devices[0].device_kind not in CHIPS:
@@ -113,7 +113,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
 
 
 def most_steps(config: Config) -> int:
-  """Solver steps of the largest train step that the config asks for."""
+  """Solver steps of the largest train step in the config."""
   return max(config.train.step_counts or (config.model.num_steps,))
 
 
@@ -128,13 +128,13 @@ def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
 
 
 def sequences_held(config: Config, mesh: jax.sharding.Mesh) -> int:
-  """Sequences that a device holds at a time."""
+  """Sequences that a device processes at a time."""
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     return config.train.batch_size // num_microbatches(config) // sharding.num_shards("batch")
 
 
 def memory_lines(step: Step) -> list[str]:
-  """Memory of one device by kind, and how much is left."""
+  """Memory of one device by kind, and the rest."""
   found = step.compiled.memory_analysis()
   state = state_bytes(step.config, step.mesh)
   peak = found.peak_memory_in_bytes
@@ -147,7 +147,7 @@ def memory_lines(step: Step) -> list[str]:
 
 
 def communication(program: hlo.Program) -> dict[str, tuple[int, int]]:
-  """Bytes that a device sends in a step, and how many operations, by kind."""
+  """Bytes that a device sends in a step, and the number of operations, by kind."""
   total: dict[str, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
   for one in program.collectives:
     size, count = total[one.kind]
@@ -156,7 +156,7 @@ def communication(program: hlo.Program) -> dict[str, tuple[int, int]]:
 
 
 def communication_lines(program: hlo.Program) -> list[str]:
-  """What one device sends in a step, by kind."""
+  """The bytes that one device sends in a step, by kind."""
   names = {"send": "to another slice"}
   found = communication(program)
   lines = [f"  {names.get(kind, kind):<30} {size / 1e9:8.3f}   in {count:,} operations"
@@ -165,17 +165,17 @@ def communication_lines(program: hlo.Program) -> list[str]:
 
 
 def kernel_seconds(step: Step, program: hlo.Program) -> float:
-  """Of the attention kernels at the chip's peak: 2 products forward, 5 back, over half the square of positions."""
+  """Seconds of the attention kernels at the chip's peak: 2 products forward, 5 backward, over half of all pairs."""
   config = step.config
   heads = config.model.num_heads // step.mesh.shape["tensor"]
-  # 2 operations a multiply-add, half the square
+  # 2 operations per multiply-add, half of all pairs of positions
   product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2
   products = sum(kernel.times * (5 if "backward" in kernel.name else 2) for kernel in program.kernels)
   return products * product / peak_flops(step.device_kind)
 
 
 def peak_flops(device_kind: str) -> float:
-  """Operations a second of one device, bfloat16."""
+  """Operations per second of one device in bfloat16."""
   return 1e12 * next(peak for part, peak in flops.PEAK_TFLOPS.items() if part in device_kind)
 
 
@@ -195,11 +195,11 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
           f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
           f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",
           f"  {'utilization, %':<30} {100 * model / fast:8.1f}   to {100 * model / slow:.1f}",
-          "left out: what kernels wait for or do beside products, latencies, between slices, host, data, evaluation"]
+          "not included: waiting and other work of kernels, latencies, between slices, host, data, evaluation"]
 
 
 def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
-  """Why it doesn't fit, and what to change."""
+  """The reason that it doesn't fit, and a change that may help."""
   chip = CHIPS[mesh.devices.flat[0].device_kind]
   sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
   needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
@@ -208,7 +208,7 @@ def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
            f"the optimizer {sizes['optimizer']:.2f}"]
   held = sequences_held(config, mesh)
   if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
-    lines.append("change: the state alone fills the device: take more devices, with a larger mesh.fsdp or mesh.tensor")
+    lines.append("change: the state alone fills the device: use more devices, with a larger mesh.fsdp or mesh.tensor")
   elif held > 1:
     lines.append(f"change: a device holds {held} sequences at a time; set train.device_batch_size={held // 2}")
   elif config.train.remat != "full":
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
   parser.add_argument("--num-slices", type=int, default=1)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-  parser.add_argument("--save-hlo", metavar="FILE", help="where to write the compiled program")
+  parser.add_argument("--save-hlo", metavar="FILE", help="file for the compiled program")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
   devices = devices_of(args.topology, args.num_slices)

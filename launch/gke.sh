@@ -5,21 +5,21 @@
 #   launch/gke.sh start  --name=NAME --image=IMAGE --volume=CLAIM --accelerator=tpu-v5p-slice
 #                        --topology=2x2x2 [--num-slices=N] [--chips-per-host=4] [--max-restarts=10]
 #                        -- --config=CONFIG --workdir=/runs/DIR [--job=evaluate]
-#   launch/gke.sh follow --name=NAME    # the log of host 0, which alone prints
+#   launch/gke.sh follow --name=NAME    # the log of host 0, the only one that prints
 #   launch/gke.sh status --name=NAME
-#   launch/gke.sh stop   --name=NAME    # SIGTERM: a common checkpoint, then the JobSet is deleted
+#   launch/gke.sh stop   --name=NAME    # SIGTERM: writes a checkpoint, then the JobSet is deleted
 #
-# Every subcommand takes --namespace=NAMESPACE, and --dry-run, which prints manifest and commands and runs
-# none. kubectl's current context says which cluster. --accelerator is the node label
+# Every subcommand takes --namespace=NAMESPACE, and --dry-run, which prints manifest and commands without running
+# them. The cluster is that of kubectl's current context. --accelerator is the node label
 # cloud.google.com/gke-tpu-accelerator: tpu-v4-podslice, tpu-v5-lite-podslice (v5e), tpu-v5p-slice,
-# tpu-v6e-slice. --topology is that of one slice, and its chips over --chips-per-host are its hosts.
+# tpu-v6e-slice. --topology is that of one slice; its chips divided by --chips-per-host are its hosts.
 #
 # --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be ReadWriteMany
 # (Filestore, Lustre); the work directory and text other than `builtin` must be there. A gs:// path is not
 # supported yet.
 #
-# A job that loses a host or is preempted starts again on its own and resumes, --max-restarts times. After
-# stop the same start resumes. Exit codes: 2 for a mistake in the command, 1 when kubectl fails.
+# A job that loses a host or is preempted restarts automatically and resumes, up to --max-restarts times. After
+# stop the same start resumes. Exit codes: 2 for an error in the command, 1 if kubectl fails.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -29,7 +29,7 @@ source "$here/common.sh"
 name='' namespace='' image='' volume='' accelerator='' topology=''
 num_slices=1 chips_per_host=4 max_restarts=10
 
-# json WORD...: JSON strings, which are YAML too, with commas between.
+# json WORD...: JSON strings, which are also YAML, separated by commas.
 json() {
   local word list='' backslash=\\
   for word in "$@"; do
@@ -40,13 +40,13 @@ json() {
   printf '%s' "$list"
 }
 
-# hosts_of_slice: the chips of the topology over the chips of a host.
+# hosts_of_slice: the chips of the topology divided by the chips of a host.
 hosts_of_slice() {
   [[ $topology =~ ^[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]] ||
-    mistake "--topology=$topology: must be such as 4x4 or 2x2x2"
+    mistake "--topology=$topology: must be of the form 4x4 or 2x2x2"
   local chips=$((${topology//x/*}))
   [ $((chips % chips_per_host)) = 0 ] ||
-    mistake "--topology=$topology: its $chips chips do not make hosts of --chips-per-host=$chips_per_host"
+    mistake "--topology=$topology: its $chips chips are not a multiple of --chips-per-host=$chips_per_host"
   echo $((chips / chips_per_host))
 }
 
@@ -64,7 +64,7 @@ manifest() {
   text=${text//'${num_slices}'/"$num_slices"}
   text=${text//'${chips_per_host}'/"$chips_per_host"}
   text=${text//'${max_restarts}'/"$max_restarts"}
-  # last, since they may hold any text; Kubernetes reads $$ in them as $, and would replace $(X)
+  # last, since they may hold any text; Kubernetes reads $$ as $, and would replace $(X)
   text=${text//'${arguments}'/"[$(json "${program[@]//'$'/'$$'}")]"}
   printf '%s' "$text"
 }
@@ -79,7 +79,7 @@ start() {
   if [ -n "$dry_run" ]; then
     printf "%s <<'EOF'\n%s\nEOF\n" "$(quote "${kubectl[@]}" create --filename=-)" "$filled"
   else
-    # create refuses a name that is taken, where apply would change the job that has it
+    # create rejects a name in use, while apply would change the existing job
     run "${kubectl[@]}" create --filename=- <<<"$filled"
   fi
 }
@@ -121,7 +121,7 @@ if [ "$subcommand" = start ]; then
   require_count chips-per-host
   require_count max-restarts
   [[ " ${program[*]}" == *' --workdir=/runs/'* ]] ||
-    mistake "--workdir: must be below /runs, where the volume is; what is elsewhere ends with the pod"
+    mistake "--workdir: must be below /runs, where the volume is mounted; other files are lost with the pod"
 fi
 require_tool kubectl "it (gcloud components install kubectl)"
 

@@ -1,9 +1,9 @@
-"""Runs a job of several processes on this machine's CPU, to try what a cluster would do.
+"""Runs a job of several processes on this machine's CPU, as a cluster would.
 
   python -m launch.local --processes 2 --devices-per-process 4 -- --config=configs/tiny.py --workdir=runs/two
 
-What stands after `--` goes to `python -m diffeq_nnx.main` of every process. A SIGTERM or Ctrl-C is passed on to all.
-The exit code is 0 if that of every process is, else that of the first one that failed.
+Arguments after `--` are those of `python -m diffeq_nnx.main` in every process. SIGTERM and Ctrl-C are forwarded to all.
+The exit code is 0 if every process exits with 0, else that of the first one that failed.
 """
 
 import argparse
@@ -23,13 +23,13 @@ def commands(processes: int, port: int, arguments: list[str]) -> list[list[str]]
 
 
 def environment(devices: int) -> dict[str, str]:
-  """What each process has to see: the CPU, as so many devices."""
+  """Variables that make each process use the CPU, as so many devices."""
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
   return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def free_port() -> int:
-  """A port that nothing listens on."""
+  """An unused port."""
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
     return found.getsockname()[1]
@@ -39,13 +39,13 @@ def run(lines: list[list[str]], variables: dict[str, str]) -> int:
   """Runs all command lines together and returns the first exit code that is not 0."""
   running = [subprocess.Popen(line, env={**os.environ, **variables}) for line in lines]
 
-  def pass_on(number, frame):
+  def forward(number, frame):
     for process in running:
       if process.poll() is None:
         process.send_signal(signal.SIGTERM)
 
   for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, pass_on)
+    signal.signal(number, forward)
   failed = 0
   while any(process.poll() is None for process in running):
     failed = failed or _first_failure(running)
@@ -55,7 +55,7 @@ def run(lines: list[list[str]], variables: dict[str, str]) -> int:
 
 def _first_failure(running: list[subprocess.Popen]) -> int:
   codes = [process.poll() for process in running]
-  return next((code if code > 0 else 128 - code for code in codes if code), 0)  # 128 + the signal, as shells have it
+  return next((code if code > 0 else 128 - code for code in codes if code), 0)  # 128 + the signal, as in shells
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--processes", type=int, default=2)
   parser.add_argument("--devices-per-process", type=int, default=1)
-  parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+  parser.add_argument("--dry-run", action="store_true", help="only print the commands")
   parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of python -m diffeq_nnx.main")
   args = parser.parse_args(argv)
   for name in ("processes", "devices_per_process"):

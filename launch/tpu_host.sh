@@ -6,7 +6,7 @@
 set -euo pipefail
 folder=$HOME/diffeq-nnx
 
-# running: the process that was started is there; after the host started again its id may be another's.
+# running: whether the process is running; after a reboot its id may belong to another process.
 running() {
   [ -s run.pid ] && [[ $(ps -o args= -p "$(cat run.pid)") == *diffeq_nnx.main* ]]
 }
@@ -16,28 +16,28 @@ fail() {
   exit 1
 }
 
-# idle: nothing runs here yet.
+# idle: fails if the program is running.
 idle() {
-  ! running || fail "process $(cat run.pid) runs already; stop it first"
+  ! running || fail "process $(cat run.pid) is already running; stop it first"
 }
 
-# install: the checkout that this script is in becomes src/, and its package is installed.
+# install: moves the checkout of this script to src/ and installs its package.
 install() {
   idle
   rm -rf src
   mv "$(dirname "$(dirname "$script")")" src
   export PATH=$HOME/.local/bin:$PATH
-  # uv brings its own Python; that of the runtime versions may be too old for jax
+  # uv installs its own Python; that of the runtime version may be too old for jax
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
   [ -x venv/bin/python ] || uv venv --python=3.12 venv
   uv pip install --python=venv/bin/python 'jax[tpu]' --editable src
 }
 
-# start ARGUMENT...: the program, detached; its output and exit code go to run.log.
+# start ARGUMENT...: starts the program, detached; its output and exit code go to run.log.
 start() {
   idle
   rm -f run.pid
-  trap '' HUP  # the program inherits that; the end of the connection does not reach it
+  trap '' HUP  # inherited by the program: it survives the end of the connection
   (
     cd src
     PYTHONUNBUFFERED=1 ../venv/bin/python -m diffeq_nnx.main "$@" &
@@ -58,7 +58,7 @@ status() {
   fi
 }
 
-# stop: SIGTERM, then as long as the common checkpoint takes.
+# stop: sends SIGTERM and waits while the checkpoint is written.
 stop() {
   if running; then
     kill -TERM "$(cat run.pid)"
@@ -66,7 +66,7 @@ stop() {
       running || break
       sleep 1
     done
-    ! running || fail "process $(cat run.pid) still runs 600 s after SIGTERM"
+    ! running || fail "process $(cat run.pid) is still running 600 s after SIGTERM"
   fi
   status
 }

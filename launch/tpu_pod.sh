@@ -5,26 +5,26 @@
 #                            [--queued [--num-slices=N]]
 #   launch/tpu_pod.sh fill   --name=NAME --zone=ZONE    # copies this checkout to all hosts, installs it
 #   launch/tpu_pod.sh start  --name=NAME --zone=ZONE -- --config=CONFIG --workdir=DIR [--job=evaluate]
-#   launch/tpu_pod.sh follow --name=NAME --zone=ZONE    # the log of host 0, which alone prints
+#   launch/tpu_pod.sh follow --name=NAME --zone=ZONE    # the log of host 0, the only one that prints
 #   launch/tpu_pod.sh status --name=NAME --zone=ZONE
-#   launch/tpu_pod.sh stop   --name=NAME --zone=ZONE    # SIGTERM: a common checkpoint, then the end
+#   launch/tpu_pod.sh stop   --name=NAME --zone=ZONE    # SIGTERM: writes a checkpoint, then exits
 #   launch/tpu_pod.sh delete --name=NAME --zone=ZONE    # writes no checkpoint; stop first
 #
-# Every subcommand takes --project=PROJECT, and --dry-run, which prints the commands and runs none. With
-# --queued the pod is asked for as a queued resource, and status tells when it is ACTIVE; give --queued to
-# the other subcommands too. --num-slices=N asks for N slices of --type (multislice). The runtime version
-# follows from --type where --version is not given.
+# Every subcommand takes --project=PROJECT, and --dry-run, which only prints the commands. With --queued the pod
+# is requested as a queued resource, and status shows when it is ACTIVE; give --queued to the other subcommands
+# too. --num-slices=N requests N slices of --type (multislice). The runtime version follows from --type unless
+# --version is given.
 #
 # The work directory must be on a file system that all hosts share (Filestore or other NFS, Lustre, or a
-# bucket mounted with gcsfuse), mounted by you at one path on every host; so must text other than `builtin`.
+# bucket mounted with gcsfuse), mounted by you at one path on every host; as must text other than `builtin`.
 # A gs:// path is not supported yet. NFS is mounted with, for example,
 #
 #   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='sudo apt-get install -y
 #     nfs-common && sudo mkdir -p /mnt/runs && sudo mount SERVER:/SHARE /mnt/runs'
 #
-# start leaves the program running on every host; the terminal may be closed. After stop, or when a
-# preempted pod was deleted, created and filled again, the same start resumes. fill takes the files that
-# git tracks, as they are now. Exit codes: 2 for a mistake in the command, 1 when gcloud fails.
+# start leaves the program running on every host; the terminal may be closed. After stop, or after a preempted
+# pod was deleted, created and filled again, the same start resumes. fill copies the files that git tracks, with
+# uncommitted changes. Exit codes: 2 for an error in the command, 1 if gcloud fails.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -45,14 +45,14 @@ runtime_version() {
   esac
 }
 
-# on_hosts WHICH COMMAND: a shell command on all hosts, or on host 0.
+# on_hosts WHICH COMMAND: runs a shell command on all hosts, or on host 0.
 on_hosts() {
   local hosts=(--worker="$1")
   [ -z "$queued" ] || hosts+=(--node="$1")
   run "${tpus[@]}" ssh "$name" "${where[@]}" "${hosts[@]}" --command="$2"
 }
 
-# on_all_hosts SUBCOMMAND ARGUMENT...: a subcommand of tpu_host.sh.
+# on_all_hosts SUBCOMMAND ARGUMENT...: runs a subcommand of tpu_host.sh on all hosts.
 on_all_hosts() {
   on_hosts all "bash diffeq-nnx/src/launch/tpu_host.sh $(quote "$@")"
 }
@@ -74,7 +74,7 @@ create() {
 fill() {
   local archive=$root/dist/$name.tar.gz hosts=(--worker=all)
   [ -z "$queued" ] || hosts+=(--node=all)
-  # git stash create writes the tracked files as they are now into a commit that nothing points to
+  # git stash create writes the tracked files with uncommitted changes to an unreferenced commit
   # shellcheck disable=SC2016  # the inner shell expands these
   run bash -c 'cd "$0" && mkdir -p dist && tree=$(git stash create) &&
     git archive --format=tar.gz --output="$1" "${tree:-HEAD}"' "$root" "$archive"
@@ -84,7 +84,7 @@ fill() {
 }
 
 start() {
-  on_all_hosts idle  # each is asked before the first one starts
+  on_all_hosts idle  # all are checked before the first one starts
   on_all_hosts start "${program[@]}"
 }
 

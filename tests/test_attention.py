@@ -171,7 +171,7 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
   """The stretch holds every block with a seen pair and, documents being packed, no other; unmasked ones see all."""
   block_q, block_kv, mask = 16, 32, Mask(causal, window)
   segments = dataclasses.replace(PLAIN, batch=3, length=S, documents=documents).segment_ids()
-  seen = np.broadcast_to(mask.seen(np.arange(S)[:, None], np.arange(T)[None]), (3, S, T)).copy()
+  seen = np.broadcast_to(mask.visible(np.arange(S)[:, None], np.arange(T)[None]), (3, S, T)).copy()
   if segments is not None:
     seen &= np.asarray(segments[:, :, None] == segments[:, None, :])
   stretches = np.asarray(block_ranges(mask, S, T, block_q, block_kv, segments, segments, by_key=by_key))
@@ -254,17 +254,17 @@ def test_the_tpu_interpreter_finds_no_race():
     ({"k": jnp.zeros((2, 8, 2, 64), jnp.bfloat16)}, "k: dtype bfloat16; must be that of q, float32"),
     ({"q": jnp.zeros((2, 8, 4, 64), jnp.float16)}, "q: dtype float16; must be float32 or bfloat16"),
     ({"window": 4, "causal": False}, "window=4: needs causal=True"),
-    ({"window": 0}, "window=0: must be a whole number of at least 1"),
+    ({"window": 0}, "window=0: must be an integer of at least 1"),
     ({"scale": 0.0}, "scale=0.0: must be above 0"),
     ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0: must be above 0"),
     ({"segment_ids": jnp.zeros((2, 8))}, "segment_ids of queries: float32 (2, 8); must be integers (2, 8)"),
     ({"segment_ids": jnp.zeros((2, 7), int)}, "segment_ids of queries: int32 (2, 7); must be integers (2, 8)"),
     ({"segment_ids": (jnp.zeros((2, 8), int), None)}, "segment_ids: one of the pair is None"),
     ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, cudnn"),
-    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', and that one needs 'tpu' or 'gpu'"),
+    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', this implementation needs 'tpu' or 'gpu'"),
     ({"implementation": "pallas_gpu"}, "implementation='pallas_gpu': has no dtype float32 on a GPU"
      if jax.__version_info__ >= (0, 11, 2) else "implementation='pallas_gpu': needs jax 0.11.2 on a GPU"),
-    ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', and that one needs 'gpu'"),
+    ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', this implementation needs 'gpu'"),
 ])
 def test_arguments_that_do_not_fit_are_told(changes, part):
   arguments = {"q": jnp.zeros((2, 8, 4, 64)), "k": jnp.zeros((2, 8, 2, 64)), "v": jnp.zeros((2, 8, 2, 64)), **changes}
@@ -274,7 +274,7 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
   assert part in str(told.value)
 
 
-@pytest.mark.parametrize("asked,backend,dtype,head_dim,unusual,chosen", [
+@pytest.mark.parametrize("asked,backend,dtype,head_dim,unsupported,chosen", [
     ("auto", "cpu", "bfloat16", 64, None, "reference"),
     (None, "tpu", "bfloat16", 64, None, "pallas"),
     ("auto", "tpu", "float64", 64, None, "reference"),
@@ -285,6 +285,6 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("reference", "tpu", "bfloat16", 64, None, "reference"),
     ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
 ])
-def test_what_auto_chooses(asked, backend, dtype, head_dim, unusual, chosen):
-  name, why = public.choose(asked, dtype=jnp.dtype(dtype), head_dim=head_dim, unusual=unusual, backend=backend)
+def test_what_auto_chooses(asked, backend, dtype, head_dim, unsupported, chosen):
+  name, why = public.choose(asked, dtype=jnp.dtype(dtype), head_dim=head_dim, unsupported=unsupported, backend=backend)
   assert name == chosen and why

@@ -1,37 +1,48 @@
-"""The pages: every code block is executed or checked, every link leads somewhere, the map names all there is.
+"""The pages: every code block is executed or checked, every link leads somewhere, the map names every module.
 
-A block of `sh` or `python` is run, in a copy of the project's folders, with training cut to a few steps. A block of
-`sh check` would take hours, downloads or hardware: its flags are parsed by the program itself, and nothing is run.
+A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model
+for two steps. A block of `sh check` would take hours, downloads or hardware: its flags are parsed, and nothing is
+executed.
 """
 
-import argparse
 import ast
-import importlib
+import json
+import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from typing import NamedTuple
 
 import pytest
 
-from tests.test_resume import FAST
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"),
                                                              ROOT / "kernels" / "README.md"])
+ARCHITECTURE = "docs/architecture.md"
 LANGUAGES = ("sh", "sh check", "python", "text")
-SHORT = ("--config.train.steps=2", "--config.train.log_every=1", "--config.eval.every=2", "--config.eval.max_batches=1",
-         "--config.checkpoint.every=2")
-PARSE = """import sys
-from diffeq_nnx import config, main
-main.parse(sys.argv)
-if main.CONFIG.value is not None:
-  config.from_config_dict(main.CONFIG.value)
-"""  # a process of its own: flags are defined once
-DONE: dict[pathlib.Path, list[list[str]]] = {}  # commands by the folder that they ran in
 PYTHONS = ("python", "python3", ".venv/bin/python")
+# folders that the map describes by one line each; every other module has a line of its own
+SUMMARIZED = ("diffeq_nnx/analysis/pages/", "diffeq_nnx/data/preparation/", "diffeq_nnx/data/tokenizers/",
+              "diffeq_nnx/exporting/templates/", "diffeq_nnx/harness/", "launch/benchmarks/")
+SHORT_CONFIG = """import importlib.util
+
+spec = importlib.util.spec_from_file_location("original", {path!r})
+original = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(original)
+
+
+def get_config(choice=""):
+  config = original.get_config(choice)
+  config.model.update(embed_dim=8 * config.model.num_heads, dropout=0.0)
+  config.train.update(steps=2, batch_size=2, remat="none", loss_chunks=1, log_every=1, peak_tflops=0.1)
+  config.eval.update(every=2, batch_size=2, max_batches=1)
+  config.checkpoint.every = 2
+  config.data.cache_dir = {cache!r}
+  return config
+"""
 
 
 class Block(NamedTuple):
@@ -81,74 +92,96 @@ def test_blocks_say_what_they_are(page):
     assert before or not line.startswith("    "), f"{page}: an indented block, which nothing executes: {line}"
 
 
+class Project:
+  """A folder in which the pages' commands are executed, each once, by one process of `tests/command_server.py`."""
+
+  def __init__(self, folder: pathlib.Path):
+    for name in ("diffeq_nnx", "docs", "kernels", "launch", "README.md"):
+      (folder / name).symlink_to(ROOT / name)
+    (folder / "configs").mkdir()
+    for path in ROOT.glob("configs/*.py"):
+      text = SHORT_CONFIG.format(path=str(path), cache=str(folder / "cache"))
+      (folder / "configs" / path.name).write_text(text)
+    self.done: list[list[str]] = []
+    self.log = folder / "log"
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ,
+                   "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu",
+                   "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1",
+                   "HF_MODULES_CACHE": str(folder / "modules"), "MPLBACKEND": "agg"}
+    with open(self.log, "w", encoding="utf-8") as log:
+      self.process = subprocess.Popen([sys.executable, "-m", "tests.command_server"], cwd=folder, env=environment,
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+
+  def ask(self, action: str, words: list[str]) -> None:
+    """Has the process run a command or parse its flags."""
+    start = self.log.stat().st_size
+    self.process.stdin.write(json.dumps([action, words]) + "\n")
+    self.process.stdin.flush()
+    answer = self.process.stdout.readline()
+    error = json.loads(answer) if answer else f"the process ended with {self.process.wait()}"
+    assert error is None, f"{shlex.join(words)}\n{self.log.read_bytes()[start:][-3000:].decode()}\n{error}"
+
+  def run(self, words: list[str]) -> None:
+    """Runs one command."""
+    if words[0] in PYTHONS and words[1:3] == ["-m", "venv"] or words[0].endswith("pip"):
+      return check(words, self)  # this environment is one
+    assert words[0] in PYTHONS and words[1] in ("-m", "-c"), f"{words}: mark the block `sh check`"
+    if words[1:] not in self.done:  # a command may stand on several pages
+      self.done.append(words[1:])
+      self.ask("run", words[1:])
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-  """A folder with the project's own, in which commands run, and the run that the pages speak of."""
-  folder = tmp_path_factory.mktemp("project")
-  for name in ("configs", "diffeq_nnx", "docs", "kernels", "launch", "README.md", "demo.ipynb"):
-    (folder / name).symlink_to(ROOT / name)
-  for words in blocks("docs/training.md")[0].commands():
-    run(words, folder)
-  return folder
-
-
-def run(words: list[str], folder: pathlib.Path) -> None:
-  """Runs one command, a training cut short."""
-  environment = {**FAST, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu", "HF_DATASETS_OFFLINE": "1",
-                 "HF_HUB_OFFLINE": "1"}
-  while re.match(r"[A-Z_]+=", words[0]):
-    environment.update([words[0].split("=", 1)])
-    words = words[1:]
-  if words[0] in PYTHONS and words[1:3] == ["-m", "venv"] or words[0].endswith("pip"):
-    return check(words)  # this environment is one
-  assert words[0] in PYTHONS, f"{words}: mark the block `sh check`"
-  words = ["python", *words[1:]]
-  if words in DONE.setdefault(folder, []):
-    return None  # a command that several pages have
-  DONE[folder].append(words)
-  words = [sys.executable, "-W", "error::UserWarning", *words[1:]] if "pdoc" in words else [sys.executable, *words[1:]]
-  if any(word.startswith("--config=") for word in words):
-    trains = not any(word.startswith("--job=") for word in words) or "--job=finetune" in words
-    words = [*words, *(SHORT if trains else ()), f"--config.data.cache_dir={folder / 'cache'}"]
-  done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+def project(tmp_path_factory):
+  """The folder, with the run that the pages speak of."""
+  made = Project(tmp_path_factory.mktemp("project"))
+  with made.process:  # ends when its stdin is closed
+    for words in blocks("docs/training.md")[0].commands():
+      made.run(words)
+    yield made
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run(page, place):
+def test_blocks_run(page, project):
   for block in blocks(page):
     if block.language == "sh":
       for words in block.commands():
-        run(words, place)
+        project.run(words)
   program = "\n".join(block.text for block in blocks(page) if block.language == "python")
   if program:
-    run(["python", "-c", program], place)
+    project.run(["python", "-c", program])
 
 
-class Parsed(Exception):
-  """The flags were right."""
+def extras() -> set[str]:
+  """The names of the extras in setup.py."""
+  tree = ast.parse((ROOT / "setup.py").read_text())
+  (named,) = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extras_require"]
+  return {key.value for key in named.keys}
 
 
-def check(words: list[str]) -> None:
-  """Lets the program that a command names parse its flags."""
+def check(words: list[str], project: Project) -> None:
+  """Has the program that a command names parse its flags."""
   while re.match(r"[A-Z_]+=", words[0]):
     words = words[1:]
+  mine = words[words.index("--") + 1:] if "--" in words else []  # of the main program
   if words[0] in PYTHONS:
-    return _check_python(words[1:])
-  if words[0].endswith("pip"):
+    _check_python(words[1:], project)
+  elif words[0].endswith("pip"):
     assert words[1] == "install", words
-    extras = re.findall(r"\[(\w+)\]", (ROOT / "setup.py").read_text()) + re.findall(
-        r'^        "(\w+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    named = [re.fullmatch(r"(?:diffeq-nnx|\.)\[(\w+)\]", word) for word in words[2:]]
-    assert all(match is None or match[1] in extras for match in named), words
+    named = [re.fullmatch(r"(?:diffeq-nnx|\.)\[([\w,]+)\]", word) for word in words[2:]]
+    assert all(match is None or set(match[1].split(",")) <= extras() for match in named), words
   elif words[0] == "sbatch":
     script = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
     _dry_run(["bash", words[script], "--dry-run", *words[script + 1:]])
+    mine = words[script + 1:]
   elif words[0].endswith(".sh"):
     place = words.index("--") if "--" in words else len(words)
     _dry_run(["bash", *words[:place], "--dry-run", *words[place:]])
   else:
-    assert words in (["bash", ".ci/run"], ["apt-get", "install", "chromium"]), f"{words}: nothing here knows it"
+    known = ["bash .ci/run", ".ci/run", "apt-get install chromium", "pre-commit run --all-files"]
+    assert shlex.join(words) in known, f"{words}: unknown command"
+  if mine:
+    project.ask("parse", ["-m", "diffeq_nnx.main", *mine])
 
 
 def _dry_run(words: list[str]) -> None:
@@ -156,22 +189,9 @@ def _dry_run(words: list[str]) -> None:
   assert done.returncode == 0 and done.stdout, (words, done.stderr)
 
 
-def _check_python(words: list[str]) -> None:
-  if words[:2] == ["-m", "diffeq_nnx.main"]:
-    done = subprocess.run([sys.executable, "-c", PARSE, *words[2:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, (words, done.stderr)
-  elif words[0].startswith("launch/"):
-    with pytest.MonkeyPatch.context() as patch:
-      parse = argparse.ArgumentParser.parse_args
-
-      def parsed(self, *arguments):
-        raise Parsed(parse(self, *arguments))
-
-      patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-      patch.setattr(sys, "argv", words)
-      patch.chdir(ROOT)
-      with pytest.raises(Parsed):
-        importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main()
+def _check_python(words: list[str], project: Project) -> None:
+  if words[0] == "-m" and words[1].startswith(("diffeq_nnx.main", "launch.")):
+    project.ask("parse", words)
   elif words[:2] == ["-m", "pytest"]:
     assert all((ROOT / word).exists() for word in words[2:] if not word.startswith("-")), words
   else:
@@ -179,22 +199,35 @@ def _check_python(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_of_what_is_not_run(page):
+def test_flags_of_what_is_not_run(page, project):
   for block in blocks(page):
     if block.language == "sh check":
       for words in block.commands():
-        check(words)
+        check(words, project)
 
 
-def test_a_wrong_block_is_noticed():
-  """The checks above can fail."""
-  for line in ("python -m diffeq_nnx.main --confg=configs/tiny.py", "python -m launch.experiments.compare --config=a --wrongs=1",
-               "python -m launch.nothing", "pip install 'diffeq-nnx[nothing]'", "launch/gke.sh begin --name=a", "rm a",
-               "python -m diffeq_nnx.main --config=configs/tiny.py:gtp"):
-    with pytest.raises((AssertionError, SystemExit, ImportError)):
-      check(shlex.split(line))
+@pytest.mark.parametrize("line", [
+    "python -m diffeq_nnx.main --confg=configs/tiny.py", "python -m diffeq_nnx.main --config=configs/tiny.py:gtp",
+    "python -m diffeq_nnx.main --config=configs/tiny.py --config.model.num_step=3", "python -m launch.nothing",
+    "python -m launch.experiments.compare --config=a --wrongs=1", "pip install 'diffeq-nnx[nothing]'",
+    "pip install '.[test,nothing]'", "launch/gke.sh begin --name=a", "rm a", "python -m nothing"])
+def test_a_wrong_command_is_noticed(line, project):
+  """The check above can fail."""
   with pytest.raises(AssertionError):
-    run(["curl", "x"], ROOT)
+    check(shlex.split(line), project)
+
+
+@pytest.mark.parametrize("line", [
+    "curl x", "python -c 'assert False'", "python -c 'exit(3)'", "python -m diffeq_nnx.main --config=configs/tiny.py",
+    "python -m diffeq_nnx.main --workdir=nothing --job=evaluate"])
+def test_a_command_that_fails_is_noticed(line, project):
+  """The run above can fail."""
+  with pytest.raises(AssertionError):
+    project.run(shlex.split(line))
+
+
+def test_configs_of_the_pages_are_short(project):
+  project.run(["python", "-c", "from diffeq_nnx import config; assert config.load('configs/tiny.py').train.steps == 2"])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -210,23 +243,53 @@ def test_links_lead_somewhere(page):
       headings = [re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in
                   file.read_text().splitlines() if line.startswith("#")]
       assert anchor in headings, f"{page}: {target}"
+  if page == "CHANGELOG.md":
+    return  # which also names what is no longer there
   for name in re.findall(r"`((?:diffeq_nnx|launch|tests|configs|kernels|docs)/[\w./]+)`", text):
     assert (ROOT / name).exists(), f"{page}: {name}"
   for name in re.findall(r"`(test_\w+\.py)`", text):
     assert (ROOT / "tests" / name).exists(), f"{page}: {name}"
 
 
+def section_block(heading: str) -> list[str]:
+  """The lines of the `text` block under a heading of the architecture page."""
+  text = (ROOT / ARCHITECTURE).read_text()
+  return re.search(rf"^## {heading}$.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines()
+
+
+def mapped() -> list[str]:
+  """Paths that the map names; a name's folder is the nearest line above that is indented less."""
+  found, folders = [], []
+  for line in section_block("Map"):
+    name, indent = line.split()[0], len(line) - len(line.lstrip())
+    folders = [(width, folder) for width, folder in folders if width < indent]
+    path = (folders[-1][1] if folders else "") + name
+    found.append(path)
+    if name.endswith("/"):
+      folders.append((indent, path))
+  return found
+
+
 def test_the_map_names_every_module():
-  (map_block,) = [block for block in blocks("README.md") if block.language == "text"]
-  named = [line.split()[0] for line in map_block.text.splitlines()]
+  named = mapped()
   assert len(named) == len(set(named))
   for name in named:
-    assert (ROOT / name).exists(), name
-  tracked = [path.relative_to(ROOT).as_posix() for folder in ("diffeq_nnx", "launch")
-             for path in ROOT.glob(f"{folder}/**/*.py") if path.name != "__init__.py" and "kernels" not in path.parts]
-  missing = [path for path in tracked if not any(path == name or name.endswith("/") and path.startswith(name)
-                                                 for name in named)]
+    assert (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/"), name
+  modules = [path.relative_to(ROOT).as_posix() for folder in ("diffeq_nnx", "kernels", "launch")
+             for path in ROOT.glob(f"{folder}/**/*.py") if path.name != "__init__.py"]
+  modules = [path for path in modules if not path.startswith("diffeq_nnx/kernels/")]  # a link
+  folders = {f"{path.rpartition('/')[0]}/" for path in modules}
+  single = [path for path in modules if not path.startswith(SUMMARIZED)]
+  missing = sorted({*single, *folders} - {*named})
   assert not missing
+
+
+def test_the_floors_are_those_that_the_linter_keeps():
+  """import-linter checks the imports against the list in pyproject.toml, which the page repeats."""
+  (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+  floors = [set(re.findall(r"diffeq_nnx\.(\w+)", layer)) for layer in contract["layers"]]
+  assert [set(line.replace("/", "").replace(".py", "").split()) for line in section_block("Floors")] == floors
+  assert set.union(*floors) == {path.stem for path in ROOT.glob("diffeq_nnx/*") if not path.name.startswith("__")}
 
 
 def public(tree: ast.AST, path: str):

@@ -195,7 +195,7 @@ def test_gpt2_has_no_grouped_query_heads(tmp_path):
 @pytest.mark.parametrize("form", huggingface.FORMS)
 def test_parts_that_were_added_are_in_no_folder(changes, form):
   added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
-  assert "--format=stablehlo holds any" in told(lambda: huggingface.architecture_of(added, form))
+  assert "--format=stablehlo supports any" in told(lambda: huggingface.architecture_of(added, form))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):

@@ -137,7 +137,7 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
   how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
   draw = jax.jit(sample, static_argnums=0)
-  tokens = draw(how.way, how.numbers(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
+  tokens = draw(how.filters, how.values(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
                 jnp.full(count, 7, jnp.int32))
   drawn = np.bincount(np.asarray(tokens), minlength=6)
   shares = expected_shares(logits, temperature, top_k, top_p)

@@ -164,7 +164,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
-  assert "the directory must hold one of tokenizer.json" in told(lambda: importing.tokenizer_of(str(out)))
+  assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(lambda: importing.tokenizer_of(str(out)))
 
 
 def test_the_folder_s_tokenizer(tmp_path):

@@ -245,8 +245,8 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("gke.sh", ["stop", "--name=Llama_1"], "--name=Llama_1: must be up to 40 of a-z"),
     ("gke.sh", ["start", *GKE[:-1], "--", *PROGRAM], "--topology: missing"),
     ("gke.sh", ["start", *GKE], "--config: missing"),
-    ("gke.sh", ["start", *GKE, "--topology=2by2", "--", *PROGRAM], "--topology=2by2: must be such as 4x4"),
-    ("gke.sh", ["start", *GKE, "--topology=3x3", "--", *PROGRAM], "--topology=3x3: its 9 chips do not make "),
+    ("gke.sh", ["start", *GKE, "--topology=2by2", "--", *PROGRAM], "--topology=2by2: must be of the form 4x4"),
+    ("gke.sh", ["start", *GKE, "--topology=3x3", "--", *PROGRAM], "--topology=3x3: its 9 chips are not a multiple of --chips-per-host=4"),
     ("gke.sh", ["start", *GKE, "--chips-per-host=none", "--", *PROGRAM], "--chips-per-host=none: must "),
     ("gke.sh", ["start", *GKE, "--", "--config=a.py", "--workdir=/tmp/a"], "--workdir: must be below /runs"),
     ("gke.sh", ["start", *GKE, "--", *PROGRAM, "a\nb"], "a line break or tab in an argument"),
@@ -376,10 +376,10 @@ def test_a_host_starts_detached_refuses_a_second_start_and_stops_with_sigterm(be
   assert f"running, process {process}" in host.send("status")[0].stdout
 
   refused, = host.send("start", *program)
-  assert refused.returncode == 1 and f"process {process} runs already; stop it first" in refused.stderr
+  assert refused.returncode == 1 and f"process {process} is already running; stop it first" in refused.stderr
   for subcommand in (["start", *PROGRAM], ["install"]):  # without asking all hosts first
     again = bench.bash(str(host.folder / "src" / "launch" / "tpu_host.sh"), *subcommand)
-    assert again.returncode == 1 and "runs already" in again.stderr
+    assert again.returncode == 1 and "is already running" in again.stderr
   os.kill(process, 0)
 
   stopped, = host.send("stop")

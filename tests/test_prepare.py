@@ -26,14 +26,7 @@ from diffeq_nnx.data import preparation, shards
 from diffeq_nnx.data.preparation import passes, preparing, workers
 from diffeq_nnx.errors import RunError
 from tests.conftest import told
-from tests.prepared_text import (
-  NUM_DOCUMENTS,  # noqa: F401
-  config_of,
-  digest,
-  load,
-  prepare,
-  shard_file,
-)
+from tests.prepared_text import NUM_DOCUMENTS, config_of, digest, load, prepare, prepared, shard_file, small_tasks, text  # noqa: F401
 from tests.test_data import prose, write_jsonl
 
 
@@ -311,7 +304,7 @@ def test_bad_records_are_reported_with_file_and_record_or_counted(text, tmp_path
   assert counts["bad"] == {'where "text" is not a string': 1, "not UTF-8": 1}
   assert (counts["records"], counts["documents"]) == (NUM_DOCUMENTS + 3, NUM_DOCUMENTS + 1)
   assert sum(split["documents"] for split in manifest["splits"].values()) == NUM_DOCUMENTS + 1
-  assert len(caplog.messages) == 1 and "2 of 403 records passed over as bad" in caplog.text
+  assert len(caplog.messages) == 1 and "2 of 403 records skipped as bad" in caplog.text
 
 
 def test_a_worker_that_dies_ends_the_preparation(tmp_path, impatient, monkeypatch):

@@ -68,11 +68,11 @@ def test_a_changed_byte_never_changes_a_token_and_is_told_with_file_and_record(p
   ("damage", "part"),
   [
     ("gone", ".array_record is not there"),
-    ("short", ".array_record has 70000 bytes where"),
+    ("short", ".array_record has 70000 bytes, expected"),
     ("no manifest", "holds no manifest.json; make the shards with --job=prepare --workdir="),
     ("half a manifest", "manifest.json is damaged"),
     ("a key less", "manifest.json is damaged"),
-    ("version", "manifest.json is of version 99"),
+    ("version", "manifest.json has version 99"),
     ("tokenizer", "is another tokenizer"),
     ("no tokenizer", "can't be read"),
   ],
@@ -134,7 +134,7 @@ def test_what_the_config_says_must_fit_the_shards(text, prepared, tmp_path):
   assert message.startswith(f"data.tokenizer={tmp_path}/given.model: is another tokenizer")
   assert load(prepared, tokenizer="bytes", begin_mark=False).tokenizer.vocab_size == 257
   message = told(lambda: data.load(config_of(text, validation=f"shards:{prepared}"), 300, 0))
-  assert "shards go with shards" in message
+  assert "shards need a data.source of shards" in message
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch
 @pytest.mark.parametrize("weights", [(0.503, 0.497), (1e-9, 1.0), (0.1, 0.1099, 0.3), (5, 1, 1, 1, 1), (1.0,)])
 def test_turns_are_as_the_weights_say_and_nobody_misses_one(weights):
   weights = [weight / sum(weights) for weight in weights]
-  shares = batches_lib._whole_numbers(weights)
+  shares = batches_lib._integer_shares(weights)
   assert [share / sum(shares) for share in shares] == pytest.approx(weights, rel=1e-12)
   counts, bound = [0] * len(weights), max(1, len(weights) - 1)
   for place in range(20_000):
@@ -222,7 +222,7 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
     ("1*shards:{}/a + shards:{}/b", "must be a weight above 0"),
     ("shards:{}/a + 1*shards:{}/b", "'shards:{}/a' must be a weight"),
     ("0.7*shards:{}/a,0.3*shards:{}/b", "must be a weight"),
-    ("1*shards:{}/a + 1*shards:{}/a", "of a directory of its own"),
+    ("1*shards:{}/a + 1*shards:{}/a", "each with another directory"),
     ("1*shards:{}/a+1*shards:{}/../" + "{}".replace("{}", "sources0") + "/a/", "must be a weight"),
     ("1*shards:{}/a + 1*jsonl:x", "'1*jsonl:x' must be"),
     ("0.5*jsonl:x + 0.5*jsonl:y", "'0.5*jsonl:x' must be"),

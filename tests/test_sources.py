@@ -20,7 +20,7 @@ import tensorflow_datasets as tfds
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, presets
 from diffeq_nnx.data import holdout, sources
-from diffeq_nnx.data.sources import Counts, Options, catalogue
+from diffeq_nnx.data.sources import Counts, Options, catalog
 from diffeq_nnx.data.sources.files import zstd  # the standard one, or its backport
 from tests.conftest import told
 
@@ -90,8 +90,8 @@ def tfds_dir(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-  monkeypatch.setattr(catalogue, "RECORDS_PER_PART", 8)
-  monkeypatch.setattr(catalogue, "_RECORDS_PER_READ", 3)
+  monkeypatch.setattr(catalog, "RECORDS_PER_PART", 8)
+  monkeypatch.setattr(catalog, "_RECORDS_PER_READ", 3)
 
 
 @pytest.mark.parametrize("place", ["local", "bucket"])
@@ -224,7 +224,7 @@ def test_errors_in_files_name_key_value_file_and_line(tmp_path, bucket, name, pl
   if "can't be read" in part:  # nobody can tell how much is lost: no choice
     assert told(lambda: list(data.documents(source, "data.validation", SKIP))) == message
   else:
-    assert message.endswith("; or set data.bad_records=skip to pass over such records and count them")
+    assert message.endswith("; or set data.bad_records=skip to skip and count such records")
 
 
 def test_skipped_records_are_counted_exactly_and_told_once(tmp_path, caplog):
@@ -248,12 +248,12 @@ def test_skipped_records_are_counted_exactly_and_told_once(tmp_path, caplog):
   )  # fmt: skip
   assert source.counts.num_bad == 9
   (line,) = caplog.messages
-  told_all = f"data.validation={source.source}: 9 of 14 records passed over as bad: 3 not JSON (first: "
+  told_all = f"data.validation={source.source}: 9 of 14 records skipped as bad: 3 not JSON (first: "
   assert line.startswith(told_all)
   (tmp_path / "a.jsonl").write_bytes(b"{")
   (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(jsonl([""])))
   message = told(lambda: list(data.documents(source.source, options=SKIP)))
-  assert "holds no text at all (2 of 3 records passed over as bad: 1 not JSON" in message
+  assert "holds no text (2 of 3 records skipped as bad: 1 not JSON" in message
 
 
 def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog):
@@ -264,7 +264,7 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
   )
   corpus = data.load(config, 300, seed=0)
   assert corpus.train.splits[0].num_documents + corpus.validation.num_documents == 60
-  assert len(caplog.messages) == 1 and "1 of 62 records passed over as bad" in caplog.text
+  assert len(caplog.messages) == 1 and "1 of 62 records skipped as bad" in caplog.text
   (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
   counts = json.loads(manifest.read_text())["records"]["data.source"]
   assert [counts[name] for name in ("records", "documents", "empty")] == [62, 60, 1]
@@ -276,7 +276,7 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
   [
     ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT, shards:DIR; "
      "nearest: builtin"),
-    ("shards:/data", "prepared shards hold tokens, and here text is wanted; use one of builtin"),
+    ("shards:/data", "prepared shards hold tokens, but text is needed here; use one of builtin"),
     ("gs://bucket/a.jsonl", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
      "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: jsonl:gs://bucket/a.jsonl"),
     ("tdfs:lm1b:train", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
@@ -284,12 +284,12 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
     ("tfds:", "unknown kind"),
     ("jsonl:memory://bucket/*.jsonl", "no file matches memory://bucket/*.jsonl; give"),
     ("text:memory://bucket/deep", "memory:///bucket/deep is a directory"),
-    ("text:foo://bucket/a", "foo:// is not known (Protocol not known: foo)"),
+    ("text:foo://bucket/a", "foo:// is not a known protocol (Protocol not known: foo)"),
     ("text:s3://bucket/a", "s3:// needs a package that is not installed (Install s3fs"),
     ("", "unknown kind"), ("text:", "no file matches"), ("text:{}", "{} is a directory"),
     ("text:{}/a.jsonl,{}/*.none", "no file matches {}/*.none"),
     ("text:{}/loop", "{}/loop can't be read (Too many levels"),
-    ("jsonl:{}/a.jsonl", "holds no text at all"),
+    ("jsonl:{}/a.jsonl", "holds no text; give"),
   ],
 )  # fmt: skip
 def test_errors_in_sources_name_key_value_and_rule(tmp_path, bucket, monkeypatch, source, part):
@@ -311,7 +311,7 @@ def test_a_bucket_that_fails_is_one_line(bucket, monkeypatch):
   source = sources.open_source(f"jsonl:{bucket}/a.jsonl")
   monkeypatch.setattr(type(MEMORY), "_open", fail)
   message = told(lambda: list(source.documents()))
-  assert "memory:///bucket/a.jsonl can't be read (HTTP 403 Forbidden); look at the network" in message
+  assert "memory:///bucket/a.jsonl can't be read (HTTP 403 Forbidden); check the network" in message
   monkeypatch.setattr(type(MEMORY), "info", fail)
   monkeypatch.setattr(type(MEMORY), "find", fail)
   message = told(lambda: sources.open_source(f"jsonl:{bucket}/*.jsonl"))
@@ -337,7 +337,7 @@ def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog
   texts = ["" if isinstance(text, bytes) else text for text in WrittenText.texts("odd", "train")]
   assert list(source.records()) == texts
   assert source.counts == Counts(50, 47, 1, {"not UTF-8": 2}, {"not UTF-8": where})
-  assert "2 of 50 records passed over as bad: 2 not UTF-8" in caplog.text
+  assert "2 of 50 records skipped as bad: 2 not UTF-8" in caplog.text
 
 
 def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
@@ -361,20 +361,20 @@ def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
     ("written_text/en:test", "written_text/en/1.0.0 has no split 'test' (Unknown split 'test'. Should be"),
     ("written_text/en:train[", "has no split 'train[' (Error parsing split"),
     ("written_text/en:train[:0]", "split 'train[:0]' of written_text/en/1.0.0 holds no records"),
-    ("written_text/en:2.0.0", "written_text/en:2.0.0 is not in {}, and TFDS has no way to make it"),
-    ("written_text/fr", "written_text/fr is not in {}, and TFDS has no way to make it"),
-    ("wrtten_text/en", "wrtten_text/en is not in {}, and TFDS has no way to make it"),
+    ("written_text/en:2.0.0", "written_text/en:2.0.0 is not in {}, and TFDS can't make it"),
+    ("written_text/fr", "written_text/fr is not in {}, and TFDS can't make it"),
+    ("wrtten_text/en", "wrtten_text/en is not in {}, and TFDS can't make it"),
     ("Written Text", "'Written Text' can't be opened in {} (Parsing builder name string"),
     ("failing_text/offline", "failing_text/offline/1.0.0 is not in {}; set data.download=True to download "
-     "failing_text/offline/1.0.0 (of a size that TFDS does not tell) and prepare it there, or name the "),
-    ("wiki40b/en", "wiki40b/en/1.3.0 (of a size that TFDS does not tell) and prepare it there, run tfds "
-     "build wiki40b/en --file_format=array_record --data_dir={}, or name the directory"),
+     "failing_text/offline/1.0.0 (of unknown size) and prepare it there, or set data.tfds_dir to the "),
+    ("wiki40b/en", "wiki40b/en/1.3.0 (of unknown size) and prepare it there, run tfds "
+     "build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the directory"),
 ])
 def test_tfds_errors_name_key_value_and_way_out(tfds_dir, name, part):
   message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
   assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
   if name.startswith("wrt"):
-    assert message.endswith("nearest in the catalogue: written_text")
+    assert message.endswith("nearest in the catalog: written_text")
 
 
 def test_tfds_errors_in_options(tfds_dir):
@@ -392,14 +392,14 @@ def test_tfds_downloads_when_told_to_and_says_so(tmp_path, caplog, capfd):
     "en", "validation"
   )
   assert caplog.messages == [
-    "data.source=tfds:written_text/en:validation: downloading written_text/en/1.0.0 (of a size that TFDS "
-    f"does not tell) and preparing it in {tmp_path}"
+    "data.source=tfds:written_text/en:validation: downloading written_text/en/1.0.0 (of unknown size) "
+    f"and preparing it in {tmp_path}"
   ]
   assert capfd.readouterr().out == ""
   message = told(lambda: data.documents("tfds:failing_text/offline", options=options))
-  assert f"can't be downloaded to {tmp_path} (ConnectionError: Max retries exceeded); look at" in message
+  assert f"can't be downloaded to {tmp_path} (ConnectionError: Max retries exceeded); check the" in message
   message = told(lambda: data.documents("tfds:failing_text/beam", options=options))
-  assert "can't be prepared without no_such_apache_beam; prepare it once where that is installed" in message
+  assert "can't be prepared without no_such_apache_beam; prepare it once on a machine that has it" in message
 
 
 def test_tfds_files_that_are_damaged_gone_or_of_another_format(tmp_path):
@@ -524,4 +524,4 @@ def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
 def test_a_split_that_leaves_one_side_empty_is_refused():
   config = config_lib.DataConfig(source="text:x", validation_split="permutation", validation_fraction=0.9)
   message = told(lambda: holdout.sides(np.ones(2, np.bool_), config, 0))
-  assert message.startswith("data.source=text:x: 2 documents can't be shared") and "permutation" in message
+  assert message.startswith("data.source=text:x: 2 documents can't be divided") and "permutation" in message

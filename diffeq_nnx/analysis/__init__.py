@@ -1,1 +1,1 @@
-"""What a model is from inside: spectra of its weights over depth, sensitivity to each token, clustering of its states."""
+"""Analysis of a model: spectra of its weights over depth, sensitivity to each token, clustering of its states."""

@@ -1,4 +1,4 @@
-"""What attention and gradients say of a text: to be set beside the exponents.
+"""Attention rollout, gradient times input and prefix matching, for comparison with the exponents.
 
 L positions, D embed_dim, S solver steps, H query heads.
 """
@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Pass, Subject, advance, logits_of, steps_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, advance, logits_of, steps_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.attention_context import Packing
 
-HALF = 25  # tokens that are repeated, where there are positions for them
+HALF = 25  # repeated tokens, if there are positions for them
 
 
 def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
-  """Attention rollout, [L, L]: of each token, the shares of the tokens before (Abnar & Zuidema 2020).
+  """Attention rollout, [L, L]: the share of each earlier token in each token (Abnar & Zuidema 2020).
 
-  The product over steps of (A + I) / 2, A the mean over heads; rows add up to 1.
+  The product over steps of (A + I) / 2, A the mean over heads; rows sum to 1.
   """
   L = attention_SxHxLxL.shape[-1]
   mixed_LxL = np.eye(L)
@@ -30,17 +30,17 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
   return mixed_LxL
 
 
-def gradient_times_input(subject: Subject, passed: Pass, position: int, token: int) -> np.ndarray:
-  """The gradient of one logit times each token's state at the start, summed over D: [L], signed.
+def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, token: int) -> np.ndarray:
+  """The gradient of one logit times each token's initial state, summed over D: [L], signed.
 
   Args:
-    subject: the model.
+    model: the model.
     passed: a forward pass of one text.
-    position: where the logit is taken, from 0.
-    token: whose logit.
+    position: of the logit, from 0.
+    token: of the logit.
   """
-  with subject.computing():
-    return np.asarray(_gradient_times_input(subject.config, subject.grid, subject.rest, subject.weights,
+  with model.computing():
+    return np.asarray(_gradient_times_input(model.config, model.grid, model.rest, model.weights,
                                             passed.states[0], position, token))
 
 
@@ -55,35 +55,35 @@ def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[st
   return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
 
 
-def likeliest(subject: Subject, passed: Pass, position: int) -> tuple[int, float]:
+def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, float]:
   """The likeliest token after `position`, and its probability."""
-  with subject.computing():
-    logits_V = np.asarray(logits_of(subject.config, subject.rest, passed.states[-1])[0, position], np.float64)
+  with model.computing():
+    logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
   token = int(logits_V.argmax())
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 
 
-def prefix_matching(subject: Subject, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
-  """How far each head is an induction head, measured: [S, H], from 0 to 1 (Olsson et al. 2022).
+def prefix_matching(model: AnalyzedModel, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
+  """A measure of each head as an induction head: [S, H], from 0 to 1 (Olsson et al. 2022).
 
-  Texts of random tokens that are repeated once: the mean attention of each token of the second half to the token that
-  came after its first occurrence.
+  On texts of random tokens that are repeated once: the mean attention from each token of the second half to the token
+  after its first occurrence.
 
   Args:
-    subject: the model.
-    half: tokens that are repeated; None: 25, or as many as the positions allow.
-    rows: texts.
+    model: the model.
+    half: number of repeated tokens; None: 25, or as many as the positions allow.
+    rows: number of texts.
     seed: of the tokens.
 
   Raises:
     UserError: fewer than two tokens, or more than the positions allow.
   """
-  most = subject.config.seq_len // 2
+  most = model.config.seq_len // 2
   half = min(HALF, most) if half is None else half
   if not 2 <= half <= most:
     raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
-  first_BxL = np.random.default_rng(seed).integers(subject.config.vocab_size, size=(rows, half))
-  scores = [_after_first(subject.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
+  first_BxL = np.random.default_rng(seed).integers(model.config.vocab_size, size=(rows, half))
+  scores = [_after_first(model.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
   return np.mean(scores, axis=0)
 
 

@@ -1,28 +1,28 @@
-"""Whether tokens gather in clusters: a simulation with nothing but attention, and the same question to a model.
+"""Clustering of tokens: in a simulation of attention alone, and in a model.
 
-L tokens, D dimensions, S steps, N worlds, k order of a polynomial.
+L tokens, D dimensions, S steps, N samples of the simulation, k order of a polynomial.
 
-The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens gather, as theory has it for weights
-that are shared over depth (Geshkovski et al. 2023); the paper has them gather less with weights that grow over depth.
+The simulation follows Tong et al. 2025, appendix C.8: with constant weights tokens cluster, as theory predicts for
+weights shared over depth (Geshkovski et al. 2023); in the paper they cluster less with weights that grow over depth.
 """
 
+from collections.abc import Sequence
 import dataclasses
-from typing import Sequence
 
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.model import vector_fields
 
-NEAR = 0.1  # two directions nearer than this, as unit vectors, count as one
+NEAR = 0.1  # directions nearer than this, as unit vectors, count as one
 
 SCALES = ("same_end", "same_mean", "plain")
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-  """Tokens moved by attention alone, in N worlds of their own.
+  """Tokens moved by attention alone, in N independent samples.
 
   Attributes:
     states: [S + 1, N, L, D].
@@ -38,20 +38,20 @@ class Simulation:
 
 def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, dim: int = 3, step: float = 0.1,
              time: float = 20.0, scale: str = "same_end") -> Simulation:
-  """x <- x + step Attention(standardised x), with random weights that a polynomial of t scales.
+  """x <- x + step Attention(standardized x), with random weights scaled by a polynomial of t.
 
-  W_qk = A A^T p(t)^2 and W_v = V p(t), where A and V [D, D] are normal and stay the same; x starts uniform in
-  [-2, 2]; a token sees all tokens; softmax has no scale.
+  W_qk = A A^T p(t)^2 and W_v = V p(t), where A and V [D, D] are normal and constant; x starts uniform in
+  [-2, 2]; every token attends to all tokens; softmax has no scale.
 
   Args:
     order: k of the polynomial; 0: constant weights.
-    seeds: of A, V and x, one for each of the N worlds; the same ones for every order.
+    seeds: of A, V and x, one for each of the N samples, the same for every order.
     num_tokens: L.
     dim: D.
     step: of the Euler method.
     time: T; the defaults are 200 steps.
-    scale: of the polynomial: same_end, (t / T)^k, goes to 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
-      over time for every order, so that none moves tokens less; plain, t^k.
+    scale: of the polynomial: same_end, (t / T)^k, ends at 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
+      over time for every order; plain, t^k.
   """
   if scale not in SCALES:
     raise ValueError(f"scale={scale!r}: must be one of {', '.join(SCALES)}")
@@ -63,7 +63,7 @@ def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, d
   states = [x_NxLxD]
   for t in times[:-1]:
     size = factor * (t / time)**order
-    normed_NxLxD = _standardised(x_NxLxD)
+    normed_NxLxD = _standardized(x_NxLxD)
     compared_NxLxD = normed_NxLxD @ a_NxDxD * size
     scores_NxLxL = compared_NxLxD @ compared_NxLxD.swapaxes(1, 2)
     shares_NxLxL = np.exp(scores_NxLxL - scores_NxLxL.max(-1, keepdims=True))
@@ -74,15 +74,15 @@ def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, d
   return Simulation(states, times, order, clustered_share(states))
 
 
-def _standardised(x_NxLxD: np.ndarray) -> np.ndarray:
+def _standardized(x_NxLxD: np.ndarray) -> np.ndarray:
   return (x_NxLxD - x_NxLxD.mean(-1, keepdims=True)) / np.sqrt(x_NxLxD.var(-1, keepdims=True) + 1e-5)
 
 
 def clustered_share(states: np.ndarray, near: float = NEAR) -> np.ndarray:
-  """The share of pairs of tokens that point the same way, within `near` as unit vectors: [..., L, D] -> [...].
+  """The share of pairs of tokens with the same direction, within `near` as unit vectors: [..., L, D] -> [...].
 
-  0: no two tokens are together; 1: all are. Directions, because RMSNorm sees nothing else of a state; LayerNorm takes
-  out the mean over D besides.
+  From 0, no two tokens, to 1, all. Directions, since RMSNorm removes the size of a state; LayerNorm also removes the
+  mean over D.
   """
   L = states.shape[-2]
   together = _squared_distances(_directions(states)) < near**2
@@ -105,25 +105,26 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
   return 2 - 2 * directions @ directions.swapaxes(-1, -2)
 
 
-def held_at(subject: Subject, step: int) -> dict:
-  """BlockWeights of the model's grid with those of one step, from 0, at every step."""
-  with subject.computing():
-    return jax.tree.map(lambda leaf: leaf[np.full(subject.grid.num_steps, step)], subject.weights)
+def constant_weights(model: AnalyzedModel, step: int) -> dict:
+  """BlockWeights with those of one step, from 0, at every step."""
+  with model.computing():
+    return jax.tree.map(lambda leaf: leaf[np.full(model.grid.num_steps, step)], model.weights)
 
 
-def depth_spread(subject: Subject, tokens_L: Sequence[int], held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-  """(spread, clustered share) of a text's states over depth, [S + 1] each, the model's own or with weights held.
+def depth_spread(model: AnalyzedModel, tokens_L: Sequence[int],
+                 held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+  """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 
   Args:
-    subject: the model.
+    model: the model.
     tokens_L: at least two.
-    held: a step, from 0, whose weights take the place of all others'; None: the model as it is.
+    held: a step, from 0, whose weights are used at every step; None: each step has its own.
 
   Raises:
-    UserError: as `Subject.check_tokens`.
+    UserError: as `AnalyzedModel.check_tokens`.
   """
-  weights = None if held is None else held_at(subject, held)
-  states_SxLxD = np.asarray(subject.observe(tokens_L, weights).states[:, 0], np.float64)
-  if issubclass(vector_fields.FIELDS[subject.config.field], vector_fields.GPTField):  # as LayerNorm sees them
+  weights = None if held is None else constant_weights(model, held)
+  states_SxLxD = np.asarray(model.observe(tokens_L, weights).states[:, 0], np.float64)
+  if issubclass(vector_fields.FIELDS[model.config.field], vector_fields.GPTField):  # as LayerNorm does
     states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.sensitivity import Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
-from diffeq_nnx.analysis.subject import Progress, Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed
 
@@ -99,12 +99,12 @@ class Findings:
     return made
 
 
-def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
+def find(analyzed: AnalyzedModel, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
          position: int = -1, leading: int | None = 16, times: Sequence[float] | None = None) -> Findings:
   """Analyzes a model with one text; shows progress on stderr.
 
   Args:
-    subject: the model.
+    analyzed: the model.
     tokens_L: the text's tokens.
     pieces: their texts, [L].
     decode: a token's text.
@@ -116,42 +116,42 @@ def find(subject: Subject, tokens_L: Sequence[int], pieces: Sequence[str], decod
     UserError: no tokens, ids outside the vocabulary, a position out of range, times at which the model has no
       weights, a number of exponents below 1.
   """
-  tokens_L = subject.check_tokens(tokens_L)
-  position = subject.check_position(position, len(tokens_L))
+  tokens_L = analyzed.check_tokens(tokens_L)
+  position = analyzed.check_position(position, len(tokens_L))
   if leading is not None and leading < 1:
     raise UserError(f"leading={leading}: must be 1 or above")
-  generated, S = subject.config.weights == "generated", subject.grid.num_steps
-  leading = None if leading is None else min(leading, subject.config.embed_dim)
+  generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
+  leading = None if leading is None else min(leading, analyzed.config.embed_dim)
   with showing("spectra", S if times is None else len(times)) as progress:
-    found = spectra(subject, times, progress=progress)
+    found = spectra(analyzed, times, progress=progress)
   between = None
   if generated:
     fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
     with showing("spectra between", len(fine)) as progress:
-      between = spectra(subject, np.union1d(fine, subject.grid.times_S), feedforward=False, progress=progress)
+      between = spectra(analyzed, np.union1d(fine, analyzed.grid.times_S), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
     with showing(f"exponents, {form}", position + 1) as progress:
-      exponents[form] = sensitivity.exponents(subject, tokens_L, position, leading=leading, form=form,
+      exponents[form] = sensitivity.exponents(analyzed, tokens_L, position, leading=leading, form=form,
                                               progress=progress)
-  passed = subject.observe(tokens_L[:position + 1], attention=True)
-  token, probability = attention.likeliest(subject, passed, position)
+  passed = analyzed.observe(tokens_L[:position + 1], attention=True)
+  token, probability = attention.likeliest(analyzed, passed, position)
   with showing("simulations", len(clustering.SCALES) * len(ORDERS)) as progress:
     simulations, clustered, errors = _simulated(progress)
-  half = min(attention.HALF, subject.config.seq_len // 2)
+  half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
-      tuple(pieces), tokens_L, position, (np.asarray(subject.grid.times_S), np.asarray(subject.grid.dts_S)), found,
-      between, attention.prefix_matching(subject, half=half) if half >= 2 else None, half,
+      tuple(pieces), tokens_L, position, (np.asarray(analyzed.grid.times_S), np.asarray(analyzed.grid.dts_S)), found,
+      between, attention.prefix_matching(analyzed, half=half) if half >= 2 else None, half,
       exponents["exact"], exponents["per_token"], attention.rollout(np.asarray(passed.attention[:, 0]))[position],
-      attention.gradient_times_input(subject, passed, position, token), (decode(token), probability, token),
-      _depth(subject, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered, errors)
+      attention.gradient_times_input(analyzed, passed, position, token), (decode(token), probability, token),
+      _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered, errors)
 
 
-def _depth(subject: Subject, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _depth(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """The spread of states with the model's weights, and with those of the first, middle or last step at all steps."""
-  S = subject.grid.num_steps
+  S = analyzed.grid.num_steps
   held = {f"held at step {step + 1}": step for step in dict.fromkeys((0, S // 2, S - 1))}
-  return {label: clustering.depth_spread(subject, tokens_L, step) for label, step in {"own": None, **held}.items()}
+  return {label: clustering.depth_spread(analyzed, tokens_L, step) for label, step in {"own": None, **held}.items()}
 
 
 Simulated = tuple[tuple[clustering.Simulation, ...], dict[str, np.ndarray], dict[str, np.ndarray]]

@@ -1,20 +1,20 @@
-"""Eigenvalues of the products of weights that move the state, over depth.
+"""Eigenvalues of the products of weights that update the state, over depth.
 
 S times, D embed_dim, H query heads, K key/value heads, C head_dim, F mlp_dim.
 
-A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong et
-al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its eigenvalues other than 0 are those
-of B A [n, n]: so they are taken of the small side, in float64, and the D - n zeros are left out. Norms, biases, rotary
-positions (so: tokens at the same place), 1 / sqrt(C) and the gate of SwiGLU are not in these products, nor is dt.
+A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong
+et al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its nonzero eigenvalues are those
+of B A [n, n]: so the smaller product is decomposed, in float64, and the D - n zeros are left out. Norms, biases, rotary
+positions (so: tokens at equal positions), 1 / sqrt(C), the gate of SwiGLU and dt are not in these products.
 """
 
+from collections.abc import Sequence
 import dataclasses
-from typing import Sequence
 
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.subject import Progress, Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
 from diffeq_nnx.model import vector_fields
 
 PAIRS = ("qk", "ov", "ff")
@@ -22,13 +22,13 @@ PAIRS = ("qk", "ov", "ff")
 
 @dataclasses.dataclass(frozen=True)
 class Spectra:
-  """Eigenvalues, complex, in no order.
+  """Complex eigenvalues, unordered.
 
   Attributes:
-    times: of the weights, [S].
+    times: depth t of the weights, [S].
     qk: of W_q W_k^T, [S, H, n], n the smaller of C and D.
     ov: of W_v W_o, [S, H, n].
-    ff: of W_up W_down, [S, 1, n], n the smaller of F and D; None where it was not asked for.
+    ff: of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested.
   """
   times: np.ndarray
   qk: np.ndarray
@@ -41,32 +41,32 @@ class Spectra:
 
 
 def eigenvalues(left_xDxN: np.ndarray, right_xNxD: np.ndarray) -> np.ndarray:
-  """Eigenvalues of left @ right, [..., min(D, N)], complex128, but for zeros that its rank makes certain."""
+  """Eigenvalues of left @ right, [..., min(D, N)], complex128, without the zeros that follow from its rank."""
   left, right = np.asarray(left_xDxN, np.float64), np.asarray(right_xNxD, np.float64)
   small = right @ left if left.shape[-1] < left.shape[-2] else left @ right
   return np.linalg.eigvals(small).astype(np.complex128)
 
 
-def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedforward: bool = True,
+def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, feedforward: bool = True,
             progress: Progress = lambda done: None) -> Spectra:
   """The spectra of a model.
 
   Args:
-    subject: the model.
-    times_S: from 0 to 1; None: the model's own, those of its grid.
-    feedforward: whether to take the feed-forward pair too, of which the eigenvalues take the longest.
+    model: the model.
+    times_S: from 0 to 1; None: those of the model's grid.
+    feedforward: whether to include the feed-forward pair, whose eigenvalues take the longest.
     progress: called with the number of times done since the last call.
 
   Raises:
     UserError: times outside 0 to 1, or any for stored weights.
   """
-  field = vector_fields.make_field(subject.config)
+  field = vector_fields.make_field(model.config)
   own = times_S is None
-  times_S = np.asarray(subject.grid.times_S if own else subject.check_times(times_S), np.float64)
+  times_S = np.asarray(model.grid.times_S if own else model.check_times(times_S), np.float64)
   made = []
-  for first in range(0, len(times_S), subject.grid.num_steps):  # no more weights at a time than the model has itself
-    part_S = times_S[first:first + subject.grid.num_steps]
-    kernels = field.head_kernels(jax.device_get(subject.weights if own else subject.weights_at(part_S.tolist())))
+  for first in range(0, len(times_S), model.grid.num_steps):  # at most as many weights at a time as the model has
+    part_S = times_S[first:first + model.grid.num_steps]
+    kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
       made.append(_at_one_time(at_one, feedforward))
@@ -75,7 +75,8 @@ def spectra(subject: Subject, times_S: Sequence[float] | None = None, *, feedfor
   return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)
 
 
-def _at_one_time(kernels: vector_fields.HeadKernels, feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _at_one_time(kernels: vector_fields.HeadKernels,
+                 feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   groups = kernels.query.shape[1] // kernels.key.shape[1]
   heads = lambda kernel_DxKxC: np.repeat(kernel_DxKxC, groups, axis=1).swapaxes(0, 1)  # [H, D, C]
   qk = eigenvalues(kernels.query.swapaxes(0, 1), heads(kernels.key).swapaxes(1, 2))
@@ -84,15 +85,15 @@ def _at_one_time(kernels: vector_fields.HeadKernels, feedforward: bool) -> tuple
 
 
 def positive_share(values: np.ndarray) -> np.ndarray:
-  """The share of eigenvalues with a real part above 0: [..., n] -> [...]."""
+  """The share of eigenvalues with a positive real part: [..., n] -> [...]."""
   return (values.real > 0).mean(-1)
 
 
 def copying_score(values: np.ndarray) -> np.ndarray:
   """sum lambda / sum |lambda|, from -1 to 1: [..., n] -> [...] (Elhage et al. 2021, on copying heads).
 
-  1 where all eigenvalues are positive reals. A head whose two pairs both score high attends to what resembles its own
-  token and copies it, which Tong et al. read as a sign of induction. Elhage et al. take the scores through embedding and
-  unembedding, and of pairs of heads; `attention.prefix_matching` measures what a head does.
+  1 if all eigenvalues are positive reals. A head whose two pairs both score high attends to tokens like its own and
+  copies them, which Tong et al. interpret as a sign of induction. Elhage et al. include embedding and unembedding in
+  the scores, and take pairs of heads; `attention.prefix_matching` measures a head's behavior.
   """
   return values.sum(-1).real / np.maximum(np.abs(values).sum(-1), np.finfo(np.float64).tiny)

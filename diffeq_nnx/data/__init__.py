@@ -1,4 +1,4 @@
-"""Text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
+"""From text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
 
 from diffeq_nnx.data.batches import document_end, eval_batches, num_eval_batches, packing, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load

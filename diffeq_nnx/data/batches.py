@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.corpus import Mixture
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class _Batches:
-  """Random access to batches of windows, as far as this process holds their rows.
+  """Random access to batches of windows, limited to the rows that this process reads.
 
-  Windows of `seq_len + 1` tokens start every `seq_len` tokens of a split. Grain orders their numbers, and the tokens
-  are read here: as elements of Grain's own they would cost as much again.
+  Windows of `seq_len + 1` tokens start every `seq_len` tokens of a split. Grain orders the window numbers; tokens are
+  read here, since as elements of Grain's own they would cost twice the time.
   """
 
   def __init__(
@@ -34,7 +35,7 @@ class _Batches:
       grain.MapDataset.range(_num_windows(split, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
       for number, split in enumerate(train.splits)
     ]
-    self._shares = _whole_numbers(train.weights)
+    self._shares = _integer_shares(train.weights)
     self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
     self._start, self._eos_id = start, eos_id
 
@@ -47,9 +48,9 @@ class _Batches:
     inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
     return {"inputs": inputs_BxL, "targets": targets_BxL, **packing(inputs_BxL, self._eos_id)}
 
-  def _window(self, place: int) -> np.ndarray:
-    split, place = take_turns(place, self._shares)
-    start = self._orders[split][place] * self._seq_len
+  def _window(self, index: int) -> np.ndarray:
+    split, index = take_turns(index, self._shares)
+    start = self._orders[split][index] * self._seq_len
     return self._tokens[split][start : start + self._seq_len + 1]
 
   def __repr__(self) -> str:
@@ -60,46 +61,46 @@ def _num_windows(split: Split, seq_len: int) -> int:
   return (len(split.tokens) - 1) // seq_len
 
 
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
-  """Whole numbers in exactly the proportion of the weights."""
+def _integer_shares(weights: Sequence[float]) -> list[int]:
+  """Integers in exactly the proportion of the weights."""
   fractions = [Fraction(weight) for weight in weights]
   common = math.lcm(*(fraction.denominator for fraction in fractions))
   return [int(fraction * common) for fraction in fractions]
 
 
-def take_turns(place: int, shares: Sequence[int]) -> tuple[int, int]:
-  """Whose turn it is at a place, and how often it has been its turn before.
+def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
+  """The source whose turn comes at an index, and the number of its turns before.
 
-  Of the first n places source k has had n shares[k] / sum(shares), to within one for two sources, and to within as
-  many as there are sources for more.
+  Of the first n turns source k has n shares[k] / sum(shares), to within one for two sources, and to within the number
+  of sources for more.
   """
   left = sum(shares)
   for source, share in enumerate(shares[:-1]):
-    before = place * share // left
-    if (place + 1) * share // left > before:
+    before = index * share // left
+    if (index + 1) * share // left > before:
       return source, before
-    place, left = place - before, left - share
-  return len(shares) - 1, place
+    index, left = index - before, left - share
+  return len(shares) - 1, index
 
 
-def document_end(config: Any, tokenizer: Tokenizer) -> int | None:
-  """The end mark, by which `packing` keeps documents apart, or None if `config.attend_across_documents`.
+def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+  """The end mark at which `packing` separates documents, or None if `config.attend_across_documents`.
 
   Raises:
-    UserError: If documents begin with the mark that they end with.
+    UserError: If documents begin and end with the same mark.
   """
   if config.attend_across_documents:
     return None
   if tokenizer.bos_id == tokenizer.eos_id:
     raise UserError(
-      "data.attend_across_documents=False: the tokenizer's begin and end marks are the same, so that nothing tells "
-      "where a document ends; set data.begin_mark=False, or leave it at True"
+      "data.attend_across_documents=False: the tokenizer's begin and end marks are the same, so the end of a document "
+      "can't be found; set data.begin_mark=False, or data.attend_across_documents=True"
     )
   return tokenizer.eos_id
 
 
 def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
-  """Which document of its row each token belongs to, and its place there; {} where `eos_id` is None.
+  """The document of each token in its row, and the token's position there; {} where `eos_id` is None.
 
   A document ends with its end mark, and the first one of a row begins where the row does.
 
@@ -120,11 +121,11 @@ def train_batches(
   train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None,
   start: int = 0, eos_id: int | None = None,
 ) -> "grain.MapDataset":  # fmt: skip
-  """Endless training batches; which one belongs to a step depends on the seed and the step alone.
+  """Endless training batches; the batch of a step depends on the seed and the step alone.
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
-  window appears once in an epoch, and a batch may reach into the next one. An incomplete last window is left out.
-  Windows of several splits take turns (`take_turns`).
+  window appears once in an epoch, and a batch may span two epochs. An incomplete last window is dropped. Windows of
+  several splits take turns (`take_turns`).
 
   Args:
     train: The tokens.
@@ -132,12 +133,12 @@ def train_batches(
     batch_size: B, rows in a batch.
     seed: Of the shuffle; taken modulo 2**32.
     rows: The rows of each batch to read, in order; None for all B.
-    start: Windows that went before the first batch.
-    eos_id: The end mark, for batches that keep documents apart; None for batches that don't.
+    start: Windows before the first batch.
+    eos_id: The end mark, to keep attention within documents; None to attend across them.
 
   Returns:
     A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [rows, L], where the
-    targets are the inputs one token later, and with `eos_id` what `packing` adds.
+    targets are the inputs one token later, and with `eos_id` the result of `packing`.
 
   Raises:
     UserError: If the split is shorter than one window.
@@ -155,7 +156,7 @@ def train_batches(
 
 
 def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
-  """How many batches `eval_batches` yields when nothing limits it."""
+  """The number of batches of `eval_batches` without `max_batches`."""
   num_windows = -(-(len(split.tokens) - 1) // seq_len)
   return -(-num_windows // batch_size)
 
@@ -164,20 +165,20 @@ def eval_batches(
   split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None, rows: np.ndarray | None = None,
   eos_id: int | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the split in order; each token after the first is a target exactly once.
+  """Yields the split in order; each token but the first is a target exactly once.
 
   Args:
     split: The tokens.
     seq_len: L, tokens in a row.
     batch_size: B, rows of tokens in a batch.
-    max_batches: Stop after so many batches; None for all.
+    max_batches: The largest number of batches; None for all.
     rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
-    eos_id: The end mark, for batches that keep documents apart; None for batches that don't.
+    eos_id: As for `train_batches`.
 
   Yields:
     "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L]: 1 where the target counts, 0 in the
-    padding of the last window and in the rows that fill the last batch; with `eos_id` also what `packing` adds,
-    of no meaning in the padding. All batches have this shape.
+    padding of the last window and in the rows that fill the last batch; with `eos_id` also the result of `packing`,
+    meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
   total = num_eval_batches(split, seq_len, batch_size)

@@ -1,4 +1,4 @@
-"""From what the config says to a corpus: prepared shards, a mixture of them, or text that is prepared in a cache."""
+"""Opens the corpus that a config names: prepared shards, a mixture of them, or text that is prepared in a cache."""
 
 import contextlib
 import dataclasses
@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import time
-from typing import Any
 import uuid
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -24,11 +24,11 @@ _NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """What is trained on: one split, or several with their shares.
+  """Training data: one split, or several with their shares.
 
   Attributes:
     splits: The splits.
-    weights: For each of them its share of the training windows; they add up to 1.
+    weights: The share of each in the training windows; they add up to 1.
   """
 
   splits: tuple[Split, ...]
@@ -36,19 +36,19 @@ class Mixture:
 
   @property
   def bytes_per_token(self) -> float:
-    """UTF-8 bytes of text to a token of the mixture, marks counted as tokens."""
+    """UTF-8 bytes of text per token of the mixture, marks counted as tokens."""
     return sum(weight * split.bytes_per_token for weight, split in zip(self.weights, self.splits))
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """A tokenizer and what it made of the training and the validation documents.
+  """A tokenizer, and the training and validation documents as its tokens.
 
   Attributes:
     tokenizer: The tokenizer.
-    train: What is trained on.
-    validation: What is validated on; that of all sources of a mixture, one after the other.
-    fingerprint: Tells these tokens and weights from others, wherever they lie, in hex.
+    train: Training data.
+    validation: Validation data; for a mixture the validation splits of its sources in order.
+    fingerprint: A hash of tokens and weights, independent of their location, in hex.
   """
 
   tokenizer: Tokenizer
@@ -57,29 +57,16 @@ class Corpus:
   fingerprint: str
 
 
-def load(config: Any, vocab_size: int, seed: int) -> Corpus:
-  """Opens prepared shards, or prepares text, or opens what an earlier call left of that under `config.cache_dir`.
+def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
+  """Opens prepared shards, or text that it prepares at the first call and caches under `config.cache_dir`.
 
-  The cache is complete or absent: a killed run or several at once leave no half-made one, and one whose files
-  have the wrong size is made anew. Neither the text nor the tokens are held in memory.
+  A cache entry appears atomically: neither killed nor simultaneous runs leave a partial one, and one whose files have
+  the wrong size is replaced. Neither text nor tokens are held in memory.
 
   Args:
-    config: An object with the attributes
-      `source`: `shards:DIR`; `WEIGHT*shards:DIR + WEIGHT*shards:DIR ...`; or documents (see `sources.open_source`);
-      `text_key`, `bad_records`, `tfds_dir`, `download`: how text is read (see `sources.Options`);
-      `validation`: a source of its own, or None to hold out documents of `source`; for shards, other shards;
-      `validation_fraction`: the share of documents held out when `validation` is None;
-      `validation_split`: which ones, "hash" or "permutation" (see `holdout.sides`);
-      `validation_seed`: chooses them; None for `seed`;
-      `shuffle_seed`: the order of the training documents;
-      `tokenizer`: "train" for a sentencepiece model trained on the training documents, or what
-        `tokenizers.load` takes; for shards "train" is the one that they were made with;
-      `begin_mark`: whether documents begin with the tokenizer's begin mark; None: as its files say;
-      `begin_token`, `end_token`: the marks' tokens; None: as its files say;
-      `num_processes`: how many prepare text; None: one for each core;
-      `cache_dir`: a directory; `~` expands.
+    config: The keys of `data` in a config; what each of them means stands there.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
-    seed: Chooses the documents held out, unless `config.validation_seed` does.
+    seed: Chooses the held-out documents, unless `config.validation_seed` does.
 
   Raises:
     UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
@@ -89,14 +76,14 @@ def load(config: Any, vocab_size: int, seed: int) -> Corpus:
     return _prepared(config, vocab_size, terms)
   if config.validation and config.validation.startswith("shards:"):
     raise UserError(
-      f"data.validation={config.validation}: shards go with shards, and data.source={config.source} is text; prepare "
-      "that, or give text here"
+      f"data.validation={config.validation}: shards need a data.source of shards, and data.source={config.source} is "
+      "text; prepare that, or give text here"
     )
   return _cached(config, vocab_size, seed)
 
 
 def _terms(source: str) -> dict[str, float]:
-  """Weights by directory, as they are written, if the source is shards or a mixture of them; else empty."""
+  """Weights by directory, as given, if the source is shards or a mixture of them; else empty."""
   if source.startswith("shards:") and source.count("shards:") == 1:
     return {_directory_of(source, "data.source"): 1.0}
   if "shards:" not in source and not _TERM.fullmatch(source.strip()):
@@ -106,15 +93,16 @@ def _terms(source: str) -> dict[str, float]:
   for term in _NEXT_TERM.split(source.strip()):
     found = _TERM.fullmatch(term)
     weight = float(found[1]) if found and found[1].count(".") < 2 else -1.0
-    directory = found[2].removeprefix("shards:").strip() if found else ""
-    place = os.path.realpath(os.path.expanduser(directory))
-    good = found and found[2].startswith("shards:") and directory and "shards:" not in directory
-    if not (good and 0 < weight < 1e100 and place not in known):
+    kind, _, directory = found[2].partition(":") if found else ("", "", "")
+    directory = directory.strip()
+    path = os.path.realpath(os.path.expanduser(directory))
+    valid = kind == "shards" and directory and "shards:" not in directory
+    if not (valid and 0 < weight < 1e100 and path not in known):
       raise UserError(
-        f"data.source={source}: {term!r} must be a weight above 0, a *, and shards:DIR of a directory of its own; "
+        f"data.source={source}: {term!r} must be a weight above 0, a *, and shards:DIR, each with another directory; "
         "write for example '0.7*shards:web + 0.3*shards:books'"
       )
-    known.add(place)
+    known.add(path)
     terms[directory] = weight
   return terms
 
@@ -126,8 +114,8 @@ def _directory_of(source: str, key: str) -> str:
   return directory
 
 
-def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
-  """Prepared shards as a corpus."""
+def _prepared(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
+  """The corpus of prepared shards."""
   opened = {directory: _directory(directory, "data.source") for directory in terms}
   validated = list(opened.values())
   if config.validation is not None and config.validation.startswith("shards:"):
@@ -140,9 +128,10 @@ def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
         raise UserError(
           f"data.validation={config.validation}: shards:{directory} was prepared with "
           f"{one.manifest['recipe'].get('validation') or 'documents held out of its source'}; set it to shards:DIR, or "
-          "to None for what the shards hold"
+          "to None for the validation split of the shards"
         )
-  first, tokenizer = next((directory, one.tokenizer) for directory, one in opened.items())
+  first = next(iter(opened))
+  tokenizer = opened[first].tokenizer
   for directory, one in opened.items():
     if one.tokenizer.hash != tokenizer.hash:
       raise UserError(
@@ -156,7 +145,7 @@ def _prepared(config: Any, vocab_size: int, terms: dict[str, float]) -> Corpus:
 
 
 def _corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
-  """A corpus of some directories' training parts, with their weights, and of some directories' validation parts."""
+  """The corpus of the training splits of some directories, with weights, and the validation splits of others."""
   facts = [[one.digest("train") for one in trained], weights, [one.digest("validation") for one in validated]]
   return Corpus(
     trained[0].tokenizer,
@@ -166,8 +155,8 @@ def _corpus(trained: list[shards.Directory], weights: list[float], validated: li
   )
 
 
-def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
-  """Sees that the config asks for no other tokenizer than that of the shards."""
+def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:
+  """Raises UserError if the config names another tokenizer than that of the shards."""
   if config.tokenizer != "train":
     asked = tokenizers.load(
       config.tokenizer, begin_mark=config.begin_mark, begin_token=config.begin_token, end_token=config.end_token
@@ -190,23 +179,20 @@ def _check_tokenizer(config: Any, tokenizer: Tokenizer, name: str) -> None:
 
 
 def _directory(directory: str, key: str) -> shards.Directory:
-  """Opens a directory with shards."""
+  """Opens a directory of shards."""
   label, path = f"{key}=shards:{directory}", os.path.expanduser(directory)
   manifest = shards.read_manifest(path, label)
+  if manifest is None and os.path.isdir(os.path.join(path, preparation.UNFINISHED)):
+    raise UserError(f"{label}: is not finished; run the same --job=prepare again to complete it")
   if manifest is None:
-    unfinished = os.path.isdir(os.path.join(path, preparation.UNFINISHED))
     raise UserError(
-      f"{label}: "
-      + (
-        "is not finished; run the same --job=prepare again, it goes on" if unfinished
-        else f"holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}"
-      )
-    )  # fmt: skip
+      f"{label}: holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}"
+    )
   return shards.open_directory(path, manifest, label)
 
 
-def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
-  """Text as a corpus."""
+def _cached(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
+  """The corpus of text, from the cache or prepared now."""
   recipe = preparation.recipe(config, vocab_size, seed)
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
@@ -223,15 +209,15 @@ def _cached(config: Any, vocab_size: int, seed: int) -> Corpus:
       return _publish(part, final)
     finally:
       shutil.rmtree(part, ignore_errors=True)
-  except OSError as error:  # the sources' own are told as UserError by then
-    reason = error.strerror or str(error)
+  except OSError as error:  # those of the sources are UserErrors by now
     raise UserError(
-      f"data.cache_dir={config.cache_dir}: can't be written ({reason}); give a writable directory with space"
+      f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
+      "with space"
     ) from error
 
 
 def _open(directory: str) -> Corpus | None:
-  """The corpus in a cache directory, or None if it isn't there or isn't whole."""
+  """The corpus in a cache directory, or None if it is missing or damaged."""
   try:
     found = _directory(directory, "data.cache_dir")
   except UserError:
@@ -240,7 +226,7 @@ def _open(directory: str) -> Corpus | None:
 
 
 def _remove_abandoned(cache_dir: str, key: str) -> None:
-  """Deletes what killed runs left of this cache: temporary directories untouched for a day."""
+  """Deletes temporary directories of killed runs for this cache entry: those unchanged for a day."""
   for directory in glob.glob(os.path.join(glob.escape(cache_dir), f".{key}.*")):
     with contextlib.suppress(OSError):
       paths = glob.glob(f"{glob.escape(directory)}/**", recursive=True, include_hidden=True)
@@ -249,7 +235,7 @@ def _remove_abandoned(cache_dir: str, key: str) -> None:
 
 
 def _publish(part: str, final: str) -> Corpus:
-  """Moves a finished directory to its place, unless another run was first."""
+  """Renames a finished directory to its final name, unless another run was first."""
   while True:
     try:
       os.rename(part, final)
@@ -259,7 +245,7 @@ def _publish(part: str, final: str) -> Corpus:
     corpus = _open(final)
     if corpus is not None:
       return corpus
-    # Something damaged is in the way: renaming is the one step that can't be seen half-done.
+    # A damaged entry is in the way: move it aside first, since renaming is atomic and deleting isn't.
     broken = f"{part}.broken"
     with contextlib.suppress(FileNotFoundError):
       os.rename(final, broken)

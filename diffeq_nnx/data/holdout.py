@@ -1,35 +1,35 @@
-"""Which documents of a source are held out for validation."""
+"""The choice of the documents that are held out for validation."""
 
 import hashlib
 import math
-from typing import Any
 
 import numpy as np
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.errors import UserError
 
-SIDES = {"train": 1, "validation": 2}  # what stands for each split in what `sides` returns
+SIDES = {"train": 1, "validation": 2}  # the values that `sides` returns
 
 
-def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
-  """Shares out the records of a source between training and validation.
+def sides(present: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
+  """Assigns the records of a source to training or validation.
 
   With `config.validation_split` "hash", a document is held out where a hash of the seed and its index among
-  the documents, as a number from 0 to 1, is below the fraction; at least one on each side. With "permutation"
-  it is the rule of `Dataset.train_test_split` in Hugging Face's datasets, so that of the same records in the
-  same order the same are held out: of n records, empty ones included, those at the first ceil(fraction n)
-  places of `numpy.random.default_rng(seed).permutation(n)`. Either takes 8 bytes a record for a moment, the rest 2.
+  the documents, as a number from 0 to 1, is below the fraction, with at least one document in each split. "permutation"
+  is the rule of `Dataset.train_test_split` in Hugging Face's datasets, which holds out the same records: of n records,
+  empty ones included, the first ceil(fraction n) entries of `numpy.random.default_rng(seed).permutation(n)`. Both take
+  up to 8 bytes a record in passing, and 2 in the end.
 
   Args:
-    present: [num_records] bool: whether a record has text; an empty or bad one has none.
-    config: An object with the attributes `source`, `validation_split` and `validation_fraction`.
+    present: [num_records] bool: whether a record has text (empty and bad ones do not).
+    config: Says by which rule and which fraction.
     seed: Chooses the records.
 
   Returns:
     [num_records] int8: a value of `SIDES`, or 0 for a record that is empty or bad.
 
   Raises:
-    UserError: If one side would have no document.
+    UserError: If a split would have no document.
   """
   held_out = np.zeros(len(present), np.bool_)
   num_documents = int(present.sum())
@@ -40,19 +40,19 @@ def sides(present: np.ndarray, config: Any, seed: int) -> np.ndarray:
     chosen = scores < config.validation_fraction
     chosen[scores.argmin()], chosen[scores.argmax()] = True, False
     held_out[present] = chosen
-  shared = np.where(held_out, np.int8(SIDES["validation"]), np.int8(SIDES["train"])) * present
-  if not all((shared == side).any() for side in SIDES.values()):
+  assigned = np.where(held_out, np.int8(SIDES["validation"]), np.int8(SIDES["train"])) * present
+  if not all((assigned == side).any() for side in SIDES.values()):
     raise UserError(
-      f"data.source={config.source}: {num_documents} documents can't be shared between training and "
+      f"data.source={config.source}: {num_documents} documents can't be divided between training and "
       f"validation by data.validation_split={config.validation_split} and "
       f"data.validation_fraction={config.validation_fraction}; give at least 2 documents, another fraction, "
       "or data.validation"
     )
-  return shared
+  return assigned
 
 
 def permuted(num_records: int, fraction: float, seed: int) -> np.ndarray:
-  """The indices that "permutation" holds out, in the order they are drawn in: [ceil(fraction n)] int64."""
+  """The indices that "permutation" holds out, in the order drawn: [ceil(fraction n)] int64."""
   return np.random.default_rng(seed).permutation(num_records)[:math.ceil(fraction * num_records)]
 
 

@@ -1,7 +1,7 @@
-"""Prepared tokens on disk: shards in ArrayRecord files, and the manifest that says what they hold.
+"""Prepared tokens on disk: shards in ArrayRecord files, and the manifest that describes them.
 
-A directory is whole when its manifest is there; nothing in it is read before. A shard is a run of records of
-`RECORD_TOKENS` tokens, the last of them shorter, little-endian; the shards of a split, one after the other, are its
+The manifest is written last: a directory without one is incomplete, and nothing in it is read. A shard is a sequence of
+records of `RECORD_TOKENS` tokens, the last of them shorter, little-endian; the shards of a split in order are its
 tokens.
 """
 
@@ -23,12 +23,14 @@ import numpy as np
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.files import read_json
 
-VERSION = 1  # of the format (RECORD_TOKENS too) and of how text becomes tokens: raise it when either changes
+VERSION = 1  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
 MANIFEST = "manifest.json"
-RECORD_TOKENS = 16384  # read at least at a time: a window of 1024 tokens lies in 1.06 records on average
-_READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # what random access wants
+RECORD_TOKENS = 16384  # the smallest read: a window of 1024 tokens lies in 1.06 records on average
+_READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access
 _WRITE_OPTIONS = "group_size:1,uncompressed"
+_RESTORE = "restore it, or prepare the directory again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Shard:
   """One file of a split.
 
   Attributes:
-    file: Its name in the directory.
+    file: Name in the directory.
     tokens: Number of tokens.
     size: Bytes of the file.
     sha256: Of the file, in hex.
@@ -53,8 +55,8 @@ class Split:
   """One side of a corpus.
 
   Attributes:
-    tokens: [num_tokens] uint16 or uint32, an array or `Tokens`: the documents, each with the end-of-text id after it
-      and, where the tokenizer has one (`bos_id`), the begin mark before it.
+    tokens: [num_tokens] uint16 or uint32, an array or `Tokens`: the documents, each followed by the end-of-text id and,
+      where the tokenizer has one (`bos_id`), preceded by the begin mark.
     num_bytes: UTF-8 bytes of the text, marks excluded.
     num_documents: Number of documents.
   """
@@ -65,24 +67,22 @@ class Split:
 
   @property
   def bytes_per_token(self) -> float:
-    """UTF-8 bytes of text to a token, marks counted as tokens."""
+    """UTF-8 bytes of text per token, marks counted as tokens."""
     return self.num_bytes / len(self.tokens)
 
 
 class Tokens:
-  """The tokens of a split as one long array, of which slices are read from its shards; for any number of threads."""
+  """The tokens of a split as one long array, whose slices are read from its shards; safe for threads."""
 
   def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
     """Opens no file yet.
 
     Args:
-      paths: Of the shards, in order.
-      sizes: Tokens in each of them.
-      dtype: Of the tokens.
+      paths: The shards' files, in order.
+      sizes: Numbers of tokens of the shards.
+      dtype: Type of the tokens.
     """
-    self.dtype, self._record_tokens = np.dtype(dtype), RECORD_TOKENS
-    self.paths, self.sizes = paths, sizes
-    self._disk_dtype = self.dtype.newbyteorder("<")
+    self.paths, self.sizes, self.dtype = paths, sizes, np.dtype(dtype)
     self._ends = list(itertools.accumulate(sizes))
     self._readers: list[Any] = [None] * len(paths)
     self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Tokens:
     return self._ends[-1] if self._ends else 0
 
   def __getitem__(self, part: slice) -> np.ndarray:
-    """Tokens `part.start` to `part.stop - 1`, as far as there are any: [num_tokens].
+    """Tokens `part.start` to `part.stop - 1` as far as they exist: [num_tokens].
 
     Raises:
       UserError: If a shard is missing or damaged.
@@ -105,9 +105,9 @@ class Tokens:
     number = bisect.bisect_right(self._ends, start)
     while start < stop:
       offset = self._ends[number] - self.sizes[number]
-      upto = min(stop, self._ends[number])
-      pieces.append(self._read(number, start - offset, upto - offset))
-      start, number = upto, number + 1
+      end = min(stop, self._ends[number])
+      pieces.append(self._read(number, start - offset, end - offset))
+      start, number = end, number + 1
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, self.dtype)])
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -116,58 +116,51 @@ class Tokens:
     return self[:].astype(dtype or self.dtype, copy=False)
 
   def _read(self, number: int, start: int, stop: int) -> np.ndarray:
-    """Tokens start to stop - 1 of one shard, of which there is at least one."""
-    first, last = start // self._record_tokens, (stop - 1) // self._record_tokens
+    """Tokens start to stop - 1 of one shard, at least one token."""
+    first, last = start // RECORD_TOKENS, (stop - 1) // RECORD_TOKENS
+    offset = first * RECORD_TOKENS
+    num_bytes = (min((last + 1) * RECORD_TOKENS, self.sizes[number]) - offset) * self.dtype.itemsize
     try:
-      records = (self._readers[number] or self._open(number)).read(range(first, last + 1))
+      data = b"".join((self._readers[number] or self._open(number)).read(range(first, last + 1)))
+      problem = None if len(data) == num_bytes else f"{len(data)} bytes, expected {num_bytes}"
     except UserError:
       raise
     except Exception as error:  # array_record raises bare RuntimeError
       if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise UserError(
-          f"{self.paths[number]}: can't be opened (too many open files); every shard is kept open: raise the limit, "
-          "for example with ulimit -n 4096"
+          f"{self.paths[number]}: can't be opened (too many open files); every shard stays open: raise the limit, for "
+          "example with ulimit -n 4096"
         ) from error
-      raise self._damaged(number, first, first_line(error, 200)) from error
-    data = records[0] if len(records) == 1 else b"".join(records)
-    offset = first * self._record_tokens
-    expected = min((last + 1) * self._record_tokens, self.sizes[number]) - offset
-    if len(data) != expected * self.dtype.itemsize:
-      raise self._damaged(number, first, f"{len(data)} bytes where {expected * self.dtype.itemsize} belong")
-    return np.frombuffer(data, self._disk_dtype)[start - offset : stop - offset]
+      problem = first_line(error, 200)
+    if problem:
+      raise UserError(f"{self.paths[number]}: record {first} can't be read ({problem}): damaged or missing; {_RESTORE}")
+    return np.frombuffer(data, self.dtype.newbyteorder("<"))[start - offset : stop - offset]
 
   def _open(self, number: int) -> Any:
     with self._lock:
       if self._readers[number] is None:
         with open(self.paths[number], "rb"):
-          pass  # array_record says nothing of a file that it can't open
+          pass  # array_record reports no error for a file that it can't open
         reader = array_record_module.ArrayRecordReader(self.paths[number], _READ_OPTIONS)
-        wanted = -(-self.sizes[number] // self._record_tokens)
-        if reader.num_records() != wanted:  # what a file that was cut short gives is none
+        expected = -(-self.sizes[number] // RECORD_TOKENS)
+        if reader.num_records() != expected:  # 0 for a truncated file
           raise UserError(
-            f"{self.paths[number]}: holds {reader.num_records()} records where {wanted} belong: damaged; restore "
-            "the file, or prepare the directory again"
+            f"{self.paths[number]}: holds {reader.num_records()} records, expected {expected}: damaged; {_RESTORE}"
           )
         self._readers[number] = reader
       return self._readers[number]
 
-  def _damaged(self, number: int, record: int, what: str) -> UserError:
-    return UserError(
-      f"{self.paths[number]}: record {record} can't be read ({what}): damaged or gone; restore the file, or prepare "
-      "the directory again"
-    )
-
 
 def _allow_open_files(number: int) -> None:
-  """Raises this process's own limit of open files, as far as it may, for so many shards more."""
+  """Raises this process's limit of open files for so many shards, as far as permitted."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = number + 512  # and what else is open
-  if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+  limit = number + 512  # the rest of the process needs some too
+  if resource.RLIM_INFINITY not in (soft, hard) and soft < limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, hard), hard))
 
 
 def join(splits: Sequence[Split]) -> Split:
-  """Splits of `Tokens` of one type, one after the other."""
+  """The concatenation of splits whose `Tokens` have one type."""
   first = splits[0]
   if len(splits) == 1:
     return first
@@ -178,11 +171,7 @@ def join(splits: Sequence[Split]) -> Split:
 
 
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
-  """Writes tokens [num_tokens] to a file that is to be called `name`.
-
-  Raises:
-    OSError: If they can't be written.
-  """
+  """Writes tokens [num_tokens] to a file that will be renamed to `name`; raises OSError if it fails."""
   tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
   try:
     writer = array_record_module.ArrayRecordWriter(path, _WRITE_OPTIONS)
@@ -195,7 +184,7 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
 
 
 def sha256(path: str) -> str:
-  """Of a file, in hex."""
+  """The SHA-256 of a file, in hex."""
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -204,29 +193,27 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   """A directory's manifest, or None if it has none.
 
   Raises:
-    UserError: For one that can't be read, has something missing or is of another version; the line begins with
-      `label`.
+    UserError: If it can't be read, is incomplete or has another version; the message begins with `label`.
   """
   path = os.path.join(directory, MANIFEST)
   try:
-    with open(path, encoding="utf-8") as file:
-      manifest = json.load(file)
+    manifest = read_json(path)
     version = manifest["version"]
     if version == VERSION:
-      _check_form(manifest)
+      _check_fields(manifest)
   except (FileNotFoundError, NotADirectoryError):
     return None
   except OSError as error:
     raise UserError(f"{label}: {path} can't be read ({error.strerror}); make it readable") from error
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise UserError(f"{label}: {path} is damaged; restore it, or prepare the directory again") from error
+    raise UserError(f"{label}: {path} is damaged; {_RESTORE}") from error
   if version != VERSION:
-    raise UserError(f"{label}: {path} is of version {version}, and this program reads {VERSION}; prepare it again")
+    raise UserError(f"{label}: {path} has version {version}, this program reads {VERSION}; prepare it again")
   return manifest
 
 
-def _check_form(manifest: dict[str, Any]) -> None:
-  """Raises ValueError, KeyError or TypeError unless all is there that is read later."""
+def _check_fields(manifest: dict[str, Any]) -> None:
+  """Raises ValueError, KeyError or TypeError unless a manifest has all that is used later."""
   manifest["recipe"]["source"]
   [manifest["tokenizer"][name] for name in ("file", "hash", "bos_id")]
   if manifest["dtype"] not in ("uint16", "uint32"):
@@ -240,10 +227,10 @@ def _check_form(manifest: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Directory:
-  """What a directory with shards holds.
+  """An opened directory of shards.
 
   Attributes:
-    tokenizer: The one that the shards were made with.
+    tokenizer: The tokenizer of the shards.
     splits: By name, "train" and "validation".
     manifest: The manifest.
   """
@@ -253,13 +240,13 @@ class Directory:
   manifest: dict[str, Any]
 
   def digest(self, split: str) -> str:
-    """Tells the tokens of a split from others, in hex."""
+    """A hash of the tokens of a split, in hex."""
     files = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Directory:
-  """What a manifest names, after a look at the size of every file.
+  """Opens what a manifest describes, after checking the size of every file.
 
   Raises:
     UserError: For a missing shard, one of another size, or another tokenizer.
@@ -269,9 +256,13 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
     shards = [Shard(**shard) for shard in info["shards"]]
     paths = [os.path.join(directory, shard.file) for shard in shards]
     for path, shard in zip(paths, shards):
-      _check_size(path, shard.size, label)
-    sizes = [shard.tokens for shard in shards]
-    tokens = Tokens(paths, sizes, np.dtype(manifest["dtype"]))
+      try:
+        size = os.path.getsize(path)
+      except OSError as error:
+        raise UserError(f"{label}: {path} is not there ({error.strerror}); {_RESTORE}") from error
+      if size != shard.size:
+        raise UserError(f"{label}: {path} has {size} bytes, expected {shard.size}: damaged; {_RESTORE}")
+    tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])
@@ -279,19 +270,6 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
   if tokenizer.hash != info["hash"]:
     raise UserError(
       f"{label}: {path} is another tokenizer ({tokenizer.hash[:12]}) than that of {MANIFEST} ({info['hash'][:12]}); "
-      "restore the file, or prepare the directory again"
+      f"{_RESTORE}"
     )
   return Directory(tokenizer, splits, manifest)
-
-
-def _check_size(path: str, size: int, label: str) -> None:
-  try:
-    found = os.path.getsize(path)
-  except OSError as error:
-    raise UserError(
-      f"{label}: {path} is not there ({error.strerror}); restore it, or prepare the directory again"
-    ) from error
-  if found != size:
-    raise UserError(
-      f"{label}: {path} has {found} bytes where {size} belong: damaged; restore it, or prepare the directory again"
-    )

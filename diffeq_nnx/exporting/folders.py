@@ -1,27 +1,28 @@
-"""The folders that exports are written to."""
+"""The folders that exports write."""
 
+from collections.abc import Iterator
 import contextlib
-import importlib.resources
 import json
 import os
-from typing import Any, Iterator
+import shutil
+from typing import Any
 
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing_folder
 
 
 def check_new(folder: str) -> None:
-  """Raises UserError where the folder holds something already."""
+  """Raises UserError if the folder exists and is not empty."""
   if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
     raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one", everywhere=True)
 
 
 @contextlib.contextmanager
 def new_folder(folder: str) -> Iterator[str]:
-  """A folder beside the one asked for, which becomes it once all is written.
+  """A temporary folder, renamed to `folder` once everything is written.
 
   Raises:
-    UserError: the folder holds something already, or can't be written.
+    UserError: the folder is not empty, or can't be written.
   """
   check_new(folder)
   folder = os.path.abspath(folder)
@@ -34,14 +35,12 @@ def new_folder(folder: str) -> Iterator[str]:
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
-  """One JSON file."""
+  """Writes a JSON file."""
   with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
     json.dump(content, file, indent=2, ensure_ascii=False)
     file.write("\n")
 
 
 def copy_template(name: str, folder: str) -> None:
-  """One file of `templates/`."""
-  template = importlib.resources.files("diffeq_nnx.exporting").joinpath("templates", name)
-  with open(os.path.join(folder, name), "wb") as file:
-    file.write(template.read_bytes())
+  """Copies a file of `templates/`."""
+  shutil.copyfile(os.path.join(os.path.dirname(__file__), "templates", name), os.path.join(folder, name))

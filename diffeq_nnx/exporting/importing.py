@@ -1,11 +1,11 @@
 """Hugging Face folders of GPT-2 and Llama as models with stored weights and sequential steps."""
 
+import dataclasses
 import glob
 import os
 import re
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,33 +14,48 @@ import safetensors
 from diffeq_nnx import data
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
+from diffeq_nnx.files import read_json
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import Params, graph
+from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.vector_fields import ROPE_BASE
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables that old versions saved
+_UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables saved by old versions
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+
+_SIZES = {  # our key -> key in config.json, and its default in transformers
+    "gpt2": {"num_steps": ("n_layer", 12), "embed_dim": ("n_embd", 768), "num_heads": ("n_head", 12),
+             "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024)},
+    "llama": {"num_steps": ("num_hidden_layers", 32), "embed_dim": ("hidden_size", 4096),
+              "num_heads": ("num_attention_heads", 32), "mlp_dim": ("intermediate_size", 11008),
+              "vocab_size": ("vocab_size", 32000), "seq_len": ("max_position_embeddings", 2048)}}
+_SUPPORTED = {  # key in config.json -> the values that our models have, the default first
+    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+             "tie_word_embeddings": (True,)},
+    "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)}}
 
 
 def import_hf(folder: str) -> Model:
   """A Hugging Face folder of GPT-2 or Llama as a model with stored weights; its config is `model.config`.
 
-  The computation is float32 where the folder says so or nothing, and bfloat16 where it says bfloat16 or float16.
+  The computation's dtype is float32 where the folder names float32 or none, and bfloat16 where it names bfloat16 or
+  float16.
 
   Raises:
-    UserError: a folder or a file that can't be read, another architecture, or a property that this project can't hold.
+    UserError: a folder or a file that can't be read, another architecture, or an unsupported property.
   """
   model, params = read(folder)
-  return nnx.merge(graph(model), jax.tree.map(jnp.asarray, params))
+  return build(model, jax.tree.map(jnp.asarray, params))
 
 
 def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str | None = None,
                  end_token: str | None = None) -> Tokenizer:
-  """The tokenizer in a Hugging Face folder; of tokenizer.model and tokenizer.json the first. Marks as `load_tokenizer`.
+  """The tokenizer in a Hugging Face folder: tokenizer.model if there is one, else tokenizer.json.
+
+  Marks are chosen as by `load_tokenizer`.
 
   Raises:
     UserError: there is none, or one that would lose text.
@@ -52,158 +67,148 @@ def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str |
 
 def read(folder: str) -> tuple[ModelConfig, Params]:
   """`import_hf` as a config and float32 parameters in NumPy."""
-  label = f"from_hf={folder}"
+  opened = _Folder(folder)
   if not os.path.isdir(folder):
-    raise UserError(f"{label}: there is no such folder; name one with config.json and {_WEIGHTS}", everywhere=True)
-  said = _json(folder, "config.json", label)
-  kind = said.get("model_type")
-  if kind not in ("gpt2", "llama"):
-    raise UserError(f"{label}: model_type is {kind!r}; gpt2 and llama can be imported", everywhere=True)
-  if said.get("quantization_config") is not None:
-    raise UserError(f"{label}: quantization_config is set: the weights are not numbers; give the folder before it was "
-                    "quantized", everywhere=True)
-  model = _gpt2(said, label) if kind == "gpt2" else _llama(said, label)
-  return model, _params(kind, model, said, _tensors(folder, label), label)
+    raise opened.error(f"there is no such folder; name one with config.json and {_WEIGHTS}")
+  config = opened.json("config.json")
+  kind = config.get("model_type")
+  if kind not in tuple(_SIZES):
+    raise opened.error(f"model_type is {kind!r}; gpt2 and llama can be imported")
+  if config.get("quantization_config") is not None:
+    raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
+  model = _model_config(kind, _Values(opened, config))
+  return model, _params(kind, model, bool(config.get("tie_word_embeddings")), opened)
 
 
-def _gpt2(said: dict[str, Any], label: str) -> ModelConfig:
-  _require(said, label, "activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh"))
-  _require(said, label, "scale_attn_weights", True, (True,))
-  _require(said, label, "scale_attn_by_inverse_layer_idx", False, (False,))
-  _require(said, label, "add_cross_attention", False, (False,))
-  _require(said, label, "tie_word_embeddings", True, (True,))
-  width, heads = _size(said, label, "n_embd", 768), _size(said, label, "n_head", 12)
-  _check_heads(label, "n_head", heads, "n_embd", width)
-  inner = said.get("n_inner")
-  dropout = said.get("resid_pdrop", 0.1)
-  return ModelConfig(
-      weights="stored", field="gpt", solver="sequential", num_steps=_size(said, label, "n_layer", 12),
-      embed_dim=width, num_heads=heads, mlp_dim=4 * width if inner is None else _size(said, label, "n_inner", inner),
-      vocab_size=_size(said, label, "vocab_size", 50257), seq_len=_size(said, label, "n_positions", 1024),
-      dropout=float(dropout if dropout == said.get("embd_pdrop", 0.1) else 0), dtype=_dtype(said, label),
-      **_eps(said.get("layer_norm_epsilon", 1e-5), "gpt"))
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+  """A Hugging Face folder."""
+  path: str
+
+  def error(self, problem: str) -> UserError:
+    """An error that names the folder."""
+    return UserError(f"from_hf={self.path}: {problem}", everywhere=True)
+
+  def json(self, name: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+      values = read_json(os.path.join(self.path, name))
+    except OSError as error:
+      raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
+    except ValueError as error:
+      raise self.error(f"{name} is not JSON ({error}); restore the file") from error
+    if not isinstance(values, dict):
+      raise self.error(f"{name} must be a JSON object; restore the file")
+    return values
+
+  def tensors(self) -> layouts.Tensors:
+    """All arrays of model.safetensors, or of the files that its index names, as float32."""
+    if os.path.exists(os.path.join(self.path, _WEIGHTS)):
+      files = [_WEIGHTS]
+    elif os.path.exists(os.path.join(self.path, _INDEX)):
+      files = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
+    elif glob.glob(os.path.join(glob.escape(self.path), "pytorch_model*.bin")):
+      raise self.error("holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
+                       "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)")
+    else:
+      raise self.error(f"holds no {_WEIGHTS}; restore the folder")
+    tensors = {}
+    for name in files:
+      try:
+        with safetensors.safe_open(os.path.join(self.path, name), "flax") as file:  # NumPy has no bfloat16
+          keys = file.keys()
+          tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
+      except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise self.error(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
+    return tensors
 
 
-def _llama(said: dict[str, Any], label: str) -> ModelConfig:
-  _require(said, label, "hidden_act", "silu", ("silu", "swish"))
-  _require(said, label, "attention_bias", False, (False,))
-  _require(said, label, "mlp_bias", False, (False,))
-  width, heads = _size(said, label, "hidden_size", 4096), _size(said, label, "num_attention_heads", 32)
-  _check_heads(label, "num_attention_heads", heads, "hidden_size", width)
-  _require(said, label, "head_dim", None, (None, width // heads))
-  scaling = said.get("rope_scaling") or {}
-  rope = {**scaling, **(said.get("rope_parameters") or {})}
+@dataclasses.dataclass(frozen=True)
+class _Values:
+  """The values of a config.json, or of an object in it."""
+  folder: _Folder
+  values: dict[str, Any]
+
+  def size(self, key: str, default: int) -> int:
+    """A positive integer."""
+    value = self.values.get(key, default)
+    if type(value) is not int or value < 1:
+      raise self.folder.error(f"{key} is {value!r}: must be an integer above 0; restore config.json")
+    return value
+
+  def require(self, key: str, *allowed: Any) -> None:
+    """Raises UserError unless a key has one of these values or, for the first of them, is missing."""
+    value = self.values.get(key, allowed[0])
+    if value not in allowed:
+      shown = next(one for one in allowed if one is not None)
+      raise self.folder.error(f"{key} is {value!r}: not supported, it must be {shown!r}; give a folder that has that")
+
+
+def _model_config(kind: str, config: _Values) -> ModelConfig:
+  """The config of our model."""
+  folder, values, keys = config.folder, config.values, _SIZES[kind]
+  for key, allowed in _SUPPORTED[kind].items():
+    config.require(key, *allowed)
+  sizes = {ours: config.size(*theirs) for ours, theirs in keys.items()}
+  width, heads = sizes["embed_dim"], sizes["num_heads"]
+  if width % heads:
+    raise folder.error(f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore "
+                       "config.json")
+  if kind == "gpt2":
+    dropout, eps = values.get("resid_pdrop", 0.1), values.get("layer_norm_epsilon", 1e-5)
+    sizes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
+    sizes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
+  else:
+    _check_rope(config, width // heads)
+    eps = values.get("rms_norm_eps", 1e-6)
+    kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+      raise folder.error(f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore "
+                         "config.json")
+    sizes["num_kv_heads"] = kv_heads
+  dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+  if dtype not in _DTYPES:
+    raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
+  defaults = ModelConfig(field="gpt" if kind == "gpt2" else "llama")
+  return dataclasses.replace(
+      defaults, weights="stored", solver="sequential", dtype=_DTYPES[dtype],
+      norm_eps=None if eps == defaults.block_eps else float(eps),
+      final_norm_eps=None if eps == defaults.final_eps else float(eps), **sizes)
+
+
+def _check_rope(config: _Values, head_dim: int) -> None:
+  """Raises UserError unless rotary positions are those of our Llama."""
+  config.require("head_dim", None, head_dim)
+  rope = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
   if rope.get("rope_type", rope.get("type", "default")) != "default":
-    raise UserError(f"{label}: rope_scaling is {rope!r}: scaled rotary positions can't be held; give a folder without",
-                    everywhere=True)
-  base = rope.get("rope_theta", said.get("rope_theta", ROPE_BASE))
-  _require({"rope_theta": base}, label, "rope_theta", ROPE_BASE, (ROPE_BASE,))
-  _require(rope, label, "partial_rotary_factor", 1.0, (None, 1.0))
-  kv_heads = said.get("num_key_value_heads")
-  kv_heads = heads if kv_heads is None else _size(said, label, "num_key_value_heads", heads)
-  _check_heads(label, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
-  return ModelConfig(
-      weights="stored", field="llama", solver="sequential", num_steps=_size(said, label, "num_hidden_layers", 32),
-      embed_dim=width, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=_size(said, label, "intermediate_size", 11008),
-      vocab_size=_size(said, label, "vocab_size", 32000), seq_len=_size(said, label, "max_position_embeddings", 2048),
-      dtype=_dtype(said, label), **_eps(said.get("rms_norm_eps", 1e-6), "llama"))
+    raise config.folder.error(f"rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder "
+                              "without")
+  base = rope.get("rope_theta", config.values.get("rope_theta", ROPE_BASE))
+  rope = _Values(config.folder, {**rope, "rope_theta": base})
+  rope.require("rope_theta", ROPE_BASE)
+  rope.require("partial_rotary_factor", None, 1.0)
 
 
-def _require(said: dict[str, Any], label: str, key: str, default: Any, allowed: tuple[Any, ...]) -> None:
-  """Raises UserError unless a property of config.json has a value that this project can hold."""
-  value = said.get(key, default)
-  if value not in allowed:
-    shown = next(one for one in allowed if one is not None)
-    raise UserError(f"{label}: {key} is {value!r}: can't be held, it must be {shown!r}; give a folder where it is",
-                    everywhere=True)
-
-
-def _size(said: dict[str, Any], label: str, key: str, default: int) -> int:
-  value = said.get(key, default)
-  if type(value) is not int or value < 1:
-    raise UserError(f"{label}: {key} is {value!r}: must be a whole number above 0; restore config.json",
-                    everywhere=True)
-  return value
-
-
-def _check_heads(label: str, key: str, heads: int, of_key: str, of: int) -> None:
-  if of % heads:
-    raise UserError(f"{label}: {key} is {heads}: must divide {of_key}, {of}; restore config.json", everywhere=True)
-
-
-def _dtype(said: dict[str, Any], label: str) -> str:
-  name = said.get("dtype") or said.get("torch_dtype") or "float32"
-  if name not in _DTYPES:
-    raise UserError(f"{label}: dtype is {name!r}: must be one of {', '.join(_DTYPES)}; convert the weights",
-                    everywhere=True)
-  return _DTYPES[name]
-
-
-def _eps(eps: float, field: str) -> dict[str, float | None]:
-  """The two keys for one eps, None where it is the default."""
-  plain = ModelConfig(field=field)
-  return {"norm_eps": None if eps == plain.block_eps else float(eps),
-          "final_norm_eps": None if eps == plain.final_eps else float(eps)}
-
-
-def _params(kind: str, model: ModelConfig, said: dict[str, Any], tensors: layouts.Tensors, label: str) -> Params:
-  """The parameters; every array of the files must find its place."""
+def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Params:
+  """The parameters; raises UserError unless each array of the files has its counterpart."""
+  tensors = folder.tensors()
   if kind == "gpt2":
     tensors = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
                for name, array in tensors.items()}
     head = tensors.pop("lm_head.weight", None)
-    embedding = tensors.get("transformer.wte.weight")
-    if head is not None and not np.array_equal(head, embedding):
-      raise UserError(f"{label}: lm_head.weight differs from the embedding: GPT-2's head is tied here; give a folder "
-                      "where it is", everywhere=True)
-  elif said.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a copy: llama's head is its own here
+    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
+      raise folder.error("lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
+                         "where they are equal")
+  elif tied and "model.embed_tokens.weight" in tensors:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # copied: our llama's head is not tied
   try:
     params = layouts.to_params(kind, model, tensors)
   except KeyError as error:
-    raise UserError(f"{label}: the weights lack {error.args[0]}; restore the folder", everywhere=True) from error
+    raise folder.error(f"the weights lack {error.args[0]}; restore the folder") from error
   except ValueError as error:
-    raise UserError(f"{label}: {error}; give files that go together", everywhere=True) from error
+    raise folder.error(f"{error}; give files of one model") from error
   left = sorted(name for name in tensors if not _UNUSED.fullmatch(name))
   if left:
-    raise UserError(f"{label}: the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); "
-                    "give files that go together", everywhere=True)
+    raise folder.error(f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give "
+                       "files of one model")
   return params
-
-
-def _tensors(folder: str, label: str) -> layouts.Tensors:
-  """All arrays of model.safetensors, or of the files that its index names, as float32 where they are narrower."""
-  names = set(os.listdir(folder))
-  if _WEIGHTS in names:
-    files = [_WEIGHTS]
-  elif _INDEX in names:
-    files = sorted(set(_json(folder, _INDEX, label).get("weight_map", {}).values()))
-  elif glob.glob(os.path.join(glob.escape(folder), "pytorch_model*.bin")):
-    raise UserError(f"{label}: holds pytorch_model.bin, which is code as much as weights; convert it with transformers: "
-                    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)", everywhere=True)
-  else:
-    raise UserError(f"{label}: holds no {_WEIGHTS}; restore the folder", everywhere=True)
-  tensors = {}
-  for name in files:
-    try:
-      with safetensors.safe_open(os.path.join(folder, name), "flax") as file:  # NumPy has no bfloat16
-        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in file.keys()}
-    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
-      raise UserError(f"{label}: {name} can't be read ({first_line(error, 200)}); restore the file",
-                      everywhere=True) from error
-  return tensors
-
-
-def _json(folder: str, name: str, label: str) -> dict[str, Any]:
-  path = os.path.join(folder, name)
-  try:
-    with open(path, "rb") as file:
-      content = file.read()
-  except OSError as error:
-    raise UserError(f"{label}: {name} can't be read ({error.strerror}); name a folder that has it",
-                    everywhere=True) from error
-  said = parse_json(content, path, label)
-  if not isinstance(said, dict):
-    raise UserError(f"{label}: {name} must be a JSON object; restore the file", everywhere=True)
-  return said
-

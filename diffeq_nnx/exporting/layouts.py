@@ -1,22 +1,23 @@
-"""Where other libraries keep the arrays of a model with stored weights, and under which names.
+"""Names and layouts of a stored-weight model's arrays in other libraries.
 
-S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torch's Linear is [out, in], and GPT-2's
-Conv1D [in, out] as ours.
+S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torch's Linear is [out, in], GPT-2's
+Conv1D [in, out].
 """
 
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from flax import traverse_util
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.model.parameters import Params, abstract_model, params_of
 
 Tensors = dict[str, np.ndarray]
 
-WRITING = ("out", "down")  # the projections that write to the state: dt is folded into them
-OWN = "diffeqformer"  # the architecture of our own modelling file
+WRITING = ("out", "down")  # the projections onto the residual stream: dt is folded into them
+OWN = "diffeqformer"  # the architecture of our own modeling file
 
 _LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias"}
 _GPT2_GROUPS = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "mlp_norm": "ln_2",
@@ -31,9 +32,9 @@ class Entry(NamedTuple):
 
   Attributes:
     name: its name in the file.
-    path: where it is in our parameters.
-    step: which of the S sets it is of; None: of none, as an embedding.
-    kind: how the two differ: same, transposed (of a kernel), or qkv (heads side by side, or q, k and v).
+    path: its path in our parameters.
+    step: the solver step that it belongs to; None: to no step, as an embedding.
+    kind: how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
   """
   name: str
   path: tuple[str, ...]
@@ -42,7 +43,7 @@ class Entry(NamedTuple):
 
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
-  """Every array of a model as `architecture` (gpt2, llama or diffeqformer) has it."""
+  """The arrays of a model in an architecture: gpt2, llama or diffeqformer."""
   outside, layer, groups, kernel = {
       "gpt2": ({"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
                "transformer.h", _GPT2_GROUPS, "same"),
@@ -66,44 +67,43 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
 
 
 def to_tensors(architecture: str, model: ModelConfig, params: Params, dts_S: tuple[float, ...]) -> Tensors:
-  """Parameters with stored weights as the arrays of a file, in float32, dt folded in."""
+  """Converts parameters with stored weights to the arrays of a file, in float32, dt folded in."""
   tensors, leaves = {}, traverse_util.flatten_dict(params)
   for entry in entries(architecture, model):
     array = leaves[entry.path]
     if entry.step is not None:
       array = np.asarray(array[entry.step], np.float64)
       array = array * dts_S[entry.step] if entry.path[2] in WRITING else array
-    tensors[entry.name] = np.ascontiguousarray(_turned(array, entry.kind, model), np.float32)
+    tensors[entry.name] = np.ascontiguousarray(_converted(array, entry.kind, model), np.float32)
   return tensors
 
 
 def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params:
-  """The arrays of a file as parameters with stored weights, in float32; the inverse of `to_tensors` at dt = 1.
+  """Converts the arrays of a file to parameters with stored weights, in float32; the inverse of `to_tensors` at dt = 1.
 
-  Takes the arrays out of `tensors`; what is left there was not used.
+  Removes the arrays from `tensors`; those left there are unused.
 
   Raises:
     KeyError: an array is missing; its name.
-    ValueError: one has another shape than the model; the line says which.
+    ValueError: an array has another shape than the model.
   """
-  shapes = _shapes(model)
+  abstract = traverse_util.flatten_dict(params_of(abstract_model(model)))
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
   for entry in entries(architecture, model):
-    array = _turned(tensors.pop(entry.name), entry.kind, model, back=True)
-    expected = shapes[entry.path]
+    array = _converted(tensors.pop(entry.name), entry.kind, model, back=True)
+    expected = abstract[entry.path].shape[entry.step is not None:]  # stored weights have a leading axis S
     if array.shape != expected:
-      raise ValueError(f"{entry.name}: has the shape {array.shape}, in our order of axes; by the config it is "
-                       f"{expected}")
+      raise ValueError(f"{entry.name}: has the shape {array.shape}, expected {expected} (axes in our order)")
     stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))
   return traverse_util.unflatten_dict({
       path: np.stack(arrays) if path[0] == "weight_source" else arrays[0] for path, arrays in stacks.items()})
 
 
 def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
-  """Llama's arrays with H channels more, and the one eps with which they have our two: (arrays, rms_norm_eps).
+  """Llama's arrays with H extra channels, whose one eps then has the effect of our two: (arrays, rms_norm_eps).
 
-  The new channels are 0 until the bias of the last feed-forward branch sets the first of them to a, which no kernel
-  reads, but the final norm's mean does. With W = D + H channels it is (D mean + a^2) / W + eps, so that
+  The extra channels are 0 until the bias of the last feed-forward branch sets the first of them to a. No kernel reads
+  it, but the final norm's mean does. With W = D + H channels that is (D mean + a^2) / W + eps, so that
   eps = D / W of the block's eps, a^2 = D (final eps - block's eps), and the norms' scales shrink by sqrt(D / W).
   """
   D, W, F = model.embed_dim, model.embed_dim + model.num_heads, model.hidden_dim
@@ -123,7 +123,7 @@ def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
 
 
 def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, float, float]:
-  """What `widened` arrays come to: (Llama's arrays, the block's eps, the final norm's)."""
+  """The inverse of `widened`: (Llama's arrays, the block's eps, the final norm's)."""
   D, W = model.embed_dim, model.embed_dim + model.num_heads
   added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
   tensors = {name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
@@ -132,17 +132,8 @@ def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, fl
   return tensors, eps * W / D, float(eps * W / D + added**2 / D)
 
 
-def _shapes(model: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-  """The shape of every array of the model, of one step where it has S of them."""
-  field, D = vector_fields.FIELDS[model.field], model.embed_dim
-  shapes = {("embedding",): (model.vocab_size, D), ("head",): (model.vocab_size, D), ("positions",): (model.seq_len, D)}
-  shapes |= {("final_norm", leaf): spec.shape for leaf, spec in field.norm_specs(D).items()}
-  return shapes | {("weight_source", "stored", group, leaf): spec.shape
-                   for group, leaves in field.specs(model).items() for leaf, spec in leaves.items()}
-
-
-def _turned(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
-  """An array as the file has it, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
+def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
+  """An array in the file's layout, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
   if kind == "transposed":
     return array.T
   if kind == "qkv":

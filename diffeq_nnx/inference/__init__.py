@@ -1,1 +1,1 @@
-"""Generating text."""
+"""Text generation: decoding with a cache, sampling, and streams of text."""

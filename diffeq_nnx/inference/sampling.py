@@ -1,6 +1,6 @@
-"""Which token comes next, by a model's logits.
+"""The choice of the next token from a model's logits.
 
-B rows, V vocab_size, N tokens that are left to choose from.
+B rows, V vocab_size, N tokens left by the filters.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from diffeq_nnx.errors import UserError
 class Sampling:
   """How tokens are drawn, and how many.
 
-  Filters come in this order: the temperature, then top_k, then top_p on what top_k leaves.
+  Filters apply in this order: the temperature, then top_k, then top_p on the tokens that top_k leaves.
 
   Attributes:
-    max_tokens: as many at most.
-    temperature: logits are divided by it; 0: always the likeliest token.
+    max_tokens: largest number of tokens.
+    temperature: divides the logits; 0: always the likeliest token.
     top_k: draw from so many of the likeliest tokens; None: from all.
     top_p: draw from the fewest of the likeliest tokens that together have this probability.
-    seed: of the random numbers, which depend on it, the row and the place in the row alone.
+    seed: of the random numbers, which depend on it, the row and the position in the row alone.
 
   Raises:
-    UserError: a value outside its rule.
+    UserError: a value out of range.
   """
   max_tokens: int = 128
   temperature: float = 1.0
@@ -47,43 +47,44 @@ class Sampling:
       raise UserError(f"seed={self.seed}: must lie between 0 and 2^32 - 1")
 
   @property
-  def way(self) -> "Way":
-    """What a program is compiled for."""
-    return Way(greedy=self.temperature == 0, top_k=self.top_k, nucleus=self.top_p < 1)
+  def filters(self) -> "Filters":
+    """The part that is compiled into a program."""
+    return Filters(greedy=self.temperature == 0, top_k=self.top_k, nucleus=self.top_p < 1)
 
-  def numbers(self) -> dict[str, jax.Array]:
-    """What a compiled program is given: temperature, top_p, key."""
+  def values(self) -> dict[str, jax.Array]:
+    """The arguments of a compiled program: temperature, top_p, key."""
     return {"temperature": jnp.float32(self.temperature), "top_p": jnp.float32(self.top_p),
             "key": jax.random.key(self.seed)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-  """The parts of `Sampling` that make another program."""
+class Filters:
+  """The settings of `Sampling` that need a program of their own; nucleus: whether top_p applies."""
   greedy: bool
   top_k: int | None
   nucleus: bool
 
 
-def sample(way: Way, numbers: dict[str, jax.Array], logits_BxV: jax.Array, places_B: jax.Array) -> jax.Array:
-  """The next tokens [B], int32; `places_B` are their places in their rows.
+def sample(filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array, positions_B: jax.Array) -> jax.Array:
+  """The next tokens [B], int32; `positions_B` are their positions in their rows.
 
-  `numbers` are those of `Sampling.numbers`, and may have `rows` [B], uint32: what tells rows apart in place of 0 to B-1.
+  `values` are those of `Sampling.values`, and may have `rows` [B], uint32: numbers of the rows for the random numbers,
+  in place of 0 to B-1.
   """
-  if way.greedy:
+  if filters.greedy:
     return logits_BxV.argmax(-1).astype(jnp.int32)
-  key = lambda row, place: jax.random.fold_in(jax.random.fold_in(numbers["key"], row), place)
-  rows_B = numbers.get("rows", jnp.arange(len(logits_BxV), dtype=jnp.uint32))
-  keys_B = jax.vmap(key)(rows_B, places_B)
-  logits_BxV = logits_BxV / numbers["temperature"]
-  if way.top_k is None and not way.nucleus:
+  key = lambda row, position: jax.random.fold_in(jax.random.fold_in(values["key"], row), position)
+  rows_B = values.get("rows", jnp.arange(len(logits_BxV), dtype=jnp.uint32))
+  keys_B = jax.vmap(key)(rows_B, positions_B)
+  logits_BxV = logits_BxV / values["temperature"]
+  if filters.top_k is None and not filters.nucleus:
     return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)
   V = logits_BxV.shape[1]
-  logits_BxN, tokens_BxN = jax.lax.top_k(logits_BxV, min(way.top_k or V, V))  # the likeliest first
-  if way.nucleus:
+  logits_BxN, tokens_BxN = jax.lax.top_k(logits_BxV, min(filters.top_k or V, V))  # the likeliest first
+  if filters.nucleus:
     shares_BxN = jax.nn.softmax(logits_BxN)
     before_BxN = shares_BxN.cumsum(-1) - shares_BxN
-    kept_BxN = (before_BxN < numbers["top_p"]) | (jnp.arange(logits_BxN.shape[1], dtype=jnp.int32) == 0)[None]
-    logits_BxN = jnp.where(kept_BxN, logits_BxN, -jnp.inf)
+    included_BxN = (before_BxN < values["top_p"]).at[:, 0].set(True)
+    logits_BxN = jnp.where(included_BxN, logits_BxN, -jnp.inf)
   chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxN)
   return jnp.take_along_axis(tokens_BxN, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)

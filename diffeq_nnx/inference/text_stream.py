@@ -1,60 +1,59 @@
-"""Text as its tokens come: no piece ends within a character, or within what may be a stop string."""
+"""Decoding of text token by token: no piece ends within a character, or within a possible stop string."""
 
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _REPLACEMENT = "\ufffd"
-_MOST_BYTES = 3  # of a character of UTF-8 that has not ended
+_MOST_BYTES = 3  # of an incomplete character in UTF-8
 
 
 class TextStream:
-  """One text, decoded as it grows.
+  """A text decoded as it grows.
 
   Attributes:
-    text: what was given out; whole after `finish`.
-    stopped: whether a stop string ended it.
+    text: all pieces returned so far; complete after `finish`.
+    stopped: whether a stop string ended the text.
   """
 
   def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str] = ()):
     """`decode` is a tokenizer's; `stop` are strings that end the text and are not part of it."""
     self.text, self.stopped = "", False
     self._decode, self._stop = decode, tuple(stop)
-    self._ids: list[int] = []  # since the last place where a character ended
-    self._told = 0  # characters of these that are in `_held` or given out
-    self._held = ""  # decoded, and held back since a stop string may begin there
+    self._ids: list[int] = []  # since the last complete character
+    self._decoded = 0  # characters of these that were decoded before
+    self._held_back = ""  # decoded, but may be the beginning of a stop string
 
   def add(self, token: int) -> str:
-    """The text that is certain after this token and was not before; "" where none is, and after a stop string."""
+    """The text that became certain with this token; "" where none did, and after a stop string."""
     self._ids.append(token)
     decoded = self._decode(self._ids)
-    # bytes of a character that has not ended are replacement characters at the end, one or one each
-    open_at = max(len(decoded.rstrip(_REPLACEMENT)), len(decoded) - _MOST_BYTES)
-    piece = self._give(decoded[self._told:open_at])
-    self._told = max(self._told, open_at)
-    if open_at == len(decoded):
-      self._ids, self._told = [], 0
+    # the bytes of an incomplete character decode to one or more replacement characters at the end
+    complete = max(len(decoded.rstrip(_REPLACEMENT)), len(decoded) - _MOST_BYTES)
+    piece = self._release(decoded[self._decoded:complete])
+    self._decoded = max(self._decoded, complete)
+    if complete == len(decoded):
+      self._ids, self._decoded = [], 0
     return piece
 
   def finish(self) -> str:
     """The rest of the text."""
-    piece = self._give(self._decode(self._ids)[self._told:], last=True)
-    self._ids, self._told = [], 0
+    piece = self._release(self._decode(self._ids)[self._decoded:], last=True)
+    self._ids, self._decoded = [], 0
     return piece
 
-  def _give(self, new: str, last: bool = False) -> str:
+  def _release(self, new: str, last: bool = False) -> str:
+    """Appends decoded text, and returns the part of it that no stop string can take back."""
     if self.stopped:
       return ""
-    self._held += new
-    found = [at for at in (self._held.find(mark) for mark in self._stop) if at >= 0]
+    self._held_back += new
+    found = [at for at in map(self._held_back.find, self._stop) if at >= 0]
     self.stopped = bool(found)
-    if found:
-      piece, self._held = self._held[:min(found)], ""
-    else:
-      cut = len(self._held) - (0 if last else self._open_stop())
-      piece, self._held = self._held[:cut], self._held[cut:]
+    cut = min(found) if found else len(self._held_back) - (0 if last else self._possible_stop())
+    piece, self._held_back = self._held_back[:cut], self._held_back[cut:]
     self.text += piece
     return piece
 
-  def _open_stop(self) -> int:
-    """Length of the longest end of what is held that a stop string begins with."""
-    return max((length for mark in self._stop for length in range(1, min(len(mark), len(self._held) + 1))
-                if self._held.endswith(mark[:length])), default=0)
+  def _possible_stop(self) -> int:
+    """Length of the longest end of the text held back that is the beginning of a stop string."""
+    lengths = (length for stop in self._stop for length in range(1, min(len(stop), len(self._held_back) + 1))
+               if self._held_back.endswith(stop[:length]))
+    return max(lengths, default=0)

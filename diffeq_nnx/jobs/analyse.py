@@ -11,7 +11,7 @@ from diffeq_nnx.analysis.findings import Findings, find, showing
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
-from diffeq_nnx.analysis.subject import Subject
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
@@ -60,14 +60,14 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
   if text is None:
     ids = ids[:min(TOKENS, config.model.seq_len)]
   run = opening.read(workdir, config, tokenizer)
-  step, subject = run.step, Subject(run.model, num_steps)
-  del run  # the subject has what it needs
+  step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
+  del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
-  found = find(subject, ids, shown, lambda token: tokenizer.decode([token]), position=position,
+  found = find(analyzed, ids, shown, lambda token: tokenizer.decode([token]), position=position,
                leading=leading, times=times)
   model = config.model
   facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
-           ("Weights", model.weights), ("Solver", f"{model.solver}, {subject.grid.num_steps} steps"),
+           ("Weights", model.weights), ("Solver", f"{model.solver}, {analyzed.grid.num_steps} steps"),
            ("Width", f"{model.embed_dim}, {model.num_heads} heads"), ("Tokens of the text", str(len(ids)))]
   try:
     write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
@@ -75,7 +75,7 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
   return print_result({
       "job": "analyse", "workdir": workdir, "step": step, "report": os.path.join(folder, "index.html"),
-      "num_steps": subject.grid.num_steps, "tokens": len(ids), "position": found.position,
+      "num_steps": analyzed.grid.num_steps, "tokens": len(ids), "position": found.position,
       "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
       "most_sensitive_to": _most_sensitive(found), "seconds": time.perf_counter() - start})
 

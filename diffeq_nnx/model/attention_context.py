@@ -20,7 +20,8 @@ class AttentionContext(Protocol):
     positions_BxL: each token's place in its document; None: 0 to L-1.
   """
   @property
-  def positions_BxL(self) -> jax.Array | None: ...
+  def positions_BxL(self) -> jax.Array | None:
+    """Each token's place in its document; None: 0 to L-1."""
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the batch's tokens, [B, L, H, C]."""

@@ -55,10 +55,10 @@ def make_ready(model: Model, num_steps: int | None = None, *, config: ModelConfi
   config, grid, params = config or model.config, model.grid(num_steps), params_of(model)
   if mesh is not None:
     with jax.set_mesh(mesh):
-      weights, rest = _generated(config, grid, unrolled, params)
+      weights, rest = generated(config, grid, unrolled, params)
     return ReadyModel(config, grid, weights, rest, mesh)
   mesh = one_device_mesh(model)
-  weights, rest = jax.device_put(_generated(config, grid, unrolled, params), sharding.replicated(mesh))
+  weights, rest = jax.device_put(generated(config, grid, unrolled, params), sharding.replicated(mesh))
   return ReadyModel(config, grid, weights, rest, mesh)
 
 
@@ -69,7 +69,7 @@ def one_device_mesh(model: Model) -> Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[Any, Params]:
+def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[Any, Params]:
   """The weights at the grid's times, and the other parameters."""
   weights = build(config, params).block_weights(grid)
   if unrolled:

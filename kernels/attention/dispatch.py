@@ -1,4 +1,4 @@
-"""The public function: checks the arguments, and picks what computes them."""
+"""The public function: checks the arguments and chooses the implementation."""
 
 import math
 from typing import Any
@@ -10,26 +10,26 @@ from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.reference import attention_reference
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas", "cudnn")
-AHEAD = ("pallas_tpu", "pallas_gpu")  # a kernel without a look at the backend, for compiling ahead
+WITHOUT_BACKEND = ("pallas_tpu", "pallas_gpu")  # for compiling ahead: the backend is not checked
 GPU_KERNEL_HEAD_DIM = 256  # the widest head of the GPU kernel
 
 
-def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unusual: str | None = None,
+def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unsupported: str | None = None,
            backend: str | None = None) -> tuple[str, str]:
-  """(implementation, why): what `attention` uses.
+  """The implementation that `attention` uses, and the reason: (implementation, reason).
 
   Args:
-    implementation: as asked for; None is auto.
+    implementation: the requested one; None is auto.
     dtype: of q.
     head_dim: D.
-    unusual: what else is asked for that cuDNN lacks, in words.
+    unsupported: another requested feature that cuDNN lacks, in words.
     backend: as JAX names it; None: the default one.
 
   Raises:
-    ValueError: no such implementation, or it lacks something, or this backend lacks it.
+    ValueError: no such implementation, or it lacks a feature, or this backend does not support it.
   """
   backend = backend or jax.default_backend()
-  lacking = unusual
+  lacking = unsupported
   if dtype != jnp.bfloat16:
     lacking = f"dtype {jnp.dtype(dtype)}"
   elif head_dim % 8 or head_dim > 128:
@@ -42,12 +42,12 @@ def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unus
     if backend == "gpu" and lacking is None:
       return "cudnn", "the backend is a GPU"
     return "reference", f"cuDNN has no {lacking}" if backend == "gpu" else f"no kernel for the backend {backend!r}"
-  if implementation not in IMPLEMENTATIONS + AHEAD:
+  if implementation not in IMPLEMENTATIONS + WITHOUT_BACKEND:
     raise ValueError(f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
   needed = {"pallas": ("tpu", "gpu"), "cudnn": ("gpu",)}.get(implementation, (backend,))
   problem = None
   if backend not in needed:
-    problem = f"the backend is {backend!r}, and that one needs {' or '.join(map(repr, needed))}"
+    problem = f"the backend is {backend!r}, this implementation needs {' or '.join(map(repr, needed))}"
   elif implementation == "cudnn" and lacking:
     problem = f"has no {lacking}"
   elif implementation.startswith("pallas") and dtype == jnp.float64:
@@ -56,20 +56,20 @@ def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unus
     problem = _what_the_gpu_kernel_lacks(dtype, head_dim, here=implementation == "pallas")
   if problem:
     raise ValueError(f"implementation={implementation!r}: {problem}; use 'auto' or 'reference'")
-  return implementation, "it was asked for"
+  return implementation, "it was requested"
 
 
 def _capability() -> float:
-  """CUDA's compute capability of the first GPU: 8 for Ampere, 9 for Hopper; 9 where there is no GPU to ask."""
+  """CUDA's compute capability of the first GPU: 8 for Ampere, 9 for Hopper; 9 without a GPU."""
   return float(getattr(jax.devices()[0], "compute_capability", 9.0))
 
 
 def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | None:
-  """In words, or None; `here`: it is to run on this machine's GPU."""
+  """The first missing feature in words, or None; `here`: the kernel runs on this machine's GPU."""
   if jax.__version_info__ < (0, 11, 2):
     return f"needs jax 0.11.2 on a GPU; this is {jax.__version__}"
   if here and not 9 <= _capability() < 10:
-    return f"is made for Hopper, compute capability 9; this GPU's is {_capability()}"
+    return f"needs a Hopper GPU, compute capability 9; this GPU's is {_capability()}"
   if dtype != jnp.bfloat16:
     return f"has no dtype {jnp.dtype(dtype)} on a GPU"
   return f"has no head width {head_dim} on a GPU" if head_dim > GPU_KERNEL_HEAD_DIM else None
@@ -79,37 +79,38 @@ def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
               window: int | None = None, segment_ids: Any = None, scale: float | None = None,
               logits_soft_cap: float | None = None, return_lse: bool = False,
               implementation: str | None = None) -> Any:
-  """softmax(scale q k^T) v over the keys that a query sees; differentiable once, in reverse mode.
+  """softmax(scale q k^T) v over the keys that a query attends to; differentiable once, in reverse mode.
 
   Query head h reads key/value head h // (H / K). Softmax and sums are float32 (float64 for float64 input, which
-  only the reference takes). A row that sees nothing is zero.
+  only the reference takes). A row without keys is zero.
 
   Args:
     q_BxSxHxD: queries, float32 or bfloat16.
     k_BxTxKxD: keys; K divides H.
     v_BxTxKxD: values.
-    causal: query i sees keys up to i.
-    window: query i sees keys above i - window, itself included; needs causal.
-    segment_ids: integers [B, S], or a pair ([B, S], [B, T]): a query sees keys of its own segment only.
+    causal: query i attends to keys up to i.
+    window: query i attends to keys above i - window, itself included; needs causal.
+    segment_ids: integers [B, S], or a pair ([B, S], [B, T]): a query attends to keys of its own segment only.
     scale: of the scores; None: D^-0.5.
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
-    return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf where a row sees
-      nothing.
-    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` and `pallas_gpu` are pallas without a
-      look at the backend, for compiling ahead.
+    return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf for a row
+      without keys.
+    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` and `pallas_gpu` are pallas
+      without a check of the backend, for compiling ahead.
 
   Returns:
     [B, S, H, D] in the dtype of q, and with `return_lse` a pair of that and the log-sum-exp.
 
   Raises:
-    ValueError: arguments that don't fit, or an implementation that the backend lacks.
+    ValueError: inconsistent arguments, or an implementation that the backend does not support.
   """
   q_segments_BxS, kv_segments_BxT = _segments(segment_ids)
   _check(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, window, scale, logits_soft_cap)
   mask = Mask(causal, window)
   scale = q_BxSxHxD.shape[-1]**-0.5 if scale is None else float(scale)
-  unusual = _what_cudnn_lacks(q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse)
-  chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unusual=unusual)
+  unsupported = _what_cudnn_lacks(q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap,
+                                  return_lse)
+  chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unsupported=unsupported)
   if chosen == "cudnn":
     return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
   out_BxSxHxD, lse_BxSxH = _function(chosen)(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
@@ -118,7 +119,7 @@ def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
 
 
 def _function(chosen: str):
-  """The implementation, imported only where it is used: each needs its own part of Pallas."""
+  """The implementation, imported at its first use, since each needs its own part of Pallas."""
   if chosen == "reference":
     return attention_reference
   if chosen == "pallas_gpu" or (chosen == "pallas" and jax.default_backend() == "gpu"):
@@ -159,16 +160,16 @@ def _check(q, k, v, q_segments, kv_segments, causal, window, scale, logits_soft_
     if ids is not None and (ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer)):
       raise ValueError(f"segment_ids of {name}: {ids.dtype} {ids.shape}; must be integers {shape}")
   if window is not None and not causal:
-    raise ValueError(f"window={window}: needs causal=True; a window looks back only")
+    raise ValueError(f"window={window}: needs causal=True; a window covers earlier keys only")
   if window is not None and (not isinstance(window, int) or window < 1):
-    raise ValueError(f"window={window!r}: must be a whole number of at least 1 (a query sees itself)")
+    raise ValueError(f"window={window!r}: must be an integer of at least 1 (a query attends to itself)")
   for name, value in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
     if value is not None and not (math.isfinite(value) and value > 0):
       raise ValueError(f"{name}={value}: must be above 0")
 
 
 def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, return_lse) -> str | None:
-  """The first unusual thing that jax.nn.dot_product_attention can't do with cuDNN, or None."""
+  """The first feature that jax.nn.dot_product_attention lacks with cuDNN, or None."""
   if causal and q.shape[1] != k.shape[1]:
     return f"causal mask over {q.shape[1]} queries and {k.shape[1]} keys"
   if q_segments is not kv_segments:

@@ -1,7 +1,7 @@
-"""What the fused kernels share: how scores are kept, and the rule for differentiating them.
+"""The shared part of the fused kernels: the form of the scores, and the rule for differentiating them.
 
-B batch, S query positions, H query heads, D head width. Scores are kept in units of log2 e, so that the exponential
-is a plain power of two.
+B batch, S query positions, H query heads, D head width. Scores are in units of log2 e, so that the exponential is
+a power of two.
 """
 
 import functools
@@ -11,24 +11,23 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-
 LOG2_E = math.log2(math.e)
-MASKED = -1e30  # a score that is not seen: finite, so that MASKED - MASKED is 0 and not NaN
-UNSEEN_LSE = 1e30  # stands for -inf in the backward pass: 2^(score - UNSEEN_LSE) is 0 whatever the score
+MASKED = -1e30  # the score of a masked key: finite, so that MASKED - MASKED is 0 and not NaN
+EMPTY_ROW_LSE = 1e30  # in place of -inf in the backward pass: 2^(score - EMPTY_ROW_LSE) is 0 for any score
 
 
 class Kernel(Protocol):
-  """A fused kernel, specialised for one problem; hashable."""
+  """A fused kernel, specialized for one problem; hashable."""
   scale: float
   soft_cap: float | None
 
   def forward(self, q, k, v, q_segments, kv_segments) -> tuple[jax.Array, jax.Array]:
-    """out [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S], float32, -inf where a row sees nothing."""
+    """out [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S], float32, -inf for a row without keys."""
 
   def backward(self, q, k, v, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v. With p the softmax's weights, a score's gradient is p (dout v^T - delta).
 
-    `lse` is in units of log2 e, and UNSEEN_LSE where a row sees nothing.
+    `lse` is in units of log2 e, and EMPTY_ROW_LSE for a row without keys.
     """
 
 
@@ -48,7 +47,7 @@ def uncapped(dscores, products, kernel: Kernel):
 
 
 def pad(x, axis: int, multiple: int, value=0):
-  """`value` after the end of an axis, up to a multiple."""
+  """Pads the end of an axis with `value`, up to a multiple."""
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, -x.shape[axis] % multiple)
   return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
@@ -56,9 +55,9 @@ def pad(x, axis: int, multiple: int, value=0):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention(q, k, v, q_segments, kv_segments, kernel: Kernel) -> tuple[jax.Array, jax.Array]:
-  """What `kernel.forward` returns; differentiable once in reverse mode with respect to q, k and v.
+  """The result of `kernel.forward`, differentiable once in reverse mode with respect to q, k and v.
 
-  Nothing of size [S, T] is kept: the backward pass makes the softmax's weights again from the log-sum-exp
+  Nothing of size [S, T] is stored: the backward pass recomputes the softmax's weights from the log-sum-exp
   (FlashAttention, Dao et al. 2022, section 3.1).
   """
   return kernel.forward(q, k, v, q_segments, kv_segments)
@@ -72,9 +71,9 @@ def _forward(q, k, v, q_segments, kv_segments, kernel):
 def _backward(kernel, residuals, gradients):
   q, k, v, q_segments, kv_segments, out, lse_BxHxS = residuals
   dout, dlse_BxHxS = gradients
-  along = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32))
-  lse_BxHxS = jnp.where(jnp.isneginf(lse_BxHxS), UNSEEN_LSE, lse_BxHxS * LOG2_E)
-  return *kernel.backward(q, k, v, q_segments, kv_segments, lse_BxHxS, along - dlse_BxHxS, dout), None, None
+  delta_BxHxS = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32))
+  lse_BxHxS = jnp.where(jnp.isneginf(lse_BxHxS), EMPTY_ROW_LSE, lse_BxHxS * LOG2_E)
+  return *kernel.backward(q, k, v, q_segments, kv_segments, lse_BxHxS, delta_BxHxS - dlse_BxHxS, dout), None, None
 
 
 flash_attention.defvjp(_forward, _backward)

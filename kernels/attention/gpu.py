@@ -1,8 +1,8 @@
-"""Attention for NVIDIA Hopper GPUs, in Pallas (Mosaic GPU): forward, and two kernels going back.
+"""Attention for NVIDIA Hopper GPUs, in Pallas (Mosaic GPU): a forward kernel and two backward kernels.
 
 B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width. A block
-of threads is two warpgroups that compute, each on 64 rows of its own, and one that fetches: the side that is
-walked along arrives in a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
+of threads has two warpgroups that compute, on 64 rows each, and one that fetches: the side that is iterated over is
+copied to a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
-from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, UNSEEN_LSE, pad
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 ROWS = 64  # of one computing warpgroup: the height of one wgmma
@@ -24,21 +24,21 @@ TILE = 2 * ROWS  # rows of a block of threads
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-  """Buffers for the side that is walked along."""
+  """Buffers for the side that is iterated over."""
   rows: int  # of a block, at least 64: wgmma sums over them
-  stages: int  # blocks under way
+  stages: int  # blocks in flight
 
 
-# (forward, back), for heads up to so wide. In shared memory lie, of the 227 KiB that a Hopper block may have, a row
-# of bfloat16 being 256 and 512 bytes, and a ring holding two arrays:
+# (forward, backward) by the largest head width. Shared memory, of the 227 KiB of a Hopper block; a row of bfloat16
+# takes 256 or 512 bytes, and a ring holds two arrays:
 #   128  forward  q 128 rows = 32 KiB; ring 2 x 2 x 128 rows = 128 KiB: together 160 KiB
-#        back     two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB
+#        backward two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB
 #   256  forward  64 KiB; 2 x 2 x 64 rows = 128 KiB: 192 KiB
-#        back     128 KiB; 2 x 1 x 64 rows = 64 KiB: 192 KiB
-# In 32-bit registers of a thread, 128 of them to the 64 rows:
+#        backward 128 KiB; 2 x 1 x 64 rows = 64 KiB: 192 KiB
+# 32-bit registers of a thread, with 128 threads for the 64 rows:
 #   128  forward  scores 64, out 64, weights in bfloat16 32: 160
-#        back     dK and dV 2 x 64, scores and their gradient 2 x 32, both once more in bfloat16 2 x 16: 224
-#   256  forward  32 + 128 + 16: 176; back, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
+#        backward dK and dV 2 x 64, scores and their gradient 2 x 32, both again in bfloat16 2 x 16: 224
+#   256  forward  32 + 128 + 16: 176; backward, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
 RINGS = {128: (Ring(128, 2), Ring(64, 2)), 256: (Ring(64, 2), Ring(64, 1))}
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40  # (2 x 232 + 40) x 128 threads = 64,512 of 65,536
 
@@ -48,7 +48,7 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a column
 
 @dataclasses.dataclass(frozen=True)
 class GPUKernel:
-  """The kernels for one problem; `flash.Kernel` says what the methods do."""
+  """The kernels for one problem; see `flash.Kernel`."""
   mask: Mask
   scale: float
   soft_cap: float | None
@@ -58,7 +58,7 @@ class GPUKernel:
 
   @property
   def rings(self) -> tuple[Ring, Ring]:
-    """Forward and back."""
+    """Forward and backward."""
     return RINGS[128 if self.D <= 128 else 256]
 
   def forward(self, q, k, v, q_segments, kv_segments):
@@ -107,12 +107,12 @@ def _filled(value):
 
 
 def _load(ref, index, layout):
-  """A stretch of a vector in the GPU's memory, to registers."""
+  """Loads a part of a vector from the GPU's memory to registers."""
   return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
 
 def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, row_ids, ids_ref, b):
-  """`scores` [rows, columns] with MASKED where nothing is seen; rows are queries, or keys if `by_key`.
+  """`scores` [rows, columns] with MASKED for pairs that don't attend; rows are queries, or keys if `by_key`.
 
   `row_ids` are the segment ids of the rows, or None; those of the columns are in `ids_ref`.
   """
@@ -120,21 +120,21 @@ def _masked(scores, static: GPUKernel, first_row, first_column, by_key: bool, ro
   rows = first_row + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
   columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
   queries, keys = (columns, rows) if by_key else (rows, columns)
-  seen = keys < static.T
+  visible = keys < static.T
   if static.mask.causal:
-    seen = seen & (queries >= keys)
+    visible = visible & (queries >= keys)
   if static.mask.window is not None:
-    seen = seen & (keys > queries - static.mask.window)
+    visible = visible & (keys > queries - static.mask.window)
   if row_ids is not None:
     column_ids = _load(ids_ref, (b, pl.ds(first_column, shape[1])), _COLUMN)
-    seen = seen & (_along_rows(row_ids, shape) == _along_columns(column_ids, shape))
-  return jnp.where(seen, scores, MASKED)
+    visible = visible & (_along_rows(row_ids, shape) == _along_columns(column_ids, shape))
+  return jnp.where(visible, scores, MASKED)
 
 
-def _feed(stretch, ring: Ring, arrays, buffers, b, head, arrived, consumed):
-  """The fetching warpgroup: blocks of both arrays along the stretch, as buffers come free."""
+def _feed(blocks, ring: Ring, arrays, buffers, b, head, arrived, consumed):
+  """The fetching warpgroup: copies the range of blocks of both arrays as buffers become free."""
   plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-  first, last = stretch[0], stretch[3]
+  first, last = blocks[0], blocks[3]
 
   @pl.loop(first, last)
   def _next(j):
@@ -150,13 +150,13 @@ def _feed(stretch, ring: Ring, arrays, buffers, b, head, arrived, consumed):
       plgpu.copy_gmem_to_smem(array.at[source], buffer.at[slot], arrived.at[slot])
 
   @pl.loop(jnp.maximum(first, last - ring.stages), last)
-  def _drain(j):  # so that nothing ends before the last buffers were read
+  def _drain(j):  # wait until the last buffers have been read
     plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, ring.stages)])
 
 
-def _walk(stretch, stages, carry, visit, arrived, consumed):
-  """A computing warpgroup: carry = visit(j, slot, masked, carry) along the stretch of blocks."""
-  first, full_first, full_last, last = stretch
+def _walk(blocks, stages, carry, visit, arrived, consumed):
+  """A computing warpgroup: carry = visit(j, slot, masked, carry) for each block of the range."""
+  first, full_first, full_last, last = blocks
 
   def step(masked):
     def body(j, carry):
@@ -174,7 +174,7 @@ def _walk(stretch, stages, carry, visit, arrived, consumed):
 
 
 def _here(ranges_ref):
-  """(head, batch, warpgroup, first row of a computing warpgroup, stretch of blocks that its tile meets)."""
+  """(head, batch, warpgroup, first row of a computing warpgroup, range of blocks that its tile visits)."""
   h, i, b, wg = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch", "wg"))
   of_batch = b if ranges_ref.shape[1] > 1 else 0
   return h, b, wg, i * TILE + wg * ROWS, tuple(ranges_ref[n, of_batch, i] for n in range(4))
@@ -182,8 +182,8 @@ def _here(ranges_ref):
 
 def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
                     q_smem, k_smem, v_smem, lse_smem, q_arrived, arrived, consumed, *, static: GPUKernel, G: int):
-  """128 queries of one head against all the keys that they see."""
-  h, b, wg, first_row, stretch = _here(ranges_ref)
+  """128 queries of one head against all keys that they attend to."""
+  h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[0]
   walk = ring.rows
 
@@ -208,7 +208,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
       return _add_product(acc, weights.astype(q_ref.dtype), v_smem.at[slot], static.interpret), new_top, total
 
     start = (_zeros((ROWS, D)), _filled(MASKED), _filled(0.0))
-    acc, top, total = _walk(stretch, ring.stages, start, visit, arrived, consumed)
+    acc, top, total = _walk(blocks, ring.stages, start, visit, arrived, consumed)
     empty = top <= MASKED / 2
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
     q_smem.at[wg][...] = (acc * _along_rows(inverse, acc.shape)).astype(out_ref.dtype)
@@ -221,13 +221,13 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
 
   @pl.when(wg == 2)
   def _fetch():
-    _feed(stretch, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
+    _feed(blocks, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
 def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref, dq_ref,
                q_smem, dout_smem, k_smem, v_smem, own_arrived, arrived, consumed, *, static: GPUKernel, G: int):
   """The gradient of 128 queries of one head."""
-  h, b, wg, first_row, stretch = _here(ranges_ref)
+  h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
   walk = ring.rows
 
@@ -251,7 +251,7 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref,
       dscores = flash.uncapped(weights * (dweights - _along_rows(delta, scores.shape)), products, static)
       return _add_product(dq, dscores.astype(q_ref.dtype), k_smem.at[slot], static.interpret)
 
-    dq = _walk(stretch, ring.stages, _zeros((ROWS, D)), visit, arrived, consumed)
+    dq = _walk(blocks, ring.stages, _zeros((ROWS, D)), visit, arrived, consumed)
     q_smem.at[wg][...] = (dq * static.scale).astype(dq_ref.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem.at[wg], dq_ref.at[b, rows, h])
@@ -259,17 +259,17 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref,
 
   @pl.when(wg == 2)
   def _fetch():
-    _feed(stretch, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
+    _feed(blocks, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
 def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref,
                 *refs, wanted: tuple[bool, bool], static: GPUKernel, G: int):
-  """What one query head adds to the gradients of 128 keys and values; scores are held transposed, [keys, queries].
+  """One query head's part of the gradients of 128 keys and values; scores are transposed, [keys, queries].
 
-  `wanted` says which of dK and dV to make; `refs` are those, then the scratch.
+  `wanted` says which of dK and dV to compute; `refs` are those, then the scratch.
   """
   out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = refs[:sum(wanted)], refs[sum(wanted):]
-  h, b, wg, first_row, stretch = _here(ranges_ref)
+  h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
   walk = ring.rows
 
@@ -301,7 +301,7 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref
       return dk, dv
 
     start = tuple(_zeros((ROWS, D)) if want else None for want in wanted)
-    dk, dv = _walk(stretch, ring.stages, start, visit, arrived, consumed)
+    dk, dv = _walk(blocks, ring.stages, start, visit, arrived, consumed)
     sums = [value for value in (dk if dk is None else dk * static.scale, dv) if value is not None]
     for value, out_ref, smem in zip(sums, out_refs, (k_smem, v_smem)):
       smem.at[wg][...] = value.astype(out_ref.dtype)
@@ -311,7 +311,7 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref
 
   @pl.when(wg == 2)
   def _fetch():
-    _feed(stretch, ring, (q_ref, dout_ref), (q_smem, dout_smem), b, h, arrived, consumed)
+    _feed(blocks, ring, (q_ref, dout_ref), (q_smem, dout_smem), b, h, arrived, consumed)
 
 
 def _call(kernel, out_type, scratch, tiles, B, H, static: GPUKernel, G: int, arguments):
@@ -336,7 +336,7 @@ def _shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
 
 
 def _ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
-  """The two arrays that are walked along."""
+  """The two arrays that are iterated over."""
   return _shared(ring.stages, ring.rows, D, dtype), _shared(ring.stages, ring.rows, D, dtype)
 
 
@@ -347,7 +347,7 @@ def _barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
 
 
 def _padded(x):
-  """[B, S, H, D] with S a multiple of the tile and D of the 64 columns that shared memory is swizzled by."""
+  """[B, S, H, D] padded to multiples of the tile in S, and of the 64 columns of a swizzle in D."""
   return pad(pad(x, 1, TILE), 3, 64)
 
 
@@ -376,7 +376,7 @@ def _backward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHx
   G = H // K
   q, k, v, dout = map(_padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
-  lse, delta = pad(lse_BxHxS, 2, TILE, UNSEEN_LSE), pad(delta_BxHxS, 2, TILE)
+  lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   rest = (q, k, v, _ids(q_segments), _ids(kv_segments), lse, delta, dout)
   ring = static.rings[1]
   scratch = (_shared(2, ROWS, width, dtype), _shared(2, ROWS, width, dtype), *_ring_buffers(ring, width, dtype),
@@ -404,5 +404,6 @@ def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
   """
   kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
-  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
+                                                 kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

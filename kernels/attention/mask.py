@@ -1,4 +1,4 @@
-"""Which query sees which key, one position at a time and one block at a time.
+"""Which query attends to which key, by position and by block.
 
 S query positions, T key positions, Q = ceil(S / block_q) and N = ceil(T / block_kv) blocks.
 """
@@ -14,28 +14,28 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-  """Query i sees key j if j <= i (causal), and if j > i - window (sliding window)."""
+  """Query i attends to key j if j <= i (causal), and if j > i - window (sliding window)."""
   causal: bool
   window: int | None
 
-  def seen(self, queries: Any, keys: Any) -> Any:
-    """Whether each query position sees each key position; shapes broadcast."""
-    seen = (queries >= keys) if self.causal else (queries >= 0) & (keys >= 0)
-    return seen if self.window is None else seen & (keys > queries - self.window)
+  def visible(self, queries: Any, keys: Any) -> Any:
+    """Whether each query position attends to each key position; shapes broadcast."""
+    visible = (queries >= keys) if self.causal else (queries >= 0) & (keys >= 0)
+    return visible if self.window is None else visible & (keys > queries - self.window)
 
-  def every_row_sees(self, S: int, T: int) -> bool:
-    """Whether each of S queries sees some of T keys."""
+  def every_row_attends(self, S: int, T: int) -> bool:
+    """Whether each of S queries attends to some of T keys."""
     return self.window is None or S - self.window < T
 
-  def num_seen(self, S: int, T: int) -> int:
-    """Pairs of a query and a key that it sees: the work that is needed."""
+  def num_visible(self, S: int, T: int) -> int:
+    """The number of pairs of a query and a key that it attends to: the work needed."""
     rows = np.arange(S)
     last = np.minimum(rows + 1, T) if self.causal else np.full(S, T)
     first = np.maximum(rows - self.window + 1, 0) if self.window is not None else np.zeros(S, int)
     return int(np.maximum(last - first, 0).sum())
 
   def blocks(self, S: int, T: int, block_q: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks with anything seen, and blocks with everything seen: two boolean [Q, N]; rows beyond S don't count."""
+    """Blocks visible at least in part, and fully visible ones: two boolean [Q, N]; rows beyond S don't count."""
     first_row = np.arange(0, S, block_q)[:, None]
     last_row = np.minimum(first_row + block_q, S) - 1
     first_key = np.arange(0, T, block_kv)[None]
@@ -59,15 +59,15 @@ def _extremes(segments_BxS: jax.Array, block: int) -> tuple[jax.Array, jax.Array
 
 def block_ranges(mask: Mask, S: int, T: int, block_q: int, block_kv: int, q_segments_BxS: jax.Array | None,
                  kv_segments_BxT: jax.Array | None, *, by_key: bool = False) -> jax.Array:
-  """For each block of queries, the stretch of key blocks that it must visit, int32 [4, B, Q] (B = 1 if no segments).
+  """For each block of queries, the range of key blocks that it must visit, int32 [4, B, Q] (B = 1 if no segments).
 
-  The four rows are first, full_first, full_last, last: blocks first..last hold all that is seen; those in
-  full_first..full_last need no mask (upper ends excluded). For packed documents, whose segment ids never fall
-  along the sequence, no block of unrelated documents lies in the stretch; with ids in another order the
-  stretch may hold blocks that turn out masked whole.
+  The four rows are first, full_first, full_last, last: blocks first..last hold all visible keys; those in
+  full_first..full_last need no mask (upper ends excluded). For packed documents, whose segment ids never decrease
+  along the sequence, the range holds no block of unrelated documents; with ids in another order it may hold
+  fully masked blocks.
 
   Args:
-    by_key: for each block of keys the stretch of query blocks instead: [4, B, N].
+    by_key: for each block of keys the range of query blocks instead: [4, B, N].
   """
   some, every = (a[None] for a in mask.blocks(S, T, block_q, block_kv))
   xp: Any = np

@@ -1,4 +1,4 @@
-"""Shapes that attention meets in earnest; what tests hold it to and benchmarks time it at."""
+"""Shapes of real models, for tests and benchmarks of attention."""
 
 import dataclasses
 

@@ -1,8 +1,8 @@
 """Attention for TPUs, in Pallas (Mosaic TPU): forward and backward without the [S, T] scores in memory.
 
 B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width; Q and N
-blocks of queries and keys. The method is FlashAttention's (Dao et al. 2022, 2023): an online softmax going
-forward; going back, probabilities made again from the log-sum-exp.
+blocks of queries and keys. The method is FlashAttention's (Dao et al. 2022, 2023): an online softmax in the
+forward pass; the backward pass recomputes probabilities from the log-sum-exp.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, UNSEEN_LSE, pad
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 
 LANES = 128
@@ -27,7 +27,7 @@ NN = (((1,), (0,)), ((), ()))  # a b
 
 @dataclasses.dataclass(frozen=True)
 class TPUKernel:
-  """The kernels for one problem; `flash.Kernel` says what the methods do."""
+  """The kernels for one problem; see `flash.Kernel`."""
   mask: Mask
   scale: float
   soft_cap: float | None
@@ -58,12 +58,12 @@ def _dot(a, b, dimensions):
   return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _seen(static: TPUKernel, first_query, first_key, shape, query_axis: int, segments):
+def _visible(static: TPUKernel, first_query, first_key, shape, query_axis: int, segments):
   """The mask of one block; `segments` are the ids of queries and keys, broadcast to the block, or None."""
   queries = first_query + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
   keys = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - query_axis)
-  seen = (keys < static.T) & static.mask.seen(queries, keys)
-  return seen if segments is None else seen & (segments[0] == segments[1])
+  visible = (keys < static.T) & static.mask.visible(queries, keys)
+  return visible if segments is None else visible & (segments[0] == segments[1])
 
 
 def _widen(columns_x128, width):
@@ -98,13 +98,13 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     if masked:
       segments = None if not static.segments else (
           _columns(q_segments_ref, block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)])
-      seen = _seen(static, i * block_q, j * block_kv, scores.shape, 0, segments)
-      scores = jnp.where(seen, scores, MASKED)
+      visible = _visible(static, i * block_q, j * block_kv, scores.shape, 0, segments)
+      scores = jnp.where(visible, scores, MASKED)
     old_max = max_ref[...]
     new_max = jnp.maximum(old_max, scores.max(axis=1, keepdims=True))
     weights = jnp.exp2(scores - _widen(new_max, block_kv))
     correction = jnp.exp2(old_max - new_max)
-    # each lane adds up its own columns; lanes are added up once, at the end
+    # each lane sums its own columns; the sum over lanes is taken once, at the end
     partial = sum(weights[:, n:n + LANES] for n in range(0, block_kv, LANES))
     sum_ref[...] = sum_ref[...] * correction + partial
     max_ref[...] = new_max
@@ -123,7 +123,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
 
 
 def _visit_all(visit, ranges_ref, b, i, low, high):
-  """Calls `visit(j, masked)` on the blocks that block i meets in low..high, with a mask only where one is needed."""
+  """Calls `visit(j, masked)` for the blocks in low..high that block i must visit, masked only where needed."""
   first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b, i], low, high) for n in range(4))
 
   def masked(j, _):
@@ -139,7 +139,7 @@ def _visit_all(visit, ranges_ref, b, i, low, high):
 
 def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, do_ref,
                      dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, static: TPUKernel):
-  """One block of keys against one chunk of queries; scores are held transposed, [keys, queries]."""
+  """One block of keys against one chunk of queries; scores are transposed, [keys, queries]."""
   b, chunk, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   block_q, block_kv = static.blocks.block_q_back, static.blocks.block_kv_back
   chunk_blocks = q_ref.shape[0] // block_q
@@ -161,8 +161,8 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
     if masked:
       segments = None if not static.segments else (
           q_segments_ref[0:1, rows], _columns(kv_segments_ref, block_q))
-      seen = _seen(static, i * block_q, j * block_kv, scores.shape, 1, segments)
-      scores = jnp.where(seen, scores, MASKED)
+      visible = _visible(static, i * block_q, j * block_kv, scores.shape, 1, segments)
+      scores = jnp.where(visible, scores, MASKED)
     weights = jnp.exp2(scores - lse_ref[0:1, rows])
     dv_acc[...] += _dot(weights.astype(do.dtype), do, NN)
     dscores = flash.uncapped(weights * (_dot(v, do, NT) - delta_ref[0:1, rows]), products, static).astype(q.dtype)
@@ -191,7 +191,8 @@ def _call(kernel, static: TPUKernel, *, grid, in_specs, out_specs, out_shape, sc
       grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=grid, in_specs=in_specs,
                                              out_specs=out_specs, scratch_shapes=scratch_shapes),
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=static.blocks.vmem_limit))
+          dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+          vmem_limit_bytes=static.blocks.vmem_limit))
 
 
 def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, static: TPUKernel):
@@ -215,8 +216,7 @@ def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, s
       out_specs=[q_spec, pl.BlockSpec((None, None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))],
       out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype),
                  jax.ShapeDtypeStruct((B, H, 1, q.shape[2]), jnp.float32)],
-      scratch_shapes=[pltpu.VMEM((blocks.block_q, LANES), jnp.float32), pltpu.VMEM((blocks.block_q, LANES), jnp.float32),
-                      pltpu.VMEM((blocks.block_q, D), jnp.float32)],
+      scratch_shapes=[pltpu.VMEM((blocks.block_q, width), jnp.float32) for width in (LANES, LANES, D)],
       name="attention_forward")(ranges, q, k, v, *segments)
   return out[:, :, :S], lse[:, :, 0, :S]
 
@@ -233,7 +233,7 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
   chunk = blocks.chunk(S + -S % block_q, block_q, blocks.backward_bytes_per_query(D, itemsize))
   q, do = (pad(x, 2, chunk) for x in (q_BxHxSxD, do_BxHxSxD))
   k, v = (pad(x, 2, block_kv) for x in (k_BxKxTxD, v_BxKxTxD))
-  lse = pad(lse_BxHxS, 2, chunk, UNSEEN_LSE)[:, :, None]
+  lse = pad(lse_BxHxS, 2, chunk, EMPTY_ROW_LSE)[:, :, None]
   delta = pad(delta_BxHxS, 2, chunk)[:, :, None]
   chunks = q.shape[2] // chunk
   grid = (B, H, chunks, k.shape[2] // block_kv)
@@ -244,7 +244,7 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
   segment_specs = (None, None) if segments[0] is None else (
       pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c)),
       pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j)))
-  parts = chunks * G  # gradients of a key come from so many places, and are added up outside
+  parts = chunks * G  # partial gradients of a key, which are summed after the kernel
   part_spec = pl.BlockSpec((None, None, None, block_kv, D), lambda b, h, c, j, *_: (c, b, h, j, 0))
   part_shape = jax.ShapeDtypeStruct((chunks, B, H, k.shape[2], D), jnp.float32 if parts > 1 else k.dtype)
   dq, dk, dv = _call(
@@ -273,5 +273,6 @@ def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   T, K = k_BxTxKxD.shape[1:3]
   blocks = blocks or TPUBlocks.tuned(S, T, D, q_BxSxHxD.dtype.itemsize)
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, H // K, q_segments_BxS is not None, blocks, interpret)
-  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
+                                                 kernel)
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -1,33 +1,35 @@
-"""Time and peak memory of looking into a model: spectra, and sensitivity to the tokens of a text.
+"""Time and peak memory of the analysis of a model: spectra, and sensitivity to the tokens of a text.
 
-  python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] [--set=model.num_steps=4]
+  python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] \
+      [--set=model.num_steps=4]
 
-Each figure is one run, compiling included, with weights at their initial values and random tokens; the peak is that of
-the whole process up to there. One JSON line at the end.
+Each measurement is one run, including compilation, with initial weights and random tokens; the peak is that of the
+process so far. Prints one JSON line at the end.
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import resource
 import time
-from typing import Any, Callable
+from typing import Any
 
 from flax import nnx
 import jax
 import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.findings import showing
 from diffeq_nnx.analysis.sensitivity import FORMS, exponents
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-  """What it gives, with seconds and the peak memory so far in GiB."""
+  """The result, seconds, and the peak memory so far in GiB."""
   start = time.perf_counter()
   made = work()
   seconds = time.perf_counter() - start
@@ -36,18 +38,18 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
-  """Seconds and memory by what was done."""
+  """Seconds and memory by task."""
   make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  subject, times = timed(lambda: jax.block_until_ready(Subject(nnx.merge(graph(config.model), make()))))
+  analyzed, times = timed(lambda: jax.block_until_ready(AnalyzedModel(nnx.merge(graph(config.model), make()))))
   found = {"weights": times}
-  with showing("spectra", subject.grid.num_steps) as progress:
-    found["spectra"] = timed(lambda: spectra(subject, progress=progress))[1]
+  with showing("spectra", analyzed.grid.num_steps) as progress:
+    found["spectra"] = timed(lambda: spectra(analyzed, progress=progress))[1]
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
     with showing(form, num_tokens) as progress:
-      one, times = timed(lambda form=form, progress=progress: exponents(subject, tokens_L, leading=leading, form=form,
+      one, times = timed(lambda form=form, progress=progress: exponents(analyzed, tokens_L, leading=leading, form=form,
                                                                         progress=progress))
-    found[form] = {**times, "residual": one.residual}
+    found[form] = times
   return found
 
 
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
   parser.add_argument("--tokens", type=int, default=32, help="of the text")
-  parser.add_argument("--leading", type=int, default=16, help="how many exponents")
+  parser.add_argument("--leading", type=int, default=16, help="number of exponents")
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the config, e.g. "
                       "model.num_steps=4; may be given several times")
   args = parser.parse_args(argv)

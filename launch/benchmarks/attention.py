@@ -1,23 +1,23 @@
-"""Times attention at its named shapes, ours against what else is installed, on whatever backend is there.
+"""Times our attention and other installed ones at the named shapes, on the available backend.
 
   python -m launch.benchmarks.attention [--shapes=gpt_small,llama1b] [--dtype=bfloat16] [--rounds=9] [--batch=1]
 
-For each shape, forward and forward with backward: this package's kernel (where the backend has one), its
-reference, jax.nn.dot_product_attention by XLA and by cuDNN, and where installed splash attention (TPU) and
-tokamax. All run in turn in each round; times are medians.
+For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
+reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
+tokamax. Rounds are interleaved; times are medians.
 
-TFLOP/s count the products that the mask leaves, 4 D operations for each query, key seen and head going
-forward, and 2.5 times that going back (FlashAttention's count); packed documents count as if they were one. What
-needs the scores whole is left out where they would fill half of the device's memory.
+TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
+the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
+Implementations that materialize all scores are skipped if these would fill half of the device's memory.
 """
 
 import argparse
+from collections.abc import Callable
 import dataclasses
 import functools
 import os
 import statistics
 import time
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.training.flops import device_peak_tflops
 
-WHOLE_SCORES = ("reference", "xla")  # implementations that hold [B, H, S, S] in memory
+MATERIALIZED = ("reference", "xla")  # implementations that hold scores [B, H, S, S] in memory
 
 
 def ours(shape: Shape, segments, implementation: str) -> Callable:
@@ -77,7 +77,7 @@ def tokamax(shape: Shape, segments) -> Callable | None:
 
 
 def candidates(shape: Shape) -> dict[str, Callable]:
-  """What can be tried, by name; None where it lacks a feature of the shape."""
+  """The implementations that are installed and support the shape, by name."""
   segments, backend = shape.segment_ids(), jax.default_backend()
   makers = {"reference": lambda: ours(shape, segments, "reference"), "xla": lambda: jax_nn(shape, segments, "xla")}
   if backend != "cpu":
@@ -103,8 +103,8 @@ def device_memory() -> int:
   return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def prepare(function: Callable, shape: Shape, dtype: str, backward: bool) -> Callable[[], None]:
-  """A call that runs it once, compiled; raises what compiling raises."""
+def compiled_call(function: Callable, shape: Shape, dtype: str, backward: bool) -> Callable[[], None]:
+  """Compiles a function and runs it once; returns a call that runs it again."""
   inputs = shape.inputs(dtype)
   if backward:
     function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
@@ -115,15 +115,15 @@ def prepare(function: Callable, shape: Shape, dtype: str, backward: bool) -> Cal
 
 
 def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, float | str]:
-  """Median seconds of each implementation, or in words why there are none."""
+  """Median seconds of each implementation, or the reason in words that there are none."""
   runs, results = {}, {}
   for name, function in candidates(shape).items():
-    if name in WHOLE_SCORES and 3 * 4 * shape.batch * shape.heads * shape.length**2 > device_memory() / 2:
+    if name in MATERIALIZED and 3 * 4 * shape.batch * shape.heads * shape.length**2 > device_memory() / 2:
       results[name] = "the scores would not fit"
       continue
     try:
-      runs[name] = prepare(function, shape, dtype, backward)
-    except Exception as error:  # each library refuses in its own way, and the others are to be timed still
+      runs[name] = compiled_call(function, shape, dtype, backward)
+    except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
   times: dict[str, list[float]] = {name: [] for name in runs}
   for _ in range(rounds):
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
   parser.add_argument("--rounds", type=int, default=9)
-  parser.add_argument("--batch", type=int, help="sequences, in place of the shape's own number")
+  parser.add_argument("--batch", type=int, help="number of sequences; default: the shape's")
   args = parser.parse_args(argv)
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
   for name in args.shapes:
     shape = SHAPES[name]
     shape = dataclasses.replace(shape, batch=args.batch or shape.batch)
-    pairs = Mask(True, shape.window).num_seen(shape.length, shape.length)
+    pairs = Mask(True, shape.window).num_visible(shape.length, shape.length)
     forward = 4.0 * shape.head_dim * shape.batch * shape.heads * pairs
     for backward in (False, True):
       for who, result in measure(shape, args.dtype, backward, args.rounds).items():

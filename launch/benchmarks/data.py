@@ -1,14 +1,14 @@
-"""How fast prepared shards are read, how fast text is prepared, and how much memory both take.
+"""Throughput of reading shards and of preparing text, and the memory of both.
 
-  python -m launch.benchmarks.data reading      # tokens a second of training batches, from shards of random tokens
-  python -m launch.benchmarks.data tokenising   # --job=prepare against the tokenizer libraries alone, on one core
+  python -m launch.benchmarks.data reading      # tokens per second of training batches, from shards of random tokens
+  python -m launch.benchmarks.data tokenizing   # --job=prepare against the tokenizer libraries alone, on one core
   python -m launch.benchmarks.data memory       # of all processes of --job=prepare, on a gigabyte of text
 
-Rates are medians over interleaved rounds, with quartiles. `reading` goes through the iterator that the train loop has,
-in this one process; the shards are in the operating system's cache. `tokenising` counts processor seconds: all that
-the preparation does on one thread (reading JSON twice, counting, tokenising, sorting, writing) against the library's
-own calls on the same documents, whole or cut into lines. `memory` adds up the private and shared-out memory (PSS) of
-the processes; each text of `tokenising` and `memory` comes from --source, repeated as often as is needed. Linux only.
+Rates are medians over interleaved rounds, with quartiles. `reading` uses the iterator of the train loop, in this
+process; the shards are in the operating system's cache. `tokenizing` counts processor seconds: all work of the
+preparation on one thread (reading JSON twice, counting, tokenizing, sorting, writing) against the library's own calls
+on the same documents, complete or by line. `memory` sums the proportional set sizes (PSS) of the processes. The text of
+`tokenizing` and `memory` is that of --source, repeated as needed. Linux only.
 """
 
 import argparse
@@ -39,13 +39,13 @@ SHARDS = 16
 
 
 def quartiles(values: list[float]) -> str:
-  """Median and quartiles, for people."""
+  """Median and quartiles as text."""
   low, middle, high = np.percentile(values, (25, 50, 75))
   return f"{middle:8.2f}   ({low:.2f} to {high:.2f})"
 
 
 def memory(pid: int) -> float:
-  """Memory of a process and all its descendants, in MB: shared pages count in parts (PSS)."""
+  """Proportional set size (PSS) of a process and all its descendants, in MB."""
   total = 0.0
   for child in _family(pid):
     with contextlib.suppress(OSError), open(f"/proc/{child}/smaps_rollup", encoding="ascii") as file:
@@ -63,7 +63,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int]:
-  """Documents of a source, over and over, as JSON lines; returns those of one go, and the bytes of all."""
+  """Writes documents of a source repeatedly, as JSON lines; returns the documents, and the bytes of all repetitions."""
   texts, size, goal = [], 0, megabytes * 1e6
   for text in data.documents(source):
     texts.append(text)
@@ -80,7 +80,7 @@ def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int
 
 
 def reading(args: argparse.Namespace, folder: str) -> None:
-  """Tokens a second of training batches."""
+  """Tokens per second of training batches."""
   each = args.tokens // SHARDS
   paths = [os.path.join(folder, str(number)) for number in range(SHARDS)]
   for number, path in enumerate(paths):
@@ -88,7 +88,7 @@ def reading(args: argparse.Namespace, folder: str) -> None:
     shards.write_shard(path, tokens, path)
   tokens = shards.Tokens(paths, [each] * SHARDS, np.uint16)
   train = data.Mixture((data.Split(tokens, num_bytes=4 * len(tokens), num_documents=1),))
-  choices = {"one row of documents": None, "documents kept apart": 0}
+  choices = {"attention across documents": None, "within documents": 0}
   rates: dict[str, list[float]] = {name: [] for name in choices}
   before, most = memory(os.getpid()), 0.0
   for _ in range(args.rounds):
@@ -110,7 +110,7 @@ def reading(args: argparse.Namespace, folder: str) -> None:
 
 
 def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, dict[str, Callable]]]:
-  """Trains one tokenizer of each library: its file, and the library's own ways to encode the texts."""
+  """Trains one tokenizer of each library; returns its file, and the library's own calls to encode the texts."""
   path = os.path.join(folder, "sentencepiece.model")
   with open(path, "wb") as file:
     file.write(tokenizers.train(texts, VOCABULARY))
@@ -139,8 +139,8 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   }  # fmt: skip
 
 
-def tokenising(args: argparse.Namespace, folder: str) -> None:
-  """Megabytes of text a processor second, prepared and by the libraries alone."""
+def tokenizing(args: argparse.Namespace, folder: str) -> None:
+  """Megabytes of text per processor second, by preparation and by the libraries alone."""
   path = os.path.join(folder, "text.jsonl")
   texts, size = write_text(path, args.source, args.megabytes)
   texts = texts * (size // sum(len(text.encode()) for text in texts))
@@ -161,7 +161,7 @@ def tokenising(args: argparse.Namespace, folder: str) -> None:
       start = time.process_time()
       run()
       rates[key].append(size / 1e6 / (time.process_time() - start))
-  print(f"tokenising {size / 1e6:.1f} MB of {args.source}, vocabularies of {VOCABULARY:,}, MB a processor second")
+  print(f"tokenizing {size / 1e6:.1f} MB of {args.source}, vocabularies of {VOCABULARY:,}, MB a processor second")
   for (library, way), values in rates.items():
     print(f"  {library:15}{way:22}{quartiles(values)}")
     if way != "--job=prepare":
@@ -170,7 +170,7 @@ def tokenising(args: argparse.Namespace, folder: str) -> None:
 
 
 def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
-  """The most memory that the processes of a preparation take together."""
+  """The peak of the sum of the memory of all processes of a preparation."""
   path = os.path.join(folder, "text.jsonl")
   _, size = write_text(path, args.source, args.megabytes)
   command = [sys.executable, "-m", "diffeq_nnx.main", "--job=prepare", "--config=configs/tiny.py",
@@ -197,20 +197,21 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 def main() -> None:
   """Reads the command line."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("what", choices=["reading", "tokenising", "memory"])
+  parser.add_argument("what", choices=["reading", "tokenizing", "memory"],
+                      type=lambda text: text.replace("tokenising", "tokenizing"))  # the older spelling
   parser.add_argument("--seq-len", type=int, default=1024)
   parser.add_argument("--batch-size", type=int, default=64)
-  parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards that are read")
+  parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards")
   parser.add_argument("--seconds", type=float, default=3.0, help="of each round of reading")
   parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--source", default="builtin", help="as data.source; more text is more like yours")
+  parser.add_argument("--source", default="builtin", help="as data.source")
   parser.add_argument("--megabytes", type=float, help="of text; default: 5, for memory 1000")
   parser.add_argument("--processes", type=int, default=2, help="for memory")
   parser.add_argument("--tokenizer", default="bytes", help="for memory, as data.tokenizer")
   args = parser.parse_args()
   args.megabytes = args.megabytes or (1000 if args.what == "memory" else 5)
   with tempfile.TemporaryDirectory() as folder:
-    {"reading": reading, "tokenising": tokenising, "memory": memory_of_preparing}[args.what](args, folder)
+    {"reading": reading, "tokenizing": tokenizing, "memory": memory_of_preparing}[args.what](args, folder)
 
 
 if __name__ == "__main__":

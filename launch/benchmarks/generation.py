@@ -1,24 +1,24 @@
-"""Time of one generated token against the time to read the weights once, in turn within one process.
+"""Token latency relative to reading the weights once (ideal 1.0), in interleaved rounds within one process.
 
-  python -m launch.benchmarks.generation --config=configs/llama1b.py:builtin,llama [--rows=1] [--slots=256] [--rounds=9] \
-      [--set=model.num_steps=4]
+  python -m launch.benchmarks.generation --config=configs/llama1b.py:builtin,llama [--rows=1] [--slots=256] \
+      [--rounds=9] [--set=model.num_steps=4]
 
-The token is one call of the program that generation calls for each token of all rows, likeliest token, with keys and
-values of `slots` tokens a row. The read is a sum over every array that this program reads (block weights, output head,
-keys and values), so that no other way to read them is taken for faster than it is; its own rate is printed too. Times
-are medians over rounds of `--tokens` calls one after the other, the ratio the median of the rounds' ratios with its
-quartiles. Weights are at their initial values, made on the first device.
+The token is one call of the program that generation runs for each token of all rows, greedy, with keys and values of
+`slots` tokens a row. The read is a sum over every array that this program reads (block weights, output head, keys and
+values), with the bandwidth that it reaches. Times are medians over rounds of `--tokens` consecutive calls, the ratio is
+the median of the rounds' ratios with quartiles. Weights have their initial values, generated on the first device.
 
-With --topology=v5e:2x2, say, the program is compiled for one chip of a TPU that is not there (needs the TPU compiler,
-pip install 'jax[tpu]'): the compiler's own cycles at the chip's clock against the bytes at its memory's rate.
+With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
+compiler, pip install 'jax[tpu]'): the compiler's cycles at the chip's clock against the bytes at its memory bandwidth.
 """
 
 import argparse
+from collections.abc import Callable
 import functools
 import math
 import statistics
 import time
-from typing import Any, Callable
+from typing import Any
 
 from flax import nnx
 import jax
@@ -33,30 +33,31 @@ from diffeq_nnx.inference import generation
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.model.parameters import abstract_model, graph, params_of
+from diffeq_nnx.model.ready import generated
 from launch.benchmarks import hlo
 
-# GB/s of a chip's memory, from Google's page of the TPU version
+# memory bandwidth of a chip in GB/s, from Google's page of the TPU version
 MEMORY = {"TPU v5 lite": 819, "TPU v5": 2765, "TPU v6 lite": 1638}
 GREEDY = Sampling(temperature=0)
 
 
 def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
-  """What a token reads: all but the rows of the tables that it picks."""
+  """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
   head = weights["rest"].get("head")
   return {"steps": weights["steps"], "head": weights["rest"]["embedding"] if head is None else head,
-          "kept": state["kept"]}
+          "cache": state["cache"]}
 
 
 def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
-  """The state when so many slots are full."""
+  """The state with so many slots filled."""
   shape = (rows, config.kv_heads, slots, config.head_dim)
-  kept = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(num_steps)]
-  return {"kept": kept, "slot": jnp.int32(slots - 1), "first_B": jnp.zeros(rows, jnp.int32)}
+  cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(num_steps)]
+  return {"cache": cache, "slot": jnp.int32(slots - 1), "first_B": jnp.zeros(rows, jnp.int32)}
 
 
 class Programs:
-  """The two programs, and what they work on."""
+  """The two programs and their arguments."""
 
   def __init__(self, config: Config, rows: int, slots: int):
     make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
@@ -64,17 +65,17 @@ class Programs:
     rows = self._decoder.num_rows(rows)
     self._state = state_of(config.model, self._decoder.grid.num_steps, rows, slots)
     self._tokens_B = jnp.zeros(rows, jnp.int32)
-    self._numbers = GREEDY.numbers()
+    self._values = GREEDY.values()
 
   def read_arrays(self) -> dict[str, Any]:
-    """What both read."""
+    """The arrays that both read."""
     return read_by_a_token(self._decoder.weights, self._state)
 
   def token(self) -> jax.Array:
-    """One token of each row; past the end it takes the last slot again, and all are read."""
+    """One token of each row; the last slot is overwritten at each call, and all slots are read."""
     decoder = self._decoder
     self._state, self._tokens_B = generation.next_tokens(
-        decoder.config, decoder.grid, GREEDY.way, decoder.weights, self._numbers, self._state, self._tokens_B)
+        decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B)
     return self._tokens_B
 
   def read(self) -> jax.Array:
@@ -84,12 +85,12 @@ class Programs:
 
 @jax.jit
 def _sum(arrays: Any) -> jax.Array:
-  """A number that needs every element."""
+  """A number that depends on every element."""
   return sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(arrays))
 
 
 def timed(call: Callable[[], jax.Array], count: int) -> float:
-  """Seconds a call, of so many one after the other."""
+  """Seconds per call, of so many consecutive ones."""
   start = time.perf_counter()
   for _ in range(count):
     result = call()
@@ -98,28 +99,24 @@ def timed(call: Callable[[], jax.Array], count: int) -> float:
 
 
 def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
-  """A Markdown row of the compiler's estimate for one chip of a TPU that is not there; as `main` says."""
-  if __package__:  # it sees to it that no TPU is looked for
-    from launch import compile_ahead
-  else:
-    import compile_ahead
+  """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`."""
+  from launch import compile_ahead  # its import keeps JAX from searching for TPUs
   model, grid = config.model, solvers.make_grid(config.model, config.eval.num_steps)
-  rows = 2 if rows == 1 else rows  # as `Decoder.num_rows` has it there
+  rows = 2 if rows == 1 else rows  # see `Decoder.num_rows`
   device = compile_ahead.devices_of(topology, 1)[0]
-  params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Model(model, rngs=nnx.Rngs(0)), nnx.Param)))
   place = SingleDeviceSharding(device)
-  weights, state, numbers, tokens_B = jax.tree.map(
+  steps, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
+  weights, state, values, tokens_B = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-      (jax.eval_shape(functools.partial(generation.ready, model, grid), params),
-       jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
-       jax.eval_shape(GREEDY.numbers), jax.ShapeDtypeStruct((rows,), jnp.int32)))
-  traced = generation.next_tokens.trace(model, grid, GREEDY.way, weights, numbers, state, tokens_B)
+      ({"steps": steps, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
+       jax.eval_shape(GREEDY.values), jax.ShapeDtypeStruct((rows,), jnp.int32)))
+  traced = generation.next_tokens.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
   program = hlo.Program(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
-  size, kept = (sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-                for arrays in (read_by_a_token(weights, state), state["kept"]))
+  size, cached = (sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+                  for arrays in (read_by_a_token(weights, state), state["cache"]))
   token = program.cycles / (1e9 * compile_ahead.CHIPS[device.device_kind].clock)
   read = size / (1e9 * MEMORY[device.device_kind])
-  return (f"| {(size - kept) / 2**20:,.1f} | {kept / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
+  return (f"| {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
           f"{token / read:.3f} |")
 
 
@@ -127,11 +124,11 @@ def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--rows", type=int, default=1, help="how many prompts at a time")
-  parser.add_argument("--slots", type=int, default=256, help="tokens that a row has had")
+  parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch")
+  parser.add_argument("--slots", type=int, default=256, help="tokens in the cache of each row")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
-  parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU instead; nothing runs")
+  parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU instead of running")
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
@@ -139,13 +136,13 @@ def main(argv: list[str] | None = None) -> None:
     raise UserError(f"--slots={args.slots}: the model has {config.model.seq_len} positions; give at most that many")
   if args.topology:
     print(f"{args.config}, {args.rows} rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
-    print("| weights, MiB | keys and values, MiB | token, ms | read once, ms | token against read |")
+    print("| weights, MiB | keys and values, MiB | token, ms | read once, ms | token / read |")
     print("| --- | --- | --- | --- | --- |")
     print(ahead(config, args.topology, args.rows, args.slots))
     return
   programs = Programs(config, args.rows, args.slots)
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()))
-  weights = size - sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()["kept"]))
+  weights = size - sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()["cache"]))
   for call in (programs.token, programs.read):
     timed(call, 2)
   times = np.array([[timed(call, args.tokens) for call in (programs.token, programs.read)] for _ in range(args.rounds)])
@@ -154,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
   device = jax.devices()[0]
   print(f"{args.config}, {args.rows} rows of {args.slots} slots, median of {args.rounds} interleaved rounds of "
         f"{args.tokens}, {device.device_kind} ({device.platform}), jax {jax.__version__}\n")
-  print("| weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token against read |")
+  print("| weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token / read |")
   print("| --- | --- | --- | --- | --- | --- | --- |")
   print(f"| {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | {1e3 * token:.3f} | {args.rows / token:,.1f} | "
         f"{1e3 * read:.3f} | {size / read / 1e9:,.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")

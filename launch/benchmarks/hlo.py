@@ -1,6 +1,6 @@
-"""Reads a compiled program: what it sends between devices, and how long its parts are estimated to take.
+"""Parses a compiled program: its communication between devices, and the compiler's estimates of its cycles.
 
-The text is what `jax.stages.Compiled.as_text()` gives. Whatever stands in a loop counts as often as the loop turns.
+The text is that of `jax.stages.Compiled.as_text()`. Instructions in a loop count once per iteration.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class Collective:
 
   Attributes:
     kind: one of `KINDS`.
-    arrays: what it leaves on a device (for an all-gather, whole).
-    group: devices that take part together.
-    times: how often a run of the program does it.
-    name: where in the source it comes from, as JAX says.
+    arrays: its results on a device (for an all-gather, complete).
+    group: number of devices that participate together.
+    times: executions in a run of the program.
+    name: JAX's name of the operation in the source.
   """
   kind: str
   arrays: tuple[Array, ...]
@@ -51,7 +51,7 @@ class Collective:
 
   @property
   def sent_bytes(self) -> int:
-    """What a device sends in all runs of it, by the best ring: (g - 1) / g of the whole, twice for an all-reduce."""
+    """Bytes that a device sends in all executions, by a ring: (g - 1) / g of the arrays, twice for an all-reduce."""
     size = sum(array.bytes for array in self.arrays)
     share = (self.group - 1) / self.group
     factor = {"all-gather": share, "all-reduce": 2 * share, "reduce-scatter": self.group - 1, "all-to-all": share,
@@ -61,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A hand-written kernel that the program calls, whose time the compiler does not know."""
+  """A hand-written kernel that the program calls, without an estimate by the compiler."""
   name: str
   times: int
 
@@ -77,7 +77,7 @@ class _Instruction:
 
 
 class Program:
-  """A compiled program, read from its text."""
+  """A compiled program, parsed from its text."""
 
   def __init__(self, text: str):
     self._computations: dict[str, dict[str, _Instruction]] = {}
@@ -92,13 +92,13 @@ class Program:
           self._entry = current
       elif found := _INSTRUCTION.match(line):
         instruction = _parse(found[1], found[2])
-        self._computations[current][instruction.name] = self._roots[current] = instruction  # the root stands last
+        self._computations[current][instruction.name] = self._roots[current] = instruction  # the root comes last
 
   @functools.cached_property
   def collectives(self) -> list[Collective]:
-    """All of them, those of a single device left out; `send` goes to another slice.
+    """All collectives, except those of a single device; `send` goes to another slice.
 
-    The TPU compiler spreads one collective over several fusions, to work while it is under way: they have its channel.
+    The TPU compiler may split a collective over several fusions to overlap it with computation: they share its channel.
     """
     found: dict[Any, Collective] = {}
     for instruction, times in self._executed(self._entry, 1, inside_fusions=True):
@@ -113,7 +113,7 @@ class Program:
 
   @functools.cached_property
   def cycles(self) -> int:
-    """Of the compiler's own estimates; hand-written kernels, and waiting for other devices, are not in it."""
+    """The sum of the compiler's estimates, without hand-written kernels and waiting for other devices."""
     total = 0
     for instruction, times in self._executed(self._entry, 1, inside_fusions=False):
       if instruction.opcode != "while":
@@ -128,7 +128,7 @@ class Program:
             if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest]
 
   def _executed(self, computation: str, times: int, inside_fusions: bool):
-    """(instruction, how often it runs), from this computation down."""
+    """(instruction, number of executions) in this computation and those that it calls."""
     for instruction in self._computations[computation].values():
       yield instruction, times
       if instruction.opcode == "fusion" and not inside_fusions:
@@ -138,7 +138,7 @@ class Program:
         yield from self._executed(called, times * trips, inside_fusions)
 
   def _trips(self, computation: str, loop: _Instruction) -> int:
-    """How often a loop turns that counts up to a constant; 1 for any other."""
+    """The iterations of a loop that counts up to a constant; 1 for any other."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
       return int(known[1])
     condition, body = (re.search(rf"{part}=%?([\w.\-]+)", loop.rest)[1] for part in ("condition", "body"))
@@ -152,7 +152,7 @@ class Program:
     return max(1, -(-(limit - start) // self._step(body, counters[0])))
 
   def _follow(self, computation: str, name: str) -> _Instruction | None:
-    """The instruction of that name, copies skipped."""
+    """The instruction of that name, followed through copies."""
     instruction = self._computations[computation].get(name)
     while instruction is not None and instruction.opcode in ("copy", "bitcast"):
       instruction = self._computations[computation].get(instruction.operands[0])
@@ -164,19 +164,19 @@ class Program:
     return int(found[1]) if found else None
 
   def _index(self, computation: str, name: str) -> int | None:
-    """Which part of the loop's state this is."""
+    """The index of an element of the loop's state."""
     instruction = self._follow(computation, name)
     found = instruction and re.search(r"index=(\d+)", instruction.rest)
     return int(found[1]) if found and instruction.opcode == "get-tuple-element" else None
 
   def _start(self, computation: str, name: str, index: int) -> int:
-    """The loop's counter before the first turn; 0 where it can't be seen."""
+    """The loop's counter before the first iteration; 0 if unknown."""
     state = self._follow(computation, name)
     known = state is not None and state.opcode == "tuple"
     return (self._constant(computation, state.operands[index]) or 0) if known else 0
 
   def _step(self, body: str, index: int) -> int:
-    """By how much the loop's counter grows in a turn."""
+    """The increment of the loop's counter in an iteration."""
     after = self._follow(body, self._roots[body].operands[index])
     if after is not None and after.opcode == "fusion":
       body, after = after.called[0], self._roots[after.called[0]]
@@ -208,7 +208,7 @@ def _parse(name: str, text: str) -> _Instruction:
 
 
 def _end(text: str, close: str) -> int:
-  """Where the first `close` outside all brackets stands."""
+  """The index of the first `close` outside all brackets."""
   depth = 0
   for place, letter in enumerate(text):
     if letter == close and depth == 0:
@@ -218,7 +218,7 @@ def _end(text: str, close: str) -> int:
 
 
 def _result(instruction: _Instruction) -> tuple[Array, ...]:
-  """What a collective that was only started will leave: its type holds operands, results, and counters."""
+  """The results of an asynchronous collective, whose type holds operands, results and counters."""
   arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.shape]
   return tuple(arrays[len(arrays) // 2:]) if instruction.opcode != "all-reduce-start" else tuple(arrays)
 

@@ -1,11 +1,11 @@
-"""How many instruction bundles the TPU compiler schedules for attention, ours and splash attention's; needs no TPU.
+"""Counts the instruction bundles that the TPU compiler schedules for our attention and splash attention; needs no TPU.
 
   python -m launch.benchmarks.kernel_schedule [--chips=v5e:2x4,v5p:2x2x2,v6e:2x4] [--shapes=llama1b,gpt_small]
 
-Needs the libtpu wheel, which holds the compiler. A TPU core issues one bundle a cycle, so a loop's bundles times
-its trips are the least cycles that it takes; waiting for memory comes on top. The figures don't change from run to
-run. Printed are bundles a trip, divided by the number of 512 x 512 blocks of scores that a trip works on. Our loops
-without and with a mask differ; splash attention has one loop for both, and is given blocks of 512 and of 1024.
+Needs the libtpu wheel, which holds the compiler. A TPU core issues one bundle per cycle, so a loop's bundles times its
+iterations are the fewest cycles that it takes; waiting for memory adds to them. The numbers are deterministic. Printed
+are bundles per iteration, divided by the number of 512 x 512 blocks of scores in an iteration. Our loops without and
+with a mask differ; splash attention has one loop for both, and runs with blocks of 512 and of 1024.
 """
 
 import argparse
@@ -21,7 +21,7 @@ DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_emit_annotation
 
 
 def compile_here(chip: str, name: str, who: str, block: int) -> None:
-  """Compiles the gradients at a named shape, in a process that dumps its schedules."""
+  """Compiles the gradients at a named shape, in a process that dumps schedules."""
   import jax
   from jax.experimental import topologies
   import jax.numpy as jnp
@@ -41,10 +41,10 @@ def compile_here(chip: str, name: str, who: str, block: int) -> None:
 
 
 def innermost_loops(text: str) -> list[int]:
-  """Bundles a trip of each innermost loop in a dump of final bundles, in order.
+  """Bundles per iteration of each innermost loop in a dump of final bundles, in order.
 
-  A line is a bundle if it starts with its address; the number of `>` before its first brace is its depth, and
-  `LB` there marks the first of a loop.
+  A line is a bundle if it starts with an address; the number of `>` before its first brace is its depth, and `LB` there
+  marks the first of a loop.
   """
   lines = [line.split("{", 1)[0] for line in text.splitlines() if re.match(r"\s*(0x[0-9a-f]+|0)\s", line)]
   depths = [line.count(">") for line in lines]
@@ -88,14 +88,14 @@ def main() -> None:
     chip, name, who, block = args.child.split(",")
     compile_here(chip, name, who, int(block))
     return
-  print("| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | splash 1024 |\n"
-        "| --- | --- | --- | --- | --- | --- |")
+  print("| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | "
+        "splash 1024 |\n| --- | --- | --- | --- | --- | --- |")
   for chip in args.chips:
     for name in args.shapes:
       forward, backward = schedule(chip, name, "ours", 512)  # loops: masked, unmasked, masked
       cells = [f"{loops[1]}, {max(loops[0], loops[2])}" for loops in (forward, backward)]
       for block in (512, 1024):
-        # with a block of its own size the compute loop is unrolled, and the grid's loop is the innermost
+        # blocks have one compute iteration, which is unrolled, so the grid's loop is the innermost
         blocks = [round(max(loops) / (block // 512)**2) for loops in schedule(chip, name, "splash", block)]
         cells.append(", ".join(map(str, blocks)))
       print(f"| {chip.split(':')[0]} | {name} | " + " | ".join(cells) + " |", flush=True)

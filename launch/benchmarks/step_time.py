@@ -1,21 +1,20 @@
-"""Times several configs in turn within one process, and prints a Markdown table.
+"""Times several configs in interleaved rounds within one process, and prints a Markdown table.
 
   python -m launch.benchmarks.step_time --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq \
       [--what=train_step|loss_and_gradients] [--rounds=9] [--set=train.batch_size=8]
 
-In each round every config runs once, one after the other, so that a slow minute of the machine hits all of
-them. Times are medians over rounds; a ratio is the median of the rounds' ratios to the first config, with its
-quartiles. Each config runs over all devices, by its mesh. Tokens are random; compilation and the first run
-are not timed. The states of all configs are on the device together. Memory is the compiler's own account of
-the program: arguments, results and temporaries.
+In each round every config runs once, so that slow periods of the machine affect all of them. Times are medians over
+rounds; a ratio is the median of the rounds' ratios to the first config, with quartiles. Each config runs over all
+devices, by its mesh. Tokens are random; compilation and the first run are not timed. The states of all configs are on
+the device together. Memory is the compiler's: arguments, results and temporaries.
 """
 
 import argparse
+from collections.abc import Callable
 import functools
 import re
 import statistics
 import time
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_
 
 
 class Timed:
-  """One config's program, compiled, with the state that it works on."""
+  """One config's compiled program and its state."""
 
   def __init__(self, name: str, config: config_lib.Config, what: str):
     self.name, self.config = name, config
@@ -46,7 +45,7 @@ class Timed:
     self.seconds.clear()
 
   def run(self) -> None:
-    """Runs once, and remembers how long it took."""
+    """Runs once and records the time."""
     start = time.perf_counter()
     self._carry = jax.block_until_ready(self._program(*self._carry))
     self.seconds.append(time.perf_counter() - start)
@@ -60,17 +59,18 @@ class Timed:
 
 
 class Program:
-  """A compiled function of a carry, whose buffers it takes over, and the compiler's account of its memory."""
+  """A compiled function of a carry, whose buffers it donates, and the compiler's memory statistics."""
 
   def __init__(self, function: Callable, compiled: jax.stages.Compiled):
     self._function, self.memory = function, compiled.memory_analysis()
 
   def __call__(self, *carry):
+    """The next carry."""
     return self._function(*carry)
 
 
 def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
-  """Inputs and targets [batch_size, seq_len], the same for every config of these sizes; 0 plays the end mark."""
+  """Inputs and targets [batch_size, seq_len], the same for every config of these sizes; 0 is the end mark."""
   shape = (2, config.train.batch_size, config.model.seq_len)
   tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape).astype(np.int32)
   packing = data.packing(tokens[0], None if config.data.attend_across_documents else 0)
@@ -84,7 +84,7 @@ def train_step(config, state, batch, mesh):
 
 
 def loss_and_gradient(config, state, batch, mesh):
-  """Loss and gradients alone; the gradients' buffers are used again by the next run, as a train step would."""
+  """Loss and gradients alone; the gradients' buffers are reused by the next run, as in a train step."""
   grid = solvers.make_grid(config.model)
 
   places = state_shardings(config, mesh)["params"]
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's own argument may hold commas
+  names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's argument may hold commas
   timed = [Timed(name, config_lib.load(name, args.set), args.what) for name in names]
   for _ in range(args.rounds):
     for one in timed:

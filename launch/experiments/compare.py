@@ -3,9 +3,9 @@
   python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=1e-3,2e-3,4e-3 \
       --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--set=model.num_steps=6]
 
-Every rate is tried with the first seed, and the best one then with the other seeds; `--all-seeds` tries
-every rate with every seed and takes the best by the mean. Runs that have finished are not run again, so
-the same command goes on after an interruption. Results are in results.json of the work directory.
+Every rate is run with the first seed, and the best one then with the other seeds; `--all-seeds` runs every rate with
+every seed and chooses the best by the mean. Finished runs are not repeated, so the same command continues after an
+interruption. Results are in results.json of the work directory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from diffeq_nnx.training.loop import train
 
 
 class Runs:
-  """Finished runs by (row, rate, seed), kept in results.json."""
+  """Finished runs by (row, rate, seed), stored in results.json."""
 
   def __init__(self, args: argparse.Namespace):
     self._args = args
@@ -31,7 +31,7 @@ class Runs:
         self.losses = json.load(file)
 
   def loss(self, row: str, rate: float, seed: int) -> float:
-    """Final validation loss of one run, in nats a token; infinite if it diverged."""
+    """Final validation loss of one run, in nats per token; infinite if it diverged."""
     name = f"{row}_rate{rate:g}_seed{seed}"
     if name not in self.losses:
       settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}", *self._args.set]
@@ -48,7 +48,7 @@ class Runs:
 
 
 def best_of(runs: Runs, row: str, rates: list[float], seeds: list[int], all_seeds: bool):
-  """(best rate, its losses by seed, {rate: mean loss over the seeds that it was tried with})."""
+  """(best rate, its losses by seed, {rate: mean loss over the seeds that it ran with})."""
   tried = seeds if all_seeds else seeds[:1]
   by_rate = {rate: statistics.mean(runs.loss(row, rate, seed) for seed in tried) for rate in rates}
   best = min(by_rate, key=by_rate.get)

@@ -1,10 +1,10 @@
-"""Fine-tunes one run at several numbers of steps, and prints validation perplexity before and after as a Markdown table.
+"""Fine-tunes one run at several numbers of steps; prints validation perplexity before and after as a Markdown table.
 
-  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english --workdir=runs/rfc \\
-      --rows=full,lora --steps=3,4,6,8,12 [--set=train.steps=200]
+  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english \\
+      --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 [--set=train.steps=200]
 
-A run with stored weights has one number of steps, its own: give it as --steps. Runs that have finished are not trained
-again, so the same command goes on after an interruption.
+A run with stored weights has one number of steps: give that as --steps. Finished runs are not repeated, so the same
+command continues after an interruption.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def perplexities(args: argparse.Namespace, row: str, num_steps: int) -> tuple[fl
   jobs.run("finetune", config, workdir, from_workdir=args.from_workdir, num_steps=num_steps)
   recorded = read_metrics(workdir, "validation")
   if recorded[0]["step"] or recorded[-1]["step"] < config.train.steps:
-    raise RunError(f"{workdir}: is not finished; run the same command to go on")
+    raise RunError(f"{workdir}: is not finished; run the same command to continue")
   return recorded[0]["perplexity"], recorded[-1]["perplexity"]
 
 

@@ -3,7 +3,8 @@
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/any --config.model.time.scale=20 \
       --config.train.step_counts='(3, 4, 6, 8, 12)'
-  python -m launch.experiments.picture --workdirs=runs/any,runs/tiny [--steps=2,3,4,5,6,7,8,10,12,14,16] [--out=docs/depth.png]
+  python -m launch.experiments.picture --workdirs=runs/any,runs/tiny [--steps=2,3,4,5,6,7,8,10,12,14,16] \
+      [--out=docs/depth.png]
 
 W(t) and its spectra are those of the first run; each run has a curve of perplexities on its validation text.
 """
@@ -16,48 +17,48 @@ import matplotlib
 import numpy as np
 
 import diffeq_nnx
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.analysis.subject import Subject
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import load_corpus
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # after the backend is chosen
+from matplotlib import pyplot  # after choosing the backend
 
 TIMES = np.linspace(0, 1, 97)  # of the curves
 ENTRIES = 5  # of W(t)
 
 
-def perplexities(workdir: str, steps: list[int]) -> tuple[Subject, list[float], str]:
-  """A run's newest model, its validation perplexity at each number of solver steps, and how it was trained."""
+def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[float], str]:
+  """A run's newest model, its validation perplexity at each number of solver steps, and its training steps."""
   config, model, _, mesh, _ = diffeq_nnx.load(workdir)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
   corpus, params = load_corpus(config), params_of(model)
   with jax.set_mesh(mesh):
     found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]
   counts = config.train.step_counts or (config.model.num_steps,)
-  return Subject(model), found, ", ".join(map(str, counts))
+  return AnalyzedModel(model), found, ", ".join(map(str, counts))
 
 
-def draw(subject: Subject, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
+def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
   """Writes the PNG."""
   figure, (weights, eigen, depth) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
   entry = lambda leaves: np.asarray(leaves["up"]["kernel"])[:, 0, :ENTRIES]
-  own, colours = np.asarray(subject.grid.times_S), pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
-  for curve, marks, colour in zip(entry(subject.weights_at(TIMES)).T, entry(subject.weights).T, colours):
-    weights.plot(TIMES, curve, color=colour, linewidth=1.2)
-    weights.plot(own, marks, "o", color=colour, markersize=4)
+  own, colors = np.asarray(analyzed.grid.times_S), pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
+  for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights).T, colors):
+    weights.plot(TIMES, curve, color=color, linewidth=1.2)
+    weights.plot(own, marks, "o", color=color, markersize=4)
   weights.set(title="weights are functions of depth", xlabel="depth t", ylabel=f"{ENTRIES} entries of W_up(t)")
-  leading = np.sort(np.abs(spectra(subject, TIMES, feedforward=False).ov), axis=-1)[..., ::-1]
+  leading = np.sort(np.abs(spectra(analyzed, TIMES, feedforward=False).ov), axis=-1)[..., ::-1]
   for rank, alpha in ((0, 1.0), (1, 0.6), (3, 0.35), (7, 0.2)):
     eigen.plot(TIMES, leading[..., rank].mean(axis=1), color="C0", alpha=alpha, label=f"{rank + 1}")
   eigen.legend(title="rank", fontsize=8, title_fontsize=8, ncols=2)
   eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
-  for (label, values), colour in zip(curves, ("C0", "0.5", "C1", "C2")):
-    depth.plot(steps, values, "o-", color=colour, label=f"trained at {label} steps", markersize=4)
-  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)", ylabel="validation perplexity",
-            yscale="log", xticks=steps)
+  for (label, values), color in zip(curves, ("C0", "0.5", "C1", "C2")):
+    depth.plot(steps, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
+  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)",
+            ylabel="validation perplexity", yscale="log", xticks=steps)
   depth.set_xticklabels(steps, fontsize=8)
   depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):
@@ -67,7 +68,7 @@ def draw(subject: Subject, curves: list[tuple[str, list[float]]], steps: list[in
 
 
 def main() -> None:
-  """Reads the runs, measures, draws."""
+  """Measures the runs and draws the figure."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--workdirs", type=lambda text: text.split(","), required=True)
   parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")],

@@ -1,4 +1,4 @@
-"""Where text comes from: kinds of source, read lazily, by record, in parts that processes can share."""
+"""Sources of text: read lazily, by record, in parts that processes can share."""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -10,7 +10,7 @@ import os
 
 from absl import logging
 
-from diffeq_nnx.data.sources import catalogue, files, records
+from diffeq_nnx.data.sources import catalog, files, records
 from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part
 from diffeq_nnx.errors import UserError
 
@@ -24,28 +24,28 @@ class Source:
   """A source whose files are known but not read yet; see `open_source`.
 
   Attributes:
-    source: As it was written.
-    parts: Pieces that can be read one by one in any process; one after the other they are the whole. They and
-      their order depend on the source alone. Parts hold names only and can be pickled.
-    counts: What became of the records, as far as `records` or `documents` has come on its newest run.
-    read: read(part, counts=Counts()) yields each record's text in one part, as `records` does, and counts them. It
-      can be pickled.
+    source: The source as given by the user.
+    parts: Pieces that any process can read one by one; in order they make up the source. They and their order depend
+      on the source alone, and they can be pickled.
+    counts: Counts of the latest run of `records` or `documents`, updated as it goes.
+    read: read(part, counts=Counts()) yields each record's text in one part, as `records` does, and counts the records.
+      It can be pickled.
   """
 
   def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
-    self._prefix, self._options, self._state, self._told = f"{key}={source}:", options, state, Counts()
+    self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.checked, prefix=self._prefix, options=options)
 
   def records(self) -> Iterator[str]:
-    """Yields each record's text in order, "" for one that is empty or passed over as bad.
+    """Yields each record's text in order, "" for one that is empty or was skipped as bad.
 
-    A record's place in this order is its index, whatever is wrong with others. One record is held in memory
-    (of a TFDS data set, 64). At the end one line on the log says what was passed over, once for each outcome.
+    A record's index in this order does not depend on other records being bad. One record is held in memory (of a TFDS
+    data set, 64). At the end skipped records are logged in one line.
 
     Raises:
       UserError: For a bad record, unless `options.bad_records` is "skip"; for a file that can't be read to
-        its end; and for a source with no text at all.
+        its end; and for a source without text.
     """
     counts = self.counts = Counts()
     for part in self.parts:
@@ -53,30 +53,28 @@ class Source:
     self.check(counts)
 
   def check(self, counts: Counts) -> None:
-    """Tells what was passed over, once for each outcome, at the end of all parts.
+    """Logs the skipped records of the complete source; the same counts are logged once.
 
     Raises:
-      UserError: If there was no text at all.
+      UserError: If there was no text.
     """
     if not counts.documents:
-      told = f" ({counts.line()})" if counts.num_bad else ""
-      raise UserError(
-        f"{self._prefix} holds no text at all{told}; give a source with at least one non-empty document"
-      )
-    if counts.num_bad and counts != self._told:
+      skipped = f" ({counts.line()})" if counts.num_bad else ""
+      raise UserError(f"{self._prefix} holds no text{skipped}; give a source with at least one non-empty document")
+    if counts.num_bad and counts != self._reported:
       logging.warning("%s %s", self._prefix, counts.line())
-      self._told = counts
+      self._reported = counts
 
   def documents(self) -> Iterator[str]:
-    """Yields the texts of `records` that aren't empty; raises what it raises."""
+    """Yields the texts of `records` that aren't empty; raises as `records`."""
     return filter(None, self.records())
 
   def fingerprint(self) -> str:
-    """Tells one state of the source, and one way of reading it, from another without reading its files.
+    """A hash of the source's state and reading options, computed without reading its files.
 
     Returns:
       The hex SHA-256 of the options that matter and of: for `text` and `jsonl`, each file's name, size
-      (bytes) and modification time (ns), or what a bucket says of its version; for `tfds`, the name with its
+      (bytes) and modification time (ns), or the version given by a bucket; for `tfds`, the name with its
       version, the directory, the split, and the size and time of each of its files; for `builtin`, the text.
     """
     state = [self._state, self._options.text_key, self._options.bad_records]
@@ -84,22 +82,22 @@ class Source:
 
 
 def open_source(source: str, key: str = "data.source", options: Options = Options()) -> Source:
-  """Finds what a source names, without reading it.
+  """Finds the files or records of a source, without reading them.
 
   Args:
     source: One of
       `builtin`: the prose of Python's own help topics;
       `text:GLOB`: each file one document, UTF-8;
-      `jsonl:GLOB`: one JSON object a line, its text under `options.text_key`; GLOB may be several paths or
-        globs separated by commas, `~` expands, URLs like `gs://bucket/*.jsonl.gz` are read through fsspec,
-        and `.gz`, `.xz` and `.zst` files directly;
+      `jsonl:GLOB`: one JSON object a line, its text under `options.text_key`; GLOB may be several paths or globs
+        separated by commas, `~` expands, URLs like `gs://bucket/*.jsonl.gz` are read through fsspec, and files such as
+        `.gz`, `.xz` and `.zst` are decompressed;
       `tfds:NAME[/CONFIG][:VERSION][:SPLIT]`: a TFDS data set, its text in the feature `options.text_key`.
     key: The configuration key that errors name.
     options: How to read it.
 
   Raises:
-    UserError: For an unknown kind, a glob that matches nothing, or a data set that isn't on disk and can't
-      be, or may not be, downloaded.
+    UserError: For an unknown kind, a glob that matches nothing, or a data set that isn't on disk and can't be, or may
+      not be, downloaded.
   """
   prefix = f"{key}={source}:"
   kind, colon, rest = source.partition(":")
@@ -108,22 +106,20 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
     return Source(source, key, options, parts, [kind, *state])
   if "shards:" in source:
     kinds = ", ".join(KINDS[:-1])
-    raise UserError(f"{prefix} prepared shards hold tokens, and here text is wanted; use one of {kinds}")
-  raise UserError(
-    f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_nearest(source)}"
-  )
+    raise UserError(f"{prefix} prepared shards hold tokens, but text is needed here; use one of {kinds}")
+  raise UserError(f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_nearest(source)}")
 
 
 def documents(source: str, key: str = "data.source", options: Options = Options()) -> Iterator[str]:
   """Yields the documents of a source, one at a time, in an order that depends on the source alone.
 
-  Args and what is raised are those of `open_source`, at the call, and of `Source.documents`, while iterating.
+  Arguments and errors are those of `open_source`, and while iterating also the errors of `Source.documents`.
   """
   return open_source(source, key, options).documents()
 
 
 def fingerprint(source: str, key: str = "data.source", options: Options = Options()) -> str:
-  """`Source.fingerprint` of `open_source`; raises what that raises."""
+  """`Source.fingerprint` of `open_source`."""
   return open_source(source, key, options).fingerprint()
 
 
@@ -132,18 +128,9 @@ class _Builtin:
   name: str = "Python's help topics"
 
   def read(self) -> Iterator[str]:
-    return _topics()
+    from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
 
-
-def _topics() -> Iterator[str]:
-  from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
-
-  return (topics[name] for name in sorted(topics))
-
-
-def _resolve_builtin(rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
-  del rest, prefix, options
-  return [_Builtin()], [list(_topics())]
+    return (topics[name] for name in sorted(topics))
 
 
 def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
@@ -151,23 +138,17 @@ def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple
   return parts, [file.state() for file in parts]
 
 
-def _resolve_tfds(rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
-  opened = catalogue.resolve(rest, prefix, options)
-  return opened.parts, list(opened.state)
-
-
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {
-  # kind: (what follows its colon, how an error line begins, options) -> parts, and what tells one state of the source
-  # from another, as JSON
-  "builtin": _resolve_builtin,
+  # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
+  "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
   "text": functools.partial(_resolve_files, "text"),
   "jsonl": functools.partial(_resolve_files, "jsonl"),
-  "tfds": _resolve_tfds,
+  "tfds": catalog.resolve,
 }
 
 
 def _nearest(source: str) -> str:
-  """The source that the writer most likely meant."""
+  """The valid source that is most similar."""
   kind, colon, rest = source.partition(":")
   if not colon and (os.sep in source or "." in source) or rest.startswith("//"):
     return f"{'jsonl' if '.json' in source else 'text'}:{source}"

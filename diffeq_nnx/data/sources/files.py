@@ -1,16 +1,12 @@
-"""The sources `text:` and `jsonl:`: files here or behind a URL, plain or compressed; each is a part.
+"""The sources `text:` and `jsonl:`: local files and URLs, plain or compressed, opened through fsspec.
 
-Local files are opened by Python itself. URLs (`gs://`, `s3://`, `hf://`, `https://`) go through fsspec, which
-streams, expands `**`, says what version a file has, and has an in-memory file system to test with.
-etils.epath, the other candidate, is a layer over fsspec that has no `**`, and where TensorFlow is installed
-it reads `gs://` through that.
+Each file is a part. etils.epath, the other candidate, has no `**`, and reads `gs://` through TensorFlow where that is
+installed.
 """
 
 from collections.abc import Iterator
-import contextlib
 import dataclasses
 import glob
-import gzip
 import json
 import lzma
 import os
@@ -18,20 +14,23 @@ import sys
 from typing import Any, BinaryIO
 import zlib
 
+import fsspec
+import fsspec.compression
+
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 
 if sys.version_info >= (3, 14):
   from compression import zstd
 else:
-  from backports import zstd  # unlike `zstandard`, it notices a file that was cut short
+  from backports import zstd
 
-_DECOMPRESS = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
+# Of the modules that fsspec may use for .zst, only this one detects a truncated file.
+fsspec.compression.register_compression("zstd", zstd.ZstdFile, "zst", force=True)
+
 _LOCAL_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-# What tells one version of a remote file from the next: each file system has some of these.
-_VERSION_FIELDS = (
-  "generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created",
-)  # fmt: skip
+# Fields that change with the version of a remote file; each file system has some of them.
+_VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +39,10 @@ class File:
 
   Attributes:
     kind: "text" (the file is one document) or "jsonl" (each line is one).
-    name: Its path or URL.
-    prefix: How an error line begins.
+    name: Path or URL.
+    prefix: The start of error messages.
     text_key: The key that holds a JSON object's text.
-    version: For a URL, what tells this version of the file from another; () for a path.
+    version: For a URL, fields that identify this version of the file; () for a path.
   """
 
   kind: str
@@ -56,8 +55,7 @@ class File:
     """See `records.Part.read`."""
     errors = Exception if _is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
-      with contextlib.ExitStack() as stack:
-        file = _open(self.name, stack)
+      with fsspec.open(self.name, "rb", compression="infer") as file:
         yield from self._text(file) if self.kind == "text" else self._jsonl(file)
     except UserError:
       raise
@@ -65,10 +63,10 @@ class File:
       raise UserError(_unreadable(self.prefix, self.name, error)) from error
 
   def state(self) -> list:
-    """What changes when the file does: name, size (bytes) and a time or version.
+    """Name, size in bytes and modification time (ns), or for a URL its version.
 
     Raises:
-      UserError: If a local file can't be examined.
+      UserError: If a local file can't be accessed.
     """
     if _is_url(self.name):
       return [self.name, *self.version]
@@ -80,16 +78,14 @@ class File:
 
   def _text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     data = file.read()
-    if not data:
-      yield self._empty()
-      return
     try:
       text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
       yield self._not_utf8(data.count(b"\n", 0, error.start) + 1, error)
       return
-    del data  # the caller holds on to this frame while it works on the text
-    yield text
+    empty = not data
+    del data  # this frame lives on while the caller works on the text
+    yield self._empty() if empty else text
 
   def _jsonl(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     number = 0
@@ -113,15 +109,14 @@ class File:
       return BadRecord("not an object", where, f"of type {type(record).__name__}, not an object; {rule}")
     if self.text_key not in record:
       names = ", ".join(map(repr, list(record)[:10])) or "none"
-      return BadRecord(
-        f"without key {key}", where, f"no key {key} (its keys: {names}); {rule}; data.text_key names the key"
-      )
+      detail = f"no key {key} (its keys: {names}); {rule}; data.text_key names the key"
+      return BadRecord(f"without key {key}", where, detail)
     text = record[self.text_key]
     if not isinstance(text, str):
       detail = f"{key} is of type {type(text).__name__}, not a string; {rule}"
       return BadRecord(f"where {key} is not a string", where, detail)
     try:
-      text.encode()  # JSON escapes can spell half a character, which no UTF-8 text holds
+      text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
     except UnicodeEncodeError as error:
       detail = f"{key} holds a lone surrogate at character {error.start}; remove it"
       return BadRecord("with a lone surrogate", where, detail)
@@ -137,21 +132,18 @@ class File:
 
 
 def resolve(kind: str, globs: str, prefix: str, options: Options) -> list[File]:
-  """The files that a source names.
+  """The files that a source names, one part for each, sorted by name.
 
   Args:
     kind: "text" or "jsonl".
     globs: Paths, URLs and globs of both, separated by commas; `~` expands.
-    prefix: How an error line begins.
-    options: Which key holds a JSON object's text.
-
-  Returns:
-    One part for each file, sorted by name, so that their order depends on the names alone.
+    prefix: The start of error messages.
+    options: Names the key that holds a JSON object's text.
 
   Raises:
-    UserError: For a glob that matches nothing, or a file system that can't be reached.
+    UserError: For a glob that matches nothing, or a file system that can't be accessed.
   """
-  files = {}
+  files: dict[str, tuple] = {}
   for pattern in filter(None, (part.strip() for part in globs.split(","))):
     matches = _remote(pattern, prefix) if _is_url(pattern) else _local(pattern)
     if not matches:
@@ -169,21 +161,29 @@ def _is_url(name: str) -> bool:
 
 def _local(pattern: str) -> dict[str, tuple]:
   path = os.path.expanduser(pattern)
-  # A file whose very name holds [ or * is meant as it stands.
+  # an existing name that contains [ or * is taken literally
   matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
   return dict.fromkeys(matches, ())
 
 
 def _remote(pattern: str, prefix: str) -> dict[str, tuple]:
   """The URLs that match, each with its version."""
-  fs, path = _file_system(pattern, prefix)
+  protocol = pattern.partition("://")[0]
   try:
-    fs.invalidate_cache()  # a listing kept from before would hide what has changed since
+    fs, path = fsspec.core.url_to_fs(pattern)
+    fs.invalidate_cache()  # an old listing would hide changes
     found = fs.glob(path, detail=True)
-  except Exception as error:
+  except ImportError as error:
     raise UserError(
-      f"{prefix} {pattern} can't be listed ({_reason(error)}); look at the network, the name and your "
-      "credentials"
+      f"{prefix} {protocol}:// needs a package that is not installed ({_reason(error)}); install it with pip"
+    ) from error
+  except Exception as error:
+    if protocol not in fsspec.available_protocols():
+      raise UserError(
+        f"{prefix} {protocol}:// is not a known protocol ({_reason(error)}); use for example gs:// or hf://"
+      ) from error
+    raise UserError(
+      f"{prefix} {pattern} can't be listed ({_reason(error)}); check the network, the name and your credentials"
     ) from error
   for name, info in found.items():
     if info.get("type") == "directory":
@@ -196,34 +196,6 @@ def _version(info: dict[str, Any]) -> tuple:
   return (info.get("size"), *known)
 
 
-def _file_system(url: str, prefix: str = "") -> tuple[Any, str]:
-  """The fsspec file system of a URL, and the path in it."""
-  import fsspec  # needed for URLs only
-
-  protocol = url.partition("://")[0]
-  try:
-    return fsspec.core.url_to_fs(url)
-  except ImportError as error:
-    raise UserError(
-      f"{prefix} {protocol}:// needs a package that is not installed ({_reason(error)}); install it with pip"
-    ) from error
-  except ValueError as error:
-    raise UserError(
-      f"{prefix} {protocol}:// is not known ({_reason(error)}); use for example gs:// or hf://"
-    ) from error
-
-
-def _open(name: str, stack: contextlib.ExitStack) -> BinaryIO:
-  """Opens a file for reading what was in it before compression; the stack closes it."""
-  if _is_url(name):
-    fs, path = _file_system(name)
-    file = stack.enter_context(fs.open(path, "rb"))
-  else:
-    file = stack.enter_context(open(name, "rb"))
-  decompress = _DECOMPRESS.get(os.path.splitext(name)[1])
-  return stack.enter_context(decompress(file, "rb")) if decompress else file
-
-
 def _reason(error: BaseException) -> str:
   return " ".join(str(error).split()) or type(error).__name__
 
@@ -233,6 +205,5 @@ def _unreadable(prefix: str, name: str, error: BaseException) -> str:
     return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
-  if _is_url(name):
-    return f"{prefix} {name} can't be read ({_reason(error)}); look at the network, or restore the file"
-  return f"{prefix} {name} can't be read ({_reason(error)}): damaged or cut short; restore the file"
+  action = "check the network, or restore the file" if _is_url(name) else "it is damaged or truncated: restore it"
+  return f"{prefix} {name} can't be read ({_reason(error)}); {action}"

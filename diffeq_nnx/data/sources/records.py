@@ -1,13 +1,14 @@
-"""What the kinds of source share: how to read, what becomes of a bad record, and the count of them all."""
+"""What the kinds of source share: options, records that can't be used, and counts of all records."""
 
+import collections
 from collections.abc import Iterator
 import dataclasses
 from typing import Protocol
 
 from diffeq_nnx.errors import UserError
 
-# Printed with errors in records, where there are two ways out: mending the data, and doing without.
-_SKIP = "or set data.bad_records=skip to pass over such records and count them"
+# Added to errors in records, which have two ways out: repair the data, or do without the record.
+_SKIP = "or set data.bad_records=skip to skip and count such records"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +17,9 @@ class Options:
 
   Attributes:
     text_key: The key of a JSON object, or the feature of a TFDS data set, that holds the text.
-    bad_records: "error": stop at the first record that can't be used; "skip": pass over it and count it.
-    tfds_dir: Where TFDS data sets lie; None for TFDS's own default, ~/tensorflow_datasets.
-    download: Whether a TFDS data set that isn't there may be downloaded and prepared.
+    bad_records: "error": stop at the first record that can't be used; "skip": skip and count it.
+    tfds_dir: The directory of TFDS data sets; None for TFDS's own default, ~/tensorflow_datasets.
+    download: Whether a TFDS data set that is not on disk may be downloaded and prepared.
   """
 
   text_key: str = "text"
@@ -29,14 +30,14 @@ class Options:
 
 @dataclasses.dataclass
 class Counts:
-  """What became of the records that were read: `records` is the sum of the three others.
+  """Numbers of records read: `records` is the sum of `documents`, `empty` and `num_bad`.
 
   Attributes:
-    records: All records met. A blank line between JSON records is none.
+    records: All records; blank lines between JSON records don't count.
     documents: Records with text.
-    empty: Records whose text is the empty string, which are passed over.
-    bad: Records passed over because they can't be used, by reason.
-    examples: For each reason in `bad`, where the first such record is.
+    empty: Records whose text is the empty string.
+    bad: Records that can't be used and were skipped, by reason.
+    examples: For each reason in `bad`, the location of the first such record.
   """
 
   records: int = 0
@@ -50,29 +51,28 @@ class Counts:
     self.records += other.records
     self.documents += other.documents
     self.empty += other.empty
-    for reason, number in other.bad.items():
-      self.bad[reason] = self.bad.get(reason, 0) + number
-      self.examples.setdefault(reason, other.examples[reason])
+    self.bad = dict(collections.Counter(self.bad) + collections.Counter(other.bad))
+    self.examples = other.examples | self.examples
 
   @property
   def num_bad(self) -> int:
-    """Records passed over because they can't be used, for any reason."""
+    """Records that can't be used, for any reason."""
     return sum(self.bad.values())
 
   def line(self) -> str:
-    """The counts as part of a line of a report."""
+    """The counts as part of a message."""
     reasons = [f"{number} {reason} (first: {self.examples[reason]})" for reason, number in self.bad.items()]
-    return f"{self.num_bad} of {self.records} records passed over as bad: {'; '.join(reasons) or 'none'}"
+    return f"{self.num_bad} of {self.records} records skipped as bad: {'; '.join(reasons) or 'none'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-  """What stands in place of the text of a record that can't be used.
+  """Takes the place of the text of a record that can't be used.
 
   Attributes:
-    reason: What is wrong, in words that many records can share; goes after a number, as in "3 not UTF-8".
+    reason: The kind of problem, worded to follow a number, as in "3 not UTF-8".
     where: File and line, or data set and index.
-    detail: What is wrong with this one, the rule, and how to mend it.
+    detail: The problem of this record, the rule, and the way to repair it.
   """
 
   reason: str
@@ -81,33 +81,33 @@ class BadRecord:
 
 
 class Part(Protocol):
-  """A piece of a source that can be read by itself, in any process: it holds names, no open files.
+  """A piece of a source that any process can read on its own: it holds names, no open files.
 
   Attributes:
-    name: What it is, for people.
+    name: A readable name.
   """
 
   name: str
 
   def read(self) -> Iterator[str | BadRecord]:
-    """Yields each record's text, or what is wrong with it, in order; one record is held in memory.
+    """Yields the text of each record in order, or a `BadRecord`; holds one record in memory.
 
     Raises:
-      UserError: When the rest can't be read at all, so that nobody can tell how much is lost.
+      UserError: If the rest can't be read, so that the number of lost records is unknown.
     """
 
 
 def checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[str]:
-  """Yields one string for each record of a part, "" for an empty or bad one, and counts them.
+  """Yields one string for each record of a part, "" for an empty or bad one, and counts the records.
 
   Args:
-    part: What to read.
-    prefix: How an error line begins: the key and the source.
-    options: Whether bad records are errors.
-    counts: Grows with each record.
+    part: The part to read.
+    prefix: The start of error messages: the key and the source.
+    options: Says whether bad records are errors.
+    counts: Updated with each record.
 
   Raises:
-    UserError: For a bad record, unless they are to be skipped; and what `part.read` raises.
+    UserError: For a bad record, unless they are skipped; and as `part.read`.
   """
   for text in part.read():
     counts.records += 1

@@ -1,4 +1,4 @@
-"""WikiText-103, which TFDS' catalogue lacks, as a TFDS data set: `tfds:wikitext103:train`, for example."""
+"""WikiText-103, which TFDS's catalog lacks, as a TFDS data set: `tfds:wikitext103:train`, for example."""
 
 from collections.abc import Iterator
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-# A copy of the paper's zip, whose own address no longer answers.
+# A copy of the paper's zip, whose original address is gone.
 _URL = "https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
 _FILES = {"train": "wiki.train.raw", "validation": "wiki.valid.raw", "test": "wiki.test.raw"}
 _TITLE = re.compile(r" = [^=]+ = \n")  # sections have = = and more
@@ -15,7 +15,7 @@ _TITLE = re.compile(r" = [^=]+ = \n")  # sections have = = and more
 class Wikitext103(tfds.core.GeneratorBasedBuilder):
   """The raw (not <unk>) variant of https://arxiv.org/abs/1609.07843: one record for each article.
 
-  The records of a split, one after the other, are its file. Preparing holds the largest in memory, 540 MB.
+  The records of a split add up to its file. Preparation holds the largest file, 540 MB, in memory.
   """
 
   VERSION = tfds.core.Version("1.0.0")
@@ -35,7 +35,7 @@ class Wikitext103(tfds.core.GeneratorBasedBuilder):
 
 
 def articles(lines: Iterator[str]) -> Iterator[str]:
-  """Yields articles, each from the line with its title to the next; cut only there, after a blank line."""
+  """Yields articles: each begins at a title line that follows a blank line, and goes on to the next such line."""
   article, blank = [], False
   for line in lines:
     if blank and _TITLE.fullmatch(line) and any(not before.isspace() for before in article):

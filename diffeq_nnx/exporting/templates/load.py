@@ -1,9 +1,9 @@
-"""Runs the exported model; needs jax, flatbuffers and safetensors, and nothing of diffeq-nnx.
+"""Runs the exported model; needs jax, flatbuffers and safetensors, but not diffeq-nnx.
 
     python load.py 5 17 2      # the most likely next tokens after these
 
 In a program: `model = load(FOLDER)`, then `model(tokens)`: int32 [batch, length] -> logits [batch, length, vocabulary].
-model.json says how long a sequence may be; tokenizer.json, where there is one, is for Hugging Face's `tokenizers`.
+model.json has the largest sequence length, seq_len; tokenizer.json, if present, is for Hugging Face's `tokenizers`.
 """
 
 import json

@@ -15,8 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class DiffEqFormerConfig(PretrainedConfig):
   """field: gpt (LayerNorm, GELU, learned positions, tied head) or llama (RMSNorm, SwiGLU, rotary positions).
 
-  solver: euler (both branches read the same state) or sequential (the feed-forward one reads what attention wrote).
-  norm_shift: whether llama's norms in a layer have a bias; those of gpt have.
+  solver: euler (both branches read the same state) or sequential (feed-forward reads the sum with attention).
+  norm_shift: whether the norms of llama's layers have a bias, as those of gpt do.
   """
 
   model_type = "diffeqformer"
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x, cos, sin):
-  """Channel i of x [B, heads, L, C] turned with channel i + C / 2."""
+  """Rotary positions: channel i of x [B, heads, L, C] is rotated with channel i + C / 2."""
   first, second = x.float().chunk(2, -1)
   return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
@@ -65,7 +65,7 @@ class Layer(nn.Module):
     norm, options = (nn.LayerNorm, {}) if self.is_gpt else (RMSNorm, {"bias": config.norm_shift})
     self.attention_norm, self.mlp_norm = (norm(D, eps=config.norm_eps, **options) for _ in range(2))
     width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-    if self.is_gpt:  # for each key/value head its query heads, the key, the value
+    if self.is_gpt:  # for each key/value head: its query heads, the key, the value
       self.qkv = nn.Linear(D, width + 2 * kv_width)
     else:
       self.query, self.gate = nn.Linear(D, width, bias=False), nn.Linear(D, N, bias=False)
@@ -73,7 +73,7 @@ class Layer(nn.Module):
     self.out, self.up = nn.Linear(width, D, bias=self.is_gpt), nn.Linear(D, N, bias=self.is_gpt)
     self.down = nn.Linear(N, D, bias=self.is_gpt)
 
-  def attention(self, x, mask, turn, cache):
+  def attention(self, x, mask, rotation, cache):
     B, L, _ = x.shape
     x, C = self.attention_norm(x), self.head_dim
     if self.is_gpt:
@@ -82,13 +82,11 @@ class Layer(nn.Module):
     else:
       q, k, v = (project(x).view(B, L, -1, C) for project in (self.query, self.key, self.value))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if turn is not None:
-      q, k = rotate(q, *turn), rotate(k, *turn)
+    if rotation is not None:
+      q, k = rotate(q, *rotation), rotate(k, *rotation)
     if cache is not None:
       k, v = cache.update(k, v, self.index)
-    groups = self.heads // self.kv_heads
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.kv_heads < self.heads)
     return self.out(out.transpose(1, 2).reshape(B, L, -1))
 
   def feedforward(self, x):
@@ -97,10 +95,10 @@ class Layer(nn.Module):
       return self.down(F.gelu(self.up(x), approximate="tanh"))
     return self.down(F.silu(self.gate(x)) * self.up(x))
 
-  def forward(self, x, mask, turn, cache):
+  def forward(self, x, mask, rotation, cache):
     if self.config.solver == "euler":
-      return x + (self.attention(x, mask, turn, cache) + self.feedforward(x))
-    x = x + self.attention(x, mask, turn, cache)
+      return x + (self.attention(x, mask, rotation, cache) + self.feedforward(x))
+    x = x + self.attention(x, mask, rotation, cache)
     return x + self.feedforward(x)
 
 
@@ -118,7 +116,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     self.positions = nn.Embedding(config.max_position_embeddings, D) if is_gpt else None
     self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
     self.final_norm = (nn.LayerNorm if is_gpt else RMSNorm)(D, eps=config.final_norm_eps)
-    self.lm_head = None if is_gpt else nn.Linear(D, config.vocab_size, bias=False)  # gpt's is the embedding
+    self.lm_head = None if is_gpt else nn.Linear(D, config.vocab_size, bias=False)  # gpt's is tied to the embedding
     self.post_init()
 
   def get_input_embeddings(self):
@@ -126,33 +124,33 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
   def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None,
               labels=None, logits_to_keep=0, **kwargs):
-    """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, which may be on either side."""
+    """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side."""
     B, L = input_ids.shape
     if use_cache is None:
       use_cache = self.config.use_cache and not self.training
     if use_cache and past_key_values is None:
       past_key_values = DynamicCache()
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    places = torch.arange(past + L, device=input_ids.device)
+    slots = torch.arange(past + L, device=input_ids.device)
     if position_ids is None:
       if attention_mask is None:
-        position_ids = places[None, past:].expand(B, L)
+        position_ids = slots[None, past:].expand(B, L)
       else:
         position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -L:]
-    mask = (places[None, :] <= places[past:, None])[None, None]
+    mask = (slots[None, :] <= slots[past:, None])[None, None]
     if attention_mask is not None:
-      seen = attention_mask.bool()[:, None, None]
-      mask = mask & (seen | (places[None, :] == places[past:, None]))  # padding sees itself: no row is empty
-    x, turn = self.embed_tokens(input_ids), None
+      visible = attention_mask.bool()[:, None, None]
+      mask = mask & (visible | (slots[None, :] == slots[past:, None]))  # padding attends to itself: no row is empty
+    x, rotation = self.embed_tokens(input_ids), None
     if self.positions is not None:
       x = x + self.positions(position_ids)
     else:
       half = self.config.hidden_size // self.config.num_attention_heads // 2
       rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
       angles = position_ids[:, None, :, None].float() * rates
-      turn = angles.cos(), angles.sin()
+      rotation = angles.cos(), angles.sin()
     for layer in self.layers:
-      x = layer(x, mask, turn, past_key_values)
+      x = layer(x, mask, rotation, past_key_values)
     x = self.final_norm(x)
     if logits_to_keep:
       x = x[:, -logits_to_keep:]

@@ -1,7 +1,6 @@
 """The source `tfds:NAME[/CONFIG][:VERSION][:SPLIT]`: TFDS data sets on disk, read without TensorFlow.
 
-They are read through TFDS' data sources, which need files in the array_record format. A part is a run of
-records.
+They are read through TFDS's data sources, which need files in the array_record format. A part is a range of records.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from absl import logging
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError, first_line
 
-RECORDS_PER_PART = 1 << 14  # enough that opening the files doesn't count, few enough to share out
+RECORDS_PER_PART = 1 << 14  # large enough to make opening the files cheap, small enough to distribute parts
 _RECORDS_PER_READ = 64  # held in memory at a time
 _VERSION = re.compile(r"[\d*]+\.[\d*]+\.[\d*]+")
 _BUILD = "tfds build {name} --file_format=array_record --data_dir={directory}"
@@ -26,15 +25,15 @@ _BUILD = "tfds build {name} --file_format=array_record --data_dir={directory}"
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-  """A run of records of a data set as a part of a source.
+  """A range of records of a data set as a part of a source.
 
   Attributes:
-    directory: Where the prepared data set lies.
-    dataset: Its name, configuration and version.
-    split: TFDS' split expression.
-    start: The first record's index in the split.
-    stop: One more than the last record's.
-    prefix: How an error line begins.
+    directory: The directory of the prepared data set.
+    dataset: Name, configuration and version.
+    split: TFDS's split expression.
+    start: Index of the first record in the split.
+    stop: One more than the index of the last record.
+    prefix: The start of error messages.
     text_key: The feature that holds the text.
   """
 
@@ -53,10 +52,11 @@ class Records:
 
   def read(self) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
+    data_source = None
     for start in range(self.start, self.stop, _RECORDS_PER_READ):
       indices = list(range(start, min(start + _RECORDS_PER_READ, self.stop)))
       try:
-        if start == self.start:
+        if data_source is None:
           import tensorflow_datasets as tfds
 
           data_source = tfds.builder_from_directory(self.directory).as_data_source(self.split)
@@ -64,7 +64,7 @@ class Records:
       except Exception as error:  # array_record and protobuf have errors of their own
         raise UserError(
           f"{self.prefix} {self.dataset}:{self.split} records {indices[0]} to {indices[-1]} can't be read "
-          f"({_first_line(error)}): damaged or gone; prepare {self.directory} again"
+          f"({_reason(error)}): damaged or missing; prepare {self.directory} again"
         ) from error
       for index, example in zip(indices, examples):
         yield self._text(index, example[self.text_key])
@@ -74,26 +74,20 @@ class Records:
       return data.decode("utf-8")
     except UnicodeDecodeError as error:
       where = f"{self.dataset}:{self.split} record {index}"
-      detail = f"{self.text_key!r} is not UTF-8 ({error.reason}); mend the data set"
-      return BadRecord("not UTF-8", where, detail)
+      return BadRecord("not UTF-8", where, f"{self.text_key!r} is not UTF-8 ({error.reason}); repair the data set")
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-  """A data set's parts, and what changes when it does."""
-
-  parts: list[Records]
-  state: list
-
-
-def resolve(name: str, prefix: str, options: Options) -> Opened:
-  """Finds a data set on disk, downloading and preparing it first where the options allow that.
+def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+  """Finds a data set on disk, or downloads and prepares it where the options allow that.
 
   Args:
-    name: `NAME[/CONFIG][:VERSION][:SPLIT]`; SPLIT is any of TFDS' expressions, like `train[:1%]`; by default
-      `train`. Without VERSION it is the newest on disk.
-    prefix: How an error line begins.
-    options: Where data sets lie, whether to download, and which feature holds the text.
+    name: `NAME[/CONFIG][:VERSION][:SPLIT]`; SPLIT is any of TFDS's expressions, like `train[:1%]`, by default `train`.
+      Without VERSION it is the newest version on disk.
+    prefix: The start of error messages.
+    options: Directory, permission to download, and the feature that holds the text.
+
+  Returns:
+    The parts, and a JSON value that changes when the data set does.
 
   Raises:
     UserError: If TFDS isn't installed, there is no such data set, split or feature, its files have another
@@ -109,92 +103,85 @@ def resolve(name: str, prefix: str, options: Options) -> Opened:
   if _VERSION.fullmatch(split.partition(":")[0]):
     version, _, split = split.partition(":")
     dataset = f"{dataset}:{version}"
-  split = split or "train"
-  directory = os.path.abspath(os.path.expanduser(options.tfds_dir or tfds.core.constants.DATA_DIR))
   if "://" in (options.tfds_dir or ""):
     raise UserError(
       f"data.tfds_dir={options.tfds_dir}: array_record files are read from a file system, not from a URL; "
       "mount the bucket, for example with gcsfuse, or copy the data set"
     )
-  builder = _find(tfds, dataset, directory, prefix)
-  if builder is None:
-    builder = _prepare(tfds, dataset, directory, prefix, options)
-  _check_feature(tfds, builder, prefix, options)
-  return _open(builder, dataset, split, prefix, options)
-
-
-def _find(tfds: Any, dataset: str, directory: str, prefix: str) -> Any | None:
-  """The data set as it lies on disk, whether or not TFDS knows how to make it; None if it doesn't."""
+  directory = os.path.abspath(os.path.expanduser(options.tfds_dir or tfds.core.constants.DATA_DIR))
   try:
-    return tfds.core.read_only_builder.builder_from_files(dataset, data_dir=directory)
+    builder = tfds.core.read_only_builder.builder_from_files(dataset, data_dir=directory)
   except tfds.core.DatasetNotFoundError:
-    return None
+    builder = _prepare(tfds, dataset, directory, prefix, options)
   except Exception as error:
     raise UserError(
-      f"{prefix} {dataset!r} can't be opened in {directory} ({_first_line(error)}); write "
-      "tfds:NAME/CONFIG:SPLIT, as in tfds:wiki40b/en:train"
+      f"{prefix} {dataset!r} can't be opened in {directory} ({_reason(error)}); write tfds:NAME/CONFIG:SPLIT, as in "
+      "tfds:wiki40b/en:train"
     ) from error
+  _check_feature(tfds, builder, prefix, options)
+  return _parts(builder, dataset, split or "train", prefix, options)
 
 
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
-  """Downloads and prepares a data set of the catalogue, and says so first."""
+  """Logs that a data set will be downloaded, downloads and prepares it."""
+  import tensorflow_datasets.text  # noqa: F401  registers data sets that tfds alone does not
+
+  from diffeq_nnx.data.sources import wikitext103  # noqa: F401  registers itself
 
   build = _BUILD.format(name=dataset, directory=directory)
   try:
     builder = tfds.builder(dataset, data_dir=directory)
   except Exception as error:
-    known = tfds.list_builders(with_community_datasets=False)  # those would be asked for over the network
+    known = tfds.list_builders(with_community_datasets=False)  # community data sets would need the network
     names = difflib.get_close_matches(dataset.partition("/")[0], known, n=1)
-    nearest = f"; nearest in the catalogue: {names[0]}" if names else ""
+    nearest = f"; nearest in the catalog: {names[0]}" if names else ""
     raise UserError(
-      f"{prefix} {dataset} is not in {directory}, and TFDS has no way to make it ({_first_line(error)}); "
-      f"name the directory that holds it in data.tfds_dir{nearest}"
+      f"{prefix} {dataset} is not in {directory}, and TFDS can't make it ({_reason(error)}); set data.tfds_dir to the "
+      f"directory that holds it{nearest}"
     ) from error
   full_name, size = builder.info.full_name, builder.info.download_size
-  what = f"{full_name} ({size if size else 'of a size that TFDS does not tell'})"
+  what = f"{full_name} ({size if size else 'of unknown size'})"
   if not options.download:
-    # The command knows no data sets but TFDS' own.
+    # the command knows TFDS's own data sets only
     run = f" run {build}," if type(builder).__module__.startswith("tensorflow_datasets.") else ""
     raise UserError(
       f"{prefix} {full_name} is not in {directory}; set data.download=True to download {what} and prepare it "
-      f"there,{run} or name the directory that holds it in data.tfds_dir"
+      f"there,{run} or set data.tfds_dir to the directory that holds it"
     )
   logging.warning("%s downloading %s and preparing it in %s", prefix, what, directory)
   try:
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is kept for results
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for results
       builder.download_and_prepare(file_format="array_record")
   except ImportError as error:
     raise UserError(
-      f"{prefix} {full_name} can't be prepared without {error.name}; prepare it once where that is "
-      f"installed, with {build}: reading it needs no such package"
+      f"{prefix} {full_name} can't be prepared without {error.name}; prepare it once on a machine that has it, with "
+      f"{build}: reading the result does not need it"
     ) from error
   except Exception as error:
     raise UserError(
-      f"{prefix} {full_name} can't be downloaded to {directory} ({type(error).__name__}: "
-      f"{_first_line(error)}); look at the network and the disk, or name a directory that holds it in "
-      "data.tfds_dir"
+      f"{prefix} {full_name} can't be downloaded to {directory} ({type(error).__name__}: {_reason(error)}); check the "
+      "network and the disk, or set data.tfds_dir to a directory that holds it"
     ) from error
   return builder
 
 
 def _check_feature(tfds: Any, builder: Any, prefix: str, options: Options) -> None:
-  """Sees that the text is where `data.text_key` says."""
+  """Raises UserError unless `data.text_key` names a text feature."""
   features = builder.info.features
   features = dict(features.items()) if isinstance(features, tfds.features.FeaturesDict) else {}
-  if not isinstance(features.get(options.text_key), tfds.features.Text):
-    texts = ", ".join(sorted(name for name in features if isinstance(features[name], tfds.features.Text)))
+  texts = sorted(name for name, feature in features.items() if isinstance(feature, tfds.features.Text))
+  if options.text_key not in texts:
     raise UserError(
-      f"data.text_key={options.text_key}: {prefix} {builder.info.full_name} has no text feature of that name"
-      f"; {f'use one of {texts}' if texts else 'it has no text at all: choose another data set'}"
+      f"data.text_key={options.text_key}: {prefix} {builder.info.full_name} has no text feature of that name; "
+      + (f"use one of {', '.join(texts)}" if texts else "it has none at all: choose another data set")
     )
 
 
-def _open(builder: Any, dataset: str, split: str, prefix: str, options: Options) -> Opened:
-  """Cuts a split into parts."""
+def _parts(builder: Any, dataset: str, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+  """Divides a split into parts; returns them, and name, directory, split and files with their sizes and times."""
   info, directory = builder.info, os.fspath(builder.data_path)
   try:
-    data_source = builder.as_data_source(split)
-    num_records = len(data_source)
+    num_records = len(builder.as_data_source(split))
     shards = [
       (os.path.basename(shard.filename), shard.skip, shard.take, stat.st_size, stat.st_mtime_ns)
       for shard in info.splits[split].file_instructions
@@ -203,39 +190,37 @@ def _open(builder: Any, dataset: str, split: str, prefix: str, options: Options)
   except NotImplementedError as error:
     found = info.file_format.value if info.file_format else "an unknown format"
     raise UserError(
-      f"{prefix} {info.full_name} lies in {directory} as {found}, which needs TensorFlow; prepare it again "
+      f"{prefix} {info.full_name} is stored in {directory} as {found}, which needs TensorFlow; prepare it again "
       f"with {_BUILD.format(name=dataset, directory='ANOTHER_DIRECTORY')}"
     ) from error
   except OSError as error:
     raise UserError(
-      f"{prefix} {info.full_name} in {directory} can't be read ({error.strerror or _first_line(error)}); "
-      "remove it and prepare it again"
+      f"{prefix} {info.full_name} in {directory} can't be read ({error.strerror or _reason(error)}); remove it and "
+      "prepare it again"
     ) from error
   except ValueError as error:
-    if not _holds_none(info, split):
+    if not _is_empty(info, split):
       raise UserError(
-        f"{prefix} {info.full_name} has no split {split!r} ({_first_line(error)}); use one of "
-        f"{', '.join(info.splits)}, or parts of them like train[:1%]"
+        f"{prefix} {info.full_name} has no split {split!r} ({_reason(error)}); use one of {', '.join(info.splits)}, or "
+        "parts of them like train[:1%]"
       ) from error
     num_records = 0
   if not num_records:
     raise UserError(f"{prefix} split {split!r} of {info.full_name} holds no records; name a larger one")
-  parts = [
-    Records(directory, info.full_name, split, start, min(start + RECORDS_PER_PART, num_records), prefix,
-            options.text_key)
-    for start in range(0, num_records, RECORDS_PER_PART)
-  ]  # fmt: skip
-  return Opened(parts, [info.full_name, directory, split, shards])
+  starts = range(0, num_records, RECORDS_PER_PART)
+  ranges = [(start, min(start + RECORDS_PER_PART, num_records)) for start in starts]
+  parts = [Records(directory, info.full_name, split, *ends, prefix, options.text_key) for ends in ranges]
+  return parts, [info.full_name, directory, split, shards]
 
 
-def _holds_none(info: Any, split: str) -> bool:
-  """Whether a split is there and empty, which TFDS refuses in words about paths."""
+def _is_empty(info: Any, split: str) -> bool:
+  """Whether a split exists and has no records, for which TFDS raises an error about paths."""
   try:
     return info.splits[split].num_examples == 0
   except (ValueError, KeyError):
     return False
 
 
-def _first_line(error: BaseException) -> str:
-  """TFDS adds paragraphs of advice to its errors."""
+def _reason(error: BaseException) -> str:
+  """TFDS appends paragraphs of advice to its errors."""
   return first_line(error).rstrip(".:")

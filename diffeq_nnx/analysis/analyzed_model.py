@@ -1,12 +1,13 @@
-"""A model made ready to be looked at, and what it does with a text, step by step.
+"""A model under analysis, and its states and attention on a text, step by step.
 
 B batch, L positions, D embed_dim, S solver steps, H query heads, K key/value heads, C head_dim.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +16,21 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import solvers, vector_fields
-from diffeq_nnx.model.attention_context import AttentionContext, Packing, PrefillCache
+from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
 from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.model.weight_sources import BlockWeights
 from diffeq_nnx.parallel import sharding
 
-Progress = Callable[[float], None]  # told after each piece of work how much of it that was
+Progress = Callable[[float], None]  # called after each piece of work with its amount
 
 
-class Subject:
-  """A model with the weights of all its steps, made once, in float32 or wider, and with plain attention.
+class AnalyzedModel:
+  """A model with the weights of all its steps, generated once, in float32 or wider, with reference attention.
 
-  So it computes what the trained model does, but for rounding: tangents in bfloat16 would be noise, and fused attention
-  has no forward derivative. All is on one device; where the model is split over several, the weights are made there.
+  It computes the same as the trained model up to rounding: tangents in bfloat16 would be noise, and fused attention has
+  no forward derivative. Everything is on one device; a sharded model's weights are generated where its parameters are.
 
   Attributes:
     config: of the model, in the wider dtype.
@@ -39,7 +40,7 @@ class Subject:
   """
 
   def __init__(self, model: Model, num_steps: int | None = None):
-    """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for them."""
+    """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for that number."""
     config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)), attention="reference",
                                  dropout=0.0)
     with jax.default_matmul_precision("highest"):
@@ -49,21 +50,21 @@ class Subject:
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
-    """On the subject's device, with products in the full precision of their dtype, which TPUs and GPUs don't give."""
+    """On the model's device, with products in full precision, which TPUs and GPUs don't use by default."""
     with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
       yield
 
   def check_times(self, times_S: Sequence[float]) -> tuple[float, ...]:
-    """Times that there can be weights at, each once, from the first to the last.
+    """The times sorted and without duplicates.
 
     Raises:
-      UserError: no times, or some outside 0 to 1; or weights that are stored, so that they have no time between steps.
+      UserError: no times, or some outside 0 to 1; or stored weights, which exist at the model's own steps only.
     """
     if not len(times_S) or not all(0 <= t <= 1 for t in times_S):
       raise UserError(f"times={list(times_S)}: must be one or more times from 0 to 1")
     if self.config.weights == "stored":
       raise UserError(f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
-                      f"{self.config.num_steps} steps, and there are none between; leave it out")
+                      f"{self.config.num_steps} steps and none between; leave it out")
     return tuple(np.unique(np.asarray(times_S, np.float64)).tolist())
 
   def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
@@ -93,18 +94,18 @@ class Subject:
 
   @staticmethod
   def check_position(position: int, length: int) -> int:
-    """A position from 0, of one that may count from the end; raises UserError where the text has none such."""
+    """The position counted from 0, of one that may count from the end; raises UserError if it is out of range."""
     if not -length <= position < length:
       raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
     return position % length
 
   def observe(self, tokens_L: Sequence[int], weights: BlockWeights | None = None, *, attention: bool = False) -> "Pass":
-    """One forward pass of a text, kept.
+    """Records one forward pass of a text.
 
     Args:
       tokens_L: the text.
       weights: in place of the model's own.
-      attention: whether to keep the attention probabilities too, S H L^2 numbers.
+      attention: whether to record the attention probabilities too, S H L^2 numbers.
 
     Raises:
       UserError: as `check_tokens`.
@@ -116,8 +117,8 @@ class Subject:
       passed = observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
-      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the model's "
-                     "weights are too large, or not numbers")
+      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the "
+                     "model's weights are too large, or not numbers")
     return passed
 
 
@@ -129,39 +130,34 @@ def _weights(config: ModelConfig, times_S: tuple[float, ...], source: dict[str, 
 
 
 class Pass(NamedTuple):
-  """A forward pass, kept.
+  """A recorded forward pass.
 
   Attributes:
     states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    attention: attention probabilities of each step, [S, B, H, L, L]: of each token, over the tokens that it sees; None
-      where they were not asked for.
-    keys: of each step, [S, B, K, L, C], rotated where the model rotates.
-    values: of each step, [S, B, K, L, C].
+    attention: attention probabilities of each step, [S, B, H, L, L], of each token over the tokens up to it; None if
+      not requested.
   """
   states: jax.Array
   attention: jax.Array | None
-  keys: jax.Array
-  values: jax.Array
 
 
-@dataclasses.dataclass
-class _Watched(PrefillCache):
-  """What notes also the attention probabilities, [B, H, L, L]."""
-  probabilities: jax.Array | None = None
+class _RecordedAttention:
+  """Causal attention that records its probabilities, [B, H, L, L]."""
+  positions_BxL = None
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """As the packing's."""
+    """See `AttentionContext.attend`."""
     self.probabilities = attention_probabilities(q_BxLxHxC, k_BxLxKxC)
-    return super().attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
+    return Packing().attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
 def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.Array:
-  """softmax(q k^T / sqrt(C)) over the tokens not after each, [B, H, L, L]; head h reads key head h // (H / K)."""
+  """softmax(q k^T / sqrt(C)) over the tokens up to each, [B, H, L, L]; head h reads key head h // (H / K)."""
   L, H, C = q_BxLxHxC.shape[1:]
   k_BxLxHxC = jnp.repeat(k_BxLxKxC, H // k_BxLxKxC.shape[2], axis=2)
   scores_BxHxLxL = jnp.einsum("blhc,bmhc->bhlm", q_BxLxHxC, k_BxLxHxC) / np.sqrt(C).astype(q_BxLxHxC.dtype)
-  seen_1x1xLxL = jnp.tril(jnp.ones((1, 1, L, L), bool))
-  return jax.nn.softmax(jnp.where(seen_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
+  causal_1x1xLxL = jnp.tril(jnp.ones((1, 1, L, L), bool))
+  return jax.nn.softmax(jnp.where(causal_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
 def advance(config: ModelConfig, context: AttentionContext, weights: vector_fields.Weights, dt: jax.Array,
@@ -172,22 +168,22 @@ def advance(config: ModelConfig, context: AttentionContext, weights: vector_fiel
 
 
 def steps_of(config: ModelConfig, grid: solvers.Grid, weights: BlockWeights) -> tuple[BlockWeights, jax.Array]:
-  """What a scan over the steps takes: the weights and the step sizes [S]."""
+  """The weights and the step sizes [S], to scan over."""
   return weights, jnp.asarray(np.asarray(grid.dts_S), config.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest: dict[str, Any], weights: BlockWeights,
             tokens_BxL: jax.Array) -> Pass:
-  """One forward pass of a batch, kept; the attention probabilities too if `with_attention`."""
+  """Records one forward pass of a batch, with the attention probabilities if `with_attention`."""
   def step(x_BxLxD, one):
-    context = _Watched(Packing())
-    moved_BxLxD = advance(config, context, *one, x_BxLxD)
-    return moved_BxLxD, (moved_BxLxD, context.probabilities if with_attention else None, *context.keys_values)
+    context = _RecordedAttention()
+    x_BxLxD = advance(config, context, *one, x_BxLxD)
+    return x_BxLxD, (x_BxLxD, context.probabilities if with_attention else None)
 
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
-  _, (moved, attention, keys, values) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
-  return Pass(jnp.concatenate([x_BxLxD[None], moved]), attention, keys, values)
+  _, (states, attention) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
+  return Pass(jnp.concatenate([x_BxLxD[None], states]), attention)
 
 
 @functools.partial(jax.jit, static_argnums=0)
