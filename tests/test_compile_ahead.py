@@ -162,7 +162,7 @@ def test_what_it_prints(capsys, tmp_path):
 @pytest.mark.parametrize("settings,told", [
     (["--set=train.batch_size=4096", "--set=model.seq_len=2048", "--set=train.device_batch_size=1024"],
      "set train.device_batch_size=512"),
-    (["--set=model.embed_dim=2048", "--set=model.mlp_dim=8192"], "take more devices"),
+    (["--set=model.embed_dim=2048", "--set=model.mlp_dim=8192"], "use more devices"),
 ])
 def test_what_does_not_fit_is_told_with_a_way_out(settings, told, capsys):
   assert compile_ahead.main([*TINY, "--topology=v5e:2x2", "--set=train.remat=none", *settings]) == 1
