@@ -1,19 +1,41 @@
-"""What every test runs under: the CPU, no silent rank promotion, and a small model to build on."""
+"""What every test runs under: the CPU, one thread, shared compilations, and a small model to build on."""
 
 import functools
 import gc
 import os
+import pathlib
+import shutil
+import sys
+import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA's older way to compile fused loops takes a third of the time of the newer one.
+XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_multi_thread_eigen=false"
+# Set before JAX is imported, by the process that starts the workers of pytest-xdist; they and all subprocesses inherit it.
+STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
+if STARTS_THE_TESTS:
+  os.environ |= {
+      "DIFFEQ_NNX_IN_TESTS": "1",
+      "JAX_PLATFORMS": "cpu",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # tests compile more than they compute
+      "XLA_FLAGS": XLA_FLAGS,
+      "OMP_NUM_THREADS": "1",  # a worker has one core
+      # compiled programs, shared by all processes of this run of the tests and by no other run
+      "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      # subprocesses import this checkout, installed or not
+      "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+  }
 
-from absl import logging
+from absl import flags, logging
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data
+from diffeq_nnx import data, main
 from diffeq_nnx.config import (
   CheckpointConfig,
   Config,
@@ -26,11 +48,30 @@ from diffeq_nnx.config import (
 )
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.model.parameters import abstract_model, build, params_of
 from diffeq_nnx.training.loop import train
+from tests import reference
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_disable_most_optimizations", True)  # tests compile more than they compute
+
+# Files that take longest, first: a worker that begins one late would keep the other waiting.
+LONGEST = ("test_compile_ahead.py", "test_demo.py", "test_docs.py", "test_distributed.py", "test_attention.py",
+           "test_run.py", "test_launch.py", "test_analyse_job.py", "test_finetune.py", "test_analysis.py", "test_model.py",
+           "test_prepare.py", "test_resume.py", "test_harness.py", "test_harness_scoring.py", "test_harness_adapter.py",
+           "test_attention_compile.py", "test_export.py", "test_generation.py", "test_pages.py")
+
+
+def pytest_collection_modifyitems(items):
+  """The longest files first."""
+  place = {name: number for number, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_unconfigure():
+  """Removes the compiled programs of this run."""
+  if STARTS_THE_TESTS:
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
 
 # every row of the model table, as changes to a ModelConfig
 ROWS = {
@@ -55,9 +96,9 @@ def small_model(**changes) -> ModelConfig:
 
 @functools.cache
 def small_instance(config: ModelConfig) -> Model:
-  """A model of this config; jitted, since making the arrays one by one compiles for seconds."""
+  """A model of this config as training starts it; jitted, since making the arrays one by one compiles for seconds."""
   params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))()
-  return nnx.merge(graph(config), params)
+  return build(config, params)
 
 
 def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config:
@@ -82,14 +123,33 @@ def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarr
 
 
 def perturb(tree, seed: int = 0, scale: float = 0.1):
-  """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value."""
+  """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value; in NumPy, which compiles nothing."""
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda a: a + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
+  return jax.tree.map(lambda a: np.asarray(a) + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
+
+
+@functools.cache
+def _shapes(config: ModelConfig, x64: bool):
+  """The shapes and dtypes of a model's parameters, which depend on whether float64 is on."""
+  return params_of(abstract_model(config))
 
 
 def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Model:
-  """A model of which no parameter sits at its initial value."""
-  return nnx.merge(graph(config), perturb(nnx.to_pure_dict(nnx.state(small_instance(config))), seed, scale))
+  """A model of which no parameter sits at its initial value; made in NumPy, which compiles nothing."""
+  rng = np.random.default_rng(seed)
+
+  def value(path, leaf):
+    names = [key.key for key in path]
+    spread, start = scale, 0.0
+    if names[-1] == "frequencies_M":
+      start = reference.fixed_frequencies(*leaf.shape)
+    elif names[-1] == "scale" and "generator" not in names:
+      start = 1.0
+    elif "time_mlp" in names and len(leaf.shape) == 3:  # as large as they start, so that e(t) is
+      spread += leaf.shape[1]**-0.5
+    return jnp.asarray(start + spread * rng.normal(size=leaf.shape), leaf.dtype)
+
+  return build(config, jax.tree_util.tree_map_with_path(value, _shapes(config, jax.config.jax_enable_x64)))
 
 
 def told(call) -> str:
@@ -99,6 +159,25 @@ def told(call) -> str:
   message = str(caught.value)
   assert "\n" not in message and message
   return message
+
+
+def mistake(arguments: list[str], capsys) -> tuple[int, str]:
+  """(exit code, the one line on stderr) of a command line that holds a mistake, run in this process."""
+  for name in list(flags.FLAGS):  # as in a new process: `--config=FILE` defines a flag for each key of the file
+    if name.startswith("config."):
+      delattr(flags.FLAGS, name)
+    else:
+      flags.FLAGS[name].unparse()
+  flags.FLAGS.unparse_flags()
+  capsys.readouterr()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["main", *arguments])  # where ml_collections looks for `--config.KEY`
+    try:
+      code = main.main(main.parse(sys.argv))
+    except SystemExit as stop:
+      code = stop.code
+  (line,) = capsys.readouterr().err.splitlines()
+  return code, line
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from diffeq_nnx import jobs
 from diffeq_nnx.jobs.analyse import analyse, pieces, text_ids
 from diffeq_nnx.runs import workdir as workdir_lib
 from tests.browser import chromium, opened
-from tests.conftest import told
+from tests.conftest import XLA_FLAGS, mistake, told
 
 TEXT = "Document 3 tells of rivers"
 PICTURES = {"spectra_real", "spectra_magnitude", "spectra_positive_share", "spectra_induction", "sensitivity_exact",
@@ -101,17 +101,16 @@ def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
   done = subprocess.run(
       [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={tmp_path / 'run'}", f"--text={TEXT}",
        "--leading=3"], capture_output=True, text=True, check=False,
-      env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+      env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
   assert done.returncode == 0, done.stderr
   assert json.loads(done.stdout)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
   found = np.load(tmp_path / "run" / "report" / "numbers.npz")
   np.testing.assert_allclose(found["rollout"], numbers["rollout"], atol=1e-5)
 
 
-def test_the_command_takes_its_flags_and_no_config(finished):
+def test_the_command_takes_its_flags_and_no_config(finished, capsys):
   _, workdir = finished
-  command = [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={workdir}"]
-  for more, says in ((["--times=a,b"], "--times=a,b: must be numbers"), (["--text="], "gives no tokens"),
-                     (["--prompt=x"], "--prompt=x: is for --job=generate")):
-    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+  for more, says in (("--times=a,b", "--times=a,b: must be numbers"), ("--text=", "gives no tokens"),
+                     ("--prompt=x", "--prompt=x: is for --job=generate")):
+    code, line = mistake(["--job=analyse", f"--workdir={workdir}", "--num_processes=1", more], capsys)
+    assert code == 2 and says in line

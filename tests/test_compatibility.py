@@ -62,7 +62,7 @@ def test_a_run_goes_on_and_is_evaluated(inside, tmp_path, capsys):
   config = workdir_lib.config_of(workdir)
   assert jobs.run("evaluate", config, workdir)["loss"] == pytest.approx(LOSSES[4], abs=1e-5)
   train(config_lib.load("config.py", ["train.steps=6"]), workdir)
-  assert "going on from the checkpoint of step 4" in capsys.readouterr().err
+  assert "continuing from the checkpoint of step 4" in capsys.readouterr().err
   with open(os.path.join(workdir, "metrics.jsonl"), encoding="utf-8") as file:
     records = [json.loads(line) for line in file]
   assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5, 6]

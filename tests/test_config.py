@@ -14,7 +14,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.training.step import init_state
+from diffeq_nnx.model.parameters import abstract_model, params_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))
@@ -43,8 +43,7 @@ def changed(**settings):
 
 def num_parameters(config) -> int:
   """Parameters of the model, by shape alone."""
-  params = jax.eval_shape(lambda: init_state(config))["params"]
-  return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+  return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params_of(abstract_model(config.model))))
 
 
 @pytest.mark.parametrize("name,row", [

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "4 6", "DEMO_TOKENS": "4",
-         "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+         "PYTHONPATH": str(ROOT)}
 FIGURES = {"the losses": "loss (nats per token)", "weights over depth": "its solver's times", "spectra": "|eigenvalue|",
            "perplexity by steps": "steps of the solver", "fine-tuning": "optimizer step of fine-tuning"}
 MAX_BYTES = 1_500_000

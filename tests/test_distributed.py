@@ -4,9 +4,7 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -16,8 +14,9 @@ import pytest
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel import distributed
 from launch import local
-from tests.conftest import small_config
-from tests.test_resume import FAST, records
+from tests.conftest import mistake, small_config
+from tests.processes import Process
+from tests.test_resume import records
 
 SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
          "--config.model.num_heads=4", "--config.model.vocab_size=512", "--config.model.dropout=0.1",
@@ -31,56 +30,15 @@ def cache(tmp_path_factory):
   return tmp_path_factory.mktemp("cache")
 
 
-class Process:
-  """One process of a job, its stderr read as it comes."""
-
-  def __init__(self, line: list[str], devices: int):
-    self._process = subprocess.Popen(line, env={**FAST, **local.environment(devices)}, text=True,
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    self.lines: list[str] = []
-    self.out = ""  # what it wrote on stdout, once it has ended
-    self._reader = threading.Thread(target=self._read, daemon=True)
-    self._reader.start()
-
-  def _read(self) -> None:
-    for line in self._process.stderr:
-      self.lines.append(line.rstrip())
-
-  def wait_for(self, text: str) -> None:
-    """Until a line holds the text; fails where the process ends before."""
-    deadline = time.monotonic() + 120
-    while not any(text in line for line in self.lines):
-      assert self._process.poll() is None and time.monotonic() < deadline, "\n".join(self.lines[-20:])
-      time.sleep(0.02)
-
-  def send(self, number: int) -> None:
-    """A signal."""
-    self._process.send_signal(number)
-
-  def end(self, seconds: float = 120) -> int:
-    """Its exit code, awaited so long."""
-    if self._process.stdout.closed:
-      return self._process.returncode
-    code = self._process.wait(seconds)
-    self._reader.join(5)
-    with self._process.stdout, self._process.stderr:
-      self.out = "".join(line for line in self._process.stdout if not line.startswith("[Gloo]"))  # of the CPU's network
-    return code
-
-  @property
-  def errors(self) -> list[str]:
-    """Its error lines."""
-    return [line for line in self.lines if line.startswith("error: ")]
-
-
 @contextlib.contextmanager
 def job(cache, workdir, processes: int, devices: int = 1, more: tuple[str, ...] = (), each=lambda process: (),
-        program=lambda process: None):
+        program=lambda process: None, environment=lambda process: {}):
   """Processes that run together, none of them left behind; `program` may replace `-m diffeq_nnx.main` in one."""
   arguments = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={workdir}", *more]
-  lines = [[line[0], *(program(number) or line[1:3]), *line[3:]]
-           for number, line in enumerate(local.commands(processes, local.free_port(), arguments))]
-  running = [Process([*line, *each(number)], devices) for number, line in enumerate(lines)]
+  lines = local.commands(processes, local.free_port(), arguments)
+  assert all(line[1:3] == ["-m", "diffeq_nnx.main"] for line in lines)
+  running = [Process([*line[3:], *each(number)], {**local.environment(devices), **environment(number)}, program(number))
+             for number, line in enumerate(lines)]
   try:
     yield running
   finally:
@@ -108,7 +66,7 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   assert 10 <= stopped <= 20
   with job(cache, tmp_path / "many", 4, more=("--config.mesh.tensor=2",)) as running:
     assert [process.end() for process in running] == [0] * 4, running[0].lines[-20:]
-    assert f"going on from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
+    assert f"continuing from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
   one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
   assert len(one) == len(many) == 20 and one[-1] < one[0]
   np.testing.assert_allclose(many, one, rtol=2e-6)
@@ -138,14 +96,14 @@ app.run(main.main, flags_parser=main.parse)
 @pytest.mark.parametrize("trouble", ["killed", "fails alone"])
 def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
   with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",),
-           program=lambda process: ("-c", FAILS_ALONE) if process and trouble == "fails alone" else None) as (first, second):
+           program=lambda process: FAILS_ALONE if process and trouble == "fails alone" else None) as (first, second):
     first.wait_for("step 3/")
     if trouble == "killed":
       second.send(signal.SIGKILL)
     began = time.monotonic()
     assert first.end() == 1 and time.monotonic() - began < 60
     line = first.errors[-1]
-    assert "process 0: another process of the job has gone" in line and "run the same command" in line
+    assert "process 0: another process of the job has died" in line and "run the same command" in line
     if trouble == "fails alone":
       assert second.end() == 1 and "error: process 1: workdir=" in second.errors[-1]
 
@@ -157,7 +115,7 @@ def test_when_process_0_is_killed_the_other_ends_too(cache, tmp_path):
     first.send(signal.SIGKILL)
     assert second.end(60) != 0
     told = "\n".join(second.lines)
-    assert "another process of the job has gone" in told or "the JAX distributed service detected fatal errors" in told
+    assert "another process of the job has died" in told or "the JAX distributed service detected fatal errors" in told
 
 
 FAILS_TO_RESTORE = """
@@ -179,7 +137,7 @@ def test_a_checkpoint_that_one_process_can_t_read_ends_all_and_stays(cache, tmp_
   with job(cache, tmp_path / "run", 1, more=("--config.train.steps=1",)) as (alone,):
     assert alone.end() == 0
   with job(cache, tmp_path / "run", 2,
-           program=lambda process: ("-c", FAILS_TO_RESTORE) if process else None) as (first, second):
+           program=lambda process: FAILS_TO_RESTORE if process else None) as (first, second):
     assert second.end() == 1 and first.end() == 1
     assert "the checkpoint of step 1 can be read by some processes only (OSError: Stale" in second.errors[-1]
   assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
@@ -205,7 +163,7 @@ def test_hosts_with_different_text_are_told(cache, tmp_path):
     for number in range(count):
       (tmp_path / name / f"{number}.txt").write_text(f"Document {number} of rain. " * 300)
   more = ("--config.data.source=text:*.txt", "--config.data.tokenizer=bytes", "--config.data.cache_dir=cache")
-  with job(cache, tmp_path / "run", 2, more=more, program=lambda process: ("-c", READS_ELSEWHERE),
+  with job(cache, tmp_path / "run", 2, more=more, program=lambda process: READS_ELSEWHERE,
            each=lambda process: (str(tmp_path / ("there" if process else "here")),)) as (first, second):
     assert (first.end(), second.end()) == (2, 2)
     assert "gives process 1 other tokens than process 0" in first.errors[0] and second.errors == []
@@ -214,9 +172,9 @@ def test_hosts_with_different_text_are_told(cache, tmp_path):
 @pytest.mark.parametrize("present", [0, 1])
 def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
   line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[present]
-  process = Process(line, 1)
+  process = Process(line[3:], local.environment(1))
   assert process.end() == 1
-  assert process.errors == [process.lines[-1]] and "not all processes came within 4 s" in process.lines[-1]
+  assert process.errors == [process.lines[-1]] and "not all processes joined within 4 s" in process.lines[-1]
 
 
 @pytest.mark.parametrize("different,told", [
@@ -241,13 +199,10 @@ def test_trouble_of_one_process_ends_all_with_its_line(cache, tmp_path):
   """Here process 1 can't write its tokens."""
   (tmp_path / "file").write_text("")
   homes = [tmp_path / "home", tmp_path / "file"]  # the cache directory itself must be the same in both
-  arguments = [*SMALL, "--config.data.cache_dir=~/cache", f"--workdir={tmp_path}/run"]
-  lines = local.commands(2, local.free_port(), arguments)
-  running = [subprocess.Popen(line, env={**FAST, **local.environment(1), "HOME": str(home)}, text=True,
-                              stderr=subprocess.PIPE) for line, home in zip(lines, homes)]
-  told = [process.communicate(timeout=120)[1] for process in running]
-  assert [process.returncode for process in running] == [2, 2]
-  assert "error: process 1: data.cache_dir=~/cache: can't be written" in told[0] and "error: " not in told[1]
+  with job("~/cache", tmp_path / "run", 2, environment=lambda process: {"HOME": str(homes[process])}) as running:
+    assert [process.end() for process in running] == [2, 2]
+    told = "\n".join(running[0].lines)
+    assert "error: process 1: data.cache_dir=~/cache: can't be written" in told and running[1].errors == []
 
 
 @pytest.mark.parametrize("flags,told", [
@@ -255,10 +210,9 @@ def test_trouble_of_one_process_ends_all_with_its_line(cache, tmp_path):
     (["--coordinator=127.0.0.1", "--num_processes=2", "--process_id=0"], "must be HOST:PORT"),
     (["--coordinator=127.0.0.1:80", "--num_processes=2", "--process_id=2"], "must lie between 0 and --num_processes=2"),
 ])
-def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path):
-  found = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *SMALL, f"--workdir={tmp_path}", *flags],
-                         capture_output=True, text=True, timeout=120)
-  assert found.returncode == 2 and told in found.stderr and found.stderr.count("\n") == 1
+def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path, capsys):
+  code, line = mistake([*SMALL, f"--workdir={tmp_path}", *flags], capsys)
+  assert code == 2 and told in line
 
 
 def test_code_that_differs_is_told(monkeypatch):

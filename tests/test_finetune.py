@@ -1,6 +1,7 @@
 """Fine-tuning: what learns, what stays, what is saved, and that adapters become part of the weights."""
 
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -172,7 +173,7 @@ def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
   (tmp_path / "new" / "checkpoints").mkdir(parents=True)
   (tmp_path / "new" / "checkpoints" / "thesis").write_text("x")
   for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
-    message = told(lambda: job(finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
+    message = told(lambda: jobs.run(job, finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
     assert "holds checkpoints and no run.json" in message
   assert (tmp_path / "new" / "checkpoints" / "thesis").exists()
 
@@ -209,6 +210,9 @@ def test_a_run_is_exported_and_discretised_on_another_machine(finished, tmp_path
   """Its mesh and its attention are of the machine that it was trained on."""
   config = dataclasses.replace(finished[0], mesh=MeshConfig(data=2, fsdp=4, tensor=1), model=dataclasses.replace(
       finished[0].model, attention="pallas"))
-  result = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(finished[1]))
+  elsewhere = shutil.copytree(finished[1], tmp_path / "elsewhere")
+  record = json.loads((elsewhere / "run.json").read_text())
+  (elsewhere / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
+  result = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(elsewhere))
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
-  jobs.run("export", config, str(finished[1]), out=str(tmp_path / "out"))
+  jobs.run("export", config, str(elsewhere), out=str(tmp_path / "out"))

@@ -1,5 +1,6 @@
 """Generation: the tokens of the uncached forward, rows that don't touch each other, draws, ends, streaming."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from diffeq_nnx.inference import generation
 from diffeq_nnx.inference.sampling import Sampling, sample
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model.model import Model
-from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
+from tests.conftest import ROWS, XLA_FLAGS, moved_instance, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
@@ -43,8 +44,8 @@ def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) 
   return [np.asarray(one[:len(row)]) for one, row in zip(logits, rows)]
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-@pytest.mark.parametrize("row", ROWS)
+# every row once, each kind of weights and each solver with both fields
+@pytest.mark.parametrize("row,field", [*zip(ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   model = make(small_model(field=field, **ROWS[row]))
   made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
@@ -97,7 +98,7 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
 
 
 def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
-  decoder = diffeq_nnx.Decoder(small_instance(small_model(field="llama", dtype="bfloat16")))
+  decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
   kept = {**decoder.weights["rest"], **decoder.weights["steps"][0]["up"]}
   assert {kept[name].dtype for name in ("embedding", "head", "kernel")} == {jnp.bfloat16.dtype}
 
@@ -178,10 +179,10 @@ def test_bad_input_is_one_line(decoder):
   ):
     assert part in told(lambda: diffeq_nnx.generate(decoder, prompts, **how))
   assert "13 tokens; the model has 12 positions" in told(
-      lambda: diffeq_nnx.generate(small_instance(small_model()), [[1] * 13]))
+      lambda: diffeq_nnx.generate(moved_instance(small_model()), [[1] * 13]))
   assert "stored, for its own 3 steps" in told(
-      lambda: diffeq_nnx.generate(small_instance(small_model(weights="stored")), [[1]], num_steps=4))
-  assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(small_instance(small_model()), 0))
+      lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4))
+  assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
 
 
 TOKENIZERS = {"bytes": lambda folder: data.load_tokenizer("bytes"),
@@ -256,7 +257,7 @@ def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
   begins = TOKENIZERS["sentencepiece"](tmp_path)
   assert generation.prompt_ids(begins, [""]) == [[begins.bos_id]]
   assert "stop: holds an empty string" in told(
-      lambda: diffeq_nnx.generate_texts(small_instance(small_model()), plain, ["a"], stop=[""]))
+      lambda: diffeq_nnx.generate_texts(moved_instance(small_model()), plain, ["a"], stop=[""]))
 
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
@@ -292,5 +293,5 @@ assert found[0] == found[1] == found[2], found
 
 def test_a_model_split_over_devices_generates_what_it_does_on_one():
   done = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, env={
-      **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+      **os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
   assert done.returncode == 0, done.stderr

@@ -136,6 +136,6 @@ np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
 assert found[1] == expected[1]
 print("the same")
 """
-  env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+  env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=240)
   assert done.stdout.endswith("the same\n"), done.stderr

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from diffeq_nnx import main
+from tests.conftest import mistake
 
 
 @pytest.mark.parametrize("arguments,parts", [
@@ -49,7 +50,16 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
     (["--workdir=x", "--job=import"], "--from_hf: missing"),
     (["--workdir=x", "more"], "more: not a flag"),
 ])
-def test_flags_that_don_t_go_together_are_one_line(arguments, part):
+def test_flags_that_don_t_go_together_are_one_line(arguments, part, capsys):
+  code, line = mistake(arguments, capsys)
+  assert code == 2 and line.startswith("error: ") and part in line
+
+
+@pytest.mark.parametrize("arguments,part", [
+    (["--config=configs/tiny.py", "--config.train.step=1"], "train.step: unknown key"),  # before any job is begun
+    (["--workdir=/none", "--job=evaluate"], "--workdir=/none: holds no run; name the directory of one"),  # by the job
+])
+def test_a_real_process_prints_the_line_and_ends_with_the_code(arguments, part):
   done = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *arguments], capture_output=True, text=True)
   assert done.returncode == 2 and done.stderr.count("\n") == 1
   assert done.stderr.startswith("error: ") and part in done.stderr

@@ -1,6 +1,7 @@
 """The forward pass: against an independent float64 reference, causality, and identities between models."""
 
 import dataclasses
+import itertools
 
 from flax import nnx
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import build
 from tests import reference
 from tests.conftest import ROWS, moved_instance, small_instance, small_model
 
@@ -17,6 +19,12 @@ from tests.conftest import ROWS, moved_instance, small_instance, small_model
 def make(model_config, moved=True) -> Model:
   """A model, its parameters moved off their initial values."""
   return moved_instance(model_config, seed=1) if moved else small_instance(model_config)
+
+
+@nnx.jit(static_argnames="num_steps")
+def logits_of(model: Model, tokens, num_steps: int | None = None, **packing) -> jax.Array:
+  """The forward pass, compiled as one program."""
+  return model(jnp.asarray(tokens), num_steps, **packing)
 
 
 def numpy_of(module) -> dict:
@@ -63,8 +71,10 @@ PUBLISHED_LLAMAS = {  # not rows: the field decides, too
 }
 
 
+# every row once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
 @pytest.mark.parametrize("row,field", [
-    *((row, field) for row in ROWS for field in ("gpt", "llama")), *((row, "llama") for row in PUBLISHED_LLAMAS)])
+    *zip(ROWS, itertools.cycle(["gpt", "llama"])), ("diffeq", "llama"), ("published", "gpt"),
+    *((row, "llama") for row in PUBLISHED_LLAMAS)])
 def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
   config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS)[row])
   model = make(config)
@@ -74,7 +84,7 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
       tokens, params["embedding"], params.get("positions"),
       heads_apart(reference_weights(model, grid.times_S), config), field,
       grid.dts_S, config.solver == "sequential", params["final_norm"], params.get("head", params["embedding"]))
-  np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-10)
+  np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("changes,shifted", [
@@ -111,26 +121,26 @@ PACKING = {"segment_ids_BxL": np.repeat(np.arange(3), LENGTHS)[None],
            "positions_BxL": np.concatenate([np.arange(length) for length in LENGTHS])[None]}
 
 
-@pytest.mark.parametrize("weights", ["generated", "stored"])
-@pytest.mark.parametrize("solver", ["euler", "sequential"])
-@pytest.mark.parametrize("field", ["gpt", "llama"])
+# every pair of values once
+@pytest.mark.parametrize("field,solver,weights", [
+    ("gpt", "euler", "generated"), ("gpt", "sequential", "stored"), ("llama", "euler", "stored"),
+    ("llama", "sequential", "generated")])
 def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
   model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
   tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
-  alone = [model(jnp.asarray(part)) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
-  packed = model(jnp.asarray(tokens_1x12), **PACKING)
+  alone = [logits_of(model, part) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
+  packed = logits_of(model, tokens_1x12, **PACKING)
   np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("packing", [PACKING, {}])
-@pytest.mark.parametrize("field", ["gpt", "llama"])
+@pytest.mark.parametrize("field,packing", [("gpt", PACKING), ("llama", PACKING), ("gpt", {})])
 def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, packing, x64):
   """Where documents are not apart, all that follows in the row."""
   model = make(small_model(field=field, dtype="float64"))
   tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
   tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
-  logits_13x12xV = np.asarray(model(jnp.asarray(tokens_13x12), **{key: np.repeat(ids, 13, axis=0)
-                                                                 for key, ids in packing.items()}))
+  logits_13x12xV = np.asarray(logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, axis=0)
+                                                              for key, ids in packing.items()}))
   moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
   ids_1xL = packing.get("segment_ids_BxL", np.zeros((1, 12)))
   expected_LxL = np.triu(ids_1xL.T == ids_1xL)
@@ -139,29 +149,27 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
 
 def with_stored_weights(model: Model, num_steps: int) -> Model:
   """A stored model with the same embedding and norms, holding the weights that `model` generates."""
-  stored = small_instance(dataclasses.replace(model.config, weights="stored", num_steps=num_steps,
-                                              horizon=model.config.total_time))
+  stored = dataclasses.replace(model.config, weights="stored", num_steps=num_steps, horizon=model.config.total_time)
   weights = model.block_weights(model.grid(num_steps))
   params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": weights}}
-  return nnx.merge(nnx.split(stored)[0], params)
+  return build(stored, params)
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-@pytest.mark.parametrize("num_steps", [1, 3, 7])
+@pytest.mark.parametrize("field,num_steps", [("gpt", 1), ("llama", 3), ("gpt", 7)])  # every value once
 def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
   model = make(small_model(field=field))
   tokens = jnp.arange(24).reshape(2, 12)
-  np.testing.assert_allclose(model(tokens, num_steps), with_stored_weights(model, num_steps)(tokens), atol=1e-5)
+  np.testing.assert_allclose(
+      logits_of(model, tokens, num_steps=num_steps), logits_of(with_stored_weights(model, num_steps), tokens), atol=1e-5)
 
 
 def test_held_time_equals_one_shared_set():
   model = make(small_model(**ROWS["constant"]))
   weights = model.block_weights()
-  shared = small_instance(small_model(weights="shared"))
   one = jax.tree.map(lambda a: a[0], weights)
   params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}}
   tokens = jnp.arange(24).reshape(2, 12)
-  np.testing.assert_allclose(model(tokens), nnx.merge(nnx.split(shared)[0], params)(tokens), atol=1e-6)
+  np.testing.assert_allclose(model(tokens), build(small_model(weights="shared"), params)(tokens), atol=1e-6)
 
 
 def test_one_euler_step_is_the_parallel_block():
@@ -180,8 +188,8 @@ def test_euler_is_of_first_order(x64):
   time = dataclasses.replace(small_model().time, scale=1.0)
   model = make(small_model(dtype="float64", horizon=1.0, time=time))
   tokens = jnp.arange(24).reshape(2, 12)
-  fine = model(tokens, 4096)
-  errors = [float(jnp.abs(model(tokens, n) - fine).max()) for n in (32, 64, 128)]
+  fine = logits_of(model, tokens, num_steps=4096)
+  errors = [float(jnp.abs(logits_of(model, tokens, num_steps=n) - fine).max()) for n in (32, 64, 128)]
   orders = np.log2(np.asarray(errors[:-1]) / np.asarray(errors[1:]))
   assert (np.abs(orders - 1) < 0.1).all(), orders
 
@@ -193,8 +201,8 @@ def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
   assert sum(grid.dts_S) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 6])
-@pytest.mark.parametrize("kind", ["none", "dots", "full"])
+# both kinds that recompute with one step, several steps and all steps at a time; "none" ignores the number
+@pytest.mark.parametrize("kind,every", [("none", 2), ("dots", 1), ("dots", 3), ("full", 2), ("full", 6)])
 def test_rematerialisation_changes_neither_value_nor_gradient(kind, every):
   model = make(small_model(num_steps=6))
   tokens = jnp.arange(24).reshape(2, 12)
@@ -202,8 +210,9 @@ def test_rematerialisation_changes_neither_value_nor_gradient(kind, every):
   def norm(weights, remat):
     return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), remat=remat)).mean()
 
-  plain = jax.value_and_grad(norm)(model.block_weights(), solvers.Remat())
-  again = jax.value_and_grad(norm)(model.block_weights(), solvers.Remat(kind, every))
+  value_and_gradient = jax.jit(jax.value_and_grad(norm), static_argnums=1)
+  plain = value_and_gradient(model.block_weights(), solvers.Remat())
+  again = value_and_gradient(model.block_weights(), solvers.Remat(kind, every))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
 
@@ -240,8 +249,7 @@ def test_stored_weights_of_another_number_of_steps_is_an_error():
 def test_bfloat16_computes_near_float32():
   config = small_model()
   model = make(config, moved=False)
-  low = nnx.merge(nnx.split(small_instance(dataclasses.replace(config, dtype="bfloat16")))[0],
-                  nnx.to_pure_dict(nnx.state(model)))
+  low = build(dataclasses.replace(config, dtype="bfloat16"), nnx.to_pure_dict(nnx.state(model)))
   tokens = jnp.arange(24).reshape(2, 12)
   assert low.block_weights()["up"]["kernel"].dtype == jnp.bfloat16
   assert low(tokens).dtype == jnp.float32

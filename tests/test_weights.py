@@ -16,7 +16,7 @@ WIDE = dict(num_steps=6, embed_dim=64, num_heads=4, vocab_size=32, seq_len=8, dt
 
 def spreads(model_config: ModelConfig) -> dict[str, float]:
   """Standard deviation of each kernel over all of the model's times."""
-  weights = small_instance(model_config).block_weights()
+  weights = nnx.jit(lambda model: model.block_weights())(small_instance(model_config))
   return {group: float(leaves["kernel"].std()) for group, leaves in weights.items() if "kernel" in leaves}
 
 
@@ -111,10 +111,11 @@ def test_the_generators_gradient_agrees_with_finite_differences(embedding, x64):
     made = nnx.merge(graph, params).block_weights()
     return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(cotangents)))
 
-  gradient = jax.grad(pairing)(params)
+  gradient = jax.jit(jax.grad(pairing))(params)
+  paired = jax.jit(pairing)
   for seed in range(3):
     direction = perturb(jax.tree.map(jnp.zeros_like, params), seed=seed, scale=1.0)
-    moved = lambda h: pairing(jax.tree.map(lambda p, d: p + h * d, params, direction))
+    moved = lambda h: paired(jax.tree.map(lambda p, d: p + h * d, params, direction))
     numeric = (moved(1e-5) - moved(-1e-5)) / 2e-5
     exact = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction)))
     np.testing.assert_allclose(exact, numeric, rtol=1e-6)
