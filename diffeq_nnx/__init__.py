@@ -10,9 +10,15 @@ import importlib
 from typing import Any
 
 _HOMES = {  # where each public name is defined
-    "load": "runs.opening", "discretize": "model.discretization", "generate": "inference.generation",
-    "generate_texts": "inference.generation", "Decoder": "inference.generation", "export_hf": "exporting.huggingface",
-    "export_stablehlo": "exporting.stablehlo", "import_hf": "exporting.importing"}
+  "load": "runs.opening",
+  "discretize": "model.discretization",
+  "generate": "inference.generation",
+  "generate_texts": "inference.generation",
+  "Decoder": "inference.generation",
+  "export_hf": "exporting.huggingface",
+  "export_stablehlo": "exporting.stablehlo",
+  "import_hf": "exporting.importing",
+}
 
 
 def __getattr__(name: str) -> Any:

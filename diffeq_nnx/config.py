@@ -4,12 +4,13 @@ A config file returns an `ml_collections.ConfigDict` made by `default()`; `from_
 the frozen dataclasses below, which the rest of the package reads.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 import os
 import re
 import runpy
-from typing import Any, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -30,6 +31,7 @@ RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, 
 @dataclasses.dataclass(frozen=True)
 class TimeConfig:
   """How a time becomes the features that the weights are made from; read by generated weights only."""
+
   embedding: str = one_of("fixed", "learned", "shared_mlp")  # learned: frequencies are parameters; shared_mlp: one MLP
   sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
   time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
@@ -40,6 +42,7 @@ class TimeConfig:
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
   """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
+
   rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
   alpha: float = number(16.0, above=0)
   targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
@@ -50,6 +53,7 @@ class LoraConfig:
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Three independent choices (weights, field, solver) and their sizes."""
+
   weights: str = one_of("generated", "stored", "shared")  # stored: a set for each step; shared: one set
   field: str = one_of("gpt", "llama")
   solver: str = one_of("euler", "sequential")  # euler: parallel branches; sequential: attention first
@@ -117,6 +121,7 @@ class DataConfig:
 
   With prepared shards only source, validation, tokenizer, begin_mark and attend_across_documents are used.
   """
+
   source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
   # several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR
   text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
@@ -140,6 +145,7 @@ class DataConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
   """AdamW with a linear warm-up and a cosine decay."""
+
   peak_rate: float = number(3e-4, above=0)
   final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
   warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps
@@ -153,6 +159,7 @@ class OptimizerConfig:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """The train loop."""
+
   steps: int = number(1000, above=0)
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
   device_batch_size: int | None = number(None, above=0)  # sequences of a micro-batch on a device; None: one micro-batch
@@ -167,6 +174,7 @@ class TrainConfig:
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
   """The device mesh of a TPU slice, or of the whole job elsewhere; several slices split the batch."""
+
   data: int = 1  # groups of devices that each hold all parameters; -1: what the others leave
   fsdp: int = -1  # devices over which parameters and sequences are split
   tensor: int = 1  # devices over which heads and the feed-forward branch are split
@@ -175,6 +183,7 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
   """Validation, while training and as a job."""
+
   every: int = number(500, above=0)
   batch_size: int = number(32, above=0)
   max_batches: int | None = number(None, above=0)  # None: the whole validation part
@@ -184,6 +193,7 @@ class EvalConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
   """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss."""
+
   every: int = number(500, above=0)
   keep: int = number(2, above=0)
 
@@ -191,6 +201,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class HarnessConfig:
   """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
+
   tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
   num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
   # else as the tasks say
@@ -216,6 +227,7 @@ class HarnessConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
   """One experiment."""
+
   seed: int = number(0, at_least=0)
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
@@ -322,30 +334,36 @@ def _check_model(model: ModelConfig) -> None:
   _check_divides("model.num_heads", model.num_heads, "model.embed_dim", model.embed_dim)
   _check_divides("model.num_kv_heads", model.kv_heads, "model.num_heads", model.num_heads)
   if model.field == "llama" and model.head_dim % 2:
-    raise UserError(f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
-                    f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}")
+    raise UserError(
+      f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
+      f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}"
+    )
   if model.field == "gpt" and model.norm_shift is False:
     raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
     if model.weights != "stored" or model.horizon is not None:
       raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
-      raise UserError(f"model.step_sizes={model.step_sizes}: must be {model.num_steps} numbers above 0, one per step of "
-                      "model.num_steps")
+      raise UserError(f"model.step_sizes={model.step_sizes}: must be model.num_steps={model.num_steps} numbers above 0")
   try:
     re.compile(model.lora.targets)
   except re.error as error:
     raise UserError(f"model.lora.targets={model.lora.targets!r}: is no regular expression ({error})") from error
   if model.time.constant and model.weights != "generated":
-    raise UserError(f"model.time.constant=True: only generated weights depend on time; set it to False or "
-                    f"model.weights={model.weights!r} to 'generated'")
+    raise UserError(
+      f"model.time.constant=True: only generated weights depend on time; set it to False or "
+      f"model.weights={model.weights!r} to 'generated'"
+    )
 
 
 def _check_training(config: Config) -> None:
   model, train = config.model, config.train
   _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
-  counts = {"model.num_steps": model.num_steps} if not train.step_counts else {
-      f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
+  counts = (
+    {"model.num_steps": model.num_steps}
+    if not train.step_counts
+    else {f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
+  )
   for key, count in counts.items():
     if count <= 0:
       raise UserError(f"{key}={count}: must be above 0")
@@ -361,17 +379,20 @@ def _check_harness(harness: HarnessConfig) -> None:
     if count < 0:
       raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
   if harness.stride is not None and harness.window != "sliding":
-    raise UserError(f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set "
-                    "harness.window=sliding")
+    raise UserError(
+      f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set harness.window=sliding"
+    )
   first = os.path.normpath(harness.folder).split(os.sep)[0]
   if os.path.isabs(harness.folder) or first in ("..", ".", *RUN_FOLDERS):
-    raise UserError(f"harness.folder={harness.folder!r}: must be a folder of its own within the work directory, e.g. "
-                    "harness")
+    raise UserError(
+      f"harness.folder={harness.folder!r}: must be a folder of its own within the work directory, e.g. harness"
+    )
   if harness.text is None and not harness.names:
     raise UserError(f"harness.tasks={harness.tasks!r}: there is nothing to do; name tasks, or a harness.text")
 
 
 def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:
   if model.weights == "stored" and count != model.num_steps:
-    raise UserError(f"{key}={count}: stored weights exist for model.num_steps={model.num_steps} steps only; "
-                    "use that count, or model.weights='generated' or 'shared'")
+    raise UserError(
+      f"{key}={count}: stored weights exist for model.num_steps={model.num_steps} only; use that, or generated weights"
+    )

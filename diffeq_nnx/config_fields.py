@@ -4,11 +4,12 @@ Used by `config`, which declares the keys.
 """
 
 import ast
+from collections.abc import Callable, Iterable
 import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, Callable, Iterable, cast
+from typing import Any, cast
 
 import ml_collections
 from ml_collections import config_dict
@@ -23,14 +24,22 @@ def one_of(default: str, *others: str) -> Any:
   return dataclasses.field(default=default, metadata={"choices": [default, *others]})
 
 
-def number(default: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None,
-           at_most: float | None = None) -> Any:
+def number(
+  default: Any,
+  *,
+  above: float | None = None,
+  at_least: float | None = None,
+  below: float | None = None,
+  at_most: float | None = None,
+) -> Any:
   """A field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above."""
   low, high = above if at_least is None else at_least, below if at_most is None else at_most
 
   def rule(value: Any) -> str | None:
-    fits = value is None or ((value > low if at_least is None else value >= low) and
-                             (high is None or (value < high if at_most is None else value <= high)))
+    fits = value is None or (
+      (value > low if at_least is None else value >= low)
+      and (high is None or (value < high if at_most is None else value <= high))
+    )
     if fits:
       return None
     if high is None:
@@ -99,7 +108,6 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
   return cls(**values)
 
 
-
 def _typed(key: str, value: Any, annotation: Any) -> Any:
   if value is None and isinstance(annotation, types.UnionType):
     return None
@@ -117,13 +125,11 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
   return value
 
 
-
 def _plain_type(annotation: Any) -> type:
   """int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
   if isinstance(annotation, types.UnionType):
     annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
   return typing.get_origin(annotation) or annotation
-
 
 
 def to_config_dict(section: Any) -> ml_collections.ConfigDict:
@@ -140,14 +146,12 @@ def to_config_dict(section: Any) -> ml_collections.ConfigDict:
   return made
 
 
-
 def merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
   """The ConfigDict with these nested values in place of its own."""
   with section.unlocked():
     for name, value in values.items():
       section[name] = merged(section[name], value) if isinstance(value, dict) and name in section else value
   return section
-
 
 
 def plain(value: Any) -> Any:
@@ -157,7 +161,6 @@ def plain(value: Any) -> Any:
   return list(value) if isinstance(value, tuple) else value
 
 
-
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   """Nested dicts as one dict of dotted keys."""
   flat: dict[str, Any] = {}
@@ -165,7 +168,6 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     key = f"{prefix}{name}"
     flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
   return flat
-
 
 
 def key_types(cls: type, prefix: str = "") -> dict[str, type]:
@@ -178,13 +180,11 @@ def key_types(cls: type, prefix: str = "") -> dict[str, type]:
   return found
 
 
-
 def nearest(name: str, names: Iterable[str]) -> str:
   """What to write instead of `name`, as the end of an error line."""
   names = list(names)
   close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
-
 
 
 def parsed(kind: type, text: str) -> Any:

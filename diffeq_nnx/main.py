@@ -17,30 +17,47 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's confi
 WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run: checkpoints, metrics, results.")
 JOB = flags.DEFINE_enum("job", "train", [*JOBS, *ALIASES], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run to start from.")
-flags.DEFINE_integer("num_steps", None, "Number of solver steps. For discretize, finetune and export, default: the "
-                     "model's own; otherwise eval.num_steps (analyze: ignored), or else the model's own.")
+flags.DEFINE_integer(
+  "num_steps",
+  None,
+  "Number of solver steps. For discretize, finetune and export, default: the "
+  "model's own; otherwise eval.num_steps (analyze: ignored), or else the model's own.",
+)
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_integer("max_tokens", None, "For generate: the largest number of new tokens; default: 128.")
 flags.DEFINE_float("temperature", None, "For generate: divides the logits; 0: greedy; default: 1.")
 flags.DEFINE_integer("top_k", None, "For generate: sample among this many most likely tokens; default: all.")
-flags.DEFINE_float("top_p", None, "For generate: sample among the fewest most likely tokens that together have this "
-                   "probability; default: 1.")
+flags.DEFINE_float(
+  "top_p",
+  None,
+  "For generate: sample among the fewest most likely tokens that together have this probability; default: 1.",
+)
 flags.DEFINE_integer("seed", None, "For generate: random seed; default: 0.")
 flags.DEFINE_string("out", None, "For export: the folder to make.")
-flags.DEFINE_enum("format", None, ["hf", "hf_exact", "hf_code", "stablehlo"],
-                  "For export: hf (the default: GPT-2 or Llama where they can hold the model), hf_exact (a wider Llama, "
-                  "which holds both epsilons), hf_code (our own modeling file) or stablehlo.")
+flags.DEFINE_enum(
+  "format",
+  None,
+  ["hf", "hf_exact", "hf_code", "stablehlo"],
+  "For export: hf (the default: GPT-2 or Llama where they can hold the model), hf_exact (a wider Llama, "
+  "which holds both epsilons), hf_code (our own modeling file) or stablehlo.",
+)
 flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder of GPT-2 or Llama.")
 flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
 flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")
 flags.DEFINE_integer("leading", None, "For analyze: number of Lyapunov exponents of each token; default: 16.")
 flags.DEFINE_list("times", None, "For analyze: times of the spectra, e.g. 0,0.5,1; default: the solver's.")
-flags.DEFINE_string("baseline", None, "For harness: the work directory of another evaluated run, or a results.json of "
-                    "lm_eval, to compare with.")
+flags.DEFINE_string(
+  "baseline",
+  None,
+  "For harness: the work directory of another evaluated run, or a results.json of lm_eval, to compare with.",
+)
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; detected on TPU pods and Slurm.")
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes of the job; goes with --coordinator. "
-                                     "1 alone: no detection of other processes.")
+NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes",
+  None,
+  "Number of processes of the job; goes with --coordinator. 1 alone: no detection of other processes.",
+)
 JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
 
@@ -65,6 +82,7 @@ def run(argv: list[str]) -> None:
     config = config_lib.changed(config_lib.Config(), _overrides)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
+
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
     config = config_lib.changed(workdir.config_of(str(flag.value), flag.name), _overrides)
@@ -118,8 +136,9 @@ def _check_overrides(argv: list[str]) -> None:
     name, _, value = argument.lstrip("-").partition("=")
     path = value.partition(":")[0]
     if name == "config" and not os.path.isfile(path):
-      raise UserError(f"--config={value}: there is no file {path!r}; give the path of a config file, e.g. "
-                      "configs/tiny.py")
+      raise UserError(
+        f"--config={value}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py"
+      )
     if not argument.startswith("-") or not name.startswith("config."):
       continue
     key = name.removeprefix("config.")
@@ -129,8 +148,10 @@ def _check_overrides(argv: list[str]) -> None:
       try:
         types[key](value)
       except ValueError:
-        raise UserError(f"{key}={value!r}: must be of type {types[key].__name__}; write --config.{key}="
-                        f"{'10' if types[key] is int else '0.1'}, say") from None
+        raise UserError(
+          f"{key}={value!r}: must be of type {types[key].__name__}; write --config.{key}="
+          f"{'10' if types[key] is int else '0.1'}, say"
+        ) from None
 
 
 def _without_overrides(argv: list[str]) -> list[str]:

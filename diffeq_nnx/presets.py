@@ -4,7 +4,7 @@ A config file's argument is `CORPUS,ROW`, either part left out for its default:
 `--config=configs/gpt_small.py:wikitext103,gpt`. A row of a fine-tuning config is `full` or `lora`.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import ml_collections
 
@@ -49,8 +49,14 @@ def _constant(config: ml_collections.ConfigDict) -> None:
   config.model.time.constant = True
 
 
-ROWS: dict[str, Change] = {"diffeq": _diffeq, "published": _published, "baseline": _baseline,
-                           "parallel": _parallel, "shared": _shared, "constant": _constant}
+ROWS: dict[str, Change] = {
+  "diffeq": _diffeq,
+  "published": _published,
+  "baseline": _baseline,
+  "parallel": _parallel,
+  "shared": _shared,
+  "constant": _constant,
+}
 
 
 def _builtin(config: ml_collections.ConfigDict) -> None:
@@ -61,6 +67,7 @@ def _builtin(config: ml_collections.ConfigDict) -> None:
 
 def _files(name: str) -> Change:
   """Files put in data/NAME."""
+
   def change(config: ml_collections.ConfigDict) -> None:
     config.data.source = f"jsonl:data/{name}/*train*.jsonl*"
     config.data.validation = f"jsonl:data/{name}/*validation*.jsonl*"
@@ -70,6 +77,7 @@ def _files(name: str) -> Change:
 
 def _tfds(name: str) -> Change:
   """A TFDS data set, downloaded and converted at first use."""
+
   def change(config: ml_collections.ConfigDict) -> None:
     config.data.source = f"tfds:{name}:train"
     config.data.validation = f"tfds:{name}:validation"
@@ -98,9 +106,15 @@ def _c4(config: ml_collections.ConfigDict) -> None:
 
 # wiki40b/en is English Wikipedia, whose text keeps its marks: _START_ARTICLE_, _START_SECTION_,
 # _START_PARAGRAPH_ and _NEWLINE_. Preparing it, once, needs Apache Beam and TensorFlow; reading it neither.
-CORPORA: dict[str, Change] = {"builtin": _builtin, "wikitext103": _tfds("wikitext103"),
-                              "openwebtext": _openwebtext, "c4": _c4, "wiki40b": _tfds("wiki40b/en"),
-                              "english": _files("english"), "rfc": _files("rfc")}
+CORPORA: dict[str, Change] = {
+  "builtin": _builtin,
+  "wikitext103": _tfds("wikitext103"),
+  "openwebtext": _openwebtext,
+  "c4": _c4,
+  "wiki40b": _tfds("wiki40b/en"),
+  "english": _files("english"),
+  "rfc": _files("rfc"),
+}
 
 
 def _full(config: ml_collections.ConfigDict) -> None:
@@ -116,8 +130,9 @@ def _lora(config: ml_collections.ConfigDict) -> None:
 TUNING: dict[str, Change] = {"full": _full, "lora": _lora}  # the rows of a fine-tuning config
 
 
-def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str,
-           rows: dict[str, Change] | None = None) -> tuple[str, str]:
+def select(
+  config: ml_collections.ConfigDict, choice: str, default_corpus: str, rows: dict[str, Change] | None = None
+) -> tuple[str, str]:
   """Applies `CORPUS,ROW` to a config, and returns the two names; the default row is the first.
 
   Without `rows` they are `ROWS`, and `gpt` and `llama` name the row `baseline` of a config whose field they are.
@@ -133,8 +148,10 @@ def select(config: ml_collections.ConfigDict, choice: str, default_corpus: str,
     elif name in rows and row is None:
       row = name
     else:
-      raise UserError(f"config argument {name!r}: names no further corpus or row; write CORPUS,ROW; "
-                      f"{nearest(name, [*CORPORA, *rows])}")
+      raise UserError(
+        f"config argument {name!r}: names no further corpus or row; write CORPUS,ROW; "
+        f"{nearest(name, [*CORPORA, *rows])}"
+      )
   corpus, row = corpus or default_corpus, row or next(iter(rows))
   CORPORA[corpus](config)
   rows[row](config)

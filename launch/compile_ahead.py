@@ -21,8 +21,13 @@ import os
 import re
 import sys
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-               "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+os.environ |= {
+  "JAX_PLATFORMS": "cpu",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_STDERR_LOG_LEVEL": "3",
+}
 
 import jax
 from jax.experimental import topologies
@@ -45,6 +50,7 @@ class Chip:
     clock: GHz; the peak divided by the operations per cycle of its matrix units.
     ici: GB/s that a chip sends over all its links within a slice.
   """
+
   hbm: float
   clock: float
   ici: float
@@ -56,6 +62,7 @@ CHIPS = {"TPU v5 lite": Chip(15.75, 1.5, 200), "TPU v5": Chip(95.74, 1.75, 600),
 @dataclasses.dataclass(frozen=True)
 class Step:
   """A compiled train step, its config and its devices."""
+
   config: Config
   mesh: jax.sharding.Mesh
   compiled: jax.stages.Compiled
@@ -85,8 +92,10 @@ def devices_of(topology: str, num_slices: int) -> list:
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
   except Exception as error:  # libtpu raises bare RuntimeErrors
-    raise UserError(f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or "
-                    "v5p:2x2x2, and install the compiler with pip install 'jax[tpu]'") from error
+    raise UserError(
+      f"--topology={topology}: {first_line(error, 200)}; write VERSION:SIZES, e.g. v5e:8x8 or "
+      "v5p:2x2x2, and install the compiler with pip install 'jax[tpu]'"
+    ) from error
   if devices[0].device_kind not in CHIPS:
     raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p and v6e")
   return devices
@@ -101,8 +110,9 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
   if config.model.attention in ("auto", "pallas"):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="pallas_tpu"))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    traced = make_train_step(config, mesh).trace(abstract_state(config, mesh), abstract_batch(config, mesh),
-                                                 most_steps(config))
+    traced = make_train_step(config, mesh).trace(
+      abstract_state(config, mesh), abstract_batch(config, mesh), most_steps(config)
+    )
     try:
       compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -119,6 +129,7 @@ def most_steps(config: Config) -> int:
 
 def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
   """Bytes of the state on one device, by kind, without padding."""
+
   def size(tree) -> int:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
@@ -138,12 +149,18 @@ def memory_lines(step: Step) -> list[str]:
   found = step.compiled.memory_analysis()
   state = state_bytes(step.config, step.mesh)
   peak = found.peak_memory_in_bytes
-  kinds = {**state, "padding of these, tokens": found.argument_size_in_bytes - sum(state.values()),
-           "activations and temporaries": peak - found.argument_size_in_bytes}
+  kinds = {
+    **state,
+    "padding of these, tokens": found.argument_size_in_bytes - sum(state.values()),
+    "activations and temporaries": peak - found.argument_size_in_bytes,
+  }
   lines = [f"  {kind:<30} {size / 2**30:8.2f}" for kind, size in kinds.items()]
   left = step.chip.hbm - peak / 2**30
-  return ["memory of one device, GiB", *lines,
-          f"  {'peak':<30} {peak / 2**30:8.2f}   of {step.chip.hbm}: fits, {left:.2f} left"]
+  return [
+    "memory of one device, GiB",
+    *lines,
+    f"  {'peak':<30} {peak / 2**30:8.2f}   of {step.chip.hbm}: fits, {left:.2f} left",
+  ]
 
 
 def communication(program: hlo.Program) -> dict[str, tuple[int, int]]:
@@ -159,8 +176,10 @@ def communication_lines(program: hlo.Program) -> list[str]:
   """The bytes that one device sends in a step, by kind."""
   names = {"send": "to another slice"}
   found = communication(program)
-  lines = [f"  {names.get(kind, kind):<30} {size / 1e9:8.3f}   in {count:,} operations"
-           for kind, (size, count) in sorted(found.items(), key=lambda item: -item[1][0])]
+  lines = [
+    f"  {names.get(kind, kind):<30} {size / 1e9:8.3f}   in {count:,} operations"
+    for kind, (size, count) in sorted(found.items(), key=lambda item: -item[1][0])
+  ]
   return ["sent by one device in a step, GB", *(lines or ["  nothing"])]
 
 
@@ -188,14 +207,16 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   fast, slow = max(compute + kernels, sent), compute + kernels + sent
   tokens = config.train.batch_size * config.model.seq_len
   model = flops.model_flops(config, most_steps(config)) / step.mesh.size / peak_flops(step.device_kind)
-  return ["estimated step",
-          f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
-          f"  {'attention kernels, s':<30} {kernels:8.3f}   at least: their products at peak",
-          f"  {'communication, s':<30} {sent:8.3f}   within a slice at {chip.ici} GB/s a chip",
-          f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
-          f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",
-          f"  {'utilization, %':<30} {100 * model / fast:8.1f}   to {100 * model / slow:.1f}",
-          "not included: waiting and other work of kernels, latencies, between slices, host, data, evaluation"]
+  return [
+    "estimated step",
+    f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
+    f"  {'attention kernels, s':<30} {kernels:8.3f}   at least: their products at peak",
+    f"  {'communication, s':<30} {sent:8.3f}   within a slice at {chip.ici} GB/s a chip",
+    f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
+    f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",
+    f"  {'utilization, %':<30} {100 * model / fast:8.1f}   to {100 * model / slow:.1f}",
+    "not included: waiting and other work of kernels, latencies, between slices, host, data, evaluation",
+  ]
 
 
 def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
@@ -204,8 +225,9 @@ def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
   sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
   needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
   needed = f"needs {needed[1] or needed[2]} GiB of {chip.hbm}" if needed else f"needs more than {chip.hbm} GiB"
-  lines = [f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, "
-           f"the optimizer {sizes['optimizer']:.2f}"]
+  lines = [
+    f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"
+  ]
   held = sequences_held(config, mesh)
   if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
     lines.append("change: the state alone fills the device: use more devices, with a larger mesh.fsdp or mesh.tensor")
@@ -231,8 +253,11 @@ def main(argv: list[str] | None = None) -> int:
   devices = devices_of(args.topology, args.num_slices)
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check(config, mesh)
-  print(f"{args.config} on {len(devices)} x {devices[0].device_kind} ({args.num_slices} x {args.topology}), mesh "
-        f"{sharding.describe(mesh)}, {config.train.batch_size} x {config.model.seq_len} tokens a step", flush=True)
+  print(
+    f"{args.config} on {len(devices)} x {devices[0].device_kind} ({args.num_slices} x {args.topology}), mesh "
+    f"{sharding.describe(mesh)}, {config.train.batch_size} x {config.model.seq_len} tokens a step",
+    flush=True,
+  )
   try:
     step = compile_step(config, mesh)
   except DoesNotFit as error:

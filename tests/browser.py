@@ -1,9 +1,10 @@
 """A headless Chromium for the tests, driven by Playwright."""
 
+from collections.abc import Iterator
 import contextlib
 import pathlib
 import shutil
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 

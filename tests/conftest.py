@@ -10,21 +10,21 @@ import tempfile
 
 # XLA's older way to compile fused loops takes a third of the time of the newer one.
 XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_multi_thread_eigen=false"
-# Set before JAX is imported, by the process that starts the workers of pytest-xdist; they and all subprocesses inherit it.
+# Set before JAX is imported by the process that starts the workers of pytest-xdist; all subprocesses inherit it.
 STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
 if STARTS_THE_TESTS:
   os.environ |= {
-      "DIFFEQ_NNX_IN_TESTS": "1",
-      "JAX_PLATFORMS": "cpu",
-      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # tests compile more than they compute
-      "XLA_FLAGS": XLA_FLAGS,
-      "OMP_NUM_THREADS": "1",  # a worker has one core
-      # compiled programs, shared by all processes of this run of the tests and by no other run
-      "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-      # subprocesses import this checkout, installed or not
-      "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+    "DIFFEQ_NNX_IN_TESTS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # tests compile more than they compute
+    "XLA_FLAGS": XLA_FLAGS,
+    "OMP_NUM_THREADS": "1",  # a worker has one core
+    # compiled programs, shared by all processes of this run of the tests and by no other run
+    "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # subprocesses import this checkout, installed or not
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
   }
 
 from absl import flags, logging
@@ -55,10 +55,28 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = ("test_compile_ahead.py", "test_demo.py", "test_docs.py", "test_distributed.py", "test_attention.py",
-           "test_run.py", "test_launch.py", "test_analyse_job.py", "test_finetune.py", "test_analysis.py", "test_model.py",
-           "test_prepare.py", "test_resume.py", "test_harness.py", "test_harness_scoring.py", "test_harness_adapter.py",
-           "test_attention_compile.py", "test_export.py", "test_generation.py", "test_pages.py")
+LONGEST = (
+  "test_compile_ahead.py",
+  "test_demo.py",
+  "test_docs.py",
+  "test_distributed.py",
+  "test_attention.py",
+  "test_run.py",
+  "test_launch.py",
+  "test_analyze_job.py",
+  "test_finetune.py",
+  "test_analysis.py",
+  "test_model.py",
+  "test_prepare.py",
+  "test_resume.py",
+  "test_harness.py",
+  "test_harness_scoring.py",
+  "test_harness_adapter.py",
+  "test_attention_compile.py",
+  "test_export.py",
+  "test_generation.py",
+  "test_pages.py",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -75,22 +93,31 @@ def pytest_unconfigure():
 
 # every row of the model table, as changes to a ModelConfig
 ROWS = {
-    "diffeq": {},
-    "published": {"initialization": "published", "horizon": 1.0},
-    "baseline": {"weights": "stored", "solver": "sequential"},
-    "parallel": {"weights": "stored"},
-    "shared": {"weights": "shared"},
-    "shared_sequential": {"weights": "shared", "solver": "sequential"},
-    "constant": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, constant=True)},
-    "learned": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")},
-    "shared_mlp": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="shared_mlp")},
+  "diffeq": {},
+  "published": {"initialization": "published", "horizon": 1.0},
+  "baseline": {"weights": "stored", "solver": "sequential"},
+  "parallel": {"weights": "stored"},
+  "shared": {"weights": "shared"},
+  "shared_sequential": {"weights": "shared", "solver": "sequential"},
+  "constant": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, constant=True)},
+  "learned": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")},
+  "shared_mlp": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="shared_mlp")},
 }
 
 
 def small_model(**changes) -> ModelConfig:
   """A model that runs in milliseconds: 3 steps, width 24, 4 query and 2 key/value heads."""
-  values = dict(num_steps=3, embed_dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40, vocab_size=31, seq_len=12,
-                dtype="float32", time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5))
+  values = dict(
+    num_steps=3,
+    embed_dim=24,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=40,
+    vocab_size=31,
+    seq_len=12,
+    dtype="float32",
+    time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5),
+  )
   return ModelConfig(**{**values, **changes})
 
 
@@ -109,8 +136,11 @@ def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config
 
 def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
   """Random inputs and targets [batch_size, seq_len]."""
-  tokens = np.random.default_rng(seed).integers(
-      config.model.vocab_size, size=(2, config.train.batch_size, config.model.seq_len)).astype(np.int32)
+  tokens = (
+    np.random.default_rng(seed)
+    .integers(config.model.vocab_size, size=(2, config.train.batch_size, config.model.seq_len))
+    .astype(np.int32)
+  )
   return {"inputs": tokens[0], "targets": tokens[1]}
 
 
@@ -123,7 +153,7 @@ def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarr
 
 
 def perturb(tree, seed: int = 0, scale: float = 0.1):
-  """Every array moved by noise, so that no bias, norm or F_0 sits at its initial value; in NumPy, which compiles nothing."""
+  """Adds noise to every array, so that no bias, norm or F_0 has its initial value; in NumPy, without compiling."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda a: np.asarray(a) + (scale * rng.normal(size=a.shape)).astype(a.dtype), tree)
 
@@ -146,7 +176,7 @@ def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Mo
     elif names[-1] == "scale" and "generator" not in names:
       start = 1.0
     elif "time_mlp" in names and len(leaf.shape) == 3:  # as large as they start, so that e(t) is
-      spread += leaf.shape[1]**-0.5
+      spread += leaf.shape[1] ** -0.5
     return jnp.asarray(start + spread * rng.normal(size=leaf.shape), leaf.dtype)
 
   return build(config, jax.tree_util.tree_map_with_path(value, _shapes(config, jax.config.jax_enable_x64)))
@@ -214,12 +244,13 @@ def x64():
 def run_config(folder, steps=20, **optimizer) -> Config:
   """A run of a second: 20 steps, validation and checkpoints every 4."""
   return Config(
-      model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
-      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-      optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
-      train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
-      eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-      checkpoint=CheckpointConfig(every=4, keep=2))
+    model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
+    data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+    optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
+    train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
+    eval=EvalConfig(every=4, batch_size=4, max_batches=2),
+    checkpoint=CheckpointConfig(every=4, keep=2),
+  )
 
 
 @pytest.fixture(scope="session")

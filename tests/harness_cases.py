@@ -12,7 +12,25 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 from tests.conftest import small_model
 
-WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
+WORDS = [
+  "river",
+  "hill",
+  "rain",
+  "town",
+  "stone",
+  "bridge",
+  "morning",
+  "night",
+  "people",
+  "water",
+  "road",
+  "field",
+  "house",
+  "tree",
+  "wind",
+  "boat",
+  "light",
+]
 
 
 def random_model(field="gpt", **changes):
@@ -48,25 +66,44 @@ def write_tasks(folder, questions):
   """Task files and their data: questions of 3 or 4 choices, texts to be scored entirely, prompts to be continued."""
   rng = np.random.default_rng(0)
   words = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most)))
-  lines = {"questions": [
+  lines = {
+    "questions": [
       {"question": f"{words(1, 5)}?", "choices": [words(1, 3) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
-      for i in range(questions)]}
+      for i in range(questions)
+    ]
+  }
   lines["texts"] = [{"text": words(1, 40)} for _ in range(12)] + [{"text": "x"}]
   lines["prompts"] = [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)]
   for name, records in lines.items():
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
   head = "task: {0}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {1}/{2}.jsonl\ntest_split: test\n"
-  (folder / "choice.yaml").write_text(head.format("choice", folder, "questions") + (
+  (folder / "choice.yaml").write_text(
+    head.format("choice", folder, "questions")
+    + (
       'output_type: multiple_choice\ndoc_to_text: "Q: {{question}}\\nA:"\ndoc_to_target: gold\ndoc_to_choice: choices\n'
-      "metric_list:\n  - metric: acc\n  - metric: acc_norm\n"))
-  (folder / "last.yaml").write_text(head.format("last", folder, "questions") + (
+      "metric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+  )
+  (folder / "last.yaml").write_text(
+    head.format("last", folder, "questions")
+    + (
       'output_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: " {{gold}}"\n'
-      "metric_list:\n  - metric: perplexity\n  - metric: acc\n"))
-  (folder / "rolling.yaml").write_text(head.format("rolling", folder, "texts") + (
+      "metric_list:\n  - metric: perplexity\n  - metric: acc\n"
+    )
+  )
+  (folder / "rolling.yaml").write_text(
+    head.format("rolling", folder, "texts")
+    + (
       'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
-      "metric_list:\n  - metric: word_perplexity\n  - metric: byte_perplexity\n  - metric: bits_per_byte\n"))
-  (folder / "continuing.yaml").write_text(head.format("continuing", folder, "prompts") + (
+      "metric_list:\n  - metric: word_perplexity\n  - metric: byte_perplexity\n  - metric: bits_per_byte\n"
+    )
+  )
+  (folder / "continuing.yaml").write_text(
+    head.format("continuing", folder, "prompts")
+    + (
       'output_type: generate_until\ndoc_to_text: "{{prompt}}"\ndoc_to_target: answer\n'
       'generation_kwargs:\n  until: ["e"]\n  max_gen_toks: 12\n  do_sample: false\n'
-      "metric_list:\n  - metric: exact_match\n"))
+      "metric_list:\n  - metric: exact_match\n"
+    )
+  )
   return folder

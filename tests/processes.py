@@ -52,7 +52,9 @@ class Process:
     self._out, self._err = folder / "out", folder / "err"
     for path in (self._out, self._err):
       path.touch()
-    self._process = CONTEXT.Process(target=_run, args=(words, program, environment or {}, str(self._out), str(self._err)))
+    self._process = CONTEXT.Process(
+      target=_run, args=(words, program, environment or {}, str(self._out), str(self._err))
+    )
     self._process.start()
 
   @property

@@ -203,9 +203,7 @@ def integrate(x, weights_S, attention, feedforward, dts_S, sequential):
   return x_BxLxD
 
 
-def logits(
-  tokens_BxL, embedding_VxD, positions_LxD, weights_S, field, dts_S, sequential, final_norm, head_VxD
-):
+def logits(tokens_BxL, embedding_VxD, positions_LxD, weights_S, field, dts_S, sequential, final_norm, head_VxD):
   """Embed, integrate, final norm (eps 1e-5 for both fields), project -> [B, L, V].
 
   `field` is "gpt" or "llama"; `positions_LxD` (None for llama) may have more rows than L.

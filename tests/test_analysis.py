@@ -41,6 +41,7 @@ def same_set(found, expected, tolerance):
 
 # what is looked at is what was trained
 
+
 @pytest.mark.parametrize("field, row", KINDS)
 def test_the_last_state_gives_the_models_logits(x64, field, row):
   one = analyzed(field, row)
@@ -71,6 +72,7 @@ def test_attention_probabilities_are_those_that_the_model_attends_with(x64, head
 
 # spectra
 
+
 @pytest.mark.parametrize("field, row", KINDS)
 def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
   one = analyzed(field, row)
@@ -86,7 +88,7 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
       query = w["query"]["kernel"].reshape(D, H, C)
       key, value = (w[name]["kernel"].reshape(D, K, C) for name in ("key", "value"))
     for h in range(H):
-      out = w["out"]["kernel"][h * C:(h + 1) * C]
+      out = w["out"]["kernel"][h * C : (h + 1) * C]
       for values, dense in ((found.qk[s, h], query[:, h] @ key[:, h // 2].T), (found.ov[s, h], value[:, h // 2] @ out)):
         assert same_set(np.concatenate([values, np.zeros(D - C)]), np.linalg.eigvals(dense), 1e-6)
     assert same_set(found.ff[s, 0], np.linalg.eigvals(w["up"]["kernel"] @ w["down"]["kernel"]), 1e-6)
@@ -122,8 +124,10 @@ def test_scores_of_known_eigenvalues():
 
 # exponents
 
+
 def flow(one: AnalyzedModel):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
+
   def step(x_LxD, stretch):
     return advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0], None
 
@@ -138,6 +142,7 @@ def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
 
 def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
+
   def added(x_LxD, stretch):
     return (advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
 
@@ -150,9 +155,15 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
 
 
 # every field and row with both forms
-@pytest.mark.parametrize("field, row, form, dense", [
-    ("gpt", "diffeq", "exact", dense_jacobian), ("llama", "diffeq", "per_token", dense_per_token),
-    ("gpt", "baseline", "per_token", dense_per_token), ("llama", "baseline", "exact", dense_jacobian)])
+@pytest.mark.parametrize(
+  "field, row, form, dense",
+  [
+    ("gpt", "diffeq", "exact", dense_jacobian),
+    ("llama", "diffeq", "per_token", dense_per_token),
+    ("gpt", "baseline", "per_token", dense_per_token),
+    ("llama", "baseline", "exact", dense_jacobian),
+  ],
+)
 def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
   one = analyzed(field, row)
   expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)
@@ -167,7 +178,7 @@ def test_later_tokens_have_no_influence(x64, form):
   for position in (0, 4, -1):
     found = exponents(one, TOKENS, position, leading=3, form=form).exponents
     assert found.shape == (position % 9 + 1, 3)
-    expected = exponents(one, TOKENS[:position % 9 + 1], leading=3, form=form).exponents
+    expected = exponents(one, TOKENS[: position % 9 + 1], leading=3, form=form).exponents
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
@@ -210,6 +221,7 @@ def test_kaplan_yorke_dimension_of_known_spectra():
 
 # beside the exponents
 
+
 def test_rollout_of_known_attention():
   first = np.tril(np.ones((3, 3)))
   first /= first.sum(-1, keepdims=True)
@@ -244,6 +256,7 @@ def test_prefix_matching_finds_a_head_that_matches():
 
 # clustering
 
+
 def test_clustering_tells_constant_from_growing_weights():
   constant, growing = (clustering.simulate(order, seeds=range(20)) for order in (0, 4))
   assert constant.clustering[-1].mean() > 2 * growing.clustering[-1].mean()
@@ -257,8 +270,10 @@ def test_scales_of_the_simulation():
   np.testing.assert_array_equal(same[0], same[2])
   plain = clustering.simulate(1, scale="plain", time=1.0).states
   np.testing.assert_allclose(plain, clustering.simulate(1, time=1.0).states)
-  np.testing.assert_allclose(clustering.simulate(3, seeds=[4, 1], scale="same_mean").states[:, 1],
-                             clustering.simulate(3, seeds=[1], scale="same_mean").states[:, 0])
+  np.testing.assert_allclose(
+    clustering.simulate(3, seeds=[4, 1], scale="same_mean").states[:, 1],
+    clustering.simulate(3, seeds=[1], scale="same_mean").states[:, 0],
+  )
   with pytest.raises(ValueError, match="same_end"):
     clustering.simulate(1, scale="other")
 
@@ -270,7 +285,7 @@ def test_the_first_step_that_moves_is_by_the_formula(scale, size):
   a, v = rng.normal(size=(2, 3, 3))
   x = rng.uniform(-2, 2, (40, 3))
   np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
-  p = size * (0.1 / 20)**3
+  p = size * (0.1 / 20) ** 3
   normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
   scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
   np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
@@ -298,13 +313,17 @@ def test_held_weights_are_those_of_one_step_at_all():
 
 # the report says what was found
 
+
 def test_figures_show_the_findings():
   one = analyzed(dtype="float32")
   found = find(one, TOKENS, [f"piece {k}" for k in range(9)], str, leading=2)
   model = moved_instance(small_model(), scale=0.3)
   probabilities = np.asarray(jax.nn.softmax(model(TOKENS[None])[0, -1]))
-  assert found.next_token == (str(probabilities.argmax()), pytest.approx(probabilities.max(), rel=1e-4),
-                              probabilities.argmax())
+  assert found.next_token == (
+    str(probabilities.argmax()),
+    pytest.approx(probabilities.max(), rel=1e-4),
+    probabilities.argmax(),
+  )
   texts = {text.name: text for text in figures.colored_texts(found)}
   np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact.exponents[:, 0])
   np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token.exponents[:, 0])
@@ -330,13 +349,24 @@ def test_figures_show_the_findings():
 
 # bad input
 
-@pytest.mark.parametrize("tokens, more, says", [
-    ([], {}, "there are none"), ([3, 31], {}, "the id 31"), ([-1], {}, "the id -1"),
+
+@pytest.mark.parametrize(
+  "tokens, more, says",
+  [
+    ([], {}, "there are none"),
+    ([3, 31], {}, "the id 31"),
+    ([-1], {}, "the id -1"),
     ([1] * 13, {}, "12 learned positions"),
-    ([1, 2], dict(position=2), "position=2: the text has 2 tokens"), ([1, 2], dict(position=-3), "position=-3"),
-    ([1, 2], dict(leading=25), "must be 1 to 24"), ([1, 2], dict(leading=0), "must be 1 to 24"),
-    ([1, 2], dict(form="other"), "exact, per_token"), ([1.7], {}, "must be a list of ids"),
-    ([[1, 2]], {}, "must be a list of ids"), ([2**40], {}, "the id 1099511627776")])
+    ([1, 2], dict(position=2), "position=2: the text has 2 tokens"),
+    ([1, 2], dict(position=-3), "position=-3"),
+    ([1, 2], dict(leading=25), "must be 1 to 24"),
+    ([1, 2], dict(leading=0), "must be 1 to 24"),
+    ([1, 2], dict(form="other"), "exact, per_token"),
+    ([1.7], {}, "must be a list of ids"),
+    ([[1, 2]], {}, "must be a list of ids"),
+    ([2**40], {}, "the id 1099511627776"),
+  ],
+)
 def test_what_can_t_be_is_told(tokens, more, says):
   assert says in told(lambda: exponents(analyzed(dtype="float32"), tokens, **more))
 

@@ -26,23 +26,23 @@ from tests.conftest import packed_batch, random_batch, small_config, small_model
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
 FEATURES = {
-    "plain": (PLAIN, {}),
-    "not_causal": (PLAIN, {"causal": False}),
-    "one_position": (dataclasses.replace(PLAIN, length=1), {}),
-    "whole_blocks": (dataclasses.replace(PLAIN, length=256), {}),
-    "grouped": (dataclasses.replace(PLAIN, heads=6), {}),
-    "one_kv_head": (dataclasses.replace(PLAIN, heads=4, kv_heads=1), {}),
-    "window": (dataclasses.replace(PLAIN, window=100), {}),
-    "window_of_one": (dataclasses.replace(PLAIN, window=1), {}),
-    "documents": (dataclasses.replace(PLAIN, documents=5), {}),
-    "documents_in_a_window": (dataclasses.replace(PLAIN, documents=3, window=70), {}),
-    "documents_not_causal": (dataclasses.replace(PLAIN, documents=5), {"causal": False}),
-    "soft_cap": (dataclasses.replace(PLAIN, logits_soft_cap=2.0), {}),
-    "scale": (PLAIN, {"scale": 0.3}),
-    "head_80": (dataclasses.replace(PLAIN, head_dim=80), {}),
-    "head_96": (dataclasses.replace(PLAIN, head_dim=96), {}),
-    "head_128": (dataclasses.replace(PLAIN, head_dim=128), {}),
-    "head_256": (dataclasses.replace(PLAIN, head_dim=256), {}),
+  "plain": (PLAIN, {}),
+  "not_causal": (PLAIN, {"causal": False}),
+  "one_position": (dataclasses.replace(PLAIN, length=1), {}),
+  "whole_blocks": (dataclasses.replace(PLAIN, length=256), {}),
+  "grouped": (dataclasses.replace(PLAIN, heads=6), {}),
+  "one_kv_head": (dataclasses.replace(PLAIN, heads=4, kv_heads=1), {}),
+  "window": (dataclasses.replace(PLAIN, window=100), {}),
+  "window_of_one": (dataclasses.replace(PLAIN, window=1), {}),
+  "documents": (dataclasses.replace(PLAIN, documents=5), {}),
+  "documents_in_a_window": (dataclasses.replace(PLAIN, documents=3, window=70), {}),
+  "documents_not_causal": (dataclasses.replace(PLAIN, documents=5), {"causal": False}),
+  "soft_cap": (dataclasses.replace(PLAIN, logits_soft_cap=2.0), {}),
+  "scale": (PLAIN, {"scale": 0.3}),
+  "head_80": (dataclasses.replace(PLAIN, head_dim=80), {}),
+  "head_96": (dataclasses.replace(PLAIN, head_dim=96), {}),
+  "head_128": (dataclasses.replace(PLAIN, head_dim=128), {}),
+  "head_256": (dataclasses.replace(PLAIN, head_dim=256), {}),
 }
 
 
@@ -54,9 +54,11 @@ def kernel_of(name: str):
   if name == "tpu":
     return functools.partial(attention_tpu, interpret=True)
   from jax.experimental.pallas import mosaic_gpu as plgpu
+
   if not hasattr(plgpu, "InterpretGPUParams"):
     pytest.skip(f"jax {jax.__version__} has no interpreter for GPU kernels; 0.11.2 has")
   from diffeq_nnx.kernels.attention.gpu import attention_gpu
+
   return functools.partial(attention_gpu, interpret=plgpu.InterpretGPUParams())
 
 
@@ -78,12 +80,22 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
   options = {"window": shape.window, "logits_soft_cap": shape.logits_soft_cap, **options}
   mask = Mask(options.get("causal", True), options["window"])
   scale = options.get("scale") or shape.head_dim**-0.5
-  ours = jax.jit(functools.partial(value_and_gradients, lambda *qkv: kernel(
-      *qkv, *pair, mask=mask, scale=scale, logits_soft_cap=options["logits_soft_cap"])))(q, k, v)
+  ours = jax.jit(
+    functools.partial(
+      value_and_gradients,
+      lambda *qkv: kernel(*qkv, *pair, mask=mask, scale=scale, logits_soft_cap=options["logits_soft_cap"]),
+    )
+  )(q, k, v)
   assert ours[0].dtype == ours[2].dtype == ours[3].dtype == jnp.dtype(dtype) and ours[1].dtype == jnp.float32
   with jax.enable_x64(True):
-    reference = jax.jit(functools.partial(value_and_gradients, functools.partial(
-        public.attention, segment_ids=segment_ids, return_lse=True, implementation="reference", **options)))
+    reference = jax.jit(
+      functools.partial(
+        value_and_gradients,
+        functools.partial(
+          public.attention, segment_ids=segment_ids, return_lse=True, implementation="reference", **options
+        ),
+      )
+    )
     exact = reference(*(jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v)))
   limit = {"float32": 5e-6, "bfloat16": 1e-2}[dtype]  # of the norm: some tens of roundings of float32, two of bfloat16
   for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, exact):
@@ -93,9 +105,9 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
     assert np.abs(a - b).max() < 30 * limit * max(1.0, np.abs(b).max()), name
 
 
-@pytest.mark.parametrize("feature,dtype", [
-    *((feature, "float32") for feature in FEATURES),
-    ("plain", "bfloat16"), ("documents", "bfloat16")])  # the named shapes, below, are all bfloat16
+@pytest.mark.parametrize(
+  "feature,dtype", [*((feature, "float32") for feature in FEATURES), ("plain", "bfloat16"), ("documents", "bfloat16")]
+)  # the named shapes, below, are all bfloat16
 def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtype):
   shape, options = FEATURES[feature]
   check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
@@ -104,8 +116,12 @@ def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtyp
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature):
   shape, options = FEATURES[feature]
-  check(dataclasses.replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1), "bfloat16",
-        kernel_of("gpu"), **options)
+  check(
+    dataclasses.replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1),
+    "bfloat16",
+    kernel_of("gpu"),
+    **options,
+  )
 
 
 @pytest.mark.parametrize("name,kernel", [(name, kernel) for kernel in KERNELS for name in SHAPES])
@@ -114,8 +130,11 @@ def test_every_named_shape_agrees_with_the_reference(name, kernel):
   shape = SHAPES[name]
   length = min(shape.length, 1024 if kernel == "tpu" else 512)
   window = shape.window and shape.window * length // shape.length
-  check(dataclasses.replace(shape, batch=1, length=length, window=window, kv_heads=1,
-                            heads=shape.heads // shape.kv_heads), "bfloat16", kernel_of(kernel))
+  check(
+    dataclasses.replace(shape, batch=1, length=length, window=window, kv_heads=1, heads=shape.heads // shape.kv_heads),
+    "bfloat16",
+    kernel_of(kernel),
+  )
 
 
 def lengths_differ(S, T, dtype="bfloat16"):
@@ -138,9 +157,12 @@ def test_rows_that_see_nothing_are_zero(kernel):
   kernel = kernel_of(kernel)
   segments = (jnp.tile(jnp.where(jnp.arange(300) < 40, 9, 1)[None], (2, 1)), jnp.ones((2, 100), jnp.int32))
   check(PLAIN, "bfloat16", kernel, inputs=(q, k, v), segment_ids=segments, window=50)
-  for function in (functools.partial(public.attention, implementation="reference", return_lse=True),
-                   lambda *x, segment_ids, window: kernel(
-                       *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None)):
+  for function in (
+    functools.partial(public.attention, implementation="reference", return_lse=True),
+    lambda *x, segment_ids, window: kernel(
+      *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None
+    ),
+  ):
     out, lse = function(q, k, v, segment_ids=segments, window=50)
     unseen = np.r_[0:40, 149:300]
     assert (out[:, unseen] == 0).all() and (lse[:, unseen] == -jnp.inf).all()
@@ -155,8 +177,9 @@ def test_segment_ids_in_any_order(kernel):
 
 def test_large_scores_do_not_overflow():
   q, k, v = (10 * x for x in PLAIN.inputs("float32"))
-  out, _ = attention_tpu(q, k, v, None, None, mask=Mask(True, None), scale=1.0, logits_soft_cap=None,
-                         blocks=SMALL_BLOCKS, interpret=True)
+  out, _ = attention_tpu(
+    q, k, v, None, None, mask=Mask(True, None), scale=1.0, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
+  )
   assert jnp.isfinite(out).all()
 
 
@@ -165,8 +188,10 @@ LENGTHS = [(200, 200, None), (100, 210, None), (210, 100, None), (200, 200, 1), 
 
 
 # every pair of lengths and mask once, and both ways to go with each of them
-@pytest.mark.parametrize("S,T,documents,causal,window,by_key", [
-    (*lengths, *mask, (i + j) % 2 == 1) for i, lengths in enumerate(LENGTHS) for j, mask in enumerate(MASKS)])
+@pytest.mark.parametrize(
+  "S,T,documents,causal,window,by_key",
+  [(*lengths, *mask, (i + j) % 2 == 1) for i, lengths in enumerate(LENGTHS) for j, mask in enumerate(MASKS)],
+)
 def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, documents, by_key):
   """The stretch holds every block with a seen pair and, documents being packed, no other; unmasked ones see all."""
   block_q, block_kv, mask = 16, 32, Mask(causal, window)
@@ -179,11 +204,11 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
     seen, block_q, block_kv = seen.swapaxes(1, 2), block_kv, block_q
   for b in range(stretches.shape[1]):
     for i in range(stretches.shape[2]):
-      rows = seen[b, i * block_q:(i + 1) * block_q]
+      rows = seen[b, i * block_q : (i + 1) * block_q]
       first, full_first, full_last, last = stretches[:, b, i]
       assert first <= full_first <= full_last <= last
       for j in range(-(-rows.shape[1] // block_kv)):
-        block = rows[:, j * block_kv:(j + 1) * block_kv]
+        block = rows[:, j * block_kv : (j + 1) * block_kv]
         assert (first <= j < last) == block.any(), (b, i, j)
         if full_first <= j < full_last:
           assert block.all()
@@ -191,8 +216,9 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
 
 def small_attention(q, k, v):
   """The interpreted kernel."""
-  return attention_tpu(q, k, v, None, None, mask=Mask(True, None), scale=0.125, logits_soft_cap=None,
-                       blocks=SMALL_BLOCKS, interpret=True)[0]
+  return attention_tpu(
+    q, k, v, None, None, mask=Mask(True, None), scale=0.125, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
+  )[0]
 
 
 def test_it_works_under_the_transformations_of_jax():
@@ -221,11 +247,11 @@ def test_it_works_under_shard_map_over_batch_and_heads():
 @pytest.mark.parametrize("make_batch", [random_batch, packed_batch])
 def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch):
   """The whole loss, in the solver's scan and rematerialised, with the kernel that a config on a TPU would name."""
+
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")
     params = jax.jit(init_state, static_argnums=0)(config)["params"]
-    function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b,
-                                               jax.random.key(0))
+    function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b, jax.random.key(0))
     return jax.jit(function)(params, make_batch(config))
 
   with monkeypatch.context() as patch:
@@ -237,17 +263,26 @@ def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch)
 def test_the_tpu_interpreter_finds_no_race():
   try:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
     races = interpreter.races
   except (ImportError, AttributeError):
     races = None  # later versions raise
   q, k, v = Shape(1, 200, 2, 1, 64, documents=2).inputs("float32")
-  function = functools.partial(attention_tpu, mask=Mask(True, None), scale=0.125, logits_soft_cap=None,
-                               blocks=SMALL_BLOCKS, interpret=pltpu.InterpretParams(detect_races=True))
+  function = functools.partial(
+    attention_tpu,
+    mask=Mask(True, None),
+    scale=0.125,
+    logits_soft_cap=None,
+    blocks=SMALL_BLOCKS,
+    interpret=pltpu.InterpretParams(detect_races=True),
+  )
   jax.block_until_ready(jax.jit(jax.grad(lambda q: function(q, k, v, None, None)[0].sum()))(q))
   assert races is None or not races.races_found
 
 
-@pytest.mark.parametrize("changes,part", [
+@pytest.mark.parametrize(
+  "changes,part",
+  [
     ({"q": jnp.zeros((2, 8, 64))}, "q: shape (2, 8, 64); must have 4 axes"),
     ({"k": jnp.zeros((2, 8, 3, 64)), "v": jnp.zeros((2, 8, 3, 64))}, "k: 3 heads; must divide the 4 heads of q"),
     ({"v": jnp.zeros((2, 9, 2, 64))}, "v: shape (2, 9, 2, 64); with q"),
@@ -261,11 +296,19 @@ def test_the_tpu_interpreter_finds_no_race():
     ({"segment_ids": jnp.zeros((2, 7), int)}, "segment_ids of queries: int32 (2, 7); must be integers (2, 8)"),
     ({"segment_ids": (jnp.zeros((2, 8), int), None)}, "segment_ids: one of the pair is None"),
     ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, cudnn"),
-    ({"implementation": "pallas"}, "implementation='pallas': the backend is 'cpu', this implementation needs 'tpu' or 'gpu'"),
-    ({"implementation": "pallas_gpu"}, "implementation='pallas_gpu': has no dtype float32 on a GPU"
-     if jax.__version_info__ >= (0, 11, 2) else "implementation='pallas_gpu': needs jax 0.11.2 on a GPU"),
+    (
+      {"implementation": "pallas"},
+      "implementation='pallas': the backend is 'cpu', this implementation needs 'tpu' or 'gpu'",
+    ),
+    (
+      {"implementation": "pallas_gpu"},
+      "implementation='pallas_gpu': has no dtype float32 on a GPU"
+      if jax.__version_info__ >= (0, 11, 2)
+      else "implementation='pallas_gpu': needs jax 0.11.2 on a GPU",
+    ),
     ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', this implementation needs 'gpu'"),
-])
+  ],
+)
 def test_arguments_that_do_not_fit_are_told(changes, part):
   arguments = {"q": jnp.zeros((2, 8, 4, 64)), "k": jnp.zeros((2, 8, 2, 64)), "v": jnp.zeros((2, 8, 2, 64)), **changes}
   q, k, v = (arguments.pop(name) for name in "qkv")
@@ -274,7 +317,9 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
   assert part in str(told.value)
 
 
-@pytest.mark.parametrize("asked,backend,dtype,head_dim,unsupported,chosen", [
+@pytest.mark.parametrize(
+  "asked,backend,dtype,head_dim,unsupported,chosen",
+  [
     ("auto", "cpu", "bfloat16", 64, None, "reference"),
     (None, "tpu", "bfloat16", 64, None, "pallas"),
     ("auto", "tpu", "float64", 64, None, "reference"),
@@ -284,7 +329,8 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("auto", "gpu", "bfloat16", 64, "soft cap", "reference"),
     ("reference", "tpu", "bfloat16", 64, None, "reference"),
     ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
-])
+  ],
+)
 def test_what_auto_chooses(asked, backend, dtype, head_dim, unsupported, chosen):
   name, why = public.choose(asked, dtype=jnp.dtype(dtype), head_dim=head_dim, unsupported=unsupported, backend=backend)
   assert name == chosen and why

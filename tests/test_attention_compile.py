@@ -39,6 +39,7 @@ gpu_device_info {
 def tpu(topology: str):
   """One device of a TPU."""
   from jax.experimental import topologies
+
   os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
   return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices[0]
 
@@ -47,8 +48,10 @@ def tpu(topology: str):
 def gpu():
   """An H100."""
   from jax.experimental import topologies
-  return topologies.get_topology_desc(topology_name="1x1x1", platform="cuda", topology="1x1x1",
-                                      target_config=H100).devices[0]
+
+  return topologies.get_topology_desc(
+    topology_name="1x1x1", platform="cuda", topology="1x1x1", target_config=H100
+  ).devices[0]
 
 
 def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):
@@ -60,28 +63,44 @@ def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):
   segments = (array(shape.batch, shape.length, dtype=jnp.int32),) if shape.documents else ()
 
   def loss(q, k, v, *segments):
-    return attention(q, k, v, window=shape.window, segment_ids=segments[0] if segments else None,
-                     logits_soft_cap=shape.logits_soft_cap, implementation=implementation).astype(jnp.float32).sum()
+    return (
+      attention(
+        q,
+        k,
+        v,
+        window=shape.window,
+        segment_ids=segments[0] if segments else None,
+        logits_soft_cap=shape.logits_soft_cap,
+        implementation=implementation,
+      )
+      .astype(jnp.float32)
+      .sum()
+    )
 
   return jax.grad(loss, (0, 1, 2)), (q, k, k, *segments)
 
 
 # compiled by default: each chip once, both dtypes, and documents, a window and a wide head with a soft cap
-TPUS = {("odd_length", "float32", "v4:2x2x2"), ("packed_documents", "bfloat16", "v5e:2x4"),
-        ("mistral_window", "bfloat16", "v5p:2x2x2"), ("gemma_head_256", "bfloat16", "v6e:2x4")}
+TPUS = {
+  ("odd_length", "float32", "v4:2x2x2"),
+  ("packed_documents", "bfloat16", "v5e:2x4"),
+  ("mistral_window", "bfloat16", "v5p:2x2x2"),
+  ("gemma_head_256", "bfloat16", "v6e:2x4"),
+}
 CHIPS = [
-    *((name, "bfloat16", topology) for name in SHAPES for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
-    *(("odd_length", "float32", topology) for topology in ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
-    *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "packed_documents"))]
+  *((name, "bfloat16", topology) for name in SHAPES for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
+  *(("odd_length", "float32", topology) for topology in ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
+  *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "packed_documents")),
+]
 slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape and chip; four of them run by default")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
-@pytest.mark.parametrize("name,dtype,topology", [
-    pytest.param(*case, marks=() if case in TPUS else slow) for case in CHIPS])
+@pytest.mark.parametrize(
+  "name,dtype,topology", [pytest.param(*case, marks=() if case in TPUS else slow) for case in CHIPS]
+)
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
-  function, inputs = gradients_and_inputs(
-      name, dtype, jax.sharding.SingleDeviceSharding(tpu(topology)), "pallas_tpu")
+  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.SingleDeviceSharding(tpu(topology)), "pallas_tpu")
   compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
   assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
   shape = SHAPES[name]
@@ -89,17 +108,18 @@ def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * shape.batch * shape.heads * shape.length**2
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
-                    reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
+  reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_forward_and_backward_compile_for_an_h100(name):
   mesh = jax.sharding.Mesh(np.array([gpu()]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   everywhere = jax.sharding.PartitionSpec()
-  function, inputs = gradients_and_inputs(
-      name, "bfloat16", jax.sharding.NamedSharding(mesh, everywhere), "pallas_gpu")
+  function, inputs = gradients_and_inputs(name, "bfloat16", jax.sharding.NamedSharding(mesh, everywhere), "pallas_gpu")
   # under shard_map, so that the kernel knows which device it is for
   function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
   kernels = 3 if SHAPES[name].head_dim <= 128 else 4  # forward, dQ, dK and dV, these two apart for wide heads
-  assert compiled.as_text().count("custom_call_target=\"mosaic_gpu") == kernels
+  assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels

@@ -13,8 +13,9 @@ from launch import compile_ahead
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import hlo
 
-needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
-                                  reason="needs the TPU compiler: pip install 'jax[tpu]'")
+needs_libtpu = pytest.mark.skipif(
+  not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
+)
 
 # the two large compilations take a minute and a half on two idle cores
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("optimizations")]
@@ -69,7 +70,10 @@ def test_a_program_is_counted_with_its_loops():
   """The loop turns 8 times (1, 3, .. 15); a channel counts once in a turn; what stays on a device does not."""
   program = hlo.Program(LOOP)
   assert [(one.kind, one.group, one.times, one.sent_bytes) for one in program.collectives] == [
-      ("all-gather", 8, 8, 8 * 64 * 7 // 8), ("all-reduce", 2, 8, 8 * 2 * 8 // 2), ("send", 8, 1, 8)]
+    ("all-gather", 8, 8, 8 * 64 * 7 // 8),
+    ("all-reduce", 2, 8, 8 * 2 * 8 // 2),
+    ("send", 8, 1, 8),
+  ]
   assert program.cycles == 8 * 110 + 5
   assert program.kernels == [hlo.Kernel("a/attention_forward", 8)]
 
@@ -81,21 +85,42 @@ def mesh_of(config, topology: str, num_slices: int = 1):
 
 class Size(NamedTuple):
   """A size at which the train steps are compiled, with changes to configs/llama1b.py."""
+
   settings: tuple[str, ...]
   basis: str  # an eighth of F of `up`, as the program names its type
   least_bytes: float  # that the plain Llama sends in a step
 
 
-SMALL_STEP = Size(("model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=4", "model.vocab_size=512",
-                   "model.seq_len=512", "train.batch_size=16"), "f32[97,64,1024]", 1e8)
+SMALL_STEP = Size(
+  (
+    "model.embed_dim=512",
+    "model.mlp_dim=1024",
+    "model.num_heads=4",
+    "model.vocab_size=512",
+    "model.seq_len=512",
+    "train.batch_size=16",
+  ),
+  "f32[97,64,1024]",
+  1e8,
+)
 LLAMA1B = Size((), "f32[97,256,8192]", 20e9)
 
 
-@pytest.fixture(scope="module", params=[SMALL_STEP, pytest.param(LLAMA1B, marks=pytest.mark.slow(
-    reason="compiles two train steps of a Llama of 1.2 billion parameters; the same at a small width runs by default"))],
-                ids=["small", "llama1b"])
+@pytest.fixture(
+  scope="module",
+  params=[
+    SMALL_STEP,
+    pytest.param(
+      LLAMA1B,
+      marks=pytest.mark.slow(
+        reason="compiles two train steps with 1.2 billion parameters; a small width runs by default"
+      ),
+    ),
+  ],
+  ids=["small", "llama1b"],
+)
 def programs(request, optimizations):
-  """(size, the compiled steps of the rows diffeq, with generated weights, and llama, with stored ones) on eight v5p chips."""
+  """(size, the compiled train steps of the rows diffeq, generated, and llama, stored) on eight v5p chips."""
   found = {}
   for row in ("diffeq", "llama"):
     config = config_lib.load(f"configs/llama1b.py:{row}", request.param.settings)
@@ -126,8 +151,18 @@ def test_generated_weights_cost_no_communication(programs):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["gpt_large", pytest.param("llama1b", marks=pytest.mark.slow(
-    reason="the TPU compiler lays out every parameter, for 8 and for 64 chips; gpt_large runs by default"))])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "gpt_large",
+    pytest.param(
+      "llama1b",
+      marks=pytest.mark.slow(
+        reason="the TPU compiler lays out every parameter, for 8 and for 64 chips; gpt_large runs by default"
+      ),
+    ),
+  ],
+)
 def test_parameters_and_moments_shrink_with_the_devices(name):
   """As the compiler counts them, padding and all: eight times the devices, an eighth of the bytes, within 15 %."""
   sizes = []
@@ -139,16 +174,26 @@ def test_parameters_and_moments_shrink_with_the_devices(name):
   assert sizes[0] / sizes[1] == pytest.approx(8, rel=0.15)
 
 
-TINY = ["--config=configs/llama1b.py", "--set=model.num_steps=2", "--set=model.embed_dim=512", "--set=model.mlp_dim=512",
-         "--set=model.num_heads=4", "--set=model.vocab_size=512", "--set=model.seq_len=512", "--set=train.batch_size=16"]
+TINY = [
+  "--config=configs/llama1b.py",
+  "--set=model.num_steps=2",
+  "--set=model.embed_dim=512",
+  "--set=model.mlp_dim=512",
+  "--set=model.num_heads=4",
+  "--set=model.vocab_size=512",
+  "--set=model.seq_len=512",
+  "--set=train.batch_size=16",
+]
 
 
 @needs_libtpu
 def test_what_it_prints(capsys, tmp_path):
   assert compile_ahead.main([*TINY, "--topology=v5e:2x2", "--num-slices=2", f"--save-hlo={tmp_path}/step.txt"]) == 0
   first, *lines = capsys.readouterr().out.splitlines()
-  assert first == ("configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 4 x tensor 1, "
-                   "16 x 512 tokens a step")
+  assert first == (
+    "configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 4 x tensor 1, "
+    "16 x 512 tokens a step"
+  )
   figures = {line[:32].strip(): float(line[32:41].replace(",", "")) for line in lines if line.startswith("  ")}
   kinds = ("parameters", "optimizer", "padding of these, tokens", "activations and temporaries")
   assert figures["peak"] == pytest.approx(sum(figures[kind] for kind in kinds), abs=0.03)
@@ -159,22 +204,30 @@ def test_what_it_prints(capsys, tmp_path):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("settings,told", [
-    (["--set=train.batch_size=4096", "--set=model.seq_len=2048", "--set=train.device_batch_size=1024"],
-     "set train.device_batch_size=512"),
+@pytest.mark.parametrize(
+  "settings,told",
+  [
+    (
+      ["--set=train.batch_size=4096", "--set=model.seq_len=2048", "--set=train.device_batch_size=1024"],
+      "set train.device_batch_size=512",
+    ),
     (["--set=model.embed_dim=2048", "--set=model.mlp_dim=8192"], "use more devices"),
-])
+  ],
+)
 def test_what_does_not_fit_is_told_with_a_way_out(settings, told, capsys):
   assert compile_ahead.main([*TINY, "--topology=v5e:2x2", "--set=train.remat=none", *settings]) == 1
   assert told in capsys.readouterr().out.splitlines()[-1]
 
 
 @needs_libtpu
-@pytest.mark.parametrize("arguments,told", [
+@pytest.mark.parametrize(
+  "arguments,told",
+  [
     (["--topology=v9:2x2"], "--topology=v9:2x2: "),
     (["--topology=v5e:2x2", "--set=mesh.tensor=3"], "don't multiply to the 4 devices"),
     (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
-])
+  ],
+)
 def test_a_mistake_is_one_line(arguments, told):
   with pytest.raises(config_lib.UserError) as error:
     compile_ahead.main([*TINY, *arguments])
@@ -185,6 +238,10 @@ def test_a_mistake_is_one_line(arguments, told):
 @pytest.mark.slow(reason="compiles a token of a Llama of full width")
 def test_a_token_takes_the_time_to_read_the_weights_by_the_compilers_estimate(capsys):
   """Of a Llama of 4 of the 16 steps, on one chip."""
-  benchmark_generation.main(["--config=configs/llama1b.py:builtin,llama", "--topology=v5e:2x2", "--set=model.num_steps=4"])
-  weights, _, token, read, ratio = (float(cell) for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|"))
+  benchmark_generation.main(
+    ["--config=configs/llama1b.py:builtin,llama", "--topology=v5e:2x2", "--set=model.num_steps=4"]
+  )
+  weights, _, token, read, ratio = (
+    float(cell) for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")
+  )
   assert weights > 600 and ratio == pytest.approx(token / read, abs=0.01) and ratio < 1.15

@@ -46,8 +46,10 @@ def num_parameters(config) -> int:
   return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params_of(abstract_model(config.model))))
 
 
-@pytest.mark.parametrize("name,row", [
-    (name, row) for name in FILES for row in (presets.TUNING if name.startswith("finetune") else presets.ROWS)])
+@pytest.mark.parametrize(
+  "name,row",
+  [(name, row) for name in FILES for row in (presets.TUNING if name.startswith("finetune") else presets.ROWS)],
+)
 def test_every_config_parses_and_shapes_in_every_row(name, row):
   config = config_lib.from_config_dict(raw_config(name, row))
   if row in presets.TUNING:  # whose model is that of a run, discretised
@@ -55,23 +57,34 @@ def test_every_config_parses_and_shapes_in_every_row(name, row):
   assert num_parameters(config) > 0
 
 
-@pytest.mark.parametrize("name,choice,millions", [
-    ("gpt_small", "gpt", 124), ("gpt_medium", "gpt", 355), ("gpt_large", "gpt", 774), ("llama1b", "llama", 1205)])
+@pytest.mark.parametrize(
+  "name,choice,millions",
+  [("gpt_small", "gpt", 124), ("gpt_medium", "gpt", 355), ("gpt_large", "gpt", 774), ("llama1b", "llama", 1205)],
+)
 def test_baselines_have_the_papers_parameter_counts(name, choice, millions):
   assert round(num_parameters(config_lib.from_config_dict(raw_config(name, choice))) / 1e6) == millions
 
 
-@pytest.mark.parametrize("name,choice,expected", [
+@pytest.mark.parametrize(
+  "name,choice,expected",
+  [
     ("gpt_small", "openwebtext", (512, 20_000, 20, 6e-4, 0.999)),
     ("gpt_small", "wikitext103", (256, 10_001, 20, 6e-4, 0.999)),
     ("gpt_medium", "wikitext103", (256, 10_001, 48, 3e-4, 0.999)),
     ("gpt_medium", "openwebtext", (256, 40_001, 96, 3e-4, 0.999)),
     ("gpt_large", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
-    ("llama1b", "openwebtext", (256, 40_001, 96, 3e-4, 0.95))])
+    ("llama1b", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
+  ],
+)
 def test_the_papers_hyper_parameters(name, choice, expected):
   config = config_lib.from_config_dict(raw_config(name, choice))
-  assert (config.train.batch_size, config.train.steps, config.model.time.time_embed_dim,
-          config.optimizer.peak_rate, config.optimizer.b2) == expected
+  assert (
+    config.train.batch_size,
+    config.train.steps,
+    config.model.time.time_embed_dim,
+    config.optimizer.peak_rate,
+    config.optimizer.b2,
+  ) == expected
 
 
 def test_no_key_that_nothing_reads():
@@ -88,7 +101,9 @@ def test_no_key_that_nothing_reads():
   assert keys <= read, keys - read
 
 
-@pytest.mark.parametrize("settings,parts", [
+@pytest.mark.parametrize(
+  "settings,parts",
+  [
     ({"model__num_heads": 7}, ["model.num_heads=7", "must divide model.embed_dim=768", "8, 12"]),
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
@@ -109,7 +124,8 @@ def test_no_key_that_nothing_reads():
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "stored weights"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
     ({"model__norm_shift": False}, ["model.norm_shift=False", "gpt's norms have a shift", "model.field=llama"]),
-])
+  ],
+)
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
   with pytest.raises(UserError) as error:
     config_lib.from_config_dict(changed(**settings))
@@ -118,8 +134,10 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("field,initialization,expected", [
-    ("llama", "published", False), ("llama", "plain", None), ("gpt", "published", None), ("gpt", "plain", None)])
+@pytest.mark.parametrize(
+  "field,initialization,expected",
+  [("llama", "published", False), ("llama", "plain", None), ("gpt", "published", None), ("gpt", "plain", None)],
+)
 def test_a_config_from_before_norm_shift_means_what_it_meant(field, initialization, expected):
   """Until there was the key no Llama's norms had a shift, so the checkpoints of published ones hold none."""
   now = config_lib.from_config_dict(changed(model__field=field, model__initialization=initialization))

@@ -17,7 +17,27 @@ from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.errors import UserError
 from tests.conftest import told
 
-WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
+WORDS = [
+  "the",
+  "cat",
+  "and",
+  "a",
+  "dog",
+  "sat",
+  "on",
+  "mat",
+  "while",
+  "rain",
+  "fell",
+  "over",
+  "old",
+  "towns",
+  "by",
+  "rivers",
+  "of",
+  "green",
+  "hills",
+]
 
 
 def prose(num_documents, seed=0):
@@ -220,8 +240,9 @@ def test_documents_are_numbered_and_their_tokens_counted(kind, begin):
   split = data.Split(np.array(tokens, np.uint16), 0, 63)
   sizes = dict(seq_len=16, batch_size=4)
   if kind == "train":
-    make = lambda **more: list(itertools.islice(data.train_batches(
-      data.Mixture((split,)), **sizes, seed=0, **more), 20))
+    make = lambda **more: list(
+      itertools.islice(data.train_batches(data.Mixture((split,)), **sizes, seed=0, **more), 20)
+    )
   else:
     make = lambda **more: list(data.eval_batches(split, **sizes, **more))
   most = 0
@@ -263,8 +284,7 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 
   def batches(split, rows):
     if kind == "train":
-      dataset = data.train_batches(
-        data.Mixture((split,)), seq_len=8, batch_size=4, seed=3, rows=rows, eos_id=50)
+      dataset = data.train_batches(data.Mixture((split,)), seq_len=8, batch_size=4, seed=3, rows=rows, eos_id=50)
       return [dataset[step] for step in range(10)]  # most of an epoch
     return list(data.eval_batches(split, seq_len=8, batch_size=3, rows=rows))  # row 3 is padding
 
@@ -278,8 +298,8 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
       joined = np.empty((4, 8), array.dtype)
       for rows, part in zip(shares, apart):
         joined[rows] = part[name]
-      np.testing.assert_array_equal(joined[:len(array)], array)
-      assert not joined[len(array):].any()
+      np.testing.assert_array_equal(joined[: len(array)], array)
+      assert not joined[len(array) :].any()
 
 
 def test_a_split_shorter_than_a_window_is_refused():

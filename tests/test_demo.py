@@ -9,10 +9,14 @@ import nbformat
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "4 6", "DEMO_TOKENS": "4",
-         "PYTHONPATH": str(ROOT)}
-FIGURES = {"the losses": "loss (nats per token)", "weights over depth": "its solver's times", "spectra": "|eigenvalue|",
-           "perplexity by steps": "steps of the solver", "fine-tuning": "optimizer step of fine-tuning"}
+SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "4 6", "DEMO_TOKENS": "4", "PYTHONPATH": str(ROOT)}
+FIGURES = {
+  "the losses": "loss (nats per token)",
+  "weights over depth": "its solver's times",
+  "spectra": "|eigenvalue|",
+  "perplexity by steps": "steps of the solver",
+  "fine-tuning": "optimizer step of fine-tuning",
+}
 MAX_BYTES = 1_500_000
 
 
@@ -29,7 +33,9 @@ def code_cells(notebook) -> list[nbformat.NotebookNode]:
 
 def kinds(cell) -> set[str]:
   """The MIME types of what a cell shows, `stdout` and `stderr`, and the types of other outputs."""
-  return {kind for output in cell.outputs for kind in output.get("data", {output.get("name", output.output_type): None})}
+  return {
+    kind for output in cell.outputs for kind in output.get("data", {output.get("name", output.output_type): None})
+  }
 
 
 @pytest.mark.timeout(900)
@@ -40,8 +46,9 @@ def test_the_demo_runs_whole_and_shows_what_the_file_shows(notebook, tmp_path, m
   fresh = nbformat.read(tmp_path / "demo.ipynb", as_version=4)
   for cell in code_cells(fresh):
     cell.outputs, cell.execution_count = [], None
-  nbclient.NotebookClient(fresh, kernel_name="python3", timeout=600,
-                          resources={"metadata": {"path": str(tmp_path)}}).execute()  # raises where a cell does
+  nbclient.NotebookClient(
+    fresh, kernel_name="python3", timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+  ).execute()  # raises where a cell does
   shutil.rmtree(tmp_path)  # checkpoints of four runs
   for cell, committed in zip(code_cells(fresh), code_cells(notebook)):
     assert kinds(cell) == kinds(committed), cell.source
@@ -56,7 +63,7 @@ def test_the_committed_file_was_executed_in_order(notebook):
 
 def test_its_figures_are_kept(notebook):
   for what, label in FIGURES.items():
-    cell, = (cell for cell in code_cells(notebook) if label in cell.source and "plt.show()" in cell.source)
+    (cell,) = (cell for cell in code_cells(notebook) if label in cell.source and "plt.show()" in cell.source)
     assert "image/png" in kinds(cell), what
   assert sum("text/html" in kinds(cell) for cell in code_cells(notebook)) == 1  # the coloured sentence
 
@@ -73,7 +80,7 @@ def test_it_is_small_and_tells_nothing_of_where_it_ran(notebook):
 
 def test_what_is_kept_is_of_its_full_length(notebook):
   """The table of perplexities has a column for each number of steps that the file itself names."""
-  settings, = (cell.source for cell in code_cells(notebook) if "DEMO_COUNTS" in cell.source)
+  (settings,) = (cell.source for cell in code_cells(notebook) if "DEMO_COUNTS" in cell.source)
   counts = re.search(r'"DEMO_COUNTS", "([\d ]+)"', settings)[1].split()
   told = "".join(output.get("text", "") for cell in code_cells(notebook) for output in cell.outputs)
   assert re.search(r"^steps\s+" + r"\s+".join(counts) + "$", told, re.MULTILINE)

@@ -33,8 +33,10 @@ def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
   np.testing.assert_allclose(logits(stored), logits(model), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("changes", [{"initialization": "published"}, {"norm_shift": True},
-                                     {"initialization": "published", "norm_shift": False}])
+@pytest.mark.parametrize(
+  "changes",
+  [{"initialization": "published"}, {"norm_shift": True}, {"initialization": "published", "norm_shift": False}],
+)
 def test_the_shift_of_a_llamas_norms_is_stored_too(changes):
   model = moved_instance(small_model(field="llama", horizon=1.0, **changes))
   stored = diffeq_nnx.discretize(model, 5)
@@ -45,8 +47,10 @@ def test_the_shift_of_a_llamas_norms_is_stored_too(changes):
 
 
 # every field, solver and number of steps, and both solvers with more steps than the model's own
-@pytest.mark.parametrize("field,solver,num_steps", [
-    ("gpt", "euler", 7), ("llama", "euler", 2), ("gpt", "sequential", 1), ("gpt", "sequential", 7)])
+@pytest.mark.parametrize(
+  "field,solver,num_steps",
+  [("gpt", "euler", 7), ("llama", "euler", 2), ("gpt", "sequential", 1), ("gpt", "sequential", 7)],
+)
 def test_at_any_number_of_steps_it_is_the_model_there(field, solver, num_steps):
   model = moved_instance(small_model(field=field, solver=solver, horizon=2.5))
   stored = diffeq_nnx.discretize(model, num_steps)
@@ -93,11 +97,11 @@ def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
 def test_mistakes_are_value_errors():
   model = moved_instance(small_model())
   for arguments, part in (
-      ({"num_steps": 0}, "num_steps=0: must be 1 or above"),
-      ({"num_steps": 2, "step_sizes": (1, 2)}, "give one of them"),
-      ({"step_sizes": (1, 1)}, "add up to the model's horizon, 3"),
-      ({"step_sizes": (4, -1)}, "above 0"),
-      ({"step_sizes": ()}, "above 0"),
+    ({"num_steps": 0}, "num_steps=0: must be 1 or above"),
+    ({"num_steps": 2, "step_sizes": (1, 2)}, "give one of them"),
+    ({"step_sizes": (1, 1)}, "add up to the model's horizon, 3"),
+    ({"step_sizes": (4, -1)}, "above 0"),
+    ({"step_sizes": ()}, "above 0"),
   ):
     with pytest.raises(ValueError, match=part):
       diffeq_nnx.discretize(model, **arguments)
@@ -115,5 +119,10 @@ def test_the_config_of_a_discretised_model_is_a_valid_one(row):
     assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config)))) == config
     assert config.model.total_time == 3
   sizes = dataclasses.replace(small_model(), step_sizes=(1.0, 2.0))
-  for changes, part in (({}, "goes with model.weights=stored"), ({"weights": "stored"}, "must be 3 numbers")):
-    assert part in told(lambda: config_lib.from_dict(config_lib.to_dict(small_config(dataclasses.replace(sizes, **changes)))))
+  for changes, part in (
+    ({}, "goes with model.weights=stored"),
+    ({"weights": "stored"}, "must be model.num_steps=3 numbers"),
+  ):
+    assert part in told(
+      lambda: config_lib.from_dict(config_lib.to_dict(small_config(dataclasses.replace(sizes, **changes))))
+    )

@@ -18,10 +18,20 @@ from tests.conftest import mistake, small_config
 from tests.processes import Process
 from tests.test_resume import records
 
-SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
-         "--config.model.num_heads=4", "--config.model.vocab_size=512", "--config.model.dropout=0.1",
-         "--config.train.batch_size=8", "--config.train.log_every=1", "--config.train.steps=20",
-         "--config.checkpoint.every=20", "--config.eval.every=20", "--config.eval.max_batches=2"]
+SMALL = [
+  "--config=configs/tiny.py",
+  "--config.model.num_steps=2",
+  "--config.model.embed_dim=32",
+  "--config.model.num_heads=4",
+  "--config.model.vocab_size=512",
+  "--config.model.dropout=0.1",
+  "--config.train.batch_size=8",
+  "--config.train.log_every=1",
+  "--config.train.steps=20",
+  "--config.checkpoint.every=20",
+  "--config.eval.every=20",
+  "--config.eval.max_batches=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +41,24 @@ def cache(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def job(cache, workdir, processes: int, devices: int = 1, more: tuple[str, ...] = (), each=lambda process: (),
-        program=lambda process: None, environment=lambda process: {}):
+def job(
+  cache,
+  workdir,
+  processes: int,
+  devices: int = 1,
+  more: tuple[str, ...] = (),
+  each=lambda process: (),
+  program=lambda process: None,
+  environment=lambda process: {},
+):
   """Processes that run together, none of them left behind; `program` may replace `-m diffeq_nnx.main` in one."""
   arguments = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={workdir}", *more]
   lines = local.commands(processes, local.free_port(), arguments)
   assert all(line[1:3] == ["-m", "diffeq_nnx.main"] for line in lines)
-  running = [Process([*line[3:], *each(number)], {**local.environment(devices), **environment(number)}, program(number))
-             for number, line in enumerate(lines)]
+  running = [
+    Process([*line[3:], *each(number)], {**local.environment(devices), **environment(number)}, program(number))
+    for number, line in enumerate(lines)
+  ]
   try:
     yield running
   finally:
@@ -70,7 +90,9 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
   assert len(one) == len(many) == 20 and one[-1] < one[0]
   np.testing.assert_allclose(many, one, rtol=2e-6)
-  last = [[record for record in records(tmp_path / run) if record["split"] == "validation"][-1] for run in ("one", "many")]
+  last = [
+    [record for record in records(tmp_path / run) if record["split"] == "validation"][-1] for run in ("one", "many")
+  ]
   assert last[1]["loss"] == pytest.approx(last[0]["loss"], rel=2e-6) and last[0]["tokens"] == last[1]["tokens"]
   with job(cache, tmp_path / "many", 2, more=("--job=evaluate",)) as (first, second):
     assert (first.end(), second.end()) == (0, 0)
@@ -95,8 +117,13 @@ app.run(main.main, flags_parser=main.parse)
 
 @pytest.mark.parametrize("trouble", ["killed", "fails alone"])
 def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
-  with job(cache, tmp_path / "run", 2, more=("--config.train.steps=100000",),
-           program=lambda process: FAILS_ALONE if process and trouble == "fails alone" else None) as (first, second):
+  with job(
+    cache,
+    tmp_path / "run",
+    2,
+    more=("--config.train.steps=100000",),
+    program=lambda process: FAILS_ALONE if process and trouble == "fails alone" else None,
+  ) as (first, second):
     first.wait_for("step 3/")
     if trouble == "killed":
       second.send(signal.SIGKILL)
@@ -136,8 +163,10 @@ app.run(main.main, flags_parser=main.parse)
 def test_a_checkpoint_that_one_process_can_t_read_ends_all_and_stays(cache, tmp_path):
   with job(cache, tmp_path / "run", 1, more=("--config.train.steps=1",)) as (alone,):
     assert alone.end() == 0
-  with job(cache, tmp_path / "run", 2,
-           program=lambda process: FAILS_TO_RESTORE if process else None) as (first, second):
+  with job(cache, tmp_path / "run", 2, program=lambda process: FAILS_TO_RESTORE if process else None) as (
+    first,
+    second,
+  ):
     assert second.end() == 1 and first.end() == 1
     assert "the checkpoint of step 1 can be read by some processes only (OSError: Stale" in second.errors[-1]
   assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
@@ -163,8 +192,14 @@ def test_hosts_with_different_text_are_told(cache, tmp_path):
     for number in range(count):
       (tmp_path / name / f"{number}.txt").write_text(f"Document {number} of rain. " * 300)
   more = ("--config.data.source=text:*.txt", "--config.data.tokenizer=bytes", "--config.data.cache_dir=cache")
-  with job(cache, tmp_path / "run", 2, more=more, program=lambda process: READS_ELSEWHERE,
-           each=lambda process: (str(tmp_path / ("there" if process else "here")),)) as (first, second):
+  with job(
+    cache,
+    tmp_path / "run",
+    2,
+    more=more,
+    program=lambda process: READS_ELSEWHERE,
+    each=lambda process: (str(tmp_path / ("there" if process else "here")),),
+  ) as (first, second):
     assert (first.end(), second.end()) == (2, 2)
     assert "gives process 1 other tokens than process 0" in first.errors[0] and second.errors == []
 
@@ -177,10 +212,13 @@ def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
   assert process.errors == [process.lines[-1]] and "not all processes joined within 4 s" in process.lines[-1]
 
 
-@pytest.mark.parametrize("different,told", [
+@pytest.mark.parametrize(
+  "different,told",
+  [
     ("--config.optimizer.peak_rate=0.5", "optimizer.peak_rate is 0.5 there"),
     ("--workdir=elsewhere", "--workdir is 'elsewhere' there"),
-])
+  ],
+)
 def test_processes_that_disagree_end_with_one_line(different, told, cache, tmp_path):
   with job(cache, tmp_path, 2, each=lambda process: (different,) if process else ()) as (first, second):
     assert (first.end(), second.end()) == (2, 2)
@@ -205,11 +243,14 @@ def test_trouble_of_one_process_ends_all_with_its_line(cache, tmp_path):
     assert "error: process 1: data.cache_dir=~/cache: can't be written" in told and running[1].errors == []
 
 
-@pytest.mark.parametrize("flags,told", [
+@pytest.mark.parametrize(
+  "flags,told",
+  [
     (["--num_processes=2"], "give all three"),
     (["--coordinator=127.0.0.1", "--num_processes=2", "--process_id=0"], "must be HOST:PORT"),
     (["--coordinator=127.0.0.1:80", "--num_processes=2", "--process_id=2"], "must lie between 0 and --num_processes=2"),
-])
+  ],
+)
 def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path, capsys):
   code, line = mistake([*SMALL, f"--workdir={tmp_path}", *flags], capsys)
   assert code == 2 and told in line
@@ -217,6 +258,7 @@ def test_flags_that_don_t_fit_are_one_line(flags, told, tmp_path, capsys):
 
 def test_code_that_differs_is_told(monkeypatch):
   """Two processes of which one has another version of the package."""
+
   def both(text):
     return [text, text.replace(distributed.code_version(), "0123456789ab")]
 
@@ -238,7 +280,9 @@ def test_a_cluster_that_can_t_be_asked_is_one_line(problem, kind, monkeypatch):
 
 
 def test_local_prints_what_it_would_run(capsys):
-  assert local.main(["--processes=2", "--devices-per-process=4", "--dry-run", "--", "--config=a.py", "--workdir=a b"]) == 0
+  assert (
+    local.main(["--processes=2", "--devices-per-process=4", "--dry-run", "--", "--config=a.py", "--workdir=a b"]) == 0
+  )
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2 and all("device_count=4" in line and "'--workdir=a b'" in line for line in lines)
   assert lines[0].endswith("--num_processes=2 --process_id=0") and lines[1].endswith("--process_id=1")

@@ -19,14 +19,22 @@ from typing import NamedTuple
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"),
-                                                             ROOT / "kernels" / "README.md"])
+PAGES = sorted(
+  path.relative_to(ROOT).as_posix()
+  for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels" / "README.md"]
+)
 ARCHITECTURE = "docs/architecture.md"
 LANGUAGES = ("sh", "sh check", "python", "text")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # folders that the map describes by one line each; every other module has a line of its own
-SUMMARIZED = ("diffeq_nnx/analysis/pages/", "diffeq_nnx/data/preparation/", "diffeq_nnx/data/tokenizers/",
-              "diffeq_nnx/exporting/templates/", "diffeq_nnx/harness/", "launch/benchmarks/")
+SUMMARIZED = (
+  "diffeq_nnx/analysis/pages/",
+  "diffeq_nnx/data/preparation/",
+  "diffeq_nnx/data/tokenizers/",
+  "diffeq_nnx/exporting/templates/",
+  "diffeq_nnx/harness/",
+  "launch/benchmarks/",
+)
 SHORT_CONFIG = """import importlib.util
 
 spec = importlib.util.spec_from_file_location("original", {path!r})
@@ -47,6 +55,7 @@ def get_config(choice=""):
 
 class Block(NamedTuple):
   """A fenced block: its language, its lines, and where it begins."""
+
   language: str
   text: str
   line: int
@@ -72,7 +81,7 @@ def blocks(page: str) -> list[Block]:
       if start is None:
         start = number
       else:
-        found.append(Block(lines[start][3:], "\n".join(lines[start + 1:number]) + "\n", start + 1))
+        found.append(Block(lines[start][3:], "\n".join(lines[start + 1 : number]) + "\n", start + 1))
         start = None
   assert start is None, f"{page}:{start + 1}: a block without an end"
   return found
@@ -104,14 +113,28 @@ class Project:
       (folder / "configs" / path.name).write_text(text)
     self.done: list[list[str]] = []
     self.log = folder / "log"
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ,
-                   "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu",
-                   "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1",
-                   "HF_MODULES_CACHE": str(folder / "modules"), "MPLBACKEND": "agg"}
+    environment = {
+      "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+      **os.environ,
+      "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+      "JAX_PLATFORMS": "cpu",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+      "HF_DATASETS_OFFLINE": "1",
+      "HF_HUB_OFFLINE": "1",
+      "HF_MODULES_CACHE": str(folder / "modules"),
+      "MPLBACKEND": "agg",
+    }
     with open(self.log, "w", encoding="utf-8") as log:
-      self.process = subprocess.Popen([sys.executable, "-m", "tests.command_server"], cwd=folder, env=environment,
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+      self.process = subprocess.Popen(
+        [sys.executable, "-m", "tests.command_server"],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+      )
 
   def ask(self, action: str, words: list[str]) -> None:
     """Has the process run a command or parse its flags."""
@@ -130,6 +153,7 @@ class Project:
     if words[1:] not in self.done:  # a command may stand on several pages
       self.done.append(words[1:])
       self.ask("run", words[1:])
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
@@ -163,7 +187,7 @@ def check(words: list[str], project: Project) -> None:
   """Has the program that a command names parse its flags."""
   while re.match(r"[A-Z_]+=", words[0]):
     words = words[1:]
-  mine = words[words.index("--") + 1:] if "--" in words else []  # of the main program
+  mine = words[words.index("--") + 1 :] if "--" in words else []  # of the main program
   if words[0] in PYTHONS:
     _check_python(words[1:], project)
   elif words[0].endswith("pip"):
@@ -172,8 +196,8 @@ def check(words: list[str], project: Project) -> None:
     assert all(match is None or set(match[1].split(",")) <= extras() for match in named), words
   elif words[0] == "sbatch":
     script = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
-    _dry_run(["bash", words[script], "--dry-run", *words[script + 1:]])
-    mine = words[script + 1:]
+    _dry_run(["bash", words[script], "--dry-run", *words[script + 1 :]])
+    mine = words[script + 1 :]
   elif words[0].endswith(".sh"):
     place = words.index("--") if "--" in words else len(words)
     _dry_run(["bash", *words[:place], "--dry-run", *words[place:]])
@@ -206,20 +230,37 @@ def test_flags_of_what_is_not_run(page, project):
         check(words, project)
 
 
-@pytest.mark.parametrize("line", [
-    "python -m diffeq_nnx.main --confg=configs/tiny.py", "python -m diffeq_nnx.main --config=configs/tiny.py:gtp",
-    "python -m diffeq_nnx.main --config=configs/tiny.py --config.model.num_step=3", "python -m launch.nothing",
-    "python -m launch.experiments.compare --config=a --wrongs=1", "pip install 'diffeq-nnx[nothing]'",
-    "pip install '.[test,nothing]'", "launch/gke.sh begin --name=a", "rm a", "python -m nothing"])
+@pytest.mark.parametrize(
+  "line",
+  [
+    "python -m diffeq_nnx.main --confg=configs/tiny.py",
+    "python -m diffeq_nnx.main --config=configs/tiny.py:gtp",
+    "python -m diffeq_nnx.main --config=configs/tiny.py --config.model.num_step=3",
+    "python -m launch.nothing",
+    "python -m launch.experiments.compare --config=a --wrongs=1",
+    "pip install 'diffeq-nnx[nothing]'",
+    "pip install '.[test,nothing]'",
+    "launch/gke.sh begin --name=a",
+    "rm a",
+    "python -m nothing",
+  ],
+)
 def test_a_wrong_command_is_noticed(line, project):
   """The check above can fail."""
   with pytest.raises(AssertionError):
     check(shlex.split(line), project)
 
 
-@pytest.mark.parametrize("line", [
-    "curl x", "python -c 'assert False'", "python -c 'exit(3)'", "python -m diffeq_nnx.main --config=configs/tiny.py",
-    "python -m diffeq_nnx.main --workdir=nothing --job=evaluate"])
+@pytest.mark.parametrize(
+  "line",
+  [
+    "curl x",
+    "python -c 'assert False'",
+    "python -c 'exit(3)'",
+    "python -m diffeq_nnx.main --config=configs/tiny.py",
+    "python -m diffeq_nnx.main --workdir=nothing --job=evaluate",
+  ],
+)
 def test_a_command_that_fails_is_noticed(line, project):
   """The run above can fail."""
   with pytest.raises(AssertionError):
@@ -240,8 +281,11 @@ def test_links_lead_somewhere(page):
     file = (ROOT / page).parent / path if path else ROOT / page
     assert file.exists(), f"{page}: {target}"
     if anchor:
-      headings = [re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in
-                  file.read_text().splitlines() if line.startswith("#")]
+      headings = [
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in file.read_text().splitlines()
+        if line.startswith("#")
+      ]
       assert anchor in headings, f"{page}: {target}"
   if page == "CHANGELOG.md":
     return  # which also names what is no longer there
@@ -275,8 +319,12 @@ def test_the_map_names_every_module():
   assert len(named) == len(set(named))
   for name in named:
     assert (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/"), name
-  modules = [path.relative_to(ROOT).as_posix() for folder in ("diffeq_nnx", "kernels", "launch")
-             for path in ROOT.glob(f"{folder}/**/*.py") if path.name != "__init__.py"]
+  modules = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("diffeq_nnx", "kernels", "launch")
+    for path in ROOT.glob(f"{folder}/**/*.py")
+    if path.name != "__init__.py"
+  ]
   modules = [path for path in modules if not path.startswith("diffeq_nnx/kernels/")]  # a link
   folders = {f"{path.rpartition('/')[0]}/" for path in modules}
   single = [path for path in modules if not path.startswith(SUMMARIZED)]

@@ -35,9 +35,15 @@ ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can 
 GENERATED = {"horizon": 2.0}, 5  # changes to a model, num_steps of the export
 UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7, 0.9)}, None
 CASES = [
-    *((field, solver, *case) for field in ("gpt", "llama") for solver in ("sequential", "euler")
-      for case in (GENERATED, UNEVEN)),
-    ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2), ("gpt", "euler", {"horizon": 2.5}, None)]
+  *(
+    (field, solver, *case)
+    for field in ("gpt", "llama")
+    for solver in ("sequential", "euler")
+    for case in (GENERATED, UNEVEN)
+  ),
+  ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2),
+  ("gpt", "euler", {"horizon": 2.5}, None),
+]
 
 
 def make(config) -> Model:
@@ -89,8 +95,11 @@ def test_our_own_modeling_file_holds_the_published_llama(solver, form, tmp_path)
   model = make(small_model(field="llama", solver=solver, initialization="published", horizon=1.0))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=4, form=form)
   assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
-  assert "no architecture of transformers" in result["notes"][0] if solver == "euler" else (
-      ("norms have a shift, which those of transformers' Llama lack" in result["notes"][0]) == (form == "hf"))
+  assert (
+    "no architecture of transformers" in result["notes"][0]
+    if solver == "euler"
+    else (("norms have a shift, which those of transformers' Llama lack" in result["notes"][0]) == (form == "hf"))
+  )
   loaded, expected = load(result), logits(model, 4)
   close(torch_logits(loaded), expected)
   for layer in loaded.layers:
@@ -124,7 +133,9 @@ def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
   assert 1e-5 < found < 1e-3  # its states are small: mean squares of about 0.03
   assert abs(result["logit_difference"] - found) < 1e-5 + 0.5 * found  # on other tokens
   params = nnx.to_pure_dict(nnx.state(model))
-  trained = nnx.merge(nnx.graphdef(model), {**params, "embedding": params["embedding"] * 10})  # as large as trained ones
+  trained = nnx.merge(
+    nnx.graphdef(model), {**params, "embedding": params["embedding"] * 10}
+  )  # as large as trained ones
   result = diffeq_nnx.export_hf(trained, str(tmp_path / "large"))
   assert result["logit_difference"] < 1e-4
   close(torch_logits(load(result)), logits(trained))
@@ -214,7 +225,8 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
 def test_steps_that_can_t_be_are_told(tmp_path):
   model = make(small_model(weights="stored"))
   assert "num_steps=5: the weights of this model are stored" in told(
-      lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=5))
+    lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=5)
+  )
 
 
 # tokenizers
@@ -223,9 +235,15 @@ def test_steps_that_can_t_be_are_told(tmp_path):
 def byte_pairs(folder, text):
   made = tokenizers.Tokenizer(tokenizers.models.BPE())
   made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  made.train_from_iterator([text], tokenizers.trainers.BpeTrainer(
-      vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-      special_tokens=["<s>", "<|endoftext|>"]))
+  made.train_from_iterator(
+    [text],
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=400,
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False,
+      special_tokens=["<s>", "<|endoftext|>"],
+    ),
+  )
   made.save(str(folder / "tokenizer.json"))
   begin = {"bos_token": "<s>", "add_bos_token": True}
   (folder / "tokenizer_config.json").write_text(json.dumps(begin))
@@ -237,8 +255,14 @@ def sentencepieces(folder, text):
   return str(folder)
 
 
-TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "d\u00e9j\u00e0 vu \u5b57 \U0001f642",
-         "\x00\u00a0x\ufb01 1234567"]
+TEXTS = [
+  "",
+  "a",
+  " lead and trail ",
+  "two  spaces\n\n\nlines\r\n\ttab",
+  "d\u00e9j\u00e0 vu \u5b57 \U0001f642",
+  "\x00\u00a0x\ufb01 1234567",
+]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte pairs", "sentencepiece"])
@@ -269,13 +293,22 @@ def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
 def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(["some words to train on, few of them"] * 20), model_writer=model, vocab_size=290,
-      model_type="unigram", byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
+    sentence_iterator=iter(["some words to train on, few of them"] * 20),
+    model_writer=model,
+    vocab_size=290,
+    model_type="unigram",
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
   (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
   tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer.model"))
   (tmp_path / "out").mkdir()
   notes = tokenizer_files.write(tokenizer, str(tmp_path / "out"), 12)
-  assert "can't represent" in notes[0] and sorted(os.listdir(tmp_path / "out")) == ["tokenizer.model", "tokenizer_config.json"]
+  assert "can't represent" in notes[0] and sorted(os.listdir(tmp_path / "out")) == [
+    "tokenizer.model",
+    "tokenizer_config.json",
+  ]
 
 
 # StableHLO
@@ -307,15 +340,17 @@ def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
   out = str(tmp_path / "out")
   result = diffeq_nnx.export_stablehlo(model, out, num_steps=4, tokenizer=data.load_tokenizer("bytes"))
   assert result["logit_difference"] < 1e-5
-  assert sorted(os.listdir(out)) == sorted([
-      stablehlo.PROGRAM, stablehlo.WEIGHTS, stablehlo.LOADER, "model.json", "tokenizer.json", "tokenizer_config.json"])
+  assert sorted(os.listdir(out)) == sorted(
+    [stablehlo.PROGRAM, stablehlo.WEIGHTS, stablehlo.LOADER, "model.json", "tokenizer.json", "tokenizer_config.json"]
+  )
   program = jax.export.deserialize(bytearray((tmp_path / "out" / stablehlo.PROGRAM).read_bytes()))
   assert set(program.platforms) == {"cpu", "cuda", "tpu"}
   assert len(program.mlir_module_serialized) < 60_000  # the weights are not in it
   np.save(tmp_path / "tokens.npy", TOKENS_2x12)
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-  done = subprocess.run([sys.executable, "-c", ALONE, out], cwd=tmp_path, env=environment, capture_output=True,
-                        text=True)
+  done = subprocess.run(
+    [sys.executable, "-c", ALONE, out], cwd=tmp_path, env=environment, capture_output=True, text=True
+  )
   assert done.returncode == 0, done.stderr
   theirs = np.load(tmp_path / "logits.npz")
   ours = np.asarray(logits(model, 4))
@@ -324,9 +359,13 @@ def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
 
 
 def test_names_and_arrays_go_there_and_back():
-  for architecture, changes in (("gpt2", {"num_kv_heads": None}), ("llama", {"field": "llama"}),
-                                (layouts.OWN, {}), (layouts.OWN, {"field": "llama"}),
-                                (layouts.OWN, {"field": "llama", "norm_shift": True})):
+  for architecture, changes in (
+    ("gpt2", {"num_kv_heads": None}),
+    ("llama", {"field": "llama"}),
+    (layouts.OWN, {}),
+    (layouts.OWN, {"field": "llama"}),
+    (layouts.OWN, {"field": "llama", "norm_shift": True}),
+  ):
     config = small_model(weights="stored", **changes)
     params = nnx.to_pure_dict(nnx.state(make(config)))
     there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))

@@ -88,8 +88,7 @@ def test_gradients_are_those_of_the_whole_model(x64):
   config = lora_config()
   state = start(config)
   batch, grid, key = random_batch(config), uniform_grid(3, 3.0), jax.random.key(0)
-  function = jax.jit(lambda params, frozen: loss_and_gradients(config, grid, params, batch, key,
-                                                               frozen))
+  function = jax.jit(lambda params, frozen: loss_and_gradients(config, grid, params, batch, key, frozen))
   _, found = function(state["params"], state["frozen"])
   plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
   whole = all_params(state)
@@ -98,8 +97,10 @@ def test_gradients_are_those_of_the_whole_model(x64):
   _, full = jax.jit(lambda params: loss_and_gradients(plain, grid, params, batch, key))(bare)
   for group, adapter in whole["weight_source"]["lora"].items():
     gradient = full["weight_source"]["stored"][group]["kernel"]
-    expected = {"a": 1.5 * np.einsum("sio,sro->sir", gradient, adapter["b"]),
-                "b": 1.5 * np.einsum("sio,sir->sro", gradient, adapter["a"])}
+    expected = {
+      "a": 1.5 * np.einsum("sio,sro->sir", gradient, adapter["b"]),
+      "b": 1.5 * np.einsum("sio,sir->sro", gradient, adapter["a"]),
+    }
     for name, value in expected.items():
       np.testing.assert_allclose(found["weight_source"]["lora"][group][name], value, rtol=1e-7, atol=1e-12)
   np.testing.assert_allclose(found["embedding"], full["embedding"], rtol=1e-7, atol=1e-12)
@@ -140,8 +141,13 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
   assert jobs.run("evaluate", tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
   names = {path.split(os.sep)[-1] for path, _, _ in os.walk(tmp_path / "tuned")}
   assert ("frozen" in names) == bool(rank)
-  again = jobs.run("finetune", dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)), new,
-                        from_workdir=str(source), num_steps=3)  # it goes on
+  again = jobs.run(
+    "finetune",
+    dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)),
+    new,
+    from_workdir=str(source),
+    num_steps=3,
+  )  # it goes on
   assert read_metrics(tmp_path / "tuned", "validation")[-1]["step"] == 12 and math.isfinite(again["loss"])
   merged = jobs.run("discretize", workdir_lib.config_of(new), str(tmp_path / "merged"), from_workdir=new)
   assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
@@ -157,8 +163,9 @@ def test_text_of_another_tokenizer_is_turned_away(finished, tmp_path):
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(finished, tmp_path, monkeypatch):
-  config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
-      finished[0].model, lora=LoraConfig(rank=2)))
+  config = dataclasses.replace(
+    run_config(finished[1].parent, steps=4), model=dataclasses.replace(finished[0].model, lora=LoraConfig(rank=2))
+  )
   whole = jobs.run("finetune", config, str(tmp_path / "whole"), from_workdir=str(finished[1]))
   for name in ("save_frozen", "save"):
     with monkeypatch.context() as patched:
@@ -181,8 +188,9 @@ def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
 def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_path, capsys):
   source, new = str(tmp_path / "source"), str(tmp_path / "new")
   shutil.copytree(finished[1], source)
-  config = dataclasses.replace(run_config(finished[1].parent, steps=4), model=dataclasses.replace(
-      finished[0].model, lora=LoraConfig(rank=2)))
+  config = dataclasses.replace(
+    run_config(finished[1].parent, steps=4), model=dataclasses.replace(finished[0].model, lora=LoraConfig(rank=2))
+  )
   last = jobs.run("finetune", config, new, from_workdir=source)
   other = str(tmp_path / "other")
   jobs.run("discretize", finished[0], other, from_workdir=source)
@@ -199,8 +207,9 @@ def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_pat
 
 
 def test_adapters_without_a_trained_model_are_turned_away(finished, tmp_path):
-  config = dataclasses.replace(finished[0], model=dataclasses.replace(
-      finished[0].model, weights="stored", lora=LoraConfig(rank=2)))
+  config = dataclasses.replace(
+    finished[0], model=dataclasses.replace(finished[0].model, weights="stored", lora=LoraConfig(rank=2))
+  )
   assert "use --job=finetune" in told(lambda: train(config, str(tmp_path / "run")))
   bad = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, lora=LoraConfig(2, targets="(")))
   assert "is no regular expression" in told(lambda: config_lib.from_dict(config_lib.to_dict(bad)))
@@ -208,8 +217,11 @@ def test_adapters_without_a_trained_model_are_turned_away(finished, tmp_path):
 
 def test_a_run_is_exported_and_discretised_on_another_machine(finished, tmp_path):
   """Its mesh and its attention are of the machine that it was trained on."""
-  config = dataclasses.replace(finished[0], mesh=MeshConfig(data=2, fsdp=4, tensor=1), model=dataclasses.replace(
-      finished[0].model, attention="pallas"))
+  config = dataclasses.replace(
+    finished[0],
+    mesh=MeshConfig(data=2, fsdp=4, tensor=1),
+    model=dataclasses.replace(finished[0].model, attention="pallas"),
+  )
   elsewhere = shutil.copytree(finished[1], tmp_path / "elsewhere")
   record = json.loads((elsewhere / "run.json").read_text())
   (elsewhere / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))

@@ -39,9 +39,9 @@ def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) 
   """Logits [n, V] of each row, by the forward pass of all its tokens, alone but for padding behind it."""
   tokens_BxL = np.zeros((len(rows), 12), np.int32)
   for padded, row in zip(tokens_BxL, rows):
-    padded[:len(row)] = row
+    padded[: len(row)] = row
   logits = nnx.jit(lambda model, tokens: model(tokens, num_steps))(model, jnp.asarray(tokens_BxL))
-  return [np.asarray(one[:len(row)]) for one, row in zip(logits, rows)]
+  return [np.asarray(one[: len(row)]) for one, row in zip(logits, rows)]
 
 
 # every row once, each kind of weights and each solver with both fields
@@ -51,11 +51,13 @@ def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
   whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
   for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
-    assert tokens == logits.argmax(-1)[len(prompt) - 1:].tolist() and len(tokens) == 6
+    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
 
 
-@pytest.mark.parametrize("field,solver,num_steps", [
-    ("gpt", "euler", None), ("llama", "euler", 2), ("gpt", "sequential", 2), ("llama", "sequential", None)])
+@pytest.mark.parametrize(
+  "field,solver,num_steps",
+  [("gpt", "euler", None), ("llama", "euler", 2), ("gpt", "sequential", 2), ("llama", "sequential", None)],
+)
 def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, num_steps, x64):
   """Rows of different lengths, read in one call and then token by token, against the forward pass of each row."""
   model = make(small_model(field=field, solver=solver, dtype="float64"))
@@ -63,7 +65,7 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
   rows = np.random.default_rng(0).integers(31, size=(3, 11)).astype(np.int32)
   tokens_BxL = np.zeros((3, 7), np.int32)
   for padded, row, length in zip(tokens_BxL, rows, lengths):
-    padded[7 - length:] = row[:length]
+    padded[7 - length :] = row[:length]
   first_B = jnp.asarray([7 - length for length in lengths], jnp.int32)
   read = jax.jit(generation.prompt_logits, static_argnums=(0, 1, 2))
   go_on = jax.jit(generation.next_logits, static_argnums=(0, 1))
@@ -76,7 +78,7 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
   expected = uncached(model, rows.tolist(), num_steps)
   for row, length in enumerate(lengths):
     here = [logits[row] for logits in found]
-    np.testing.assert_allclose(here, expected[row][length - 1:length + 4], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(here, expected[row][length - 1 : length + 4], rtol=0, atol=1e-10)
 
 
 def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
@@ -86,8 +88,11 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   assert len(calls) == 1
   decoder = diffeq_nnx.Decoder(model)
   assert "weight_source" not in decoder.weights["rest"]
-  state, _ = jax.eval_shape(lambda: generation.prompt_logits(
-      decoder.config, decoder.grid, 64, decoder.weights, jnp.zeros((1, 8), jnp.int32), jnp.zeros(1, jnp.int32)))
+  state, _ = jax.eval_shape(
+    lambda: generation.prompt_logits(
+      decoder.config, decoder.grid, 64, decoder.weights, jnp.zeros((1, 8), jnp.int32), jnp.zeros(1, jnp.int32)
+    )
+  )
   step = jax.jit(generation.next_logits, static_argnums=(0, 1))
   program = str(step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros(1, jnp.int32)).jaxpr)
   # per solver step six products with kernels and two of attention's, then the head; and no loop
@@ -130,27 +135,40 @@ def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, t
   return shares / shares.sum()
 
 
-@pytest.mark.parametrize("temperature,top_k,top_p", [
-    (1.0, None, 1.0), (0.5, None, 1.0), (2.0, 3, 1.0), (1.0, None, 0.6), (1.5, 4, 0.7), (1.0, 100, 1.0),
-    (1.0, None, 0.05)])
+@pytest.mark.parametrize(
+  "temperature,top_k,top_p",
+  [
+    (1.0, None, 1.0),
+    (0.5, None, 1.0),
+    (2.0, 3, 1.0),
+    (1.0, None, 0.6),
+    (1.5, 4, 0.7),
+    (1.0, 100, 1.0),
+    (1.0, None, 0.05),
+  ],
+)
 def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k, top_p):
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
   how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
   draw = jax.jit(sample, static_argnums=0)
-  tokens = draw(how.filters, how.values(), jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
-                jnp.full(count, 7, jnp.int32))
+  tokens = draw(
+    how.filters,
+    how.values(),
+    jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
+    jnp.full(count, 7, jnp.int32),
+  )
   drawn = np.bincount(np.asarray(tokens), minlength=6)
   shares = expected_shares(logits, temperature, top_k, top_p)
   assert (drawn[shares == 0] == 0).all()
   expected = count * shares[shares > 0]
-  assert ((drawn[shares > 0] - expected)**2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
+  assert ((drawn[shares > 0] - expected) ** 2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
 
 
 def test_stop_marks_end_a_row_and_no_other(decoder):
   free = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3)
   mark = free[1][4]
   ended = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3, stop_ids=[mark])
-  assert ended == [row[:row.index(mark)] if mark in row else row for row in free] and len(ended[1]) <= 4
+  assert ended == [row[: row.index(mark)] if mark in row else row for row in free] and len(ended[1]) <= 4
 
 
 def test_rows_end_where_learned_positions_do_and_rotary_ones_go_on(decoder):
@@ -164,30 +182,34 @@ def test_rows_end_where_learned_positions_do_and_rotary_ones_go_on(decoder):
 
 def test_bad_input_is_one_line(decoder):
   for prompts, how, part in (
-      ([], {}, "prompts: none given"),
-      ([[1], []], {}, "prompts[1]: has no tokens"),
-      ([[31]], {}, "prompts[0]: holds the id 31; the model's ids are 0 to 30"),
-      ([[-1]], {}, "holds the id -1"),
-      ([[1]], {"max_tokens": 0}, "max_tokens=0: must be 1 or above"),
-      ([[1]], {"temperature": -0.5}, "temperature=-0.5: must be 0"),
-      ([[1]], {"temperature": float("nan")}, "temperature=nan: must be 0"),
-      ([[1]], {"top_k": 0}, "top_k=0: must be 1 or above"),
-      ([[1]], {"top_p": 0.0}, "top_p=0.0: must lie between 0 (excluded) and 1"),
-      ([[1]], {"top_p": 1.5}, "top_p=1.5: must lie"),
-      ([[1]], {"seed": -1}, "seed=-1: must lie"),
-      ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 3"),
+    ([], {}, "prompts: none given"),
+    ([[1], []], {}, "prompts[1]: has no tokens"),
+    ([[31]], {}, "prompts[0]: holds the id 31; the model's ids are 0 to 30"),
+    ([[-1]], {}, "holds the id -1"),
+    ([[1]], {"max_tokens": 0}, "max_tokens=0: must be 1 or above"),
+    ([[1]], {"temperature": -0.5}, "temperature=-0.5: must be 0"),
+    ([[1]], {"temperature": float("nan")}, "temperature=nan: must be 0"),
+    ([[1]], {"top_k": 0}, "top_k=0: must be 1 or above"),
+    ([[1]], {"top_p": 0.0}, "top_p=0.0: must lie between 0 (excluded) and 1"),
+    ([[1]], {"top_p": 1.5}, "top_p=1.5: must lie"),
+    ([[1]], {"seed": -1}, "seed=-1: must lie"),
+    ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 3"),
   ):
     assert part in told(lambda: diffeq_nnx.generate(decoder, prompts, **how))
   assert "13 tokens; the model has 12 positions" in told(
-      lambda: diffeq_nnx.generate(moved_instance(small_model()), [[1] * 13]))
+    lambda: diffeq_nnx.generate(moved_instance(small_model()), [[1] * 13])
+  )
   assert "stored, for its own 3 steps" in told(
-      lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4))
+    lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4)
+  )
   assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
 
 
-TOKENIZERS = {"bytes": lambda folder: data.load_tokenizer("bytes"),
-              "sentencepiece": lambda folder: SentencePieceTokenizer(sentencepiece_model()),
-              "byte_pairs": lambda folder: _saved(folder, trained_pairs())}
+TOKENIZERS = {
+  "bytes": lambda folder: data.load_tokenizer("bytes"),
+  "sentencepiece": lambda folder: SentencePieceTokenizer(sentencepiece_model()),
+  "byte_pairs": lambda folder: _saved(folder, trained_pairs()),
+}
 
 
 def _saved(folder, content: str) -> data.Tokenizer:
@@ -211,13 +233,16 @@ def test_pieces_of_a_stream_add_up_to_the_text_and_split_no_character(kind, tmp_
     assert "".join(pieces) + stream.finish() == stream.text == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("text,stop,expected", [
+@pytest.mark.parametrize(
+  "text,stop,expected",
+  [
     ("one. two. three", (". t",), "one"),
     ("one. two. three", ("zero", "three", "two"), "one. "),
     ("aaab", ("aab",), "a"),
     ("ends with al", ("also",), "ends with al"),
     ("never", ("x",), "never"),
-])
+  ],
+)
 def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out(text, stop, expected):
   stream = TextStream(data.load_tokenizer("bytes").decode, stop)
   given = ""
@@ -232,8 +257,9 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
   model = make(small_model(field="llama", vocab_size=257))
   tokenizer, prompts = data.load_tokenizer("bytes"), ["one", "two words"]
   pieces = {0: [], 1: []}
-  made = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20,
-                                   on_text=lambda row, piece: pieces[row].append(piece))
+  made = diffeq_nnx.generate_texts(
+    model, tokenizer, prompts, max_tokens=20, on_text=lambda row, piece: pieces[row].append(piece)
+  )
   encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
   ids = diffeq_nnx.generate(model, encoded, max_tokens=20, stop_ids=[256])
   for row, one in enumerate(made):
@@ -245,7 +271,7 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
   assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
   tokenizer.eos_id = ids[1][5]
   ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20)[1]
-  assert ended.stopped == "eos" and ended.ids == ids[1][:ids[1].index(ids[1][5])]
+  assert ended.stopped == "eos" and ended.ids == ids[1][: ids[1].index(ids[1][5])]
 
 
 def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
@@ -257,7 +283,8 @@ def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
   begins = TOKENIZERS["sentencepiece"](tmp_path)
   assert generation.prompt_ids(begins, [""]) == [[begins.bos_id]]
   assert "stop: holds an empty string" in told(
-      lambda: diffeq_nnx.generate_texts(moved_instance(small_model()), plain, ["a"], stop=[""]))
+    lambda: diffeq_nnx.generate_texts(moved_instance(small_model()), plain, ["a"], stop=[""])
+  )
 
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
@@ -292,6 +319,10 @@ assert found[0] == found[1] == found[2], found
 
 
 def test_a_model_split_over_devices_generates_what_it_does_on_one():
-  done = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, env={
-      **os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
+  done = subprocess.run(
+    [sys.executable, "-c", SPLIT],
+    capture_output=True,
+    text=True,
+    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
+  )
   assert done.returncode == 0, done.stderr

@@ -51,9 +51,11 @@ def run(tmp_path_factory):
     (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
   config = run_config(folder, steps=2)
   config = dataclasses.replace(
-      config, model=dataclasses.replace(config.model, vocab_size=257, seq_len=96),
-      data=dataclasses.replace(config.data, tokenizer="bytes"),
-      checkpoint=dataclasses.replace(config.checkpoint, every=2))
+    config,
+    model=dataclasses.replace(config.model, vocab_size=257, seq_len=96),
+    data=dataclasses.replace(config.data, tokenizer="bytes"),
+    checkpoint=dataclasses.replace(config.checkpoint, every=2),
+  )
   train(config, str(folder / "run"))
   return config, folder / "run"
 
@@ -65,8 +67,11 @@ def evaluate(run, task_folder):
 
   def evaluate(baseline=None, where=workdir, num_steps=None, **settings):
     values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, **settings}
-    changed = dataclasses.replace(config, harness=dataclasses.replace(config.harness, **values),
-                                  eval=dataclasses.replace(config.eval, num_steps=num_steps))
+    changed = dataclasses.replace(
+      config,
+      harness=dataclasses.replace(config.harness, **values),
+      eval=dataclasses.replace(config.eval, num_steps=num_steps),
+    )
     evaluate_downstream(changed, str(where), baseline=None if baseline is None else str(baseline))
     return workdir / changed.harness.folder
 
@@ -96,18 +101,31 @@ def test_a_comparison_notes_what_differs(evaluate):
   baseline = evaluate(num_fewshot=(0,), limit=6, folder="first") / "results_0shot.json"
   folder = evaluate(baseline, num_fewshot=(0, 1), limit=8, begin_mark="always", folder="second")
   table = (folder / "table.md").read_text()
-  for part in ("the baseline lacks 2 of these 4 numbers", 'begin_mark: "always" here, "auto" for the baseline',
-               "limit: 8 here, 6 for the baseline", "another number of questions for the baseline: choice"):
+  for part in (
+    "the baseline lacks 2 of these 4 numbers",
+    'begin_mark: "always" here, "auto" for the baseline',
+    "limit: 8 here, 6 for the baseline",
+    "another number of questions for the baseline: choice",
+  ):
     assert part in table
   with pytest.raises(UserError, match="no number in common"):
     evaluate(baseline, num_fewshot=(1,), limit=6, folder="third")
 
 
 def test_the_average_of_a_group_stands_for_its_subtasks():
-  entry = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "perplexity,none": 3.0,
-           "perplexity_stderr,none": "N/A"}
-  results = {"results": {"a": entry, "b": entry, "c": entry}, "groups": {"g": {"acc,none": 0.25}, "h": {}},
-             "group_subtasks": {"g": ["a"], "h": ["b"]}, "n-shot": {"b": 5}}
+  entry = {
+    "alias": "a",
+    "acc,none": 0.5,
+    "acc_stderr,none": 0.1,
+    "perplexity,none": 3.0,
+    "perplexity_stderr,none": "N/A",
+  }
+  results = {
+    "results": {"a": entry, "b": entry, "c": entry},
+    "groups": {"g": {"acc,none": 0.25}, "h": {}},
+    "group_subtasks": {"g": ["a"], "h": ["b"]},
+    "n-shot": {"b": 5},
+  }
   found = report.estimates([results])
   assert {key.task for key in found} == {"b", "c", "g"} and found["b", 5, "acc", "none"] == (0.5, 0.1)
   assert found["c", None, "perplexity", "none"].error is None and found["g", None, "acc", "none"].value == 0.25
@@ -124,8 +142,12 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
   assert "is no results.json of lm_eval" in line(baseline=tmp_path / "results.json")
   assert "harness.text=text:nothing*" in line(text="text:nothing*")
   assert "there is no such file" in line(baseline=tmp_path / "nothing")
-  (tmp_path / "broken.yaml").write_text((task_folder / "choice.yaml").read_text().replace("choice\n", "broken\n", 1)
-                                        .replace("{{question}}", "{{nonsense.x}}"))
+  (tmp_path / "broken.yaml").write_text(
+    (task_folder / "choice.yaml")
+    .read_text()
+    .replace("choice\n", "broken\n", 1)
+    .replace("{{question}}", "{{nonsense.x}}")
+  )
   assert "UndefinedError: 'nonsense' is undefined" in line(tasks="broken", include_path=str(tmp_path), limit=2)
 
 
@@ -151,12 +173,18 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
   assert workdir_lib.config_of(str(tmp_path)) == config
   written = config_lib.changed(config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"])
   assert (written.harness.default_tasks, written.harness.num_fewshot, written.harness.folder) == (False, (5,), "2024")
-  for setting, part in (("harness.num_fewshot=(-1,)", "harness.num_fewshot[0]=-1"), ("harness.stride=3", "sliding"),
-                        ("harness.folder=checkpoints", "a folder of its own"),
-                        ("harness.folder=./", "a folder of its own"),
-                        ("harness.tasks=none", "nothing to do"), ("harness.tasks=','", "nothing to do"),
-                        ("harness.folder='../x'", "within the work directory"), ("harness.tasks=''", "nothing to do"),
-                        ("harness.window=slide", "disjoint, sliding"), ("harness.limit=0", "harness.limit=0")):
+  for setting, part in (
+    ("harness.num_fewshot=(-1,)", "harness.num_fewshot[0]=-1"),
+    ("harness.stride=3", "sliding"),
+    ("harness.folder=checkpoints", "a folder of its own"),
+    ("harness.folder=./", "a folder of its own"),
+    ("harness.tasks=none", "nothing to do"),
+    ("harness.tasks=','", "nothing to do"),
+    ("harness.folder='../x'", "within the work directory"),
+    ("harness.tasks=''", "nothing to do"),
+    ("harness.window=slide", "disjoint, sliding"),
+    ("harness.limit=0", "harness.limit=0"),
+  ):
     assert part in told(lambda: config_lib.changed(config, [setting]))
 
 
@@ -164,9 +192,23 @@ def test_the_command_line_of_lm_eval_has_the_model(run, task_folder, tmp_path, m
   _, workdir = run
   monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
-  monkeypatch.setattr(sys, "argv", [
-      "lm_eval", "--model", "diffeq_nnx", "--model_args", f"workdir={workdir},begin_mark=always", "--tasks",
-      str(task_folder / "choice.yaml"), "--limit", "6", "--output_path", str(tmp_path)])
+  monkeypatch.setattr(
+    sys,
+    "argv",
+    [
+      "lm_eval",
+      "--model",
+      "diffeq_nnx",
+      "--model_args",
+      f"workdir={workdir},begin_mark=always",
+      "--tasks",
+      str(task_folder / "choice.yaml"),
+      "--limit",
+      "6",
+      "--output_path",
+      str(tmp_path),
+    ],
+  )
   command_line.main()
   assert "|choice|" in capsys.readouterr().out
   (path,) = tmp_path.rglob("results_*.json")
@@ -179,16 +221,22 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   """The job with settings on top of the run's own config."""
   _, workdir = run
   settings = {"limit": 6, "text": f"jsonl:{task_folder}/texts.jsonl", "include_path": str(task_folder)}
-  arguments = ["--job=harness", f"--workdir={workdir}", "--config.harness.tasks=choice",
-               "--config.harness.default_tasks=False", "--config.harness.folder=by_two",
-               *(f"--config.harness.{name}={value}" for name, value in settings.items())]
+  arguments = [
+    "--job=harness",
+    f"--workdir={workdir}",
+    "--config.harness.tasks=choice",
+    "--config.harness.default_tasks=False",
+    "--config.harness.folder=by_two",
+    *(f"--config.harness.{name}={value}" for name, value in settings.items()),
+  ]
   variables = {**local.environment(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
   assert local.run(local.commands(2, local.free_port(), arguments), variables) == 0
   (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]  # Gloo prints lines, too
   assert json.loads(line)["acc"]
   alone, by_two = (
-      {name: json.loads((folder / name).read_text()) for name in ("results.json", "perplexity.json")}
-      for folder in (evaluate(**settings, folder="alone"), workdir / "by_two"))
+    {name: json.loads((folder / name).read_text()) for name in ("results.json", "perplexity.json")}
+    for folder in (evaluate(**settings, folder="alone"), workdir / "by_two")
+  )
   assert np.isclose(by_two["perplexity.json"]["nats"], alone["perplexity.json"]["nats"], rtol=1e-6)
   assert by_two["perplexity.json"]["tokens"] == alone["perplexity.json"]["tokens"] > 6
   config = by_two["results.json"]["config"]
@@ -217,8 +265,13 @@ def test_the_group_is_found_however_tasks_are_given(monkeypatch):
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)
   monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
   monkeypatch.setenv("DISABLE_MULTIPROC", "1")
-  for given, added in ((["--tasks=a"], True), (["--tasks", "a"], True), (["-t", "a"], True), (["--model", "x"], False),
-                       (["--tasks", "a", "--include_path=b"], False)):
+  for given, added in (
+    (["--tasks=a"], True),
+    (["--tasks", "a"], True),
+    (["-t", "a"], True),
+    (["--model", "x"], False),
+    (["--tasks", "a", "--include_path=b"], False),
+  ):
     monkeypatch.setattr(sys, "argv", ["lm_eval", *given])
     command_line.main()
     assert (sys.argv[-2:] == ["--include_path", tasks.GROUPS]) == added

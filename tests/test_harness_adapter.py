@@ -55,8 +55,14 @@ def lm(model):
 
 def evaluated(lm, folder, *names, **more):
   """lm_eval's results on the local tasks."""
-  return lm_eval.simple_evaluate(model=lm, tasks=list(names), bootstrap_iters=0, verbosity=None,
-                                 task_manager=TaskManager(include_path=str(folder), include_defaults=False), **more)
+  return lm_eval.simple_evaluate(
+    model=lm,
+    tasks=list(names),
+    bootstrap_iters=0,
+    verbosity=None,
+    task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    **more,
+  )
 
 
 def responses(results, name):
@@ -68,6 +74,7 @@ def responses(results, name):
 @pytest.mark.parametrize("field,tokens", [("gpt", "bytes"), ("llama", "byte pairs after a begin mark")])
 def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, tokens, task_folder, tmp_path):
   from lm_eval.models.huggingface import HFLM
+
   tokenizer = ByteTokenizer() if tokens == "bytes" else load_tokenizer(byte_pairs(tmp_path, " ".join(WORDS)))
   model, hf = random_model(field, vocab_size=tokenizer.vocab_size), str(tmp_path / "hf")
   diffeq_nnx.export_hf(model, hf, tokenizer=tokenizer)
@@ -152,15 +159,19 @@ def test_texts_are_sampled_as_tasks_ask(model, lm):
   assert generated(one, plain) == generated(one, {**plain, "do_sample": True}) == [greedy]  # no temperature: greedy
   four = generated(one, sampled, 4)
   assert len(set(four)) == 4 and four == generated(lm, sampled, 4)  # whatever shares a batch
-  mixed = instances("generate_until", ("a longer prompt", plain), *[("river", sampled)] * 2, ("river", plain),
-                    *[("river", sampled)] * 2)
+  mixed = instances(
+    "generate_until", ("a longer prompt", plain), *[("river", sampled)] * 2, ("river", plain), *[("river", sampled)] * 2
+  )
   texts = one.generate_until(mixed, disable_tqdm=True)
   assert texts[1:3] + texts[4:] == four and texts[3] == greedy  # whatever the order
   assert generated(make_lm(batch_size=1, seed=1), sampled, 4) != four
   assert generated(one, {**sampled, "top_k": 0}) == four[:1]  # off, as in transformers
   assert len(generated(one, {})[0].encode()) > 8  # a limit that fits, where the task sets none
-  for wrong, part in (({"num_beams": 4}, "num_beams=4: is not supported"), ({"max_gen_toks": 96}, "max_gen_toks=96"),
-                      ({**sampled, "top_p": 2}, "top_p=2")):
+  for wrong, part in (
+    ({"num_beams": 4}, "num_beams=4: is not supported"),
+    ({"max_gen_toks": 96}, "max_gen_toks=96"),
+    ({**sampled, "top_p": 2}, "top_p=2"),
+  ):
     assert part in told(lambda: generated(one, wrong))
 
 
@@ -176,7 +187,8 @@ def test_windows_predict_each_token_once(model, lm):
   assert "sliding" in sliding.get_model_info()["rolling_windows"]
   found = perplexity.corpus_perplexity(sliding, [text, "one two"])
   total, short, empty = sliding.loglikelihood_rolling(
-      instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True)
+    instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True
+  )
   assert np.isclose(found["nats"], -total - short) and found["tokens"] == found["bytes"] == len(text) + 7
   assert empty == 0
   assert found["words"] == len(text.split()) + 1 + 2  # white space at the end counts, as in lm_eval
@@ -199,9 +211,11 @@ def test_results_go_to_the_request_cache(model):
   lm = DiffEqLM(model=model, tokenizer=ByteTokenizer())
   hook = Hook()
   lm.set_cache_hook(hook)
-  for kind, *arguments in (("loglikelihood", ("river", " town"), ("river", " hill")),
-                           ("loglikelihood_rolling", ("river town",)),
-                           ("generate_until", ("river", {"max_gen_toks": 2}))):
+  for kind, *arguments in (
+    ("loglikelihood", ("river", " town"), ("river", " hill")),
+    ("loglikelihood_rolling", ("river town",)),
+    ("generate_until", ("river", {"max_gen_toks": 2})),
+  ):
     asked = instances(kind, *arguments)
     results = getattr(lm, kind)(asked, disable_tqdm=True)
     assert results == [hook.kept[kind, json.dumps(one.args)] for one in asked]
@@ -210,13 +224,17 @@ def test_results_go_to_the_request_cache(model):
 
 def test_mistakes_are_reported_in_one_line(model):
   make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
-  for wrong, part in (({"windo": "sliding"}, "windo: unknown; did you mean 'window'?"),
-                      ({"begin_mark": "yes"}, "must be one of auto, none, always"),
-                      ({"dtype": "float8"}, "dtype='float8': must be one of model, bfloat16, float32"),
-                      ({"stride": 3}, "is for sliding windows"),
-                      ({"window": "sliding", "stride": 97}, "must be 1 to 96"),
-                      ({"max_length": 97}, "max_length=97"), ({"batch_size": "x"}, "batch_size='x'"),
-                      ({"batch_size": "²"}, "batch_size='²'"), ({"max_length": "abc"}, "max_length='abc'")):
+  for wrong, part in (
+    ({"windo": "sliding"}, "windo: unknown; did you mean 'window'?"),
+    ({"begin_mark": "yes"}, "must be one of auto, none, always"),
+    ({"dtype": "float8"}, "dtype='float8': must be one of model, bfloat16, float32"),
+    ({"stride": 3}, "is for sliding windows"),
+    ({"window": "sliding", "stride": 97}, "must be 1 to 96"),
+    ({"max_length": 97}, "max_length=97"),
+    ({"batch_size": "x"}, "batch_size='x'"),
+    ({"batch_size": "²"}, "batch_size='²'"),
+    ({"max_length": "abc"}, "max_length='abc'"),
+  ):
     assert part in told(lambda: make_lm(**wrong))
   assert "no chat template" in told(lambda: make_lm().apply_chat_template([]))
   assert "workdir=runs/tiny" in told(DiffEqLM)

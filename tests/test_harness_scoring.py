@@ -29,8 +29,8 @@ def one_by_one(model, requests):
   totals, greedy = [], []
   for request in requests:
     tokens_1xL = np.zeros((1, 32), np.int32)
-    tokens_1xL[0, :len(request.read)] = request.read
-    logprob_NxV = np.asarray(run(tokens_1xL))[len(request.context) - 1:len(request.read)]
+    tokens_1xL[0, : len(request.read)] = request.read
+    logprob_NxV = np.asarray(run(tokens_1xL))[len(request.context) - 1 : len(request.read)]
     totals.append(logprob_NxV[range(len(logprob_NxV)), request.continuation].sum())
     greedy.append((logprob_NxV.argmax(-1) == request.continuation).all())
   return np.array(totals), greedy
@@ -108,7 +108,7 @@ def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits(model)
   expected = by_number(scorer, requests)
   found = by_number(scorer, requests * 40)
   np.testing.assert_array_equal(found[0], np.tile(expected[0], 40))
-  assert shapes[:len(shapes) // 2] == shapes[len(shapes) // 2:]
+  assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
   many = [Request((1,), (2, i)) for i in range(257)] + [Request((1,), (i,)) for i in range(257)]
   assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.rows_of(many, 96))
 

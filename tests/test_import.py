@@ -26,15 +26,26 @@ from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import make
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
-LLAMA = dict(vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=12, bos_token_id=None, eos_token_id=0)
+LLAMA = dict(
+  vocab_size=31,
+  hidden_size=24,
+  intermediate_size=40,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  max_position_embeddings=12,
+  bos_token_id=None,
+  eos_token_id=0,
+)
 
 
 def foreign(kind, **changes):
   """A model of transformers' own of which no parameter sits at its initial value."""
   torch.manual_seed(0)
-  made = {"gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **changes})),
-          "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changes}))}[kind]()
+  made = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **changes})),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changes})),
+  }[kind]()
   with torch.no_grad():
     for parameter in made.parameters():
       parameter += 0.1 * torch.randn_like(parameter)
@@ -49,10 +60,15 @@ def same_logits(folder, theirs):
   return model
 
 
-@pytest.mark.parametrize("kind,changes", [
-    ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3}), ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
-    ("llama", {}), ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
-])
+@pytest.mark.parametrize(
+  "kind,changes",
+  [
+    ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3}),
+    ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
+    ("llama", {}),
+    ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+  ],
+)
 def test_an_imported_model_gives_the_same_logits(kind, changes, tmp_path):
   theirs = foreign(kind, **changes)
   theirs.save_pretrained(tmp_path)
@@ -84,8 +100,18 @@ def test_gpt2_as_first_published(tmp_path):
 
 @pytest.mark.parametrize("field", ["gpt", "llama"])
 def test_import_is_the_inverse_of_export(field, tmp_path):
-  model = make(small_model(field=field, solver="sequential", weights="stored", step_sizes=(0.5, 1.0, 2.0), dropout=0.1,
-                           num_kv_heads=None if field == "gpt" else 2, norm_eps=1e-4, final_norm_eps=1e-4))
+  model = make(
+    small_model(
+      field=field,
+      solver="sequential",
+      weights="stored",
+      step_sizes=(0.5, 1.0, 2.0),
+      dropout=0.1,
+      num_kv_heads=None if field == "gpt" else 2,
+      norm_eps=1e-4,
+      final_norm_eps=1e-4,
+    )
+  )
   diffeq_nnx.export_hf(model, str(tmp_path / "out"))
   again = diffeq_nnx.import_hf(str(tmp_path / "out"))
   np.testing.assert_allclose(logits(again), logits(model), rtol=0, atol=1e-5)
@@ -96,9 +122,21 @@ def test_import_is_the_inverse_of_export(field, tmp_path):
       leaves[name] = leaf * np.reshape(np.float32([0.5, 1, 2]), (3,) + (1,) * (leaf.ndim - 1))
   jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), expected)
   assert again.config == ModelConfig(
-      weights="stored", field=field, solver="sequential", num_steps=3, embed_dim=24, num_heads=4, mlp_dim=40,
-      vocab_size=31, num_kv_heads=None if field == "gpt" else 2, seq_len=12, norm_eps=1e-4, final_norm_eps=1e-4, dtype="float32",
-      dropout=0.1 if field == "gpt" else 0.0)
+    weights="stored",
+    field=field,
+    solver="sequential",
+    num_steps=3,
+    embed_dim=24,
+    num_heads=4,
+    mlp_dim=40,
+    vocab_size=31,
+    num_kv_heads=None if field == "gpt" else 2,
+    seq_len=12,
+    norm_eps=1e-4,
+    final_norm_eps=1e-4,
+    dtype="float32",
+    dropout=0.1 if field == "gpt" else 0.0,
+  )
   diffeq_nnx.export_hf(again, str(tmp_path / "twice"))
   for name in ("config.json", "model.safetensors"):
     if field == "gpt" or name == "model.safetensors":
@@ -112,7 +150,9 @@ def write(folder, config, tensors=None):
   return lambda: importing.read(str(folder))
 
 
-@pytest.mark.parametrize("kind,changes,parts", [
+@pytest.mark.parametrize(
+  "kind,changes,parts",
+  [
     ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'", "'gelu_new'"]),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is True"]),
     ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights is False"]),
@@ -132,7 +172,8 @@ def write(folder, config, tensors=None):
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ("mistral", {}, ["model_type is 'mistral'", "gpt2 and llama"]),
-])
+  ],
+)
 def test_what_can_t_be_held_is_told(kind, changes, parts, tmp_path):
   line = told(write(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else LLAMA), **changes}))
   assert line.startswith(f"from_hf={tmp_path}: ")
@@ -164,7 +205,9 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
-  assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(lambda: importing.tokenizer_of(str(out)))
+  assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(
+    lambda: importing.tokenizer_of(str(out))
+  )
 
 
 def test_the_folder_s_tokenizer(tmp_path):
@@ -184,10 +227,12 @@ def finished(tmp_path_factory):
   for i in range(12):
     (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
   config = Config(
-      model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
-      data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-      train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
-      eval=EvalConfig(every=4, batch_size=4, max_batches=2), checkpoint=CheckpointConfig(every=4, keep=1))
+    model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
+    data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+    train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
+    eval=EvalConfig(every=4, batch_size=4, max_batches=2),
+    checkpoint=CheckpointConfig(every=4, keep=1),
+  )
   train(config, str(folder / "run"))
   return config, str(folder / "run")
 
@@ -203,7 +248,10 @@ def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsy
   assert json.loads(capsys.readouterr().out)["num_steps"] == 2
   imported = workdir_lib.config_of(new)
   assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
-      "stored", "sequential", os.path.join(new, "tokenizer.model"))
+    "stored",
+    "sequential",
+    os.path.join(new, "tokenizer.model"),
+  )
   before, after = jobs.run("evaluate", config, workdir), jobs.run("evaluate", imported, new)
   assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
   assert "holds a run already" in told(lambda: jobs.run("import", config, new, from_hf=out))
@@ -219,12 +267,15 @@ def test_other_formats_and_mistakes(finished, tmp_path):
   result = jobs.run("export", config, workdir, out=out, format="stablehlo", num_steps=3)
   assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
   assert "num_steps=0: must be 1 or above" in told(
-      lambda: jobs.run("export", config, workdir, out=str(tmp_path / "other"), num_steps=0))
+    lambda: jobs.run("export", config, workdir, out=str(tmp_path / "other"), num_steps=0)
+  )
   grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
   assert "GPT-2 has no grouped-query heads" in told(
-      lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other")))
+    lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
+  )
   (tmp_path / "empty").mkdir()
   workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.tokenizer_of(workdir), None, None, ""))
   assert "holds no checkpoint yet" in told(
-      lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other")))
+    lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
+  )
   assert not (tmp_path / "other").exists()

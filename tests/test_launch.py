@@ -12,14 +12,26 @@ from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
 from launch.experiments import compare, finetune_depths
 
-SMALL = ["--set=model.num_steps=2", "--set=model.embed_dim=16", "--set=model.num_heads=2", "--set=model.seq_len=16",
-         "--set=train.loss_chunks=4", "--set=train.batch_size=2"]
+SMALL = [
+  "--set=model.num_steps=2",
+  "--set=model.embed_dim=16",
+  "--set=model.num_heads=2",
+  "--set=model.seq_len=16",
+  "--set=train.loss_chunks=4",
+  "--set=train.batch_size=2",
+]
 
 
 @pytest.mark.parametrize("what", ["train_step", "loss_and_gradients"])
 def test_benchmark_prints_a_row_a_config(what, capsys):
-  benchmark.main(["--configs=configs/benchmark.py:builtin,parallel,configs/benchmark.py:diffeq", f"--what={what}",
-                  "--rounds=3", *SMALL])
+  benchmark.main(
+    [
+      "--configs=configs/benchmark.py:builtin,parallel,configs/benchmark.py:diffeq",
+      f"--what={what}",
+      "--rounds=3",
+      *SMALL,
+    ]
+  )
   header, _, *table = capsys.readouterr().out.strip().splitlines()
   assert header.startswith(f"{what}, median of 3 interleaved rounds, ")
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
@@ -36,7 +48,8 @@ def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   lines = capsys.readouterr().out.splitlines()
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| odd_length")]
   assert {(row[1], row[2]) for row in rows} == {
-      (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")}
+    (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")
+  }
   assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
 
 
@@ -58,9 +71,18 @@ def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
 
 
 def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):
-  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--rates=1e-30,3e-2", "--seeds=0,1",
-               f"--workdir={tmp_path}/runs", *SMALL, "--set=train.steps=8", "--set=eval.max_batches=1",
-               "--set=model.vocab_size=512", f"--set=data.cache_dir={tmp_path}/cache"]
+  arguments = [
+    "--config=configs/tiny.py",
+    "--rows=gpt",
+    "--rates=1e-30,3e-2",
+    "--seeds=0,1",
+    f"--workdir={tmp_path}/runs",
+    *SMALL,
+    "--set=train.steps=8",
+    "--set=eval.max_batches=1",
+    "--set=model.vocab_size=512",
+    f"--set=data.cache_dir={tmp_path}/cache",
+  ]
   compare.main(arguments)
   line = capsys.readouterr().out.strip().splitlines()[-1]
   assert line.startswith("| gpt | 0.03 | ")
@@ -71,11 +93,14 @@ def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):
   assert out.strip().splitlines()[-1] == line and "--" not in out.splitlines()[0]
 
 
-@pytest.mark.parametrize("name,settings,part", [
+@pytest.mark.parametrize(
+  "name,settings,part",
+  [
     ("configs/nope.py:gpt", [], "there is no file 'configs/nope.py'"),
     ("configs/tiny.py", ["train.step=1"], "train.step: unknown key; did you mean 'train.steps'?"),
     ("configs/tiny.py", ["train.steps=many"], "train.steps='many': must be of type int, not str"),
-])
+  ],
+)
 def test_a_config_that_cannot_be_loaded_is_one_line(name, settings, part):
   with pytest.raises(UserError) as told:
     config_lib.load(name, settings)
@@ -83,9 +108,18 @@ def test_a_config_that_cannot_be_loaded_is_one_line(name, settings, part):
 
 
 def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished, tmp_path, capsys, monkeypatch):
-  arguments = ["--config=configs/finetune_small.py:builtin", f"--from_workdir={finished[1]}", f"--workdir={tmp_path}/out",
-               "--rows=full,lora", "--steps=2,3", "--set=train.steps=2", "--set=train.batch_size=4",
-               "--set=train.loss_chunks=4", "--set=eval.max_batches=1", f"--set=data.cache_dir={tmp_path}/cache"]
+  arguments = [
+    "--config=configs/finetune_small.py:builtin",
+    f"--from_workdir={finished[1]}",
+    f"--workdir={tmp_path}/out",
+    "--rows=full,lora",
+    "--steps=2,3",
+    "--set=train.steps=2",
+    "--set=train.batch_size=4",
+    "--set=train.loss_chunks=4",
+    "--set=eval.max_batches=1",
+    f"--set=data.cache_dir={tmp_path}/cache",
+  ]
   finetune_depths.main(arguments)
   table = capsys.readouterr().out
   finetune_depths.main(arguments)

@@ -1,5 +1,6 @@
 """The shell launchers, run with stand-ins for gcloud, kubectl and Slurm that record how they were called."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,8 +22,7 @@ SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh"
 BASH = shutil.which("bash")
 PROGRAM = ["--config=configs/llama1b.py:openwebtext,diffeq", "--workdir=/runs/a"]
 POD = ["--name=pod", "--zone=us-east5-a"]
-GKE = ["--name=llama", "--image=gcr.io/p/diffeq:1", "--volume=runs", "--accelerator=tpu-v5p-slice",
-       "--topology=2x2x4"]
+GKE = ["--name=llama", "--image=gcr.io/p/diffeq:1", "--volume=runs", "--accelerator=tpu-v5p-slice", "--topology=2x2x4"]
 TPUS = ["gcloud", "compute", "tpus"]
 HOST = "bash diffeq-nnx/src/launch/tpu_host.sh"
 
@@ -76,13 +76,19 @@ class Bench:
 
   def environment(self, **changes: str) -> dict[str, str]:
     """A clean environment but for PATH."""
-    return {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "RECORD": str(self.record),
-            **changes}
+    return {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "RECORD": str(self.record), **changes}
 
   def bash(self, *words: str, **changes: str) -> subprocess.CompletedProcess:
     """Runs bash with these words, in the home directory."""
-    return subprocess.run([BASH, *words], env=self.environment(**changes), cwd=self.home, capture_output=True,
-                          text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+      [BASH, *words],
+      env=self.environment(**changes),
+      cwd=self.home,
+      capture_output=True,
+      text=True,
+      timeout=60,
+      stdin=subprocess.DEVNULL,
+    )
 
   def script(self, name: str, *words: str, **changes: str) -> subprocess.CompletedProcess:
     """Runs a launcher of the small checkout."""
@@ -125,10 +131,8 @@ def bench(tmp_path):
   """A Bench, whose left-over stand-in program is ended."""
   bench = Bench(tmp_path)
   yield bench
-  try:
+  with contextlib.suppress(OSError, ValueError):
     os.kill(int((bench.home / "waiter.pid").read_text()), signal.SIGKILL)
-  except (OSError, ValueError):
-    pass
 
 
 def remote(worker: str, text: str) -> list[str]:
@@ -138,46 +142,149 @@ def remote(worker: str, text: str) -> list[str]:
 
 # script, arguments, the calls that they lead to; fill is tested by itself
 CASES = [
-    ("tpu_pod.sh", ["create", *POD, "--type=v5p-16"],
-     [[*TPUS, "tpu-vm", "create", "pod", "--zone=us-east5-a", "--accelerator-type=v5p-16",
-       "--version=v2-alpha-tpuv5"]]),
-    ("tpu_pod.sh", ["create", *POD, "--type=v6e-32", "--queued", "--spot", "--project=p"],
-     [[*TPUS, "queued-resources", "create", "pod", "--zone=us-east5-a", "--project=p",
-       "--accelerator-type=v6e-32", "--runtime-version=v2-alpha-tpuv6e", "--node-id=pod", "--spot"]]),
-    ("tpu_pod.sh", ["create", *POD, "--type=v5litepod-16", "--queued", "--num-slices=2"],
-     [[*TPUS, "queued-resources", "create", "pod", "--zone=us-east5-a", "--accelerator-type=v5litepod-16",
-       "--runtime-version=v2-alpha-tpuv5-lite", "--node-count=2", "--node-prefix=pod"]]),
-    ("tpu_pod.sh", ["create", *POD, "--type=v9-16", "--version=mine"],
-     [[*TPUS, "tpu-vm", "create", "pod", "--zone=us-east5-a", "--accelerator-type=v9-16", "--version=mine"]]),
-    ("tpu_pod.sh", ["start", *POD, "--", *PROGRAM, "--config.data.source=text:/runs/a b/*.txt"],
-     [remote("all", f"{HOST} idle"),
-      remote("all", f"{HOST} start {' '.join(PROGRAM)} '--config.data.source=text:/runs/a b/*.txt'")]),
-    ("tpu_pod.sh", ["start", *POD, "--queued", "--", *PROGRAM],
-     [[*TPUS, "queued-resources", "ssh", "pod", "--zone=us-east5-a", "--worker=all", "--node=all",
-       f"--command={HOST} {rest}"] for rest in ("idle", f"start {' '.join(PROGRAM)}")]),
-    ("tpu_pod.sh", ["follow", *POD], [remote("0", "tail -n 20 -F diffeq-nnx/run.log")]),
-    ("tpu_pod.sh", ["follow", *POD, "--queued"],
-     [[*TPUS, "queued-resources", "ssh", "pod", "--zone=us-east5-a", "--worker=0", "--node=0",
-       "--command=tail -n 20 -F diffeq-nnx/run.log"]]),
-    ("tpu_pod.sh", ["status", *POD],
-     [[*TPUS, "tpu-vm", "describe", "pod", "--zone=us-east5-a", "--format=value(state)"],
-      remote("all", f"{HOST} status")]),
-    ("tpu_pod.sh", ["stop", *POD], [remote("all", f"{HOST} stop")]),
-    ("tpu_pod.sh", ["delete", *POD], [[*TPUS, "tpu-vm", "delete", "pod", "--zone=us-east5-a"]]),
-    ("tpu_pod.sh", ["delete", *POD, "--queued", "--project=p"],
-     [[*TPUS, "queued-resources", "delete", "pod", "--zone=us-east5-a", "--project=p", "--force"]]),
-    ("gke.sh", ["start", *GKE, "--", *PROGRAM], [["kubectl", "create", "--filename=-"]]),
-    ("gke.sh", ["follow", "--name=llama", "--namespace=ml"],
-     [["kubectl", "--namespace=ml", "logs", "--follow", "--tail=20",
-       "--selector=jobset.sigs.k8s.io/jobset-name=llama,"
-       "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"]]),
-    ("gke.sh", ["status", "--name=llama"],
-     [["kubectl", "get", "jobset", "llama"],
-      ["kubectl", "get", "pods", "--selector=jobset.sigs.k8s.io/jobset-name=llama", "--output=wide"]]),
-    ("gke.sh", ["stop", "--name=llama"], [["kubectl", "delete", "jobset", "llama", "--cascade=foreground"]]),
-    ("slurm.sbatch", [*PROGRAM, "--config.data.source=text:/runs/a b/*.txt"],
-     [["srun", "--kill-on-bad-exit=1", "--cpus-per-task=8", ".venv/bin/python", "-m", "diffeq_nnx.main",
-       *PROGRAM, "--config.data.source=text:/runs/a b/*.txt"]]),
+  (
+    "tpu_pod.sh",
+    ["create", *POD, "--type=v5p-16"],
+    [[*TPUS, "tpu-vm", "create", "pod", "--zone=us-east5-a", "--accelerator-type=v5p-16", "--version=v2-alpha-tpuv5"]],
+  ),
+  (
+    "tpu_pod.sh",
+    ["create", *POD, "--type=v6e-32", "--queued", "--spot", "--project=p"],
+    [
+      [
+        *TPUS,
+        "queued-resources",
+        "create",
+        "pod",
+        "--zone=us-east5-a",
+        "--project=p",
+        "--accelerator-type=v6e-32",
+        "--runtime-version=v2-alpha-tpuv6e",
+        "--node-id=pod",
+        "--spot",
+      ]
+    ],
+  ),
+  (
+    "tpu_pod.sh",
+    ["create", *POD, "--type=v5litepod-16", "--queued", "--num-slices=2"],
+    [
+      [
+        *TPUS,
+        "queued-resources",
+        "create",
+        "pod",
+        "--zone=us-east5-a",
+        "--accelerator-type=v5litepod-16",
+        "--runtime-version=v2-alpha-tpuv5-lite",
+        "--node-count=2",
+        "--node-prefix=pod",
+      ]
+    ],
+  ),
+  (
+    "tpu_pod.sh",
+    ["create", *POD, "--type=v9-16", "--version=mine"],
+    [[*TPUS, "tpu-vm", "create", "pod", "--zone=us-east5-a", "--accelerator-type=v9-16", "--version=mine"]],
+  ),
+  (
+    "tpu_pod.sh",
+    ["start", *POD, "--", *PROGRAM, "--config.data.source=text:/runs/a b/*.txt"],
+    [
+      remote("all", f"{HOST} idle"),
+      remote("all", f"{HOST} start {' '.join(PROGRAM)} '--config.data.source=text:/runs/a b/*.txt'"),
+    ],
+  ),
+  (
+    "tpu_pod.sh",
+    ["start", *POD, "--queued", "--", *PROGRAM],
+    [
+      [
+        *TPUS,
+        "queued-resources",
+        "ssh",
+        "pod",
+        "--zone=us-east5-a",
+        "--worker=all",
+        "--node=all",
+        f"--command={HOST} {rest}",
+      ]
+      for rest in ("idle", f"start {' '.join(PROGRAM)}")
+    ],
+  ),
+  ("tpu_pod.sh", ["follow", *POD], [remote("0", "tail -n 20 -F diffeq-nnx/run.log")]),
+  (
+    "tpu_pod.sh",
+    ["follow", *POD, "--queued"],
+    [
+      [
+        *TPUS,
+        "queued-resources",
+        "ssh",
+        "pod",
+        "--zone=us-east5-a",
+        "--worker=0",
+        "--node=0",
+        "--command=tail -n 20 -F diffeq-nnx/run.log",
+      ]
+    ],
+  ),
+  (
+    "tpu_pod.sh",
+    ["status", *POD],
+    [
+      [*TPUS, "tpu-vm", "describe", "pod", "--zone=us-east5-a", "--format=value(state)"],
+      remote("all", f"{HOST} status"),
+    ],
+  ),
+  ("tpu_pod.sh", ["stop", *POD], [remote("all", f"{HOST} stop")]),
+  ("tpu_pod.sh", ["delete", *POD], [[*TPUS, "tpu-vm", "delete", "pod", "--zone=us-east5-a"]]),
+  (
+    "tpu_pod.sh",
+    ["delete", *POD, "--queued", "--project=p"],
+    [[*TPUS, "queued-resources", "delete", "pod", "--zone=us-east5-a", "--project=p", "--force"]],
+  ),
+  ("gke.sh", ["start", *GKE, "--", *PROGRAM], [["kubectl", "create", "--filename=-"]]),
+  (
+    "gke.sh",
+    ["follow", "--name=llama", "--namespace=ml"],
+    [
+      [
+        "kubectl",
+        "--namespace=ml",
+        "logs",
+        "--follow",
+        "--tail=20",
+        "--selector=jobset.sigs.k8s.io/jobset-name=llama,"
+        "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0",
+      ]
+    ],
+  ),
+  (
+    "gke.sh",
+    ["status", "--name=llama"],
+    [
+      ["kubectl", "get", "jobset", "llama"],
+      ["kubectl", "get", "pods", "--selector=jobset.sigs.k8s.io/jobset-name=llama", "--output=wide"],
+    ],
+  ),
+  ("gke.sh", ["stop", "--name=llama"], [["kubectl", "delete", "jobset", "llama", "--cascade=foreground"]]),
+  (
+    "slurm.sbatch",
+    [*PROGRAM, "--config.data.source=text:/runs/a b/*.txt"],
+    [
+      [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--cpus-per-task=8",
+        ".venv/bin/python",
+        "-m",
+        "diffeq_nnx.main",
+        *PROGRAM,
+        "--config.data.source=text:/runs/a b/*.txt",
+      ]
+    ],
+  ),
 ]
 IDS = [f"{script}-{index}-{arguments[0].split('=')[0]}" for index, (script, arguments, _) in enumerate(CASES)]
 
@@ -205,8 +312,11 @@ def test_a_subcommand_calls_its_tool_and_a_dry_run_prints_just_that(script, argu
   assert manifest is None or stdin.read_text() == manifest
 
 
-@pytest.mark.parametrize("script,arguments", [case[:2] for case in CASES if case[0] != "slurm.sbatch"],
-                         ids=[name for name in IDS if "slurm" not in name])
+@pytest.mark.parametrize(
+  "script,arguments",
+  [case[:2] for case in CASES if case[0] != "slurm.sbatch"],
+  ids=[name for name in IDS if "slurm" not in name],
+)
 def test_a_tool_that_fails_is_one_line_and_ends_the_script(script, arguments, bench):
   done = bench.script(script, *arguments, CODE="3")
   assert done.returncode == 1
@@ -217,11 +327,14 @@ def test_a_tool_that_fails_is_one_line_and_ends_the_script(script, arguments, be
 def test_status_does_not_look_for_hosts_before_they_are_there(bench):
   done = bench.script("tpu_pod.sh", "status", *POD, "--queued", STATE="WAITING_FOR_RESOURCES")
   assert (done.returncode, done.stdout) == (0, "WAITING_FOR_RESOURCES\n")
-  assert bench.calls() == [[*TPUS, "queued-resources", "describe", "pod", "--zone=us-east5-a",
-                            "--format=value(state.state)"]]
+  assert bench.calls() == [
+    [*TPUS, "queued-resources", "describe", "pod", "--zone=us-east5-a", "--format=value(state.state)"]
+  ]
 
 
-@pytest.mark.parametrize("script,arguments,part", [
+@pytest.mark.parametrize(
+  "script,arguments,part",
+  [
     ("tpu_pod.sh", [], "no subcommand: not one of create, fill, "),
     ("tpu_pod.sh", ["begin", *POD], "begin: not one of create, fill, "),
     ("tpu_pod.sh", ["stop", "--zone=z"], "--name: missing"),
@@ -246,14 +359,19 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("gke.sh", ["start", *GKE[:-1], "--", *PROGRAM], "--topology: missing"),
     ("gke.sh", ["start", *GKE], "--config: missing"),
     ("gke.sh", ["start", *GKE, "--topology=2by2", "--", *PROGRAM], "--topology=2by2: must be of the form 4x4"),
-    ("gke.sh", ["start", *GKE, "--topology=3x3", "--", *PROGRAM], "--topology=3x3: its 9 chips are not a multiple of --chips-per-host=4"),
+    (
+      "gke.sh",
+      ["start", *GKE, "--topology=3x3", "--", *PROGRAM],
+      "--topology=3x3: its 9 chips are not a multiple of --chips-per-host=4",
+    ),
     ("gke.sh", ["start", *GKE, "--chips-per-host=none", "--", *PROGRAM], "--chips-per-host=none: must "),
     ("gke.sh", ["start", *GKE, "--", "--config=a.py", "--workdir=/tmp/a"], "--workdir: must be below /runs"),
     ("gke.sh", ["start", *GKE, "--", *PROGRAM, "a\nb"], "a line break or tab in an argument"),
     ("slurm.sbatch", ["--workdir=/runs/a"], "--config: missing"),
     ("slurm.sbatch", ["--dry-run", "--config=a.py"], "--workdir: missing"),
     ("slurm.sbatch", PROGRAM, "not a Slurm job"),
-])
+  ],
+)
 def test_a_mistake_is_one_line_and_calls_nothing(script, arguments, part, bench):
   done = bench.script(script, *arguments)
   assert (done.returncode, done.stdout) == (2, "")
@@ -261,8 +379,9 @@ def test_a_mistake_is_one_line_and_calls_nothing(script, arguments, part, bench)
   assert bench.calls() == []
 
 
-@pytest.mark.parametrize("script,arguments,tool", [
-    ("tpu_pod.sh", ["stop", *POD], "gcloud"), ("gke.sh", ["stop", "--name=llama"], "kubectl")])
+@pytest.mark.parametrize(
+  "script,arguments,tool", [("tpu_pod.sh", ["stop", *POD], "gcloud"), ("gke.sh", ["stop", "--name=llama"], "kubectl")]
+)
 def test_a_tool_that_is_not_installed_is_a_mistake(script, arguments, tool, bench, tmp_path):
   (tmp_path / "few").mkdir()
   (tmp_path / "few" / "dirname").symlink_to(shutil.which("dirname"))
@@ -271,9 +390,13 @@ def test_a_tool_that_is_not_installed_is_a_mistake(script, arguments, tool, benc
   assert done.stderr.startswith(f"error: {tool}: not found; install ")
 
 
-@pytest.mark.parametrize("script,subcommands", [
+@pytest.mark.parametrize(
+  "script,subcommands",
+  [
     ("tpu_pod.sh", ["create", "fill", "start", "follow", "status", "stop", "delete"]),
-    ("gke.sh", ["start", "follow", "status", "stop"])])
+    ("gke.sh", ["start", "follow", "status", "stop"]),
+  ],
+)
 def test_help_shows_every_subcommand(script, subcommands, bench):
   done = bench.script(script, "--help")
   assert (done.returncode, done.stderr) == (0, "")
@@ -312,8 +435,7 @@ def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench
   assert (done.returncode, done.stderr) == (0, "")
   archive = bench.repo / "dist" / "pod.tar.gz"
   copy, unpack = calls = bench.calls()
-  assert copy == [*TPUS, "tpu-vm", "scp", str(archive), "pod:diffeq-nnx.tar.gz", "--zone=us-east5-a",
-                  "--worker=all"]
+  assert copy == [*TPUS, "tpu-vm", "scp", str(archive), "pod:diffeq-nnx.tar.gz", "--zone=us-east5-a", "--worker=all"]
   assert unpack[:-1] == remote("all", "")[:-1]
   with tarfile.open(archive) as files:
     names = set(files.getnames())
@@ -375,14 +497,14 @@ def test_a_host_starts_detached_refuses_a_second_start_and_stops_with_sigterm(be
   os.kill(process, signal.SIGHUP)  # what the end of a connection could send
   assert f"running, process {process}" in host.send("status")[0].stdout
 
-  refused, = host.send("start", *program)
+  (refused,) = host.send("start", *program)
   assert refused.returncode == 1 and f"process {process} is already running; stop it first" in refused.stderr
   for subcommand in (["start", *PROGRAM], ["install"]):  # without asking all hosts first
     again = bench.bash(str(host.folder / "src" / "launch" / "tpu_host.sh"), *subcommand)
     assert again.returncode == 1 and "is already running" in again.stderr
   os.kill(process, 0)
 
-  stopped, = host.send("stop")
+  (stopped,) = host.send("stop")
   assert stopped.returncode == 0 and "not running; the log ends: exit code 0" in stopped.stdout
   assert host.log.splitlines()[-2:] == ["told", "exit code 0"]
   with pytest.raises(ProcessLookupError):
@@ -404,21 +526,24 @@ def test_a_host_that_is_not_filled_says_so(bench):
 
 
 def test_the_manifest_says_what_was_asked_for(bench):
-  words = ["--config.a=x y", "it's \"b\" \\ $(HOME) ${name} $$ & é: #", "", "null", "12"]
+  words = ["--config.a=x y", 'it\'s "b" \\ $(HOME) ${name} $$ & é: #', "", "null", "12"]
   done = bench.script("gke.sh", "start", *GKE, "--num-slices=3", "--max-restarts=7", "--", *PROGRAM, *words)
   assert (done.returncode, done.stderr) == (0, "")
   manifest = bench.manifest()
   assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
   assert manifest["metadata"]["name"] == "llama"
   assert manifest["metadata"]["annotations"] == {
-      "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+  }
   assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 7
   (slices,), job = manifest["spec"]["replicatedJobs"], bench.job()
   assert (slices["replicas"], job["parallelism"], job["completions"], job["backoffLimit"]) == (3, 4, 4, 0)
   pod = job["template"]["spec"]
   assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 600)
-  assert pod["nodeSelector"] == {"cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
-                                 "cloud.google.com/gke-tpu-topology": "2x2x4"}
+  assert pod["nodeSelector"] == {
+    "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+    "cloud.google.com/gke-tpu-topology": "2x2x4",
+  }
   (container,) = pod["containers"]
   assert container["image"] == "gcr.io/p/diffeq:1"
   assert container["resources"] == {"requests": {"google.com/tpu": 4}, "limits": {"google.com/tpu": 4}}
@@ -445,8 +570,12 @@ def test_a_pod_that_was_told_to_go_fails_so_that_the_job_resumes(told, code, exp
   assert bench.script("gke.sh", "start", *GKE, "--", *PROGRAM, "a b").returncode == 0
   container = bench.job()["template"]["spec"]["containers"][0]
   write_tool(bench.bin / "python", WAITER if told else RECORDER)
-  process = subprocess.Popen([*container["command"], *container["args"]], stdout=subprocess.PIPE, text=True,
-                             env=bench.environment(CODE=str(code)))
+  process = subprocess.Popen(
+    [*container["command"], *container["args"]],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=bench.environment(CODE=str(code)),
+  )
   if told:
     bench.waiter()
     process.terminate()
@@ -462,17 +591,25 @@ def test_a_slurm_job_ends_with_the_code_of_its_tasks(code, bench):
   assert [call[0] for call in bench.calls()] == ["srun"]
 
 
-@pytest.mark.parametrize("sent,code,requeued", [
-    (signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)])
+@pytest.mark.parametrize(
+  "sent,code,requeued", [(signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)]
+)
 def test_only_the_time_limit_queues_a_slurm_job_again(sent, code, requeued, bench):
   write_tool(bench.bin / "srun", WAITER)
   write_tool(bench.home / "scancel", RECORDER)
-  write_tool(bench.bin / "scancel", """#!/usr/bin/env bash
+  write_tool(
+    bench.bin / "scancel",
+    """#!/usr/bin/env bash
 kill -TERM "$(cat "$HOME/waiter.pid")"
 exec "$HOME/scancel" "$@"
-""")
-  process = subprocess.Popen([BASH, bench.repo / "launch" / "slurm.sbatch", *PROGRAM], stdout=subprocess.PIPE,
-                             text=True, env=bench.environment(SLURM_JOB_ID="7", CODE=str(code)))
+""",
+  )
+  process = subprocess.Popen(
+    [BASH, bench.repo / "launch" / "slurm.sbatch", *PROGRAM],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=bench.environment(SLURM_JOB_ID="7", CODE=str(code)),
+  )
   task = bench.waiter()
   process.send_signal(sent)
   if sent == signal.SIGTERM:  # Slurm sends it to the tasks itself

@@ -18,8 +18,12 @@ def plain_cross_entropy(hidden, head, targets, mask):
 def example(dtype=jnp.float32, B=2, L=12, D=8, V=17):
   """Random arguments."""
   rng = np.random.default_rng(0)
-  return (jnp.asarray(rng.normal(size=(B, L, D)), dtype), jnp.asarray(rng.normal(size=(V, D)), dtype),
-          jnp.asarray(rng.integers(V, size=(B, L))), jnp.asarray(rng.random((B, L)), jnp.float32))
+  return (
+    jnp.asarray(rng.normal(size=(B, L, D)), dtype),
+    jnp.asarray(rng.normal(size=(V, D)), dtype),
+    jnp.asarray(rng.integers(V, size=(B, L))),
+    jnp.asarray(rng.random((B, L)), jnp.float32),
+  )
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 4, 12])
@@ -34,7 +38,8 @@ def test_bfloat16_accumulates_in_float32():
   hidden, head, targets, mask = example(jnp.bfloat16, D=64, V=400)
   loss, gradients = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))(hidden, head, targets, mask)
   exact, exact_gradients = jax.value_and_grad(plain_cross_entropy, (0, 1))(
-      hidden.astype(jnp.float32), head.astype(jnp.float32), targets, mask)
+    hidden.astype(jnp.float32), head.astype(jnp.float32), targets, mask
+  )
   assert loss.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
   np.testing.assert_allclose(loss, exact, rtol=1e-5)
   for ours, theirs in zip(gradients, exact_gradients):
@@ -51,8 +56,12 @@ def test_memory_stays_under_a_quarter_of_the_logits():
   """At 2 x 1024 tokens and 32,000 words, beyond arguments and gradients, with the config's default chunks."""
   B, L, D, V = 2, 1024, 256, 32_000
   dtype = jnp.float32  # the CPU keeps float32 copies of bfloat16 arrays, which says nothing of a chip that has it
-  shapes = (jax.ShapeDtypeStruct((B, L, D), dtype), jax.ShapeDtypeStruct((V, D), dtype),
-            jax.ShapeDtypeStruct((B, L), jnp.int32), jax.ShapeDtypeStruct((B, L), jnp.float32))
+  shapes = (
+    jax.ShapeDtypeStruct((B, L, D), dtype),
+    jax.ShapeDtypeStruct((V, D), dtype),
+    jax.ShapeDtypeStruct((B, L), jnp.int32),
+    jax.ShapeDtypeStruct((B, L), jnp.float32),
+  )
   step = jax.jit(jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 32), (0, 1)))
   jax.config.update("jax_disable_most_optimizations", False)
   try:

@@ -9,7 +9,9 @@ from diffeq_nnx import main
 from tests.conftest import mistake
 
 
-@pytest.mark.parametrize("arguments,parts", [
+@pytest.mark.parametrize(
+  "arguments,parts",
+  [
     (["--config.trian.steps=1"], ["trian.steps: unknown key", "did you mean 'train.steps'?"]),
     (["--config.train.step=1"], ["train.step: unknown key", "did you mean 'train.steps'?"]),
     (["--config.train.steps=abc"], ["train.steps='abc'", "must be of type int"]),
@@ -18,7 +20,8 @@ from tests.conftest import mistake
     (["--config=configs/tiny.py:gtp"], ["'gtp'", "did you mean 'gpt'?"]),
     (["--job=trian"], ["--job=trian"]),
     (["--confg=configs/tiny.py"], ["confg", "config"]),
-])
+  ],
+)
 def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
   with pytest.raises(SystemExit) as stop:
     main.parse(["main", "--config=configs/tiny.py", *arguments])
@@ -29,19 +32,33 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
     assert part in lines[0]
 
 
-@pytest.mark.parametrize("arguments,part", [
+@pytest.mark.parametrize(
+  "arguments,part",
+  [
     ([], "--workdir: missing"),
     (["--workdir=x"], "--config: missing"),
     (["--workdir=x", "--job=prepare"], "--config: missing"),
     (["--workdir=/none", "--job=evaluate"], "--workdir=/none: holds no run; name the directory of one"),
     (["--workdir=x", "--job=discretize"], "--from_workdir: missing"),
     (["--workdir=x", "--job=discretize", "--from_workdir=/none"], "--from_workdir=/none: holds no run"),
-    (["--workdir=x", "--job=discretize", "--from_workdir=/none", "--step_sizes=1,b"], "--step_sizes=1,b: must be numbers"),
-    (["--workdir=x", "--job=discretize", "--from_workdir=y", "--config=configs/tiny.py"], "--config: --job=discretize takes"),
-    (["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"], "--num_steps=3: is for --job=evaluate or discretize"),
+    (
+      ["--workdir=x", "--job=discretize", "--from_workdir=/none", "--step_sizes=1,b"],
+      "--step_sizes=1,b: must be numbers",
+    ),
+    (
+      ["--workdir=x", "--job=discretize", "--from_workdir=y", "--config=configs/tiny.py"],
+      "--config: --job=discretize takes",
+    ),
+    (
+      ["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"],
+      "--num_steps=3: is for --job=evaluate or discretize",
+    ),
     (["--workdir=x", "--job=generate"], "--prompt: missing"),
     (["--workdir=/none", "--job=generate", "--prompt=a"], "--workdir=/none: holds no run"),
-    (["--workdir=x", "--config=configs/tiny.py", "--prompt=a", "--prompt=b"], "--prompt=a,b: is for --job=generate, and this"),
+    (
+      ["--workdir=x", "--config=configs/tiny.py", "--prompt=a", "--prompt=b"],
+      "--prompt=a,b: is for --job=generate, and this",
+    ),
     (["--workdir=x", "--job=discretize", "--from_workdir=y", "--top_k=2"], "--top_k=2: is for --job=generate"),
     (["--workdir=x", "--config=configs/tiny.py", "--out=y"], "--out=y: is for --job=export, and this is --job=train"),
     (["--workdir=x", "--job=export", "--from_workdir=y"], "--from_workdir=y: is for --job=discretize"),
@@ -49,16 +66,20 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
     (["--workdir=/none", "--job=export", "--out=y"], "--workdir=/none: holds no run"),
     (["--workdir=x", "--job=import"], "--from_hf: missing"),
     (["--workdir=x", "more"], "more: not a flag"),
-])
+  ],
+)
 def test_flags_that_don_t_go_together_are_one_line(arguments, part, capsys):
   code, line = mistake(arguments, capsys)
   assert code == 2 and line.startswith("error: ") and part in line
 
 
-@pytest.mark.parametrize("arguments,part", [
+@pytest.mark.parametrize(
+  "arguments,part",
+  [
     (["--config=configs/tiny.py", "--config.train.step=1"], "train.step: unknown key"),  # before any job is begun
     (["--workdir=/none", "--job=evaluate"], "--workdir=/none: holds no run; name the directory of one"),  # by the job
-])
+  ],
+)
 def test_a_real_process_prints_the_line_and_ends_with_the_code(arguments, part):
   done = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *arguments], capture_output=True, text=True)
   assert done.returncode == 2 and done.stderr.count("\n") == 1

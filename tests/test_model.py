@@ -49,7 +49,7 @@ def reference_weights(model: Model, times) -> dict:
     for name, leaf in leaves.items():
       basis = params["generator"][group][name]
       constant = basis[-1] if name == "kernel" else np.full(leaf.shape, leaf.start)
-      made[group][name] = reference.generate(e_SxT, basis[:config.time.time_embed_dim], constant)
+      made[group][name] = reference.generate(e_SxT, basis[: config.time.time_embed_dim], constant)
   return made
 
 
@@ -57,39 +57,63 @@ def heads_apart(weights: dict, config) -> dict:
   """BlockWeights with an axis for the heads, as the reference has them."""
   K, G, C = config.kv_heads, config.num_heads // config.kv_heads, config.head_dim
   slots = {"qkv": (K, G + 2, C), "query": (K * G, C), "key": (K, C), "value": (K, C)}
-  apart = {group: {name: leaf.reshape(*leaf.shape[:-1], *slots[group]) for name, leaf in weights[group].items()}
-           for group in slots if group in weights}
+  apart = {
+    group: {name: leaf.reshape(*leaf.shape[:-1], *slots[group]) for name, leaf in weights[group].items()}
+    for group in slots
+    if group in weights
+  }
   out = weights["out"]["kernel"]
   return {**weights, **apart, "out": {**weights["out"], "kernel": out.reshape(len(out), K * G, C, -1)}}
 
 
 PUBLISHED_LLAMAS = {  # not rows: the field decides, too
-    "published, sequential": {"initialization": "published", "solver": "sequential"},
-    "published, stored": {"initialization": "published", "weights": "stored"},
-    "published, no shift": {"initialization": "published", "norm_shift": False},
-    "plain, shift": {"norm_shift": True},
+  "published, sequential": {"initialization": "published", "solver": "sequential"},
+  "published, stored": {"initialization": "published", "weights": "stored"},
+  "published, no shift": {"initialization": "published", "norm_shift": False},
+  "plain, shift": {"norm_shift": True},
 }
 
 
 # every row once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
-@pytest.mark.parametrize("row,field", [
-    *zip(ROWS, itertools.cycle(["gpt", "llama"])), ("diffeq", "llama"), ("published", "gpt"),
-    *((row, "llama") for row in PUBLISHED_LLAMAS)])
+@pytest.mark.parametrize(
+  "row,field",
+  [
+    *zip(ROWS, itertools.cycle(["gpt", "llama"])),
+    ("diffeq", "llama"),
+    ("published", "gpt"),
+    *((row, "llama") for row in PUBLISHED_LLAMAS),
+  ],
+)
 def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
   config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS)[row])
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
   params, grid = numpy_of(model), model.grid()
   expected = reference.logits(
-      tokens, params["embedding"], params.get("positions"),
-      heads_apart(reference_weights(model, grid.times_S), config), field,
-      grid.dts_S, config.solver == "sequential", params["final_norm"], params.get("head", params["embedding"]))
+    tokens,
+    params["embedding"],
+    params.get("positions"),
+    heads_apart(reference_weights(model, grid.times_S), config),
+    field,
+    grid.dts_S,
+    config.solver == "sequential",
+    params["final_norm"],
+    params.get("head", params["embedding"]),
+  )
   np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("changes,shifted", [
-    ({}, False), ({"initialization": "published"}, True), ({"initialization": "published", "norm_shift": False}, False),
-    ({"norm_shift": True}, True), ({"field": "gpt"}, True), ({"field": "gpt", "norm_shift": True}, True)])
+@pytest.mark.parametrize(
+  "changes,shifted",
+  [
+    ({}, False),
+    ({"initialization": "published"}, True),
+    ({"initialization": "published", "norm_shift": False}, False),
+    ({"norm_shift": True}, True),
+    ({"field": "gpt"}, True),
+    ({"field": "gpt", "norm_shift": True}, True),
+  ],
+)
 @pytest.mark.parametrize("weights", ["generated", "stored"])
 def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none(weights, changes, shifted):
   model = small_instance(small_model(**{"field": "llama", "weights": weights, **changes}))
@@ -107,8 +131,9 @@ def test_no_position_sees_a_later_one(field, solver):
 
   @jax.jit
   def last_seen(x_BxLxD):
-    out = solvers.solve(solver, model.field, x_BxLxD, weights, model.grid(), dropout=lambda key, x: x,
-                        key=jax.random.key(0))
+    out = solvers.solve(
+      solver, model.field, x_BxLxD, weights, model.grid(), dropout=lambda key, x: x, key=jax.random.key(0)
+    )
     return out[0].sum(-1)
 
   influence_LxL = np.abs(jax.jacobian(last_seen)(embedded)[:, 0]).sum(-1)
@@ -117,14 +142,22 @@ def test_no_position_sees_a_later_one(field, solver):
 
 
 LENGTHS = (5, 4, 3)  # of three documents that share a row
-PACKING = {"segment_ids_BxL": np.repeat(np.arange(3), LENGTHS)[None],
-           "positions_BxL": np.concatenate([np.arange(length) for length in LENGTHS])[None]}
+PACKING = {
+  "segment_ids_BxL": np.repeat(np.arange(3), LENGTHS)[None],
+  "positions_BxL": np.concatenate([np.arange(length) for length in LENGTHS])[None],
+}
 
 
 # every pair of values once
-@pytest.mark.parametrize("field,solver,weights", [
-    ("gpt", "euler", "generated"), ("gpt", "sequential", "stored"), ("llama", "euler", "stored"),
-    ("llama", "sequential", "generated")])
+@pytest.mark.parametrize(
+  "field,solver,weights",
+  [
+    ("gpt", "euler", "generated"),
+    ("gpt", "sequential", "stored"),
+    ("llama", "euler", "stored"),
+    ("llama", "sequential", "generated"),
+  ],
+)
 def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
   model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
   tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
@@ -139,8 +172,9 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
   model = make(small_model(field=field, dtype="float64"))
   tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
   tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
-  logits_13x12xV = np.asarray(logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, axis=0)
-                                                              for key, ids in packing.items()}))
+  logits_13x12xV = np.asarray(
+    logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, axis=0) for key, ids in packing.items()})
+  )
   moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
   ids_1xL = packing.get("segment_ids_BxL", np.zeros((1, 12)))
   expected_LxL = np.triu(ids_1xL.T == ids_1xL)
@@ -160,7 +194,8 @@ def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
   model = make(small_model(field=field))
   tokens = jnp.arange(24).reshape(2, 12)
   np.testing.assert_allclose(
-      logits_of(model, tokens, num_steps=num_steps), logits_of(with_stored_weights(model, num_steps), tokens), atol=1e-5)
+    logits_of(model, tokens, num_steps=num_steps), logits_of(with_stored_weights(model, num_steps), tokens), atol=1e-5
+  )
 
 
 def test_held_time_equals_one_shared_set():
@@ -177,8 +212,9 @@ def test_one_euler_step_is_the_parallel_block():
   x = jax.random.normal(jax.random.key(1), (2, 12, 24))
   weights = model.block_weights()
   one = jax.tree.map(lambda a: a[0], weights)
-  solved = solvers.solve("euler", model.field, x, weights, model.grid(), dropout=lambda key, y: y,
-                         key=jax.random.key(0))
+  solved = solvers.solve(
+    "euler", model.field, x, weights, model.grid(), dropout=lambda key, y: y, key=jax.random.key(0)
+  )
   by_hand = x + 0.5 * (model.field.attention(x, one) + model.field.feedforward(x, one))
   np.testing.assert_allclose(solved, by_hand, atol=1e-6)
 

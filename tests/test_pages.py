@@ -16,14 +16,35 @@ from diffeq_nnx.analysis.pages import charts, page, palette, png
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Table
 from tests.browser import chromium, opened
 
-HOSTILE = ["</script><b>x</b>", "<!--", "$x^2$ & $", "\n", "\t", " ", " <img src=x onerror=alert(1)>", "%{x} 100%",
-           "\x00\x1b", "漢字\U0001f600\u202e", "\ud800", "&amp;", '"quoted\'']
+HOSTILE = [
+  "</script><b>x</b>",
+  "<!--",
+  "$x^2$ & $",
+  "\n",
+  "\t",
+  " ",
+  " <img src=x onerror=alert(1)>",
+  "%{x} 100%",
+  "\x00\x1b",
+  "漢字\U0001f600\u202e",
+  "\ud800",
+  "&amp;",
+  "\"quoted'",
+]
 NAN = float("nan")
 
 
 def make_text(**changes) -> ColoredText:
-  values = dict(name="text", title="A <i>text</i>", caption="", pieces=[*HOSTILE, "", " plain"], marked=3,
-                value_label="weight", values=[NAN, np.inf, *np.linspace(-2, 3.25, len(HOSTILE))], diverging=True)
+  values = dict(
+    name="text",
+    title="A <i>text</i>",
+    caption="",
+    pieces=[*HOSTILE, "", " plain"],
+    marked=3,
+    value_label="weight",
+    values=[NAN, np.inf, *np.linspace(-2, 3.25, len(HOSTILE))],
+    diverging=True,
+  )
   return ColoredText(**{**values, **changes})
 
 
@@ -31,41 +52,68 @@ def make_items() -> dict[str, Chart | ColoredText]:
   rng = np.random.default_rng(0)
   x, y = rng.normal(size=(2, 4321))
   x[5], y[7], y[8] = NAN, np.inf, -np.inf
-  few = Points([0, 1, 2, NAN, 4], [3, 5.4321, 4, 1, 2], label="few", color=[0, 1, NAN, 2, 3],
-               hover=["a", "<b>b</b>", "c", "d", "e"])
+  few = Points(
+    [0, 1, 2, NAN, 4],
+    [3, 5.4321, 4, 1, 2],
+    label="few",
+    color=[0, 1, NAN, 2, 3],
+    hover=["a", "<b>b</b>", "c", "d", "e"],
+  )
   lines = [Line(np.arange(30), rng.normal(size=30), label=f"line {index}") for index in range(3)]
   z = rng.normal(size=(3, len(HOSTILE)))
   z[1, 2] = NAN
   return {
-      "points": Chart("points", "Points", "Some.", [
-          Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)], equal=True),
-          Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d")]),
-      "lines": Chart("lines", "Lines", "", [
-          Panel("three", "step", "loss", lines), Panel("gap", "", "", [Line([1, 2, 3, 4], [1, NAN, 2, 3])])]),
-      "cells": Chart("cells", "Cells", "", [
-          Panel("hostile", "key", "query", heatmap=Heatmap(HOSTILE, ["a", "b", "c"], z)),
-          Panel("nothing", "", "", heatmap=Heatmap(["a"], ["b"], [[NAN]]))], columns=1),
-      "text": make_text(),
-      "plain": ColoredText("plain", "", "A caption.", ["so", " it", " goes"], [1, 2, 3], "nats"),
+    "points": Chart(
+      "points",
+      "Points",
+      "Some.",
+      [
+        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)], equal=True),
+        Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d"),
+      ],
+    ),
+    "lines": Chart(
+      "lines",
+      "Lines",
+      "",
+      [Panel("three", "step", "loss", lines), Panel("gap", "", "", [Line([1, 2, 3, 4], [1, NAN, 2, 3])])],
+    ),
+    "cells": Chart(
+      "cells",
+      "Cells",
+      "",
+      [
+        Panel("hostile", "key", "query", heatmap=Heatmap(HOSTILE, ["a", "b", "c"], z)),
+        Panel("nothing", "", "", heatmap=Heatmap(["a"], ["b"], [[NAN]])),
+      ],
+      columns=1,
+    ),
+    "text": make_text(),
+    "plain": ColoredText("plain", "", "A caption.", ["so", " it", " goes"], [1, 2, 3], "nats"),
   }
 
 
 ITEMS = make_items()
-TABLE = Table("Table", "Below.", ["name", "value"] + [f"a column {index}" for index in range(20)],
-              [["<b>bold</b>", "1.5 %", *["0.25"] * 20], ["plain", "-2", *["1e-3"] * 20]])
+TABLE = Table(
+  "Table",
+  "Below.",
+  ["name", "value"] + [f"a column {index}" for index in range(20)],
+  [["<b>bold</b>", "1.5 %", *["0.25"] * 20], ["plain", "-2", *["1e-3"] * 20]],
+)
 
 
 def test_shapes_that_do_not_agree_are_rejected():
   for make, says in (
-      (lambda: Points([1, 2], [1]), r"'x': \(2,\), 'y': \(1,\)"),
-      (lambda: Points([1], [1], hover=["a", "b"]), r"'hover': \(2,\)"),
-      (lambda: Points([1], [1], color=[1, 2, 3]), r"'color': \(3,\)"),
-      (lambda: Points([[1]], [[1]]), r"'x': \(1, 1\)"),
-      (lambda: Line([1], [1, 2]), r"'x': \(1,\), 'y': \(2,\)"),
-      (lambda: Heatmap(["a"], ["b", "c"], [[1, 2]]), r"\(1, 2\); must be \(2, 1\)"),
-      (lambda: make_text(values=[1]), r"'values': \(1,\)"),
-      (lambda: Table("t", "", ["a"], [["1"], ["1", "2"]]), "each row must have 1 cells"),
-      (lambda: page.write_page("unwritten.html", "", [], [("", "", [ITEMS["lines"], ITEMS["lines"]])]), "'lines'")):
+    (lambda: Points([1, 2], [1]), r"'x': \(2,\), 'y': \(1,\)"),
+    (lambda: Points([1], [1], hover=["a", "b"]), r"'hover': \(2,\)"),
+    (lambda: Points([1], [1], color=[1, 2, 3]), r"'color': \(3,\)"),
+    (lambda: Points([[1]], [[1]]), r"'x': \(1, 1\)"),
+    (lambda: Line([1], [1, 2]), r"'x': \(1,\), 'y': \(2,\)"),
+    (lambda: Heatmap(["a"], ["b", "c"], [[1, 2]]), r"\(1, 2\); must be \(2, 1\)"),
+    (lambda: make_text(values=[1]), r"'values': \(1,\)"),
+    (lambda: Table("t", "", ["a"], [["1"], ["1", "2"]]), "each row must have 1 cells"),
+    (lambda: page.write_page("unwritten.html", "", [], [("", "", [ITEMS["lines"], ITEMS["lines"]])]), "'lines'"),
+  ):
     with pytest.raises(ValueError, match=says):
       make()
   assert not os.path.exists("unwritten.html")
@@ -101,8 +149,9 @@ def test_color_scales_end_where_they_should():
 
 def test_letters_can_be_read_on_every_color():
   def luminance(color: str) -> float:
-    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055)**2.4
-              for channel in colors.to_rgb(color)]
+    linear = [
+      channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in colors.to_rgb(color)
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
   for diverging in (False, True):
@@ -162,8 +211,12 @@ def test_boxes_of_tokens_hold_all_text_and_do_not_overlap():
 def path(tmp_path_factory):
   path = str(tmp_path_factory.mktemp("pages") / "page.html")
   points, lines, cells, text, plain = ITEMS.values()
-  page.write_page(path, "Title & <b>", [("name", "value <i>")], [
-      ("First </h2>", "One <b>.", [lines, points]), ("Second", "", [cells, TABLE]), ("Third", "Texts.", [text, plain])])
+  page.write_page(
+    path,
+    "Title & <b>",
+    [("name", "value <i>")],
+    [("First </h2>", "One <b>.", [lines, points]), ("Second", "", [cells, TABLE]), ("Third", "Texts.", [text, plain])],
+  )
   return path
 
 
@@ -195,10 +248,14 @@ def spot(window, panel: int, x: float, y: float) -> tuple[float, float]:
 
 def wait_for_hover(window, panel: int, *parts: str) -> None:
   """Waits until the text that hovering shows in a panel has all these parts."""
-  window.wait_for_function("""([panel, parts]) => {
+  window.wait_for_function(
+    """([panel, parts]) => {
     const shown = document.querySelectorAll('.plot')[panel].querySelector('.hoverlayer').textContent;
     return parts.every((part) => shown.includes(part));
-  }""", arg=[panel, parts], timeout=10_000)
+  }""",
+    arg=[panel, parts],
+    timeout=10_000,
+  )
 
 
 def value_shown(window, token: str) -> str:
@@ -218,7 +275,8 @@ def test_the_file_is_complete_and_requests_nothing(path):
   own, links = re.sub("<script.*?</script>", "", content, flags=re.DOTALL), []
   parser = html.parser.HTMLParser()
   parser.handle_starttag = lambda tag, attributes: links.extend(
-      value for name, value in attributes if name in ("src", "href"))
+    value for name, value in attributes if name in ("src", "href")
+  )
   parser.feed(own)
   assert all(link.startswith("#") or link in ("data:,", "points.png", "lines.png", "cells.png") for link in links)
   assert {f'id="{link[1:]}"' in own for link in links if link.startswith("#")} == {True}
@@ -240,7 +298,7 @@ def test_every_mark_is_drawn_as_given(wide):
   np.testing.assert_array_equal(np.nan_to_num(np.array(z, float)), np.nan_to_num(ITEMS["cells"].panels[0].heatmap.z))
   fills = wide.evaluate("""[...document.querySelectorAll('.plot')[3].querySelectorAll('.point')].map(
     (point) => point.style.fill)""")
-  assert fills[2] == "rgb{}".format(tuple(round(255 * part) for part in colors.to_rgb(palette.MISSING)))
+  assert fills[2] == f"rgb{tuple(round(255 * part) for part in colors.to_rgb(palette.MISSING))}"
   assert len(set(fills)) == 4
 
 
@@ -251,11 +309,12 @@ def test_charts_are_drawn_when_they_come_near(wide):
 def test_hovering_shows_values_and_labels(wide):
   line, z = ITEMS["lines"].panels[0].marks[1], ITEMS["cells"].panels[0].heatmap.z
   for place, parts in (
-      ((3, 1, 5.4321), ("few", "<b>b</b>", "x % of $a$: 1", "y <b>: 5.4321", "c & d: 1")),
-      ((3, 2, 4), ("c & d: nan",)),
-      ((0, 12, line.y[12]), ("line 1", "step: 12", "loss: " + f"{line.y[12]:.4f}"[:-1].replace("-", "−"))),
-      ((4, 0, 2), (f"c, </script><b>x</b>: {z[2, 0]:.5g}",)),
-      ((4, 2, 1), ("$x^2$ & $: nan",))):
+    ((3, 1, 5.4321), ("few", "<b>b</b>", "x % of $a$: 1", "y <b>: 5.4321", "c & d: 1")),
+    ((3, 2, 4), ("c & d: nan",)),
+    ((0, 12, line.y[12]), ("line 1", "step: 12", "loss: " + f"{line.y[12]:.4f}"[:-1].replace("-", "−"))),
+    ((4, 0, 2), (f"c, </script><b>x</b>: {z[2, 0]:.5g}",)),
+    ((4, 2, 1), ("$x^2$ & $: nan",)),
+  ):
     wide.mouse.move(1, 1)
     wide.mouse.move(*spot(wide, *place))
     wait_for_hover(wide, place[0], *parts)

@@ -79,6 +79,7 @@ def test_training_documents_are_shuffled_by_the_seed_and_validation_keeps_its_or
 
 def test_keys_are_those_of_splitmix64():
   """Its definition, on Python's integers; distinct places have distinct keys but for the bit that is dropped."""
+
   def key(place, seed):
     mask = 2**64 - 1
     start = int.from_bytes(np.random.SeedSequence(seed).generate_state(2).tobytes(), "little")
@@ -130,8 +131,13 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(text, prepared, tmp_
   rng, kills = random.Random(0), 0
   # the finished tasks at which it is killed
   for victim, num_processes, wanted in (("job", 1, 2), ("worker", 2, 8), ("job", 2, 20), ("job", 2, 10**9)):
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, source, str(directory), str(num_processes)], text=True,
-                               env=environment, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+      [sys.executable, "-c", PROGRAM, source, str(directory), str(num_processes)],
+      text=True,
+      env=environment,
+      stderr=subprocess.PIPE,
+      start_new_session=True,
+    )
     while process.poll() is None:
       done = list(directory.glob(f"{preparation.UNFINISHED}/*/*.json"))
       alive = [process.pid] if victim == "job" else _session(process.pid, "spawn_main")
@@ -338,8 +344,11 @@ print(corpus.validation.num_documents > 0)
 def test_a_script_needs_no_guard(text, tmp_path):
   (tmp_path / "script.py").write_text(UNGUARDED)
   done = subprocess.run(
-    [sys.executable, str(tmp_path / "script.py"), config_of(text).source, str(tmp_path / "cache")], text=True,
-    capture_output=True, env=os.environ | {"PYTHONPATH": os.getcwd()})  # fmt: skip
+    [sys.executable, str(tmp_path / "script.py"), config_of(text).source, str(tmp_path / "cache")],
+    text=True,
+    capture_output=True,
+    env=os.environ | {"PYTHONPATH": os.getcwd()},
+  )
   assert done.stdout.split() == ["once", "True"] and done.stderr == ""
 
 

@@ -13,9 +13,17 @@ import orbax.checkpoint as ocp
 
 from tests.processes import Process
 
-SMALL = ["--config=configs/tiny.py", "--config.model.num_steps=2", "--config.model.embed_dim=32",
-         "--config.model.vocab_size=512", "--config.train.steps=40", "--config.train.log_every=1",
-         "--config.checkpoint.every=20", "--config.eval.every=20", "--config.eval.max_batches=1"]
+SMALL = [
+  "--config=configs/tiny.py",
+  "--config.model.num_steps=2",
+  "--config.model.embed_dim=32",
+  "--config.model.vocab_size=512",
+  "--config.train.steps=40",
+  "--config.train.log_every=1",
+  "--config.checkpoint.every=20",
+  "--config.eval.every=20",
+  "--config.eval.max_batches=1",
+]
 
 
 FAST = dict(os.environ)  # tests/conftest.py has made compiling fast
@@ -23,8 +31,15 @@ FAST = dict(os.environ)  # tests/conftest.py has made compiling fast
 
 def command(workdir, *more) -> list[str]:
   """The main program on a small model, as a user would call it."""
-  return [sys.executable, "-m", "diffeq_nnx.main", *SMALL, f"--config.data.cache_dir={workdir.parent}/cache",
-          f"--workdir={workdir}", *more]
+  return [
+    sys.executable,
+    "-m",
+    "diffeq_nnx.main",
+    *SMALL,
+    f"--config.data.cache_dir={workdir.parent}/cache",
+    f"--workdir={workdir}",
+    *more,
+  ]
 
 
 def records(workdir) -> list[dict]:
@@ -39,8 +54,9 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   found = {}
   for item in ("params", "optimizer", "counters"):
     tree = ocp.StandardCheckpointer().restore(os.path.abspath(workdir / "checkpoints" / str(step) / item))
-    found |= {item + jax.tree_util.keystr(path): np.asarray(leaf)
-              for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    found |= {
+      item + jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
   return found
 
 

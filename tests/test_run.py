@@ -30,7 +30,8 @@ from diffeq_nnx.training.report import plot_losses, read_metrics
 from tests.conftest import run_config, told
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
-    "ignore::pytest.PytestUnraisableExceptionWarning")
+  "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,11 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch)
     assert train(config, str(workdir)) == {}
   assert kept(workdir)[-1] == 22 and signal.getsignal(signal.SIGTERM) == before
   train(config, str(workdir))
-  losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, split)] for folder in (workdir, whole)
-            for split in ("train", "validation")]
+  losses = [
+    [(r["step"], r["loss"]) for r in read_metrics(folder, split)]
+    for folder in (workdir, whole)
+    for split in ("train", "validation")
+  ]
   assert losses[:2] == losses[2:] and losses[0][-1][0] == 25 and losses[1][-1][0] == 28
 
 
@@ -161,11 +165,13 @@ def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
   config, workdir = finished
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
   for source, arguments, part in (
-      (workdir, {"num_steps": 0}, "num_steps=0: must be 1 or above"),
-      (workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
-      (tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
+    (workdir, {"num_steps": 0}, "num_steps=0: must be 1 or above"),
+    (workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
+    (tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
   ):
-    assert part in told(lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments))
+    assert part in told(
+      lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments)
+    )
   assert not (tmp_path / "new").exists()
   assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
 
@@ -187,11 +193,11 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
   assert capsys.readouterr().out == alone["text"] + "\n"
   for options, part in (
-      ({"prompts": ["a " * 40]}, "prompts[0]: "),
-      ({"prompts": []}, "prompts: none given"),
-      ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
-      ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
-      ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
+    ({"prompts": ["a " * 40]}, "prompts[0]: "),
+    ({"prompts": []}, "prompts: none given"),
+    ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
+    ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
+    ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
   with monkeypatch.context() as patch:
@@ -200,7 +206,9 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   shutil.rmtree(tmp_path / "run" / "checkpoints")
   assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
-  assert "lacks the tokenizer of its run" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
+  assert "lacks the tokenizer of its run" in told(
+    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"])
+  )
 
 
 def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):

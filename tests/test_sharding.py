@@ -18,14 +18,17 @@ from tests.conftest import XLA_FLAGS, small_config, small_model
 MESH = {"slice": 1, "data": 2, "fsdp": 4, "tensor": 2}
 
 
-@pytest.mark.parametrize("axes,shape,expected", [
+@pytest.mark.parametrize(
+  "axes,shape,expected",
+  [
     (("embed", "mlp"), (32, 64), ("fsdp", "tensor")),
     (("mlp", "embed"), (64, 32), (("tensor", "fsdp"), None)),  # the first axis takes both
     ((None, "heads", "embed"), (9, 64, 32), (None, ("tensor", "fsdp"), None)),  # never over T
     (("vocab", "embed"), (50257, 32), (None, "fsdp")),  # what doesn't divide stays whole
     (("batch", None, None), (16, 5, 32), (("slice", "data", "fsdp"), None, None)),
     (("position", "embed"), (7, 32), (None, "fsdp")),
-])
+  ],
+)
 def test_the_rules(axes, shape, expected):
   assert tuple(sharding.partition(axes, shape, MESH)) == expected
   in_use = tuple(sharding.partition(axes, shape, MESH, sharding.SPLIT_IN_USE))
@@ -57,10 +60,13 @@ def leaf_at(tree, path):
   return tree
 
 
-@pytest.mark.parametrize("mesh,part", [
+@pytest.mark.parametrize(
+  "mesh,part",
+  [
     (MeshConfig(data=3), "mesh.data=3, mesh.fsdp=-1, mesh.tensor=1: don't multiply to the 1 devices of a slice"),
     (MeshConfig(data=2, fsdp=1, tensor=1), "don't multiply to the 1 devices"),
-])
+  ],
+)
 def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
   with pytest.raises(UserError) as told:
     sharding.make_mesh(mesh)
@@ -69,16 +75,25 @@ def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
 
 class Sizes:
   """A mesh as far as `check` looks."""
+
   shape = {"slice": 1, "data": 1, "fsdp": 3, "tensor": 3}
 
 
-@pytest.mark.parametrize("config,part", [
+@pytest.mark.parametrize(
+  "config,part",
+  [
     (small_config(), "train.batch_size=4: must be a multiple of the 3 devices"),
     (small_config(batch_size=3), "mesh.tensor=3: must divide model.num_kv_heads=2"),
-    (small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=3), "mesh.tensor=3: must divide model.mlp_dim=40"),
-    (small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=25), batch_size=3),
-     "mesh.fsdp=3: must divide model.embed_dim=25"),
-])
+    (
+      small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=3),
+      "mesh.tensor=3: must divide model.mlp_dim=40",
+    ),
+    (
+      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=25), batch_size=3),
+      "mesh.fsdp=3: must divide model.embed_dim=25",
+    ),
+  ],
+)
 def test_what_can_t_be_split_is_one_line(config, part):
   with pytest.raises(UserError) as told:
     sharding.check(config, Sizes())
@@ -120,8 +135,13 @@ for field in ("gpt", "llama"):  # documents apart; the second in two parts
 
 def test_one_device_and_eight_in_three_meshes_give_the_same_ten_losses():
   """Within 2e-6 of the loss in float32, dropout included: sums over devices are added in another order."""
-  found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env={
-      **os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
+  found = subprocess.run(
+    [sys.executable, "-c", PROGRAM],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
+  )
   assert found.returncode == 0, found.stderr[-3000:]
   for line in found.stdout.splitlines():
     one, *others = json.loads(line)

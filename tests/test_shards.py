@@ -115,8 +115,12 @@ try:
 except ValueError as error:
   print(error)
 """
-  done = subprocess.run([sys.executable, "-c", program, str(prepared)], text=True, capture_output=True,
-                        env=os.environ | {"PYTHONPATH": os.getcwd()})  # fmt: skip
+  done = subprocess.run(
+    [sys.executable, "-c", program, str(prepared)],
+    text=True,
+    capture_output=True,
+    env=os.environ | {"PYTHONPATH": os.getcwd()},
+  )
   assert "too many open files" in done.stdout and "ulimit" in done.stdout, done
 
 
@@ -198,9 +202,12 @@ def test_turns_are_as_the_weights_say_and_nobody_misses_one(weights):
 def test_windows_go_on_where_they_were_with_another_batch_size(sources):
   corpus = mixture_of(sources, 0.7, 0.3)
   rows = lambda batch_size, start, count: [
-    row for step in range(count)
-    for row in data.train_batches(corpus.train, seq_len=16, batch_size=batch_size, seed=1, start=start)[step]["inputs"].tolist()
-  ]  # fmt: skip
+    row
+    for step in range(count)
+    for row in data.train_batches(corpus.train, seq_len=16, batch_size=batch_size, seed=1, start=start)[step][
+      "inputs"
+    ].tolist()
+  ]
   assert rows(4, 0, 5) + rows(6, 20, 4) + rows(3, 44, 4) == rows(8, 0, 7)
 
 
@@ -212,7 +219,8 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
   named = mixture_of(sources, 1, 1, validation=f"shards:{sources}/b")
   np.testing.assert_array_equal(named.validation.tokens[:], alone[1].validation.tokens[:])
   assert corpus.train.bytes_per_token == pytest.approx(
-    np.mean([one.train.splits[0].num_bytes / len(one.train.splits[0].tokens) for one in alone]))
+    np.mean([one.train.splits[0].num_bytes / len(one.train.splits[0].tokens) for one in alone])
+  )
 
 
 @pytest.mark.parametrize(
@@ -243,13 +251,17 @@ def test_spaces_in_a_mixture_don_t_matter(sources, form):
   if " ." in form:
     form = form.replace(" .3", " 0.3")
   corpus = data.load(config_lib.DataConfig(source=form.replace("{}", str(sources))), 300, seed=0)
-  assert corpus.train.weights == pytest.approx((0.7, 0.3)) and corpus.fingerprint == mixture_of(sources, 0.7, 0.3).fingerprint
+  assert (
+    corpus.train.weights == pytest.approx((0.7, 0.3))
+    and corpus.fingerprint == mixture_of(sources, 0.7, 0.3).fingerprint
+  )
 
 
 def test_the_position_holds_for_another_number_of_processes(sources):
   corpus, batch_size = mixture_of(sources, 0.7, 0.3), 4
-  batches = lambda rows: iter(data.train_batches(
-    corpus.train, seq_len=16, batch_size=batch_size, seed=1, rows=np.array(rows)).to_iter_dataset())  # fmt: skip
+  batches = lambda rows: iter(
+    data.train_batches(corpus.train, seq_len=16, batch_size=batch_size, seed=1, rows=np.array(rows)).to_iter_dataset()
+  )
   whole = [batch["inputs"].tolist() for batch in itertools.islice(batches(range(4)), 12)]
   for step in (0, 5, 11):
     before = batches(range(4))
@@ -265,17 +277,19 @@ def test_the_position_holds_for_another_number_of_processes(sources):
 def test_training_from_shards_is_training_from_the_text(text, tmp_path, capfd):
   source = config_of(text, cache_dir=str(tmp_path / "cache"))
   config = config_lib.Config(
-    model=small_model(vocab_size=300, num_steps=2, embed_dim=16), data=source,
+    model=small_model(vocab_size=300, num_steps=2, embed_dim=16),
+    data=source,
     train=config_lib.TrainConfig(steps=3, batch_size=4, remat="none", loss_chunks=4, log_every=1, peak_tflops=0.1),
     eval=config_lib.EvalConfig(every=3, max_batches=2),
-  )  # fmt: skip
+  )
   result = jobs.run("prepare", config, str(tmp_path / "shards"))
   line = json.loads(capfd.readouterr().out)
   assert line == result and line["train"]["documents"] + line["validation"]["documents"] == len(text[1])
   moved = tmp_path / "moved"
   shutil.move(tmp_path / "shards", moved)
   shards_config = lambda directory, **changes: dataclasses.replace(
-    config, data=config_lib.DataConfig(source=f"shards:{directory}"), **changes)  # fmt: skip
+    config, data=config_lib.DataConfig(source=f"shards:{directory}"), **changes
+  )
   corpora = [data.load(one.data, 300, config.seed) for one in (config, shards_config(moved))]
   for split in (lambda corpus: corpus.train.splits[0], lambda corpus: corpus.validation):
     of_text, of_shards = map(split, corpora)

@@ -49,9 +49,7 @@ class WrittenText(tfds.core.GeneratorBasedBuilder):
 
   def _info(self):
     features = {"text": tfds.features.Text(), "title": tfds.features.Text(), "length": np.int64}
-    return tfds.core.DatasetInfo(
-      builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-    )
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
 
   def _split_generators(self, dl_manager):
     return {"train": self._generate_examples("train"), "validation": self._generate_examples("validation")}
@@ -176,9 +174,11 @@ def test_parts_are_the_whole_however_they_are_shared_out(tmp_path, tfds_dir):
   for name, texts in (
     (f"jsonl:{tmp_path}/*.jsonl", [f"{index}.{row}" for index in range(7) for row in range(index + 1)]),
     ("tfds:written_text/en:train", WrittenText.texts("en", "train")),
-    ("tfds:written_text/en:train[5:31]+validation",
-     WrittenText.texts("en", "train")[5:31] + WrittenText.texts("en", "validation")),
-  ):  # fmt: skip
+    (
+      "tfds:written_text/en:train[5:31]+validation",
+      WrittenText.texts("en", "train")[5:31] + WrittenText.texts("en", "validation"),
+    ),
+  ):
     source = sources.open_source(name, options=Options(tfds_dir=tfds_dir))
     assert list(source.documents()) == list(source.documents()) == texts
     parts = pickle.loads(pickle.dumps(source.parts))
@@ -194,13 +194,15 @@ def test_parts_are_the_whole_however_they_are_shared_out(tmp_path, tfds_dir):
 
 NOISE, FIRST = random.Random(0).randbytes(1000), b'{"text": "x"}\n'
 BAD_FILES = {
-  "empty.text": (b"", ": the file is empty"), "empty.jsonl": (b"", ": the file is empty"),
+  "empty.text": (b"", ": the file is empty"),
+  "empty.jsonl": (b"", ": the file is empty"),
   "latin.text": (b"fine\ncaf\xe9\n", " line 2: not UTF-8"),
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
   "cut.text.xz": (lzma.compress(NOISE)[:500], " can't be read"),
   "cut.text.zst": (zstd.compress(NOISE)[:500], " can't be read"),
   "plain.text.gz": (b"plain", " can't be read"),
-  "plain.text.xz": (b"plain", " can't be read"), "plain.text.zst": (b"plain", " can't be read"),
+  "plain.text.xz": (b"plain", " can't be read"),
+  "plain.text.zst": (b"plain", " can't be read"),
   "broken.jsonl": (FIRST + b"{", " line 2: not JSON"),
   "list.jsonl": (FIRST + b"[1]", " line 2: of type list, not an object"),
   "key.jsonl": (FIRST + b'{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
@@ -208,7 +210,7 @@ BAD_FILES = {
   "type.jsonl": (FIRST + b'{"text": 3}', ' line 2: "text" is of type int'),
   "latin.jsonl": (FIRST + b'{"text": "\xe9"}', " line 2: not UTF-8"),
   "half.jsonl": (FIRST + b'{"text": "\\ud800"}', ' line 2: "text" holds a lone surrogate'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", ["local", "bucket"])
@@ -228,8 +230,20 @@ def test_errors_in_files_name_key_value_file_and_line(tmp_path, bucket, name, pl
 
 
 def test_skipped_records_are_counted_exactly_and_told_once(tmp_path, caplog):
-  lines = [b'{"text": "1"}', b"", b"{", b'{"text": ""}', b"[1]", b'{"text": "2"}', b"{", b'{"text": "\xe9"}',
-           b'{"text": 3}', b'{"txt": "x"}', b'{"text": "\\ud800"}', b'{"text": "3"}']  # fmt: skip
+  lines = [
+    b'{"text": "1"}',
+    b"",
+    b"{",
+    b'{"text": ""}',
+    b"[1]",
+    b'{"text": "2"}',
+    b"{",
+    b'{"text": "\xe9"}',
+    b'{"text": 3}',
+    b'{"txt": "x"}',
+    b'{"text": "\\ud800"}',
+    b'{"text": "3"}',
+  ]
   (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
   (tmp_path / "b.jsonl").write_bytes(b"")
   (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(b"no\n" + jsonl(["4"])))
@@ -237,15 +251,28 @@ def test_skipped_records_are_counted_exactly_and_told_once(tmp_path, caplog):
   assert list(source.records()) == ["1", "", "", "", "2", "", "", "", "", "", "3", "", "", "4"]
   assert list(source.documents()) == ["1", "2", "3", "4"]
   assert source.counts == Counts(
-    records=14, documents=4, empty=1,
-    bad={"not JSON": 3, "not an object": 1, "not UTF-8": 1, 'where "text" is not a string': 1,
-         'without key "text"': 1, "with a lone surrogate": 1, "empty files": 1},
-    examples={"not JSON": f"{tmp_path}/a.jsonl line 3", "not an object": f"{tmp_path}/a.jsonl line 5",
-              "not UTF-8": f"{tmp_path}/a.jsonl line 8",
-              'where "text" is not a string': f"{tmp_path}/a.jsonl line 9",
-              'without key "text"': f"{tmp_path}/a.jsonl line 10",
-              "with a lone surrogate": f"{tmp_path}/a.jsonl line 11", "empty files": f"{tmp_path}/b.jsonl"},
-  )  # fmt: skip
+    records=14,
+    documents=4,
+    empty=1,
+    bad={
+      "not JSON": 3,
+      "not an object": 1,
+      "not UTF-8": 1,
+      'where "text" is not a string': 1,
+      'without key "text"': 1,
+      "with a lone surrogate": 1,
+      "empty files": 1,
+    },
+    examples={
+      "not JSON": f"{tmp_path}/a.jsonl line 3",
+      "not an object": f"{tmp_path}/a.jsonl line 5",
+      "not UTF-8": f"{tmp_path}/a.jsonl line 8",
+      'where "text" is not a string': f"{tmp_path}/a.jsonl line 9",
+      'without key "text"': f"{tmp_path}/a.jsonl line 10",
+      "with a lone surrogate": f"{tmp_path}/a.jsonl line 11",
+      "empty files": f"{tmp_path}/b.jsonl",
+    },
+  )
   assert source.counts.num_bad == 9
   (line,) = caplog.messages
   told_all = f"data.validation={source.source}: 9 of 14 records skipped as bad: 3 not JSON (first: "
@@ -274,24 +301,35 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
 @pytest.mark.parametrize(
   ("source", "part"),
   [
-    ("buildin", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT, shards:DIR; "
-     "nearest: builtin"),
+    (
+      "buildin",
+      "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT, shards:DIR; "
+      "nearest: builtin",
+    ),
     ("shards:/data", "prepared shards hold tokens, but text is needed here; use one of builtin"),
-    ("gs://bucket/a.jsonl", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
-     "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: jsonl:gs://bucket/a.jsonl"),
-    ("tdfs:lm1b:train", "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
-     "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: tfds:lm1b:train"),
+    (
+      "gs://bucket/a.jsonl",
+      "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
+      "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: jsonl:gs://bucket/a.jsonl",
+    ),
+    (
+      "tdfs:lm1b:train",
+      "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, "
+      "tfds:NAME/CONFIG:SPLIT, shards:DIR; nearest: tfds:lm1b:train",
+    ),
     ("tfds:", "unknown kind"),
     ("jsonl:memory://bucket/*.jsonl", "no file matches memory://bucket/*.jsonl; give"),
     ("text:memory://bucket/deep", "memory:///bucket/deep is a directory"),
     ("text:foo://bucket/a", "foo:// is not a known protocol (Protocol not known: foo)"),
     ("text:s3://bucket/a", "s3:// needs a package that is not installed (Install s3fs"),
-    ("", "unknown kind"), ("text:", "no file matches"), ("text:{}", "{} is a directory"),
+    ("", "unknown kind"),
+    ("text:", "no file matches"),
+    ("text:{}", "{} is a directory"),
     ("text:{}/a.jsonl,{}/*.none", "no file matches {}/*.none"),
     ("text:{}/loop", "{}/loop can't be read (Too many levels"),
     ("jsonl:{}/a.jsonl", "holds no text; give"),
   ],
-)  # fmt: skip
+)
 def test_errors_in_sources_name_key_value_and_rule(tmp_path, bucket, monkeypatch, source, part):
   monkeypatch.setitem(sys.modules, "s3fs", None)
   MEMORY.pipe("/bucket/deep/a.txt", b"x")
@@ -318,9 +356,17 @@ def test_a_bucket_that_fails_is_one_line(bucket, monkeypatch):
   assert "memory://bucket/*.jsonl can't be listed (HTTP 403 Forbidden)" in message
 
 
-@pytest.mark.parametrize("split,expected", [
-    ("", slice(None)), (":train", slice(None)), (":1.0.0:train[:20%]", slice(10)),
-    (":train[-3:]", slice(-3, None)), (":1.0.0", slice(None)), (":1.*.*:train[48:]", slice(48, None))])
+@pytest.mark.parametrize(
+  "split,expected",
+  [
+    ("", slice(None)),
+    (":train", slice(None)),
+    (":1.0.0:train[:20%]", slice(10)),
+    (":train[-3:]", slice(-3, None)),
+    (":1.0.0", slice(None)),
+    (":1.*.*:train[48:]", slice(48, None)),
+  ],
+)
 def test_tfds_splits_and_versions(tfds_dir, split, expected):
   documents = data.documents(f"tfds:written_text/en{split}", options=Options(tfds_dir=tfds_dir))
   assert list(documents) == WrittenText.texts("en", "train")[expected]
@@ -357,7 +403,9 @@ def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
   assert len({first, touched, fingerprint()}) == 3  # the newest version on disk is meant
 
 
-@pytest.mark.parametrize("name,part", [
+@pytest.mark.parametrize(
+  "name,part",
+  [
     ("written_text/en:test", "written_text/en/1.0.0 has no split 'test' (Unknown split 'test'. Should be"),
     ("written_text/en:train[", "has no split 'train[' (Error parsing split"),
     ("written_text/en:train[:0]", "split 'train[:0]' of written_text/en/1.0.0 holds no records"),
@@ -365,11 +413,18 @@ def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
     ("written_text/fr", "written_text/fr is not in {}, and TFDS can't make it"),
     ("wrtten_text/en", "wrtten_text/en is not in {}, and TFDS can't make it"),
     ("Written Text", "'Written Text' can't be opened in {} (Parsing builder name string"),
-    ("failing_text/offline", "failing_text/offline/1.0.0 is not in {}; set data.download=True to download "
-     "failing_text/offline/1.0.0 (of unknown size) and prepare it there, or set data.tfds_dir to the "),
-    ("wiki40b/en", "wiki40b/en/1.3.0 (of unknown size) and prepare it there, run tfds "
-     "build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the directory"),
-])
+    (
+      "failing_text/offline",
+      "failing_text/offline/1.0.0 is not in {}; set data.download=True to download "
+      "failing_text/offline/1.0.0 (of unknown size) and prepare it there, or set data.tfds_dir to the ",
+    ),
+    (
+      "wiki40b/en",
+      "wiki40b/en/1.3.0 (of unknown size) and prepare it there, run tfds "
+      "build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the directory",
+    ),
+  ],
+)
 def test_tfds_errors_name_key_value_and_way_out(tfds_dir, name, part):
   message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
   assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
@@ -473,8 +528,7 @@ def test_tfds_is_needed_only_where_it_is_named():
       print(error)
   """)
   assert printed == (
-    "data.source=tfds:lm1b: needs tensorflow_datasets, which is not installed; run pip install "
-    "'diffeq-nnx[tfds]'\n"
+    "data.source=tfds:lm1b: needs tensorflow_datasets, which is not installed; run pip install 'diffeq-nnx[tfds]'\n"
   )
 
 

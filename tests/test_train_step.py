@@ -21,12 +21,13 @@ def gradients_of(config, batch, dtype="float32"):
   """Loss and gradients at moved parameters."""
   grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(
-      params, batch)
+  return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(params, batch)
 
 
-@pytest.mark.parametrize("row,held,make_batch", [
-    *itertools.product(("diffeq", "baseline", "shared"), (2, 1), (random_batch,)), ("diffeq", 2, packed_batch)])
+@pytest.mark.parametrize(
+  "row,held,make_batch",
+  [*itertools.product(("diffeq", "baseline", "shared"), (2, 1), (random_batch,)), ("diffeq", 2, packed_batch)],
+)
 def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   """Dropout included."""
   config = small_config(small_model(dtype="float64", dropout=0.2, **ROWS[row]))
@@ -63,17 +64,23 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(field, x64):
 
 def test_under_accumulation_the_generator_runs_once():
   """Its products stand outside the loop over micro-batches, however many there are."""
+
   def lines(held):
     config = small_config(device_batch_size=held)
     state = jax.eval_shape(lambda: init_state(config))
     grid = solvers.uniform_grid(3, 3.0)
     jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, grid, p, b, k))(
-        state["params"], random_batch(config), jax.random.key(0))
+      state["params"], random_batch(config), jax.random.key(0)
+    )
     basis = "f32[6,24,40]"  # F of `up`: [T + 1, D, F]
-    products = [e for e in jaxpr.jaxpr.eqns if basis in str([v.aval.str_short() for v in e.invars])
-                or "custom_vjp" in e.primitive.name]
-    inside = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan"
-              and any(v.aval.shape == (6, 24, 40) for v in e.invars)]
+    products = [
+      e
+      for e in jaxpr.jaxpr.eqns
+      if basis in str([v.aval.str_short() for v in e.invars]) or "custom_vjp" in e.primitive.name
+    ]
+    inside = [
+      e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan" and any(v.aval.shape == (6, 24, 40) for v in e.invars)
+    ]
     return len(products), len(inside)
 
   assert lines(4)[1] == lines(1)[1] == 0
@@ -87,8 +94,11 @@ def test_what_decays():
     shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
     params = jax.tree.map(lambda a: jnp.ones(a.shape), shapes)
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, u in
-            jax.tree_util.tree_leaves_with_path(updates) if (u != 0).any()}
+    return {
+      jax.tree_util.keystr(path, simple=True, separator="/")
+      for path, u in jax.tree_util.tree_leaves_with_path(updates)
+      if (u != 0).any()
+    }
 
   assert shrunk("diffeq") == {"embedding", "positions"}
   stored = {f"weight_source/stored/{name}/kernel" for name in ("qkv", "out", "up", "down")}

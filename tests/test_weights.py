@@ -10,8 +10,15 @@ from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.model.time_embedding import fixed_frequencies, sinusoidal_features
 from tests.conftest import perturb, small_instance, small_model
 
-WIDE = dict(num_steps=6, embed_dim=64, num_heads=4, vocab_size=32, seq_len=8, dtype="float32",
-            time=TimeConfig(sinusoidal_dim=32, time_embed_dim=16))
+WIDE = dict(
+  num_steps=6,
+  embed_dim=64,
+  num_heads=4,
+  vocab_size=32,
+  seq_len=8,
+  dtype="float32",
+  time=TimeConfig(sinusoidal_dim=32, time_embed_dim=16),
+)
 
 
 def spreads(model_config: ModelConfig) -> dict[str, float]:
@@ -37,11 +44,15 @@ def test_published_weights_start_many_times_smaller():
   assert plain["up"] / published["up"] > 8
 
 
-@pytest.mark.parametrize("field,tables", [
-    ("gpt", {"embedding": 0.02, "positions": 0.01}), ("llama", {"embedding": 1.0, "head": 0.02})])
+@pytest.mark.parametrize(
+  "field,tables", [("gpt", {"embedding": 0.02, "positions": 0.01}), ("llama", {"embedding": 1.0, "head": 0.02})]
+)
 def test_every_parameter_starts_with_the_spread_of_the_published_code(field, tables):
-  model = small_instance(ModelConfig(**{**WIDE, "field": field, "initialization": "published", "vocab_size": 256,
-                                        "seq_len": 128, "embed_dim": 32}))
+  model = small_instance(
+    ModelConfig(
+      **{**WIDE, "field": field, "initialization": "published", "vocab_size": 256, "seq_len": 128, "embed_dim": 32}
+    )
+  )
   params = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)))
   constants = {("final_norm", "scale"): 1.0, ("final_norm", "shift"): 0.0}
   T = model.config.time.time_embed_dim
@@ -95,7 +106,8 @@ def test_learned_frequencies_start_at_the_fixed_ones_and_get_a_gradient():
     np.testing.assert_array_equal(a, b)
   graph, state = nnx.split(learned)
   gradient = jax.grad(lambda p: jnp.square(nnx.merge(graph, p).block_weights()["up"]["kernel"]).sum())(
-      nnx.to_pure_dict(state))
+    nnx.to_pure_dict(state)
+  )
   assert (gradient["weight_source"]["frequencies_M"] != 0).any()
 
 
@@ -123,6 +135,7 @@ def test_the_generators_gradient_agrees_with_finite_differences(embedding, x64):
 
 def test_one_call_reads_each_basis_once():
   """In the compiled step no product runs once a solver step: the generator's count doesn't grow with steps."""
+
   def products(num_steps: int) -> int:
     graph, state = nnx.split(small_instance(small_model(num_steps=num_steps)))
     lowered = jax.jit(lambda p: nnx.merge(graph, p).block_weights()).lower(nnx.to_pure_dict(state))

@@ -41,8 +41,9 @@ class AnalyzedModel:
 
   def __init__(self, model: Model, num_steps: int | None = None):
     """`num_steps` of the solver; None: the model's own. Raises UserError if there are no weights for that number."""
-    config = dataclasses.replace(model.config, dtype=str(parameter_dtype(model.config.dtype)), attention="reference",
-                                 dropout=0.0)
+    config = dataclasses.replace(
+      model.config, dtype=str(parameter_dtype(model.config.dtype)), attention="reference", dropout=0.0
+    )
     with jax.default_matmul_precision("highest"):
       ready = make_ready(model, num_steps, config=config)
     self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
@@ -63,8 +64,10 @@ class AnalyzedModel:
     if not len(times_S) or not all(0 <= t <= 1 for t in times_S):
       raise UserError(f"times={list(times_S)}: must be one or more times from 0 to 1")
     if self.config.weights == "stored":
-      raise UserError(f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
-                      f"{self.config.num_steps} steps and none between; leave it out")
+      raise UserError(
+        f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
+        f"{self.config.num_steps} steps and none between; leave it out"
+      )
     return tuple(np.unique(np.asarray(times_S, np.float64)).tolist())
 
   def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
@@ -88,8 +91,9 @@ class AnalyzedModel:
       wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
       raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
     if vector_fields.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
-      raise UserError(f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that "
-                      "many")
+      raise UserError(
+        f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that many"
+      )
     return tokens_L.astype(np.int32)
 
   @staticmethod
@@ -117,8 +121,10 @@ class AnalyzedModel:
       passed = observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
-      raise RunError(f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the "
-                     "model's weights are too large, or not numbers")
+      raise RunError(
+        f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the "
+        "model's weights are too large, or not numbers"
+      )
     return passed
 
 
@@ -137,12 +143,14 @@ class Pass(NamedTuple):
     attention: attention probabilities of each step, [S, B, H, L, L], of each token over the tokens up to it; None if
       not requested.
   """
+
   states: jax.Array
   attention: jax.Array | None
 
 
 class _RecordedAttention:
   """Causal attention that records its probabilities, [B, H, L, L]."""
+
   positions_BxL = None
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
@@ -160,8 +168,9 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
   return jax.nn.softmax(jnp.where(causal_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
-def advance(config: ModelConfig, context: AttentionContext, weights: vector_fields.Weights, dt: jax.Array,
-            x_BxLxD: jax.Array) -> jax.Array:
+def advance(
+  config: ModelConfig, context: AttentionContext, weights: vector_fields.Weights, dt: jax.Array, x_BxLxD: jax.Array
+) -> jax.Array:
   """One step of the model's solver, [B, L, D] -> [B, L, D], with the weights at one time."""
   field = vector_fields.BoundField(vector_fields.make_field(config), context)
   return solvers.SOLVERS[config.solver](field, x_BxLxD, weights, dt, solvers.no_dropout, jax.random.key(0))
@@ -173,9 +182,16 @@ def steps_of(config: ModelConfig, grid: solvers.Grid, weights: BlockWeights) -> 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def observe(config: ModelConfig, grid: solvers.Grid, with_attention: bool, rest: dict[str, Any], weights: BlockWeights,
-            tokens_BxL: jax.Array) -> Pass:
+def observe(
+  config: ModelConfig,
+  grid: solvers.Grid,
+  with_attention: bool,
+  rest: dict[str, Any],
+  weights: BlockWeights,
+  tokens_BxL: jax.Array,
+) -> Pass:
   """Records one forward pass of a batch, with the attention probabilities if `with_attention`."""
+
   def step(x_BxLxD, one):
     context = _RecordedAttention()
     x_BxLxD = advance(config, context, *one, x_BxLxD)

@@ -40,13 +40,21 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
     token: of the logit.
   """
   with model.computing():
-    return np.asarray(_gradient_times_input(model.config, model.grid, model.rest, model.weights,
-                                            passed.states[0], position, token))
+    return np.asarray(
+      _gradient_times_input(model.config, model.grid, model.rest, model.weights, passed.states[0], position, token)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _gradient_times_input(config: ModelConfig, grid: solvers.Grid, rest: dict[str, Any], weights: Any,
-                          x_1xLxD: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
+def _gradient_times_input(
+  config: ModelConfig,
+  grid: solvers.Grid,
+  rest: dict[str, Any],
+  weights: Any,
+  x_1xLxD: jax.Array,
+  position: jax.Array,
+  token: jax.Array,
+) -> jax.Array:
   def logit(x_1xLxD):
     step = jax.checkpoint(lambda x, one: (advance(config, Packing(), *one, x), None), prevent_cse=False)
     end_1xLxD, _ = jax.lax.scan(step, x_1xLxD, steps_of(config, grid, weights))

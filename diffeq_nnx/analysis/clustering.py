@@ -30,14 +30,23 @@ class Simulation:
     order: k.
     clustering: `clustered_share` of the states, [S + 1, N].
   """
+
   states: np.ndarray
   times: np.ndarray
   order: int
   clustering: np.ndarray
 
 
-def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, dim: int = 3, step: float = 0.1,
-             time: float = 20.0, scale: str = "same_end") -> Simulation:
+def simulate(
+  order: int,
+  *,
+  seeds: Sequence[int] = (0,),
+  num_tokens: int = 40,
+  dim: int = 3,
+  step: float = 0.1,
+  time: float = 20.0,
+  scale: str = "same_end",
+) -> Simulation:
   """x <- x + step Attention(standardized x), with random weights scaled by a polynomial of t.
 
   W_qk = A A^T p(t)^2 and W_v = V p(t), where A and V [D, D] are normal and constant; x starts uniform in
@@ -62,7 +71,7 @@ def simulate(order: int, *, seeds: Sequence[int] = (0,), num_tokens: int = 40, d
   factor = {"same_end": 1.0, "same_mean": order + 1.0, "plain": time**order}[scale]
   states = [x_NxLxD]
   for t in times[:-1]:
-    size = factor * (t / time)**order
+    size = factor * (t / time) ** order
     normed_NxLxD = _standardized(x_NxLxD)
     compared_NxLxD = normed_NxLxD @ a_NxDxD * size
     scores_NxLxL = compared_NxLxD @ compared_NxLxD.swapaxes(1, 2)
@@ -111,8 +120,9 @@ def constant_weights(model: AnalyzedModel, step: int) -> dict:
     return jax.tree.map(lambda leaf: leaf[np.full(model.grid.num_steps, step)], model.weights)
 
 
-def depth_spread(model: AnalyzedModel, tokens_L: Sequence[int],
-                 held: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def depth_spread(
+  model: AnalyzedModel, tokens_L: Sequence[int], held: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
   """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 
   Args:

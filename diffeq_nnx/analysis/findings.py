@@ -3,19 +3,19 @@
 L positions, D embed_dim, S solver steps, H query heads, r exponents, O orders.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import math
 import sys
-from typing import Callable, Iterator, Sequence
 
 import numpy as np
 from tqdm import tqdm
 
 from diffeq_nnx.analysis import attention, clustering, sensitivity
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
 from diffeq_nnx.analysis.sensitivity import Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed
 
@@ -47,6 +47,7 @@ class Findings:
     clustering: clustered share of the simulations over time, mean of SEEDS draws, [O, S' + 1], by scale.
     clustering_errors: standard errors of its last values, [O], by scale.
   """
+
   pieces: tuple[str, ...]
   tokens: np.ndarray
   position: int
@@ -73,34 +74,59 @@ class Findings:
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All arrays of numbers.npz, by name."""
-    made = {"tokens": self.tokens, "position": np.array(self.position), "times": self.grid[0], "dts": self.grid[1],
-            "spectra_times": self.spectra.times, "exponents_exact": self.exact.exponents,
-            "exponents_per_token": self.per_token.exponents, "rollout": self.rollout,
-            "gradient_times_input": self.gradient, "next_token_probability": np.array(self.next_token[1]),
-            "next_token": np.array(self.next_token[2]),
-            "residual_exact": np.array(self.exact.residual), "residual_per_token": np.array(self.per_token.residual),
-            "simulation_times": self.simulations[0].times,
-            "simulation_states": np.stack([one.states[:, 0] for one in self.simulations])}
+    made = {
+      "tokens": self.tokens,
+      "position": np.array(self.position),
+      "times": self.grid[0],
+      "dts": self.grid[1],
+      "spectra_times": self.spectra.times,
+      "exponents_exact": self.exact.exponents,
+      "exponents_per_token": self.per_token.exponents,
+      "rollout": self.rollout,
+      "gradient_times_input": self.gradient,
+      "next_token_probability": np.array(self.next_token[1]),
+      "next_token": np.array(self.next_token[2]),
+      "residual_exact": np.array(self.exact.residual),
+      "residual_per_token": np.array(self.per_token.residual),
+      "simulation_times": self.simulations[0].times,
+      "simulation_states": np.stack([one.states[:, 0] for one in self.simulations]),
+    }
     for pair in PAIRS:
       values = self.spectra.of(pair)
-      made |= {f"eigenvalues_{pair}": values, f"positive_share_{pair}": positive_share(values),
-               f"copying_score_{pair}": copying_score(values)}
+      made |= {
+        f"eigenvalues_{pair}": values,
+        f"positive_share_{pair}": positive_share(values),
+        f"copying_score_{pair}": copying_score(values),
+      }
     if self.between is not None:
-      made |= {"between_times": self.between.times, "between_eigenvalues_qk": self.between.qk,
-               "between_eigenvalues_ov": self.between.ov}
+      made |= {
+        "between_times": self.between.times,
+        "between_eigenvalues_qk": self.between.qk,
+        "between_eigenvalues_ov": self.between.ov,
+      }
     if self.prefix_matching is not None:
       made["prefix_matching"] = self.prefix_matching
     for label, (spread, share) in (self.depth or {}).items():
       name = label.replace(" ", "_")
       made |= {f"depth_spread_{name}": spread, f"depth_clustered_share_{name}": share}
     for scale, values in self.clustering.items():
-      made |= {f"simulation_clustered_share_{scale}": values,
-               f"simulation_standard_error_{scale}": self.clustering_errors[scale]}
+      made |= {
+        f"simulation_clustered_share_{scale}": values,
+        f"simulation_standard_error_{scale}": self.clustering_errors[scale],
+      }
     return made
 
 
-def find(analyzed: AnalyzedModel, tokens_L: Sequence[int], pieces: Sequence[str], decode: Callable[[int], str], *,
-         position: int = -1, leading: int | None = 16, times: Sequence[float] | None = None) -> Findings:
+def find(
+  analyzed: AnalyzedModel,
+  tokens_L: Sequence[int],
+  pieces: Sequence[str],
+  decode: Callable[[int], str],
+  *,
+  position: int = -1,
+  leading: int | None = 16,
+  times: Sequence[float] | None = None,
+) -> Findings:
   """Analyzes a model with one text; shows progress on stderr.
 
   Args:
@@ -132,19 +158,33 @@ def find(analyzed: AnalyzedModel, tokens_L: Sequence[int], pieces: Sequence[str]
   exponents = {}
   for form in sensitivity.FORMS:
     with showing(f"exponents, {form}", position + 1) as progress:
-      exponents[form] = sensitivity.exponents(analyzed, tokens_L, position, leading=leading, form=form,
-                                              progress=progress)
-  passed = analyzed.observe(tokens_L[:position + 1], attention=True)
+      exponents[form] = sensitivity.exponents(
+        analyzed, tokens_L, position, leading=leading, form=form, progress=progress
+      )
+  passed = analyzed.observe(tokens_L[: position + 1], attention=True)
   token, probability = attention.likeliest(analyzed, passed, position)
   with showing("simulations", len(clustering.SCALES) * len(ORDERS)) as progress:
     simulations, clustered, errors = _simulated(progress)
   half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
-      tuple(pieces), tokens_L, position, (np.asarray(analyzed.grid.times_S), np.asarray(analyzed.grid.dts_S)), found,
-      between, attention.prefix_matching(analyzed, half=half) if half >= 2 else None, half,
-      exponents["exact"], exponents["per_token"], attention.rollout(np.asarray(passed.attention[:, 0]))[position],
-      attention.gradient_times_input(analyzed, passed, position, token), (decode(token), probability, token),
-      _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None, simulations, clustered, errors)
+    tuple(pieces),
+    tokens_L,
+    position,
+    (np.asarray(analyzed.grid.times_S), np.asarray(analyzed.grid.dts_S)),
+    found,
+    between,
+    attention.prefix_matching(analyzed, half=half) if half >= 2 else None,
+    half,
+    exponents["exact"],
+    exponents["per_token"],
+    attention.rollout(np.asarray(passed.attention[:, 0]))[position],
+    attention.gradient_times_input(analyzed, passed, position, token),
+    (decode(token), probability, token),
+    _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None,
+    simulations,
+    clustered,
+    errors,
+  )
 
 
 def _depth(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -176,7 +216,16 @@ def _simulated(progress: Progress) -> Simulated:
 def showing(what: str, total: int) -> Iterator[Progress]:
   """A progress bar on stderr (a line every few seconds if it is no terminal); yields the function that reports work."""
   terminal = sys.stderr.isatty()
-  with tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, disable=not distributed.leads(), leave=False,
-            mininterval=0.1 if terminal else 5, miniters=0, maxinterval=math.inf,
-            bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed}") as bar:
+  with tqdm(
+    total=total,
+    desc=what,
+    file=sys.stderr,
+    dynamic_ncols=True,
+    disable=not distributed.leads(),
+    leave=False,
+    mininterval=0.1 if terminal else 5,
+    miniters=0,
+    maxinterval=math.inf,
+    bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed}",
+  ) as bar:
     yield bar.update

@@ -48,14 +48,22 @@ class Sensitivity:
     form: exact or per_token.
     residual: error of the iteration, for numbers.npz; 0, since there is none.
   """
+
   exponents: np.ndarray
   position: int
   form: str
   residual: float = 0.0
 
 
-def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1, *, leading: int | None = None,
-              form: str = "exact", progress: Progress = lambda done: None) -> Sensitivity:
+def exponents(
+  model: AnalyzedModel,
+  tokens_L: Sequence[int],
+  position: int = -1,
+  *,
+  leading: int | None = None,
+  form: str = "exact",
+  progress: Progress = lambda done: None,
+) -> Sensitivity:
   """The finite-time Lyapunov exponents of every input token for one output token.
 
   The matrices M_k are computed by vector-Jacobian products, D for each group of tokens whose matrices take 1 GiB.
@@ -80,7 +88,7 @@ def exponents(model: AnalyzedModel, tokens_L: Sequence[int], position: int = -1,
     raise UserError(f"leading={leading}: must be 1 to {D}, the model's embed_dim")
   if form not in FORMS:
     raise UserError(f"form={form}: must be one of {', '.join(FORMS)}")
-  passed = model.observe(tokens_L[:position + 1])
+  passed = model.observe(tokens_L[: position + 1])
   values_Lxr = _singular_values(model, passed, form, D if leading is None else leading, progress)
   with np.errstate(divide="ignore"):  # a token without influence has singular values of 0
     return Sensitivity(np.log(values_Lxr), position, form)
@@ -103,8 +111,13 @@ def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
   return float(j + 1 + sums_N[j] / abs(ordered_N[j + 1]))
 
 
-def jacobian(model: AnalyzedModel, passed: Pass, ks: Sequence[int] | None = None,
-             progress: Progress = lambda done: None, steps: slice = slice(None)) -> np.ndarray:
+def jacobian(
+  model: AnalyzedModel,
+  passed: Pass,
+  ks: Sequence[int] | None = None,
+  progress: Progress = lambda done: None,
+  steps: slice = slice(None),
+) -> np.ndarray:
   """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
   Args:
@@ -125,7 +138,7 @@ def jacobian(model: AnalyzedModel, passed: Pass, ks: Sequence[int] | None = None
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
       pulled_cxLxD = _pulled_back(model.config, links, cotangents_cxD)
-      result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[:len(rows), ks].swapaxes(0, 1)
+      result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
 
@@ -162,7 +175,7 @@ def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, pr
     matrices_KxDxD = compute(model, passed, ks, half)
     for k, matrix_DxD in zip(ks, matrices_KxDxD):
       values_D = np.linalg.svd(matrix_DxD, compute_uv=False)
-      noise = np.finfo(matrix_DxD.dtype).eps * len(values_D)**0.5 * values_D[0]
+      noise = np.finfo(matrix_DxD.dtype).eps * len(values_D) ** 0.5 * values_D[0]
       values_Lxr[k] = np.where(values_D > noise, values_D, 0)[:num]
       half(1)
   return values_Lxr
@@ -179,6 +192,7 @@ def _pulled_back(config: ModelConfig, links: Any, cotangents_cxD: jax.Array) -> 
 
   `links` are, for each step, the states before it, its weights and dt.
   """
+
   def back(rows_cxLxD, link):
     x_1xLxD, *step = link
     _, pull = jax.vjp(functools.partial(advance, config, Packing(), *step), x_1xLxD)

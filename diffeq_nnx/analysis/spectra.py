@@ -30,6 +30,7 @@ class Spectra:
     ov: of W_v W_o, [S, H, n].
     ff: of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested.
   """
+
   times: np.ndarray
   qk: np.ndarray
   ov: np.ndarray
@@ -47,8 +48,13 @@ def eigenvalues(left_xDxN: np.ndarray, right_xNxD: np.ndarray) -> np.ndarray:
   return np.linalg.eigvals(small).astype(np.complex128)
 
 
-def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, feedforward: bool = True,
-            progress: Progress = lambda done: None) -> Spectra:
+def spectra(
+  model: AnalyzedModel,
+  times_S: Sequence[float] | None = None,
+  *,
+  feedforward: bool = True,
+  progress: Progress = lambda done: None,
+) -> Spectra:
   """The spectra of a model.
 
   Args:
@@ -65,7 +71,7 @@ def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, fee
   times_S = np.asarray(model.grid.times_S if own else model.check_times(times_S), np.float64)
   made = []
   for first in range(0, len(times_S), model.grid.num_steps):  # at most as many weights at a time as the model has
-    part_S = times_S[first:first + model.grid.num_steps]
+    part_S = times_S[first : first + model.grid.num_steps]
     kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
@@ -75,8 +81,9 @@ def spectra(model: AnalyzedModel, times_S: Sequence[float] | None = None, *, fee
   return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)
 
 
-def _at_one_time(kernels: vector_fields.HeadKernels,
-                 feedforward: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _at_one_time(
+  kernels: vector_fields.HeadKernels, feedforward: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   groups = kernels.query.shape[1] // kernels.key.shape[1]
   heads = lambda kernel_DxKxC: np.repeat(kernel_DxKxC, groups, axis=1).swapaxes(0, 1)  # [H, D, C]
   qk = eigenvalues(kernels.query.swapaxes(0, 1), heads(kernels.key).swapaxes(1, 2))

@@ -118,9 +118,15 @@ def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]
 
 
 def train_batches(
-  train: Mixture, *, seq_len: int, batch_size: int, seed: int, rows: np.ndarray | None = None,
-  start: int = 0, eos_id: int | None = None,
-) -> "grain.MapDataset":  # fmt: skip
+  train: Mixture,
+  *,
+  seq_len: int,
+  batch_size: int,
+  seed: int,
+  rows: np.ndarray | None = None,
+  start: int = 0,
+  eos_id: int | None = None,
+) -> "grain.MapDataset":
   """Endless training batches; the batch of a step depends on the seed and the step alone.
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
@@ -162,8 +168,13 @@ def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
 
 
 def eval_batches(
-  split: Split, *, seq_len: int, batch_size: int, max_batches: int | None = None, rows: np.ndarray | None = None,
-  eos_id: int | None = None
+  split: Split,
+  *,
+  seq_len: int,
+  batch_size: int,
+  max_batches: int | None = None,
+  rows: np.ndarray | None = None,
+  eos_id: int | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
   """Yields the split in order; each token but the first is a target exactly once.
 

@@ -185,9 +185,7 @@ def _directory(directory: str, key: str) -> shards.Directory:
   if manifest is None and os.path.isdir(os.path.join(path, preparation.UNFINISHED)):
     raise UserError(f"{label}: is not finished; run the same --job=prepare again to complete it")
   if manifest is None:
-    raise UserError(
-      f"{label}: holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}"
-    )
+    raise UserError(f"{label}: holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}")
   return shards.open_directory(path, manifest, label)
 
 

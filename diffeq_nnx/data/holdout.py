@@ -53,7 +53,7 @@ def sides(present: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
 
 def permuted(num_records: int, fraction: float, seed: int) -> np.ndarray:
   """The indices that "permutation" holds out, in the order drawn: [ceil(fraction n)] int64."""
-  return np.random.default_rng(seed).permutation(num_records)[:math.ceil(fraction * num_records)]
+  return np.random.default_rng(seed).permutation(num_records)[: math.ceil(fraction * num_records)]
 
 
 def _score(seed: int, index: int) -> float:

@@ -30,8 +30,9 @@ def new_folder(folder: str) -> Iterator[str]:
     with replacing_folder(folder) as place:
       yield place
   except OSError as error:
-    raise UserError(f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder",
-                    everywhere=True) from error
+    raise UserError(
+      f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder", everywhere=True
+    ) from error
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:

@@ -30,8 +30,9 @@ MODELING_FILE = "modeling_diffeqformer.py"
 CHECKED_TOKENS = 64  # tokens of each of the two sequences whose logits are compared
 
 
-def export_hf(model: Model, folder: str, *, tokenizer: Tokenizer | None = None, num_steps: int | None = None,
-              form: str = "hf") -> dict[str, Any]:
+def export_hf(
+  model: Model, folder: str, *, tokenizer: Tokenizer | None = None, num_steps: int | None = None, form: str = "hf"
+) -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
   Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones and norms with a shift (llama) a folder with its
@@ -63,25 +64,32 @@ def architecture_of(model: ModelConfig, form: str) -> str:
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
   if model.field not in ("gpt", "llama") or model.solver not in ("euler", "sequential"):
-    raise UserError(f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support gpt and "
-                    "llama with euler or sequential steps; --format=stablehlo supports any", everywhere=True)
+    raise UserError(
+      f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support gpt and "
+      "llama with euler or sequential steps; --format=stablehlo supports any",
+      everywhere=True,
+    )
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama" and model.block_shift and form == "hf_exact":
-    raise UserError(f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
-                    "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
-                    everywhere=True)
+    raise UserError(
+      f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
+      "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
+      everywhere=True,
+    )
   if model.field == "llama":
     return layouts.OWN if model.block_shift else "llama"
   if model.kv_heads != model.num_heads:
-    raise UserError(f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
-                    f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
-                    "--format=stablehlo support them", everywhere=True)
+    raise UserError(
+      f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
+      f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
+      "--format=stablehlo support them",
+      everywhere=True,
+    )
   return "gpt2"
 
 
-def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None,
-          form: str) -> dict[str, Any]:
+def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
   architecture = architecture_of(stored, form)
   wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
@@ -93,8 +101,10 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     if wide:
       tensors, eps = layouts.widened(exported, tensors)
       settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
-      notes.append(f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and "
-                   "biases in its feed-forward branches, which give its one eps the effect of our two")
+      notes.append(
+        f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and "
+        "biases in its feed-forward branches, which give its one eps the effect of our two"
+      )
     folders.write_json(place, "config.json", {**settings, **marks})
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
@@ -111,11 +121,20 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
       exported = dataclasses.replace(exported, norm_eps=block_eps, final_norm_eps=final_eps)
     difference = _logit_difference(stored, params, exported, layouts.to_params(architecture, exported, tensors))
   if exported.final_eps != stored.final_eps and not wide:
-    notes.append(f"{architecture} has one eps, {exported.block_eps:g}, which is the block's; the final norm's is "
-                 f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
-                 "--format=hf_exact (Llama only), hf_code and stablehlo keep both")
-  return {"folder": folder, "architecture": CLASSES[architecture], "trust_remote_code": architecture == layouts.OWN,
-          "num_steps": stored.num_steps, "dtype": "float32", "logit_difference": difference, "notes": notes}
+    notes.append(
+      f"{architecture} has one eps, {exported.block_eps:g}, which is the block's; the final norm's is "
+      f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
+      "--format=hf_exact (Llama only), hf_code and stablehlo keep both"
+    )
+  return {
+    "folder": folder,
+    "architecture": CLASSES[architecture],
+    "trust_remote_code": architecture == layouts.OWN,
+    "num_steps": stored.num_steps,
+    "dtype": "float32",
+    "logit_difference": difference,
+    "notes": notes,
+  }
 
 
 def _why_own(stored: ModelConfig, form: str) -> str:
@@ -136,26 +155,63 @@ def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
   """config.json without the marks."""
-  common = {"architectures": [CLASSES[architecture]], "model_type": architecture, "torch_dtype": "float32",
-            "vocab_size": exported.vocab_size, "initializer_range": 0.02}
+  common = {
+    "architectures": [CLASSES[architecture]],
+    "model_type": architecture,
+    "torch_dtype": "float32",
+    "vocab_size": exported.vocab_size,
+    "initializer_range": 0.02,
+  }
   if architecture == "gpt2":
     return common | {
-        "n_positions": exported.seq_len, "n_embd": exported.embed_dim, "n_layer": exported.num_steps,
-        "n_head": exported.num_heads, "n_inner": exported.hidden_dim, "activation_function": "gelu_new",
-        "layer_norm_epsilon": exported.block_eps, "resid_pdrop": exported.dropout, "embd_pdrop": exported.dropout,
-        "attn_pdrop": 0.0, "tie_word_embeddings": True}
-  sizes = {"hidden_size": exported.embed_dim, "intermediate_size": exported.hidden_dim,
-           "num_hidden_layers": exported.num_steps, "num_attention_heads": exported.num_heads,
-           "num_key_value_heads": exported.kv_heads, "max_position_embeddings": exported.seq_len,
-           "tie_word_embeddings": False}
+      "n_positions": exported.seq_len,
+      "n_embd": exported.embed_dim,
+      "n_layer": exported.num_steps,
+      "n_head": exported.num_heads,
+      "n_inner": exported.hidden_dim,
+      "activation_function": "gelu_new",
+      "layer_norm_epsilon": exported.block_eps,
+      "resid_pdrop": exported.dropout,
+      "embd_pdrop": exported.dropout,
+      "attn_pdrop": 0.0,
+      "tie_word_embeddings": True,
+    }
+  sizes = {
+    "hidden_size": exported.embed_dim,
+    "intermediate_size": exported.hidden_dim,
+    "num_hidden_layers": exported.num_steps,
+    "num_attention_heads": exported.num_heads,
+    "num_key_value_heads": exported.kv_heads,
+    "max_position_embeddings": exported.seq_len,
+    "tie_word_embeddings": False,
+  }
   if architecture == "llama":
-    return common | sizes | {"head_dim": exported.head_dim, "hidden_act": "silu", "rms_norm_eps": exported.block_eps,
-                             "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
+    return (
+      common
+      | sizes
+      | {
+        "head_dim": exported.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": exported.block_eps,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+      }
+    )
   module = MODELING_FILE.removesuffix(".py")
   auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
-  return common | sizes | {
-      "auto_map": auto_map, "field": exported.field, "solver": exported.solver, "norm_eps": exported.block_eps,
-      "final_norm_eps": exported.final_eps, "norm_shift": exported.block_shift}
+  return (
+    common
+    | sizes
+    | {
+      "auto_map": auto_map,
+      "field": exported.field,
+      "solver": exported.solver,
+      "norm_eps": exported.block_eps,
+      "final_norm_eps": exported.final_eps,
+      "norm_shift": exported.block_shift,
+    }
+  )
 
 
 def _logit_difference(stored: ModelConfig, params: Params, exported: ModelConfig, read: Params) -> float:

@@ -26,16 +26,32 @@ _UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 _SIZES = {  # our key -> key in config.json, and its default in transformers
-    "gpt2": {"num_steps": ("n_layer", 12), "embed_dim": ("n_embd", 768), "num_heads": ("n_head", 12),
-             "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024)},
-    "llama": {"num_steps": ("num_hidden_layers", 32), "embed_dim": ("hidden_size", 4096),
-              "num_heads": ("num_attention_heads", 32), "mlp_dim": ("intermediate_size", 11008),
-              "vocab_size": ("vocab_size", 32000), "seq_len": ("max_position_embeddings", 2048)}}
+  "gpt2": {
+    "num_steps": ("n_layer", 12),
+    "embed_dim": ("n_embd", 768),
+    "num_heads": ("n_head", 12),
+    "vocab_size": ("vocab_size", 50257),
+    "seq_len": ("n_positions", 1024),
+  },
+  "llama": {
+    "num_steps": ("num_hidden_layers", 32),
+    "embed_dim": ("hidden_size", 4096),
+    "num_heads": ("num_attention_heads", 32),
+    "mlp_dim": ("intermediate_size", 11008),
+    "vocab_size": ("vocab_size", 32000),
+    "seq_len": ("max_position_embeddings", 2048),
+  },
+}
 _SUPPORTED = {  # key in config.json -> the values that our models have, the default first
-    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-             "tie_word_embeddings": (True,)},
-    "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)}}
+  "gpt2": {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+  },
+  "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+}
 
 
 def import_hf(folder: str) -> Model:
@@ -51,8 +67,9 @@ def import_hf(folder: str) -> Model:
   return build(model, jax.tree.map(jnp.asarray, params))
 
 
-def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str | None = None,
-                 end_token: str | None = None) -> Tokenizer:
+def tokenizer_of(
+  folder: str, begin_mark: bool | None = None, begin_token: str | None = None, end_token: str | None = None
+) -> Tokenizer:
   """The tokenizer in a Hugging Face folder: tokenizer.model if there is one, else tokenizer.json.
 
   Marks are chosen as by `load_tokenizer`.
@@ -61,8 +78,13 @@ def tokenizer_of(folder: str, begin_mark: bool | None = None, begin_token: str |
     UserError: there is none, or one that would lose text.
   """
   model = os.path.join(folder, "tokenizer.model")
-  return data.load_tokenizer(model if os.path.exists(model) else folder, begin_mark=begin_mark, begin_token=begin_token,
-                             end_token=end_token, key="from_hf")
+  return data.load_tokenizer(
+    model if os.path.exists(model) else folder,
+    begin_mark=begin_mark,
+    begin_token=begin_token,
+    end_token=end_token,
+    key="from_hf",
+  )
 
 
 def read(folder: str) -> tuple[ModelConfig, Params]:
@@ -83,6 +105,7 @@ def read(folder: str) -> tuple[ModelConfig, Params]:
 @dataclasses.dataclass(frozen=True)
 class _Folder:
   """A Hugging Face folder."""
+
   path: str
 
   def error(self, problem: str) -> UserError:
@@ -108,8 +131,10 @@ class _Folder:
     elif os.path.exists(os.path.join(self.path, _INDEX)):
       files = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
     elif glob.glob(os.path.join(glob.escape(self.path), "pytorch_model*.bin")):
-      raise self.error("holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
-                       "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)")
+      raise self.error(
+        "holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+      )
     else:
       raise self.error(f"holds no {_WEIGHTS}; restore the folder")
     tensors = {}
@@ -126,6 +151,7 @@ class _Folder:
 @dataclasses.dataclass(frozen=True)
 class _Values:
   """The values of a config.json, or of an object in it."""
+
   folder: _Folder
   values: dict[str, Any]
 
@@ -152,8 +178,9 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
   sizes = {ours: config.size(*theirs) for ours, theirs in keys.items()}
   width, heads = sizes["embed_dim"], sizes["num_heads"]
   if width % heads:
-    raise folder.error(f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore "
-                       "config.json")
+    raise folder.error(
+      f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore config.json"
+    )
   if kind == "gpt2":
     dropout, eps = values.get("resid_pdrop", 0.1), values.get("layer_norm_epsilon", 1e-5)
     sizes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
@@ -163,17 +190,23 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
     eps = values.get("rms_norm_eps", 1e-6)
     kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
     if heads % kv_heads:
-      raise folder.error(f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore "
-                         "config.json")
+      raise folder.error(
+        f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore config.json"
+      )
     sizes["num_kv_heads"] = kv_heads
   dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
   if dtype not in _DTYPES:
     raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
   defaults = ModelConfig(field="gpt" if kind == "gpt2" else "llama")
   return dataclasses.replace(
-      defaults, weights="stored", solver="sequential", dtype=_DTYPES[dtype],
-      norm_eps=None if eps == defaults.block_eps else float(eps),
-      final_norm_eps=None if eps == defaults.final_eps else float(eps), **sizes)
+    defaults,
+    weights="stored",
+    solver="sequential",
+    dtype=_DTYPES[dtype],
+    norm_eps=None if eps == defaults.block_eps else float(eps),
+    final_norm_eps=None if eps == defaults.final_eps else float(eps),
+    **sizes,
+  )
 
 
 def _check_rope(config: _Values, head_dim: int) -> None:
@@ -181,8 +214,9 @@ def _check_rope(config: _Values, head_dim: int) -> None:
   config.require("head_dim", None, head_dim)
   rope = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
   if rope.get("rope_type", rope.get("type", "default")) != "default":
-    raise config.folder.error(f"rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder "
-                              "without")
+    raise config.folder.error(
+      f"rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder without"
+    )
   base = rope.get("rope_theta", config.values.get("rope_theta", ROPE_BASE))
   rope = _Values(config.folder, {**rope, "rope_theta": base})
   rope.require("rope_theta", ROPE_BASE)
@@ -193,12 +227,16 @@ def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Param
   """The parameters; raises UserError unless each array of the files has its counterpart."""
   tensors = folder.tensors()
   if kind == "gpt2":
-    tensors = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
-               for name, array in tensors.items()}
+    tensors = {
+      name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
+      for name, array in tensors.items()
+    }
     head = tensors.pop("lm_head.weight", None)
     if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
-      raise folder.error("lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
-                         "where they are equal")
+      raise folder.error(
+        "lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
+        "where they are equal"
+      )
   elif tied and "model.embed_tokens.weight" in tensors:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # copied: our llama's head is not tied
   try:
@@ -209,6 +247,7 @@ def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Param
     raise folder.error(f"{error}; give files of one model") from error
   left = sorted(name for name in tensors if not _UNUSED.fullmatch(name))
   if left:
-    raise folder.error(f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give "
-                       "files of one model")
+    raise folder.error(
+      f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give files of one model"
+    )
   return params

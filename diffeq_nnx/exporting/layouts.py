@@ -20,11 +20,25 @@ WRITING = ("out", "down")  # the projections onto the residual stream: dt is fol
 OWN = "diffeqformer"  # the architecture of our own modeling file
 
 _LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias"}
-_GPT2_GROUPS = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "mlp_norm": "ln_2",
-                "up": "mlp.c_fc", "down": "mlp.c_proj"}
-_LLAMA_GROUPS = {"attention_norm": "input_layernorm", "query": "self_attn.q_proj", "key": "self_attn.k_proj",
-                 "value": "self_attn.v_proj", "out": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
-                 "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+_GPT2_GROUPS = {
+  "attention_norm": "ln_1",
+  "qkv": "attn.c_attn",
+  "out": "attn.c_proj",
+  "mlp_norm": "ln_2",
+  "up": "mlp.c_fc",
+  "down": "mlp.c_proj",
+}
+_LLAMA_GROUPS = {
+  "attention_norm": "input_layernorm",
+  "query": "self_attn.q_proj",
+  "key": "self_attn.k_proj",
+  "value": "self_attn.v_proj",
+  "out": "self_attn.o_proj",
+  "mlp_norm": "post_attention_layernorm",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
 
 
 class Entry(NamedTuple):
@@ -36,6 +50,7 @@ class Entry(NamedTuple):
     step: the solver step that it belongs to; None: to no step, as an embedding.
     kind: how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
   """
+
   name: str
   path: tuple[str, ...]
   step: int | None
@@ -45,12 +60,24 @@ class Entry(NamedTuple):
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
   """The arrays of a model in an architecture: gpt2, llama or diffeqformer."""
   outside, layer, groups, kernel = {
-      "gpt2": ({"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
-               "transformer.h", _GPT2_GROUPS, "same"),
-      "llama": ({"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
-                "model.layers", _LLAMA_GROUPS, "transposed"),
-      OWN: ({"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm", "head": "lm_head"},
-            "layers", None, "transposed"),
+    "gpt2": (
+      {"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
+      "transformer.h",
+      _GPT2_GROUPS,
+      "same",
+    ),
+    "llama": (
+      {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
+      "model.layers",
+      _LLAMA_GROUPS,
+      "transposed",
+    ),
+    OWN: (
+      {"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm", "head": "lm_head"},
+      "layers",
+      None,
+      "transposed",
+    ),
   }[architecture]
   field = vector_fields.FIELDS[model.field]
   tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
@@ -91,12 +118,13 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
   for entry in entries(architecture, model):
     array = _converted(tensors.pop(entry.name), entry.kind, model, back=True)
-    expected = abstract[entry.path].shape[entry.step is not None:]  # stored weights have a leading axis S
+    expected = abstract[entry.path].shape[entry.step is not None :]  # stored weights have a leading axis S
     if array.shape != expected:
       raise ValueError(f"{entry.name}: has the shape {array.shape}, expected {expected} (axes in our order)")
     stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))
-  return traverse_util.unflatten_dict({
-      path: np.stack(arrays) if path[0] == "weight_source" else arrays[0] for path, arrays in stacks.items()})
+  return traverse_util.unflatten_dict(
+    {path: np.stack(arrays) if path[0] == "weight_source" else arrays[0] for path, arrays in stacks.items()}
+  )
 
 
 def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
@@ -110,7 +138,7 @@ def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
   wide = {}
   for name, array in tensors.items():
     if array.ndim == 1:
-      array = array * (D / W)**0.5
+      array = array * (D / W) ** 0.5
     writes = array.ndim == 1 or name.endswith(("o_proj.weight", "down_proj.weight"))
     padding = [(0, 0)] * array.ndim
     padding[0 if writes else 1] = (0, W - D)
@@ -118,7 +146,7 @@ def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
   for step in range(model.num_steps):
     for name, size in (("gate_proj", F), ("up_proj", F), ("down_proj", W)):
       wide[f"model.layers.{step}.mlp.{name}.bias"] = np.zeros(size, np.float32)
-  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps))**0.5
+  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps)) ** 0.5
   return wide, model.block_eps * D / W
 
 
@@ -126,9 +154,12 @@ def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, fl
   """The inverse of `widened`: (Llama's arrays, the block's eps, the final norm's)."""
   D, W = model.embed_dim, model.embed_dim + model.num_heads
   added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
-  tensors = {name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
-             for name, array in wide.items() if not name.endswith(".bias")}
-  tensors = {name: array * np.float32((W / D)**0.5) if array.ndim == 1 else array for name, array in tensors.items()}
+  tensors = {
+    name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
+    for name, array in wide.items()
+    if not name.endswith(".bias")
+  }
+  tensors = {name: array * np.float32((W / D) ** 0.5) if array.ndim == 1 else array for name, array in tensors.items()}
   return tensors, eps * W / D, float(eps * W / D + added**2 / D)
 
 
@@ -141,4 +172,3 @@ def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = Fa
     split = (3, H, C) if back else (H, 3, C)
     return array.reshape(*array.shape[:-1], *split).swapaxes(-3, -2).reshape(array.shape)
   return array
-

@@ -25,8 +25,9 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 PROGRAM, WEIGHTS, LOADER = "model.jax_export", "weights.safetensors", "load.py"
 
 
-def export_stablehlo(model: Model, folder: str, *, tokenizer: Tokenizer | None = None,
-                     num_steps: int | None = None) -> dict[str, Any]:
+def export_stablehlo(
+  model: Model, folder: str, *, tokenizer: Tokenizer | None = None, num_steps: int | None = None
+) -> dict[str, Any]:
   """Writes a model as a program that needs jax, flatbuffers and safetensors, but not this package.
 
   The program maps tokens [B, L] int32 to logits [B, L, V], at any B and any L up to seq_len, in the model's dtype.
@@ -59,13 +60,32 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))
     folders.copy_template(LOADER, place)
     marks = tokenizer_files.mark_ids(tokenizer)
-    folders.write_json(place, "model.json", {
-        "field": stored.field, "solver": stored.solver, "num_steps": stored.num_steps, "vocab_size": stored.vocab_size,
-        "seq_len": stored.seq_len, "dtype": stored.dtype, "platforms": PLATFORMS, **marks})
+    folders.write_json(
+      place,
+      "model.json",
+      {
+        "field": stored.field,
+        "solver": stored.solver,
+        "num_steps": stored.num_steps,
+        "vocab_size": stored.vocab_size,
+        "seq_len": stored.seq_len,
+        "dtype": stored.dtype,
+        "platforms": PLATFORMS,
+        **marks,
+      },
+    )
     notes = [] if tokenizer is None else tokenizer_files.write(tokenizer, place, stored.seq_len)
     difference = _logit_difference(portable, params, place)
-  return {"folder": folder, "architecture": "StableHLO", "trust_remote_code": False, "platforms": PLATFORMS,
-          "num_steps": stored.num_steps, "dtype": stored.dtype, "logit_difference": difference, "notes": notes}
+  return {
+    "folder": folder,
+    "architecture": "StableHLO",
+    "trust_remote_code": False,
+    "platforms": PLATFORMS,
+    "num_steps": stored.num_steps,
+    "dtype": stored.dtype,
+    "logit_difference": difference,
+    "notes": notes,
+  }
 
 
 def _program(model: ModelConfig, weights: dict[str, np.ndarray]) -> jax.export.Exported:

@@ -1,13 +1,14 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
+from collections.abc import Sequence
 import dataclasses
 import functools
 import inspect
 import json
 import os
 import re
-from typing import Any, Sequence
+from typing import Any
 import zlib
 
 import jax
@@ -52,11 +53,25 @@ class DiffEqLM(TemplateLM):
     scorer: the model, ready to compute log-likelihoods.
   """
 
-  def __init__(self, workdir: str | None = None, *, model: Model | None = None, tokenizer: Tokenizer | None = None,
-               mesh: jax.sharding.Mesh | None = None, batch_size: int | str = AUTO, num_steps: int | None = None,
-               dtype: str = "model", begin_mark: str = "auto", window: str = "disjoint", stride: int | None = None,
-               max_length: int | None = None, share: bool = True, seed: int = 0, config: Config | None = None,
-               max_batch_size: int | None = None, device: str | None = None, **unknown: Any):
+  def __init__(
+    self,
+    workdir: str | None = None,
+    *,
+    model: Model | None = None,
+    tokenizer: Tokenizer | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    batch_size: int | str = AUTO,
+    num_steps: int | None = None,
+    dtype: str = "model",
+    begin_mark: str = "auto",
+    window: str = "disjoint",
+    stride: int | None = None,
+    max_length: int | None = None,
+    share: bool = True,
+    seed: int = 0,
+    config: Config | None = None,
+    **unknown: Any,
+  ):
     """Loads the newest model of a run, or takes `model`.
 
     Args:
@@ -75,16 +90,13 @@ class DiffEqLM(TemplateLM):
       share: whether requests with a common beginning are computed together.
       seed: of sampled texts; each depends only on the seed, its prompt and its repetition.
       config: the run's config with changes, as for `opening.load`.
-      max_batch_size: passed by lm_eval; not used.
-      device: passed by lm_eval; not used, since JAX chooses the devices.
-      **unknown: must be empty.
+      **unknown: must be empty but for max_batch_size and device, which lm_eval passes and this model ignores.
 
     Raises:
       UserError: no run, no checkpoint, or a value outside its rule.
     """
     super().__init__()
-    del max_batch_size, device
-    for name in unknown:
+    for name in unknown.keys() - {"max_batch_size", "device"}:
       raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None) or mesh is not None and workdir:
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
@@ -100,8 +112,9 @@ class DiffEqLM(TemplateLM):
       run = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), None)
       self._open = lambda: run
     run = self._open()
-    config = dataclasses.replace(run.config.model, dropout=0.0,
-                                 dtype=run.config.model.dtype if dtype == "model" else dtype)
+    config = dataclasses.replace(
+      run.config.model, dropout=0.0, dtype=run.config.model.dtype if dtype == "model" else dtype
+    )
     if model is None:
       say_attention(config)
     self.batch_size = _batch_size(batch_size)
@@ -114,8 +127,15 @@ class DiffEqLM(TemplateLM):
     self._begin_mark = begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
-    self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, batch_size=self.batch_size,
-                         max_length=self.max_length, share=share)
+    self.scorer = Scorer(
+      run.model,
+      self._num_steps,
+      config=config,
+      mesh=run.mesh,
+      batch_size=self.batch_size,
+      max_length=self.max_length,
+      share=share,
+    )
     self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
     self._decoder: Decoder | None = None
 
@@ -132,14 +152,29 @@ class DiffEqLM(TemplateLM):
   def get_model_info(self) -> dict[str, Any]:
     """The settings on which the results depend, for lm_eval's results."""
     config = self.scorer.config
-    windows = ("disjoint: side by side, the last moved back to be full" if self._stride is None else
-               f"sliding: each after the first predicts {self._stride} tokens")
-    return {"workdir": self._workdir, "checkpoint_step": self._step, "field": config.field, "solver": config.solver,
-            "weights": config.weights, "num_steps": self.scorer.grid.num_steps, "dtype": config.dtype,
-            "devices": self.scorer.mesh.size, "processes": jax.process_count(), "begin_mark": self._begin_mark,
-            "mark_before_contexts": self._context_mark, "mark_before_texts_without_context": self.prefix_token_id,
-            "max_length": self.max_length, "rolling_windows": windows, "truncated_requests": self.truncated,
-            "merged_requests": self.merged}
+    windows = (
+      "disjoint: side by side, the last moved back to be full"
+      if self._stride is None
+      else f"sliding: each after the first predicts {self._stride} tokens"
+    )
+    return {
+      "workdir": self._workdir,
+      "checkpoint_step": self._step,
+      "field": config.field,
+      "solver": config.solver,
+      "weights": config.weights,
+      "num_steps": self.scorer.grid.num_steps,
+      "dtype": config.dtype,
+      "devices": self.scorer.mesh.size,
+      "processes": jax.process_count(),
+      "begin_mark": self._begin_mark,
+      "mark_before_contexts": self._context_mark,
+      "mark_before_texts_without_context": self.prefix_token_id,
+      "max_length": self.max_length,
+      "rolling_windows": windows,
+      "truncated_requests": self.truncated,
+      "merged_requests": self.merged,
+    }
 
   def apply_chat_template(self, *arguments, **keywords) -> str:
     """Raises UserError: there are none."""
@@ -176,16 +211,21 @@ class DiffEqLM(TemplateLM):
   def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
     """(log-probability of the continuation in nats, whether it is the likeliest) for each (context, continuation)."""
     pairs = [request.args for request in requests]
-    texts = list(dict.fromkeys(text for context, continuation in pairs
-                               for text in (context.rstrip(), context + continuation)))
+    texts = list(
+      dict.fromkeys(text for context, continuation in pairs for text in (context.rstrip(), context + continuation))
+    )
     self._known_ids = dict(zip(texts, self._encode(texts)))  # at once: TemplateLM encodes one text after another
     try:
       return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.leads())
     finally:
       self._known_ids = {}
 
-  def _loglikelihood_tokens(self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-                            disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
+  def _loglikelihood_tokens(
+    self,
+    requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+    disable_tqdm: bool = False,
+    **kwargs: Any,
+  ) -> list[tuple[float, bool]]:
     """Scores (texts, or None to keep the result out of lm_eval's cache; context; continuation)."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
@@ -201,8 +241,10 @@ class DiffEqLM(TemplateLM):
   def _fitted(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
     """A request that the model can read at a time; too long a context loses its beginning."""
     if len(continuation) > self.max_length:
-      raise UserError(f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
-                      "leave the task out, or raise max_length where positions aren't learned")
+      raise UserError(
+        f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
+        "leave the task out, or raise max_length where positions aren't learned"
+      )
     room = self.max_length + 1 - len(continuation)
     self.truncated += len(context) > room
     return Request(tuple(context[-room:]), tuple(continuation))
@@ -244,8 +286,10 @@ class DiffEqLM(TemplateLM):
     if self._decoder is None:
       run = self._open()  # again: the scorer keeps the generated weights, not the parameters that they come from
       if run.step != self._step:
-        raise RunError(f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a "
-                       "copy, or wait for its end")
+        raise RunError(
+          f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a "
+          "copy, or wait for its end"
+        )
       self._decoder = Decoder(run.model, self._num_steps, self.scorer.config)
     repeats: dict[tuple[str, str], int] = collections.Counter()
     generations = []
@@ -259,13 +303,17 @@ class DiffEqLM(TemplateLM):
       self.truncated += len(ids) > room
       row_number = zlib.crc32(f"{repeat} {prompt}".encode())  # random numbers that don't depend on the batch
       generations.append(_Generation(request, sampling, until, ids[-room:], row_number))
-    batches = Collator(generations, sort_fn=lambda one: (-len(one.prompt), one.prompt),
-                       group_fn=lambda one: (one.sampling, one.until), group_by="gen_kwargs")
+    batches = Collator(
+      generations,
+      sort_fn=lambda one: (-len(one.prompt), one.prompt),
+      group_fn=lambda one: (one.sampling, one.until),
+      group_by="gen_kwargs",
+    )
     texts = []
     with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
       for batch in batches.get_batched(n=self.batch_size):
         texts += self._generate(batch)
-        for one, text in zip(batch, texts[-len(batch):]):
+        for one, text in zip(batch, texts[-len(batch) :]):
           self.cache_hook.add_partial("generate_until", one.request.args, text)
         bar.update(len(batch))
     return batches.get_original(texts)
@@ -278,11 +326,18 @@ class DiffEqLM(TemplateLM):
       if name not in GENERATION:
         raise UserError(f"{prefix}{name}={value!r}: is not supported; only {', '.join(GENERATION)} are")
     if kwargs["max_gen_toks"] >= self.max_length:
-      raise UserError(f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {self.max_length} tokens, and "
-                      "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs")
+      raise UserError(
+        f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {self.max_length} tokens, and "
+        "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs"
+      )
     try:
-      sampling = Sampling(max_tokens=kwargs["max_gen_toks"], temperature=float(kwargs.get("temperature", 0.0)),
-                          top_k=kwargs.get("top_k") or None, top_p=kwargs.get("top_p", 1.0), seed=self._seed)
+      sampling = Sampling(
+        max_tokens=kwargs["max_gen_toks"],
+        temperature=float(kwargs.get("temperature", 0.0)),
+        top_k=kwargs.get("top_k") or None,
+        top_p=kwargs.get("top_p", 1.0),
+        seed=self._seed,
+      )
     except (UserError, TypeError, ValueError) as error:
       raise UserError(f"{prefix}{error}") from error
     return sampling, tuple(stop for stop in kwargs["until"] if stop)
@@ -308,6 +363,7 @@ class DiffEqLM(TemplateLM):
 @dataclasses.dataclass(frozen=True)
 class _Generation:
   """A text to be generated: `row_number` identifies its random numbers."""
+
   request: Instance
   sampling: Sampling
   until: tuple[str, ...]

@@ -6,8 +6,9 @@ The sequences of a row form a tree in depth-first order. A slot holds a token; t
 that follow it, up to its end. So slot i sees slot j where j <= i < end[j], and a token's position is its depth.
 """
 
+from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Request(NamedTuple):
     context: token ids, one or more.
     continuation: token ids, one or more; the last is predicted, and not read.
   """
+
   context: tuple[int, ...]
   continuation: tuple[int, ...]
 
@@ -42,6 +44,7 @@ class Row:
     scored: (slot, the token that follows it) of each scored token.
     parts: (number of a request, its first index in `scored`, number of scored tokens).
   """
+
   tokens: list[int] = dataclasses.field(default_factory=list)
   positions: list[int] = dataclasses.field(default_factory=list)
   scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -55,7 +58,7 @@ class Row:
     self.tokens += read[shared:]
     self.positions += range(shared, len(read))
     self.parts.append((number, len(self.scored), len(request.continuation)))
-    self.scored += zip(self._path[len(request.context) - 1:], request.continuation)
+    self.scored += zip(self._path[len(request.context) - 1 :], request.continuation)
 
   @property
   def branches(self) -> bool:
@@ -82,6 +85,7 @@ class Batch(NamedTuple):
     branches: whether one of its rows holds more than one path.
     parts: for each row, `Row.parts`.
   """
+
   arrays: dict[str, np.ndarray]
   branches: bool
   parts: list[list[tuple[int, int, int]]]
@@ -150,6 +154,6 @@ def _batch(rows: Sequence[Row], B: int, L: int) -> Batch:
   arrays |= {name: np.zeros((B, M), np.int32) for name in ("slots", "targets")}
   for i, row in enumerate(rows):
     for name in ("tokens", "positions", "ends"):
-      arrays[name][i, :len(row.tokens)] = getattr(row, name)
-    arrays["slots"][i, :len(row.scored)], arrays["targets"][i, :len(row.scored)] = np.asarray(row.scored).T
+      arrays[name][i, : len(row.tokens)] = getattr(row, name)
+    arrays["slots"][i, : len(row.scored)], arrays["targets"][i, : len(row.scored)] = np.asarray(row.scored).T
   return Batch(arrays, any(row.branches for row in rows), [row.parts for row in rows])

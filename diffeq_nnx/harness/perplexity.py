@@ -1,9 +1,9 @@
 """Perplexity of a corpus by token, word and byte, each document by itself."""
 
+from collections.abc import Iterable
 import itertools
 import math
 import re
-from typing import Iterable
 
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.training.evaluate import perplexity

@@ -1,10 +1,11 @@
 """Results as a Markdown table and a bar chart, beside those of a baseline."""
 
+from collections.abc import Sequence
 import glob
 import io
 import json
 import os
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -21,6 +22,7 @@ Results = dict[str, Any]  # what lm_eval returns
 
 class Key(NamedTuple):
   """What an estimate is of; `filter` is lm_eval's name for how answers are extracted from responses."""
+
   task: str
   shots: int | None
   metric: str
@@ -29,6 +31,7 @@ class Key(NamedTuple):
 
 class Estimate(NamedTuple):
   """The value of a metric and its standard error; None: unknown."""
+
   value: float
   error: float | None
 
@@ -51,8 +54,10 @@ def read(path: str, folder: str) -> list[Results]:
   if os.path.isdir(path):
     paths = sorted(glob.glob(os.path.join(glob.escape(path), folder, "results*.json")))
     if not paths:
-      raise UserError(f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "
-                      "same tasks first, or name a results.json")
+      raise UserError(
+        f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "
+        "same tasks first, or name a results.json"
+      )
   found = []
   for one in paths:
     try:
@@ -70,10 +75,18 @@ def estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
   found = {}
   for one in results:
     entries = {**one["results"], **one.get("groups", {})}
-    averaged = {task for group, tasks in one.get("group_subtasks", {}).items() for task in tasks
-                if _of_entry(entries.get(group, {}))}
-    found |= {Key(task, one.get("n-shot", {}).get(task), *metric): estimate for task, entry in entries.items()
-              if task not in averaged for metric, estimate in _of_entry(entry).items()}
+    averaged = {
+      task
+      for group, tasks in one.get("group_subtasks", {}).items()
+      for task in tasks
+      if _of_entry(entries.get(group, {}))
+    }
+    found |= {
+      Key(task, one.get("n-shot", {}).get(task), *metric): estimate
+      for task, entry in entries.items()
+      if task not in averaged
+      for metric, estimate in _of_entry(entry).items()
+    }
   return found
 
 
@@ -93,9 +106,15 @@ def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[
   other = estimates(baseline)
   rows = [["task", "shots", "metric", "ours", "baseline", "difference"], ["---"] * 6]
   for key, one in estimates(ours).items():
-    rows.append([key.task, "" if key.shots is None else str(key.shots),
-                 key.metric if key.filter == "none" else f"{key.metric} ({key.filter})", str(one),
-                 *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""])])
+    rows.append(
+      [
+        key.task,
+        "" if key.shots is None else str(key.shots),
+        key.metric if key.filter == "none" else f"{key.metric} ({key.filter})",
+        str(one),
+        *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""]),
+      ]
+    )
   lines = ["| " + " | ".join(row if baseline else row[:4]) + " |" for row in rows]
   return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
@@ -108,12 +127,15 @@ def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[st
   missing = len(keys - estimates(baseline).keys())
   notes = [f"the baseline lacks {missing} of these {len(keys)} numbers"] if missing else []
   for name in CONDITIONS:
-    here, there = (", ".join(sorted({json.dumps(one["config"].get(name)) for one in some}))
-                   for some in (ours, baseline))
+    here, there = (
+      ", ".join(sorted({json.dumps(one["config"].get(name)) for one in some})) for some in (ours, baseline)
+    )
     if here != there:
       notes.append(f"{name}: {here} here, {there} for the baseline")
-  here, there = ({task: count["effective"] for one in some for task, count in one.get("n-samples", {}).items()}
-                 for some in (ours, baseline))
+  here, there = (
+    {task: count["effective"] for one in some for task, count in one.get("n-samples", {}).items()}
+    for some in (ours, baseline)
+  )
   tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
   return notes + (["with another number of questions for the baseline: " + ", ".join(tasks)] if tasks else [])
 
@@ -136,9 +158,16 @@ def bar_chart(ours: Sequence[Results], baseline: Sequence[Results], names: tuple
   for axes, (shots, keys) in zip(all_axes, panels.items()):
     for i, (found, _, color) in enumerate(sides):
       bars = {tasks.index(task): found[key] for task, key in keys.items() if key in found}
-      axes.bar([place + (i - (len(sides) - 1) / 2) * width for place in bars], [one.value for one in bars.values()],
-               width, color=color, zorder=2, yerr=[one.error or 0.0 for one in bars.values()], capsize=3,
-               error_kw={"zorder": 3})
+      axes.bar(
+        [place + (i - (len(sides) - 1) / 2) * width for place in bars],
+        [one.value for one in bars.values()],
+        width,
+        color=color,
+        zorder=2,
+        yerr=[one.error or 0.0 for one in bars.values()],
+        capsize=3,
+        error_kw={"zorder": 3},
+      )
     axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
     axes.grid(axis="y", alpha=0.3)
   all_axes[-1].set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)

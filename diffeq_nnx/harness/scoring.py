@@ -4,9 +4,10 @@ B rows, L slots, M scored tokens of a row, D embed_dim, V vocab_size, H query he
 C head_dim.
 """
 
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class Branched:
     ends_BxL: where the slots below each end.
     positions_BxL: the depth of each.
   """
+
   ends_BxL: jax.Array
   positions_BxL: jax.Array
 
@@ -51,8 +53,9 @@ class Branched:
       slots_1xlx1 = jnp.arange(first, last, dtype=jnp.int32)[None, :, None]
       before_1xlxm = jnp.arange(last, dtype=jnp.int32)[None, None] <= slots_1xlx1
       seen_Bxlxm = before_1xlxm & (slots_1xlx1 < self.ends_BxL[:, None, :last])
-      scores_BxKxGxlxm = jnp.einsum("blkgc,bmkc->bkglm", q_BxLxKxGxC[:, first:last], k_BxLxKxC[:, :last],
-                                    preferred_element_type=wide)
+      scores_BxKxGxlxm = jnp.einsum(
+        "blkgc,bmkc->bkglm", q_BxLxKxGxC[:, first:last], k_BxLxKxC[:, :last], preferred_element_type=wide
+      )
       scores_BxKxGxlxm = jnp.where(seen_Bxlxm[:, None, None], scores_BxKxGxlxm, jnp.asarray(UNSEEN, wide))
       shares_BxKxGxlxm = jax.nn.softmax(scores_BxKxGxlxm, axis=-1).astype(v_BxLxKxC.dtype)
       outputs.append(jnp.einsum("bkglm,bmkc->blkgc", shares_BxKxGxlxm, v_BxLxKxC[:, :last]))
@@ -66,6 +69,7 @@ class Score(NamedTuple):
     logprob: its log-probability after its context, nats.
     greedy: whether no token is likelier than each of its tokens.
   """
+
   logprob: float
   greedy: bool
 
@@ -81,9 +85,17 @@ class Scorer:
     mesh: the devices.
   """
 
-  def __init__(self, model: Model, num_steps: int | None = None, *, config: ModelConfig | None = None,
-               mesh: jax.sharding.Mesh | None = None, batch_size: int = 8, max_length: int | None = None,
-               share: bool = True):
+  def __init__(
+    self,
+    model: Model,
+    num_steps: int | None = None,
+    *,
+    config: ModelConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    share: bool = True,
+  ):
     """Generates the weights.
 
     Args:
@@ -130,12 +142,19 @@ class Scorer:
     share = sharding.Share(self.mesh, B)
     arrays = share.place({name: array[share.rows] for name, array in batch.arrays.items()})
     with jax.set_mesh(self.mesh):
-      return score(self.config, self.grid, batch.branches, _pieces(B // self._rows, M, self.config.vocab_size),
-                   self._weights, arrays)
+      return score(
+        self.config,
+        self.grid,
+        batch.branches,
+        _pieces(B // self._rows, M, self.config.vocab_size),
+        self._weights,
+        arrays,
+      )
 
 
-def _scores(batch: packing.Batch, outputs: tuple[jax.Array, jax.Array],
-            equal: Sequence[Sequence[int]]) -> Iterator[tuple[int, Score]]:
+def _scores(
+  batch: packing.Batch, outputs: tuple[jax.Array, jax.Array], equal: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Score]]:
   """(index, score) for all requests equal to one of a batch."""
   logprob_BxM, greedy_BxM = map(np.asarray, outputs)
   for row, parts in enumerate(batch.parts):
@@ -151,8 +170,14 @@ def _pieces(B: int, M: int, V: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, weights: dict[str, Any],
-          batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def score(
+  config: ModelConfig,
+  grid: solvers.Grid,
+  branches: bool,
+  pieces: int,
+  weights: dict[str, Any],
+  batch: dict[str, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
   """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, replicated.
 
   Args:
@@ -180,8 +205,9 @@ def score(config: ModelConfig, grid: solvers.Grid, branches: bool, pieces: int, 
     total_Bxm = jnp.exp(logits_BxmxV - most_Bxm[..., None]).sum(-1)
     return target_Bxm - most_Bxm - jnp.log(total_Bxm), target_Bxm >= most_Bxm
 
-  outputs = tuple(array.swapaxes(0, 1).reshape(B, M)
-                  for array in jax.lax.map(piece, (split(batch["slots"]), split(batch["targets"]))))
+  outputs = tuple(
+    array.swapaxes(0, 1).reshape(B, M) for array in jax.lax.map(piece, (split(batch["slots"]), split(batch["targets"])))
+  )
   if jax.sharding.get_abstract_mesh().size == 1:
     return outputs
   return jax.lax.with_sharding_constraint(outputs, jax.sharding.PartitionSpec())  # every process reads them

@@ -1,7 +1,7 @@
 """Which tasks: the paper's list, and names that are checked before anything is computed."""
 
+from collections.abc import Sequence
 import os
-from typing import Sequence
 
 from lm_eval.tasks import TaskManager
 
@@ -9,8 +9,19 @@ from diffeq_nnx.config import nearest
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
-PAPER = ("arc_easy", "arc_challenge", "hellaswag", "lambada_openai", "lambada_standard", "logiqa", "mmlu", "piqa",
-         "sciq", "winogrande", "wsc273")  # Tong et al. 2025; zero-shot and five-shot
+PAPER = (
+  "arc_easy",
+  "arc_challenge",
+  "hellaswag",
+  "lambada_openai",
+  "lambada_standard",
+  "logiqa",
+  "mmlu",
+  "piqa",
+  "sciq",
+  "winogrande",
+  "wsc273",
+)  # Tong et al. 2025; zero-shot and five-shot
 PAPER_SHOTS = (0, 5)
 GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task files; `paper` in a config
 
@@ -49,8 +60,10 @@ def matching(names: Sequence[str], tasks: TaskManager) -> list[str]:
     matches = list(PAPER) if is_paper([name]) else tasks.match_tasks([name])
     missing = [one for one in matches if one not in known]
     if missing:
-      raise UserError(f"harness.tasks={name}: {', '.join(missing)} not there; leave harness.default_tasks on, or name "
-                      "tasks of harness.include_path")
+      raise UserError(
+        f"harness.tasks={name}: {', '.join(missing)} not there; leave harness.default_tasks on, or name "
+        "tasks of harness.include_path"
+      )
     if not matches:
       advice = nearest(name, known)
       if not advice.startswith("did you mean") and len(known) >= 20:

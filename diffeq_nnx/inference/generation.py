@@ -41,6 +41,7 @@ class Continuation:
     ids: its tokens, without the end mark, but with those of a stop string.
     stopped: eos (the tokenizer's end mark), stop (a stop string), or length.
   """
+
   prompt: str
   text: str
   ids: list[int]
@@ -89,8 +90,9 @@ class Decoder:
       if wrong:
         raise UserError(f"prompts[{n}]: holds the id {wrong[0]}; the model's ids are 0 to {V - 1}")
       if self._learned and len(prompt) > seq_len:
-        raise UserError(f"prompts[{n}]: {len(prompt)} tokens; the model has {seq_len} positions (model.seq_len); "
-                        "give a shorter one")
+        raise UserError(
+          f"prompts[{n}]: {len(prompt)} tokens; the model has {seq_len} positions (model.seq_len); give a shorter one"
+        )
     return [min(max_tokens, seq_len + 1 - len(prompt)) if self._learned else max_tokens for prompt in prompts]
 
   def num_rows(self, prompts: int) -> int:
@@ -104,8 +106,9 @@ class Decoder:
   def _learned(self) -> bool:
     return vector_fields.FIELDS[self.config.field].learned_positions
 
-  def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling,
-             row_numbers: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+  def stream(
+    self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_numbers: Sequence[int] | None = None
+  ) -> Iterator[np.ndarray]:
     """Yields the next tokens of all prompts, [B] at a time, while any has room; others are continued nevertheless.
 
     Each token is computed while the caller handles the one before. The random numbers of a row depend on the seed and
@@ -118,14 +121,15 @@ class Decoder:
     L = _padded(max(map(len, rows)))
     tokens_BxL = np.zeros((len(rows), L), np.int32)
     for row, prompt in zip(tokens_BxL, rows):
-      row[L - len(prompt):] = prompt
+      row[L - len(prompt) :] = prompt
     first_B = np.array([L - len(prompt) for prompt in rows], np.int32)
     with jax.set_mesh(self._mesh):  # in place of the caller's mesh
       values = sampling.values()
       if row_numbers is not None and not sampling.filters.greedy:
         values["rows"] = jnp.asarray(np.array([*row_numbers, *[0] * (len(rows) - B)], np.uint32))
-      state, tokens_B = read_prompts(self.config, self.grid, _padded(L + most), sampling.filters, self.weights, values,
-                                     tokens_BxL, first_B)
+      state, tokens_B = read_prompts(
+        self.config, self.grid, _padded(L + most), sampling.filters, self.weights, values, tokens_BxL, first_B
+      )
     for count in range(1, most + 1):
       current_B = tokens_B
       if count < most:
@@ -138,8 +142,9 @@ def _padded(slots: int) -> int:
   return -(-slots // BUCKET) * BUCKET
 
 
-def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weights: Weights, tokens_BxL: jax.Array,
-                  first_B: jax.Array) -> tuple[dict, jax.Array]:
+def prompt_logits(
+  config: ModelConfig, grid: solvers.Grid, num_slots: int, weights: Weights, tokens_BxL: jax.Array, first_B: jax.Array
+) -> tuple[dict, jax.Array]:
   """The state after the prompts, with P = `num_slots` slots, and the logits [B, V] of the next tokens.
 
   The state: cache, keys and values [B, K, P, C] of each step; slot [] of the next token; first_B, slots of the rows'
@@ -156,8 +161,9 @@ def prompt_logits(config: ModelConfig, grid: solvers.Grid, num_slots: int, weigh
   return {"cache": cache_S, "slot": jnp.int32(L), "first_B": first_B}, model.logits(hidden_BxLxD[:, -1:])[:, 0]
 
 
-def next_logits(config: ModelConfig, grid: solvers.Grid, weights: Weights, state: dict,
-                tokens_B: jax.Array) -> tuple[dict, jax.Array]:
+def next_logits(
+  config: ModelConfig, grid: solvers.Grid, weights: Weights, state: dict, tokens_B: jax.Array
+) -> tuple[dict, jax.Array]:
   """The state after one more token in each row, [B], and the logits [B, V] of the next tokens."""
   slot, first_B = state["slot"], state["first_B"]
   positions_B = slot - first_B
@@ -171,16 +177,31 @@ def next_logits(config: ModelConfig, grid: solvers.Grid, weights: Weights, state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def read_prompts(config: ModelConfig, grid: solvers.Grid, num_slots: int, filters: Filters, weights: Weights,
-                 values: dict[str, jax.Array], tokens_BxL: jax.Array, first_B: jax.Array) -> tuple[dict, jax.Array]:
+def read_prompts(
+  config: ModelConfig,
+  grid: solvers.Grid,
+  num_slots: int,
+  filters: Filters,
+  weights: Weights,
+  values: dict[str, jax.Array],
+  tokens_BxL: jax.Array,
+  first_B: jax.Array,
+) -> tuple[dict, jax.Array]:
   """The state after the prompts, and the next tokens [B]."""
   state, logits_BxV = prompt_logits(config, grid, num_slots, weights, tokens_BxL, first_B)
   return state, sample(filters, values, logits_BxV, state["slot"] - first_B)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="state")
-def next_tokens(config: ModelConfig, grid: solvers.Grid, filters: Filters, weights: Weights,
-                values: dict[str, jax.Array], state: dict, tokens_B: jax.Array) -> tuple[dict, jax.Array]:
+def next_tokens(
+  config: ModelConfig,
+  grid: solvers.Grid,
+  filters: Filters,
+  weights: Weights,
+  values: dict[str, jax.Array],
+  state: dict,
+  tokens_B: jax.Array,
+) -> tuple[dict, jax.Array]:
   """The state after the newest tokens [B], and the next tokens [B].
 
   The old state's buffers are donated, so that keys and values are updated in place.
@@ -189,8 +210,9 @@ def next_tokens(config: ModelConfig, grid: solvers.Grid, filters: Filters, weigh
   return state, sample(filters, values, logits_BxV, state["slot"] - state["first_B"])
 
 
-def _run(decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling,
-         take: Callable[[int, int], str | None]) -> list[str]:
+def _run(
+  decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, take: Callable[[int, int], str | None]
+) -> list[str]:
   """Calls take(row, token) for each token until it returns the reason to end the row; returns these, or length."""
   room = decoder.room(prompts, sampling.max_tokens)
   reasons: list[str | None] = [None] * len(prompts)
@@ -203,8 +225,14 @@ def _run(decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling,
   return [reason or "length" for reason in reasons]
 
 
-def generate(model: Model | Decoder, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int] = (),
-             num_steps: int | None = None, **sampling: Any) -> list[list[int]]:
+def generate(
+  model: Model | Decoder,
+  prompts: Sequence[Sequence[int]],
+  *,
+  stop_ids: Sequence[int] = (),
+  num_steps: int | None = None,
+  **sampling: Any,
+) -> list[list[int]]:
   """Continues prompts of token ids, of any lengths, in one batch.
 
   Args:
@@ -233,9 +261,16 @@ def generate(model: Model | Decoder, prompts: Sequence[Sequence[int]], *, stop_i
   return ids
 
 
-def generate_texts(model: Model | Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, stop: Sequence[str] = (),
-                   num_steps: int | None = None, on_text: Callable[[int, str], None] | None = None,
-                   **sampling: Any) -> list[Continuation]:
+def generate_texts(
+  model: Model | Decoder,
+  tokenizer: Tokenizer,
+  prompts: Sequence[str],
+  *,
+  stop: Sequence[str] = (),
+  num_steps: int | None = None,
+  on_text: Callable[[int, str], None] | None = None,
+  **sampling: Any,
+) -> list[Continuation]:
   """Continues texts, as beginnings of documents, up to the end of the document.
 
   Args:
@@ -294,8 +329,10 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   ids = [begin + one for one in encoded(tokenizer, prompts, "prompts")]
   if [] in ids:
-    raise UserError(f"prompts[{ids.index([])}]={prompts[ids.index([])]!r}: gives no tokens, and this tokenizer has no "
-                    "begin mark; give some text")
+    raise UserError(
+      f"prompts[{ids.index([])}]={prompts[ids.index([])]!r}: gives no tokens, and this tokenizer has no "
+      "begin mark; give some text"
+    )
   return ids
 
 

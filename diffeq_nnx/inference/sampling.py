@@ -28,6 +28,7 @@ class Sampling:
   Raises:
     UserError: a value out of range.
   """
+
   max_tokens: int = 128
   temperature: float = 1.0
   top_k: int | None = None
@@ -53,13 +54,17 @@ class Sampling:
 
   def values(self) -> dict[str, jax.Array]:
     """The arguments of a compiled program: temperature, top_p, key."""
-    return {"temperature": jnp.float32(self.temperature), "top_p": jnp.float32(self.top_p),
-            "key": jax.random.key(self.seed)}
+    return {
+      "temperature": jnp.float32(self.temperature),
+      "top_p": jnp.float32(self.top_p),
+      "key": jax.random.key(self.seed),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
   """The settings of `Sampling` that need a program of their own; nucleus: whether top_p applies."""
+
   greedy: bool
   top_k: int | None
   nucleus: bool

@@ -28,7 +28,7 @@ class TextStream:
     decoded = self._decode(self._ids)
     # the bytes of an incomplete character decode to one or more replacement characters at the end
     complete = max(len(decoded.rstrip(_REPLACEMENT)), len(decoded) - _MOST_BYTES)
-    piece = self._release(decoded[self._decoded:complete])
+    piece = self._release(decoded[self._decoded : complete])
     self._decoded = max(self._decoded, complete)
     if complete == len(decoded):
       self._ids, self._decoded = [], 0
@@ -36,7 +36,7 @@ class TextStream:
 
   def finish(self) -> str:
     """The rest of the text."""
-    piece = self._release(self._decode(self._ids)[self._decoded:], last=True)
+    piece = self._release(self._decode(self._ids)[self._decoded :], last=True)
     self._ids, self._decoded = [], 0
     return piece
 
@@ -54,6 +54,10 @@ class TextStream:
 
   def _possible_stop(self) -> int:
     """Length of the longest end of the text held back that is the beginning of a stop string."""
-    lengths = (length for stop in self._stop for length in range(1, min(len(stop), len(self._held_back) + 1))
-               if self._held_back.endswith(stop[:length]))
+    lengths = (
+      length
+      for stop in self._stop
+      for length in range(1, min(len(stop), len(self._held_back) + 1))
+      if self._held_back.endswith(stop[:length])
+    )
     return max(lengths, default=0)

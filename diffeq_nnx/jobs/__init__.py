@@ -1,8 +1,9 @@
 """The jobs that `--job` names: what runs each, which flags it takes, and an example of its command line."""
 
+from collections.abc import Callable
 import dataclasses
 import importlib
-from typing import Any, Callable
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Job:
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
       source (of --from_workdir; --config is an error), or optional (--config, or else the defaults).
   """
+
   home: str
   flags: tuple[str, ...] = ()
   required: tuple[str, ...] = ()
@@ -31,22 +33,39 @@ class Job:
 
 
 JOBS = {
-    "train": Job("training.loop:train", config="file"),
-    "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
-    "prepare": Job("jobs.prepare:prepare_shards", config="file"),
-    "discretize": Job("jobs.discretize:discretize", ("from_workdir", "num_steps", "step_sizes"), ("from_workdir",),
-                      "--from_workdir=runs/tiny --workdir=runs/tiny9", "source"),
-    "finetune": Job("jobs.finetune:finetune", ("from_workdir", "num_steps", "step_sizes"), ("from_workdir",),
-                    "--from_workdir=runs/tiny --workdir=runs/tiny9", "file"),
-    "generate": Job("jobs.generate:generate",
-                    ("prompt", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"), ("prompt",),
-                    "--workdir=runs/tiny --prompt='The river'"),
-    "export": Job("jobs.export:export_run", ("out", "format", "num_steps"), ("out",),
-                  "--workdir=runs/tiny --out=exported/tiny"),
-    "import": Job("jobs.import_hf:import_run", ("from_hf",), ("from_hf",), "--from_hf=gpt2 --workdir=runs/gpt2", "optional"),
-    "analyze": Job("jobs.analyse:analyse", ("text", "position", "leading", "times", "num_steps"),
-                   example="--workdir=runs/tiny"),
-    "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
+  "train": Job("training.loop:train", config="file"),
+  "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
+  "prepare": Job("jobs.prepare:prepare_shards", config="file"),
+  "discretize": Job(
+    "jobs.discretize:discretize",
+    ("from_workdir", "num_steps", "step_sizes"),
+    ("from_workdir",),
+    "--from_workdir=runs/tiny --workdir=runs/tiny9",
+    "source",
+  ),
+  "finetune": Job(
+    "jobs.finetune:finetune",
+    ("from_workdir", "num_steps", "step_sizes"),
+    ("from_workdir",),
+    "--from_workdir=runs/tiny --workdir=runs/tiny9",
+    "file",
+  ),
+  "generate": Job(
+    "jobs.generate:generate",
+    ("prompt", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"),
+    ("prompt",),
+    "--workdir=runs/tiny --prompt='The river'",
+  ),
+  "export": Job(
+    "jobs.export:export_run", ("out", "format", "num_steps"), ("out",), "--workdir=runs/tiny --out=exported/tiny"
+  ),
+  "import": Job(
+    "jobs.import_hf:import_run", ("from_hf",), ("from_hf",), "--from_hf=gpt2 --workdir=runs/gpt2", "optional"
+  ),
+  "analyze": Job(
+    "jobs.analyze:analyze", ("text", "position", "leading", "times", "num_steps"), example="--workdir=runs/tiny"
+  ),
+  "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
 }
 ALIASES = {"analyse": "analyze"}  # other spellings
 

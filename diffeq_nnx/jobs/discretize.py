@@ -1,6 +1,6 @@
 """--job=discretize: a run with stored weights, made from another run."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -15,8 +15,14 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import corpus_of_run
 
 
-def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
-               step_sizes: Sequence[float] | None = None) -> dict:
+def discretize(
+  config: Config,
+  workdir: str,
+  *,
+  from_workdir: str,
+  num_steps: int | None = None,
+  step_sizes: Sequence[float] | None = None,
+) -> dict:
   """Writes the newest model of a run with stored weights, as a run of its own at step 0, and prints one JSON line.
 
   The line has the validation values of the model before, at its own number of steps, and after. Adapters become part
@@ -46,6 +52,12 @@ def discretize(config: Config, workdir: str, *, from_workdir: str, num_steps: in
     params = starting.stored_params(config, stored, params, mesh)
     after = Evaluator(portable(stored), corpus, mesh)(params)
     starting.start(stored, workdir, corpus, params, mesh, after["loss"], workdir_lib.run_hash(from_workdir))
-    return print_result({"job": "discretize", "workdir": workdir, "from_workdir": from_workdir,
-                         "before": {"num_steps": config.model.num_steps, **before},
-                         "after": {"num_steps": stored.model.num_steps, **after}})
+    return print_result(
+      {
+        "job": "discretize",
+        "workdir": workdir,
+        "from_workdir": from_workdir,
+        "before": {"num_steps": config.model.num_steps, **before},
+        "after": {"num_steps": stored.model.num_steps, **after},
+      }
+    )

@@ -28,5 +28,6 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> d
     corpus = corpus_of_run(config, workdir)
     params, step = read_params(config, workdir, mesh, corpus.tokenizer.hash)
     evaluator = Evaluator(config, corpus, mesh, num_steps)
-    return print_result({"job": "evaluate", "workdir": workdir, "step": step, "num_steps": evaluator.num_steps,
-                         **evaluator(params)})
+    return print_result(
+      {"job": "evaluate", "workdir": workdir, "step": step, "num_steps": evaluator.num_steps, **evaluator(params)}
+    )

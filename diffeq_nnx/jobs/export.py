@@ -14,8 +14,14 @@ from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
 
 
-def export_run(config: Config, workdir: str, *, out: str, format: str = "hf",  # pylint: disable=redefined-builtin
-               num_steps: int | None = None) -> dict[str, Any]:
+def export_run(
+  config: Config,
+  workdir: str,
+  *,
+  out: str,
+  format: str = "hf",  # pylint: disable=redefined-builtin
+  num_steps: int | None = None,
+) -> dict[str, Any]:
   """Writes the newest model of a run for other libraries, with stored weights, and prints one JSON line on stdout.
 
   Args:

@@ -1,8 +1,8 @@
 """--job=finetune: training a run's model, discretized at any steps, on other text."""
 
+from collections.abc import Sequence
 import dataclasses
 import os
-from typing import Sequence
 
 import jax
 
@@ -20,8 +20,14 @@ from diffeq_nnx.training.report import reporter
 from diffeq_nnx.training.setup import checked_mesh, load_corpus
 
 
-def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int | None = None,
-             step_sizes: Sequence[float] | None = None) -> dict[str, float]:
+def finetune(
+  config: Config,
+  workdir: str,
+  *,
+  from_workdir: str,
+  num_steps: int | None = None,
+  step_sizes: Sequence[float] | None = None,
+) -> dict[str, float]:
   """Trains the newest model of a run, with stored weights at any steps, on the text of `config`; run again, it goes on.
 
   With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
@@ -46,19 +52,31 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
     known = workdir_lib.config_of(workdir)
     model, data_config = known.model, config.data
     if config.data.tokenizer == "train" and "shards:" not in config.data.source:
-      data_config = dataclasses.replace(config.data, tokenizer=known.data.tokenizer, begin_mark=known.data.begin_mark,
-                                        begin_token=known.data.begin_token, end_token=known.data.end_token)
-    model = dataclasses.replace(model, dropout=config.model.dropout, attention=config.model.attention,
-                                lora=config.model.lora)
+      data_config = dataclasses.replace(
+        config.data,
+        tokenizer=known.data.tokenizer,
+        begin_mark=known.data.begin_mark,
+        begin_token=known.data.begin_token,
+        end_token=known.data.end_token,
+      )
+    model = dataclasses.replace(
+      model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora
+    )
     if num_steps is not None and num_steps != model.num_steps:
-      raise UserError(f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
-                      "directory, or leave it out", everywhere=True)
+      raise UserError(
+        f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
+        "directory, or leave it out",
+        everywhere=True,
+      )
     return train(starting.derived(config, model, data_config), workdir)
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
   model = dataclasses.replace(
-      discretized_config(source.model, num_steps, step_sizes), dropout=config.model.dropout,
-      attention=config.model.attention, lora=config.model.lora)
+    discretized_config(source.model, num_steps, step_sizes),
+    dropout=config.model.dropout,
+    attention=config.model.attention,
+    lora=config.model.lora,
+  )
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
     with distributed.together():
@@ -73,9 +91,12 @@ def finetune(config: Config, workdir: str, *, from_workdir: str, num_steps: int 
     corpus = load_corpus(config)
     if corpus.tokenizer.hash != tokenizer.hash:
       own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
-      raise UserError(f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
-                      f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
-                      f"data.begin_mark={tokenizer.bos_id is not None}", everywhere=True)
+      raise UserError(
+        f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
+        f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
+        f"data.begin_mark={tokenizer.bos_id is not None}",
+        everywhere=True,
+      )
     here = dataclasses.replace(source, mesh=config.mesh)
     params, _ = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
     params = starting.stored_params(source, config, params, mesh)

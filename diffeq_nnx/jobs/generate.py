@@ -1,8 +1,9 @@
 """--job=generate: text from a run's newest model."""
 
+from collections.abc import Sequence
 import json
 import sys
-from typing import Any, Sequence
+from typing import Any
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.inference.generation import Decoder, generate_texts, prompt_ids
@@ -13,8 +14,9 @@ from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.setup import say_attention
 
 
-def generate(config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None,
-             **sampling: Any) -> list[dict]:
+def generate(
+  config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None, **sampling: Any
+) -> list[dict]:
   """Continues prompts with the newest model of a run, and prints on stdout.
 
   For one prompt its text, on a terminal as it comes; for several a JSON line each: prompt, text, tokens, stopped

@@ -1,12 +1,13 @@
 """--job=harness: a run's newest model, evaluated by lm_eval."""
 
+from collections.abc import Iterator
 import contextlib
 import json
 import os
 import re
 import sys
 import time
-from typing import Any, Iterator
+from typing import Any
 
 import jax
 
@@ -21,14 +22,22 @@ from diffeq_nnx.runs import workdir as workdir_lib
 
 BOOTSTRAP = 1000  # resamples for standard errors that have no formula, those of perplexities
 ENVIRONMENT = {  # of lm_eval
-    "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
-    "LOCAL_RANK": "0"}  # every process gets the results
-CONDITIONS = ("rolling_windows", "max_length", "mark_before_texts_without_context", "dtype", "num_steps",
-              "checkpoint_step")  # on which the perplexity of a text depends
+  "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
+  "LOCAL_RANK": "0",
+}  # every process gets the results
+CONDITIONS = (
+  "rolling_windows",
+  "max_length",
+  "mark_before_texts_without_context",
+  "dtype",
+  "num_steps",
+  "checkpoint_step",
+)  # on which the perplexity of a text depends
 
 
-def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = None,
-                        num_steps: int | None = None) -> dict[str, Any]:
+def evaluate_downstream(
+  config: Config, workdir: str, *, baseline: str | None = None, num_steps: int | None = None
+) -> dict[str, Any]:
   """Evaluates the newest model of a run with lm_eval, and prints one JSON line on stdout.
 
   Writes to the folder `config.harness.folder` of the run: results.json as lm_eval makes it (results_5shot.json and so
@@ -49,8 +58,9 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
   try:
     from diffeq_nnx.harness import adapter, perplexity, tasks  # they need an extra that other jobs don't
   except ImportError as error:
-    raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'",
-                    everywhere=True) from error
+    raise UserError(
+      "--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'", everywhere=True
+    ) from error
   workdir_lib.require(workdir, config)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
@@ -63,33 +73,56 @@ def evaluate_downstream(config: Config, workdir: str, *, baseline: str | None = 
       names = tasks.matching(settings.names, manager)
       if "generate_until" in tasks.output_types(names, manager):  # before anything is computed
         adapter.check_generating()
-  lm = adapter.DiffEqLM(workdir, batch_size=settings.batch_size, dtype=settings.dtype, begin_mark=settings.begin_mark,
-                        window=settings.window, stride=settings.stride, config=config,
-                        num_steps=config.eval.num_steps if num_steps is None else num_steps)
+  lm = adapter.DiffEqLM(
+    workdir,
+    batch_size=settings.batch_size,
+    dtype=settings.dtype,
+    begin_mark=settings.begin_mark,
+    window=settings.window,
+    stride=settings.stride,
+    config=config,
+    num_steps=config.eval.num_steps if num_steps is None else num_steps,
+  )
   ours = _evaluated(lm, names, manager, shots, settings) if names else []
   text = None if texts is None else perplexity.corpus_perplexity(lm, texts.documents(), settings.limit)
   found = report.estimates(ours)
   if theirs and ours and not found.keys() & report.estimates(theirs).keys():
-    raise UserError(f"--baseline={baseline}: has no number in common with harness.tasks={settings.tasks}, "
-                    f"{len(shots)} numbers of examples; run --job=harness on it with the same")
+    raise UserError(
+      f"--baseline={baseline}: has no number in common with harness.tasks={settings.tasks}, "
+      f"{len(shots)} numbers of examples; run --job=harness on it with the same"
+    )
   folder = os.path.join(workdir, settings.folder)
   info = lm.get_model_info()
   with distributed.together():
     if distributed.leads():
-      files = {report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
-               for count, one in zip(shots, ours)}
+      files = {
+        report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
+        for count, one in zip(shots, ours)
+      }
       if text is not None:
         conditions = {name: info[name] for name in CONDITIONS}
         files["perplexity.json"] = (json.dumps({"text": settings.text, **text, **conditions}, indent=1) + "\n").encode()
       notes = _notes(info, shots, ours, theirs, text, settings)
       files["table.md"] = report.table(ours, theirs, notes).encode()
-      sides = (os.path.basename(os.path.abspath(path)) if path else "" for path in (workdir, baseline))
-      _write(folder, {**files, "bars.png": report.bar_chart(ours, theirs, tuple(sides))})
-  accuracies = {key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
-                for key, one in found.items() if key.metric == "acc"}
-  return print_result({"job": "harness", "workdir": workdir, "step": info["checkpoint_step"], "results": folder,
-                       "begin_mark": info["begin_mark"], "acc": accuracies, "text": text,
-                       "seconds": time.perf_counter() - start})
+      name = lambda path: os.path.basename(os.path.abspath(path)) if path else ""
+      _write(folder, {**files, "bars.png": report.bar_chart(ours, theirs, (name(workdir), name(baseline)))})
+  accuracies = {
+    key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
+    for key, one in found.items()
+    if key.metric == "acc"
+  }
+  return print_result(
+    {
+      "job": "harness",
+      "workdir": workdir,
+      "step": info["checkpoint_step"],
+      "results": folder,
+      "begin_mark": info["begin_mark"],
+      "acc": accuracies,
+      "text": text,
+      "seconds": time.perf_counter() - start,
+    }
+  )
 
 
 @contextlib.contextmanager
@@ -105,16 +138,19 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
   except (UserError, RunError, jax.errors.JaxRuntimeError):
     raise
   except (OSError, ValueError, KeyError, TypeError, RuntimeError, jinja2.TemplateError) as error:
-    raise UserError(f"harness.tasks={settings.tasks}: a task or its data can't be used ({type(error).__name__}: "
-                    f"{first_line(error, 200)}); check that its data can be downloaded or is cached, correct the "
-                    "task's files, or name other tasks") from error
+    raise UserError(
+      f"harness.tasks={settings.tasks}: a task or its data can't be used ({type(error).__name__}: "
+      f"{first_line(error, 200)}); check that its data can be downloaded or is cached, correct the "
+      "task's files, or name other tasks"
+    ) from error
   finally:
     for name, value in before.items():
       os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _evaluated(lm: Any, names: list[str], manager: Any, shots: list[int | None],
-               settings: HarnessConfig) -> list[report.Results]:
+def _evaluated(
+  lm: Any, names: list[str], manager: Any, shots: list[int | None], settings: HarnessConfig
+) -> list[report.Results]:
   """lm_eval's results for each number of examples before each question."""
   from lm_eval import simple_evaluate
 
@@ -122,27 +158,48 @@ def _evaluated(lm: Any, names: list[str], manager: Any, shots: list[int | None],
   for count in shots:
     lm.truncated = lm.merged = 0
     with _lm_eval_errors(settings):
-      found.append(simple_evaluate(model=lm, tasks=names, num_fewshot=count, limit=settings.limit,
-                                   batch_size=settings.batch_size, task_manager=manager, log_samples=False,
-                                   bootstrap_iters=BOOTSTRAP))
+      found.append(
+        simple_evaluate(
+          model=lm,
+          tasks=names,
+          num_fewshot=count,
+          limit=settings.limit,
+          batch_size=settings.batch_size,
+          task_manager=manager,
+          log_samples=False,
+          bootstrap_iters=BOOTSTRAP,
+        )
+      )
     found[-1]["config"]["model"] = "diffeq_nnx"
   return found
 
 
-def _notes(info: dict[str, Any], shots: list[int | None], ours: list[report.Results], theirs: list[report.Results],
-           text: dict[str, Any] | None, settings: HarnessConfig) -> list[str]:
+def _notes(
+  info: dict[str, Any],
+  shots: list[int | None],
+  ours: list[report.Results],
+  theirs: list[report.Results],
+  text: dict[str, Any] | None,
+  settings: HarnessConfig,
+) -> list[str]:
   """What a reader of the table must know."""
   mark = lambda name: "none" if info[name] is None else f"the mark {info[name]}"
-  truncated, merged = (", ".join(str(one["config"][name]) + ("" if count is None else f" ({count}-shot)")
-                                 for one, count in zip(ours, shots))
-                       for name in ("truncated_requests", "merged_requests"))
-  notes = [f"begin mark: {info['begin_mark']}; contexts begin with {mark('mark_before_contexts')}, and texts without a "
-           f"context follow {mark('mark_before_texts_without_context')}",
-           f"computed in {info['dtype']}, {info['num_steps']} solver steps; checkpoint {info['checkpoint_step']}",
-           f"windows over long texts: {info['rolling_windows']}; {info['max_length']} tokens at a time"]
+  truncated, merged = (
+    ", ".join(
+      str(one["config"][name]) + ("" if count is None else f" ({count}-shot)") for one, count in zip(ours, shots)
+    )
+    for name in ("truncated_requests", "merged_requests")
+  )
+  notes = [
+    f"begin mark: {info['begin_mark']}; contexts begin with {mark('mark_before_contexts')}, and texts without a "
+    f"context follow {mark('mark_before_texts_without_context')}",
+    f"computed in {info['dtype']}, {info['num_steps']} solver steps; checkpoint {info['checkpoint_step']}",
+    f"windows over long texts: {info['rolling_windows']}; {info['max_length']} tokens at a time",
+  ]
   if ours:
-    notes.append(f"requests that lost the beginning of their context: {truncated}; continuations that merged into it: "
-                 f"{merged}")
+    notes.append(
+      f"requests that lost the beginning of their context: {truncated}; continuations that merged into it: {merged}"
+    )
   notes += report.differences(ours, theirs)
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not comparable with published results")

@@ -33,12 +33,22 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   tokenizer = importing.tokenizer_of(from_hf, config.data.begin_mark, config.data.begin_token, config.data.end_token)
   path = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
   config = starting.derived(
-      config, dataclasses.replace(model, attention=config.model.attention),
-      dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None))
+    config,
+    dataclasses.replace(model, attention=config.model.attention),
+    dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None),
+  )
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     starting.start(config, workdir, load_corpus(config), params, mesh, None)
-  return print_result({"job": "import", "workdir": workdir, "from_hf": from_hf, "field": config.model.field,
-                       "num_steps": config.model.num_steps, "dtype": config.model.dtype,
-                       "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))})
+  return print_result(
+    {
+      "job": "import",
+      "workdir": workdir,
+      "from_hf": from_hf,
+      "field": config.model.field,
+      "num_steps": config.model.num_steps,
+      "dtype": config.model.dtype,
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+    }
+  )

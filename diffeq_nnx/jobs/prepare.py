@@ -20,8 +20,9 @@ def prepare_shards(config: Config, workdir: str) -> dict:
     RunError: one of those dies, or the disk is full.
   """
   if jax.process_count() > 1:
-    raise UserError("--job=prepare: runs on one host, with data.num_processes processes; start it on one",
-                    everywhere=True)
+    raise UserError(
+      "--job=prepare: runs on one host, with data.num_processes processes; start it on one", everywhere=True
+    )
   distributed.end_on_sigterm()
   recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
   try:
@@ -29,9 +30,20 @@ def prepare_shards(config: Config, workdir: str) -> dict:
   except (PermissionError, NotADirectoryError, FileExistsError) as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   except OSError as error:
-    raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); make room, and run the same "
-                   "command to go on from what is finished") from error
-  counts = {name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
-            for name, split in manifest["splits"].items()}
-  return print_result({"job": "prepare", "workdir": workdir, "tokenizer": manifest["tokenizer"]["hash"],
-                       "records": manifest["records"], **counts})
+    raise RunError(
+      f"workdir={workdir}: can't be written ({error.strerror or error}); make room, and run the same "
+      "command to go on from what is finished"
+    ) from error
+  counts = {
+    name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
+    for name, split in manifest["splits"].items()
+  }
+  return print_result(
+    {
+      "job": "prepare",
+      "workdir": workdir,
+      "tokenizer": manifest["tokenizer"]["hash"],
+      "records": manifest["records"],
+      **counts,
+    }
+  )

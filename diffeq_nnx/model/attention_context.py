@@ -19,6 +19,7 @@ class AttentionContext(Protocol):
   Attributes:
     positions_BxL: each token's place in its document; None: 0 to L-1.
   """
+
   @property
   def positions_BxL(self) -> jax.Array | None:
     """Each token's place in its document; None: 0 to L-1."""
@@ -35,6 +36,7 @@ class Packing(NamedTuple):
     segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
     positions_BxL: each token's place in its document; None: 0 to L-1.
   """
+
   segment_ids_BxL: jax.Array | None = None
   positions_BxL: jax.Array | None = None
 
@@ -43,9 +45,15 @@ class Packing(NamedTuple):
     return sharded_attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, self.segment_ids_BxL, implementation)
 
 
-def sharded_attention(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array,
-                      segment_ids_BxL: jax.Array | None, implementation: str) -> jax.Array:
+def sharded_attention(
+  q_BxLxHxC: jax.Array,
+  k_BxLxKxC: jax.Array,
+  v_BxLxKxC: jax.Array,
+  segment_ids_BxL: jax.Array | None,
+  implementation: str,
+) -> jax.Array:
   """Causal attention, each device with its own sequences and heads: the compiler can't partition a fused kernel."""
+
   def run(q, k, v, segment_ids=None):
     return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
 
@@ -61,6 +69,7 @@ class PrefillCache:
     packing: the attention context.
     keys_values: set by `attend`, [B, K, L, C] each.
   """
+
   packing: Packing
   keys_values: tuple[jax.Array, jax.Array] | None = None
 
@@ -87,6 +96,7 @@ class DecodeCache:
     first_B: the slot of each row's first token.
     positions_BxL: the new token's place in its row, [B, 1].
   """
+
   keys_values: tuple[jax.Array, jax.Array]
   slot: jax.Array
   first_B: jax.Array
@@ -100,5 +110,10 @@ class DecodeCache:
     slots_1xP = jnp.arange(self.keys_values[0].shape[2], dtype=jnp.int32)[None]
     visible_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
     segments = jnp.ones((len(visible_BxP), 1), jnp.int32), visible_BxP.astype(jnp.int32)
-    return attention(q_Bx1xHxC, *(cached.swapaxes(1, 2) for cached in self.keys_values), causal=False, segment_ids=segments,
-                     implementation="reference")
+    return attention(
+      q_Bx1xHxC,
+      *(cached.swapaxes(1, 2) for cached in self.keys_values),
+      causal=False,
+      segment_ids=segments,
+      implementation="reference",
+    )

@@ -1,8 +1,8 @@
 """From weights that are functions of time to stored ones: an ordinary transformer of any depth."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Sequence
 
 import jax
 
@@ -13,8 +13,9 @@ from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import Params, build, params_of
 
 
-def discretized_config(model: ModelConfig, num_steps: int | None = None,
-                       step_sizes: Sequence[float] | None = None) -> ModelConfig:
+def discretized_config(
+  model: ModelConfig, num_steps: int | None = None, step_sizes: Sequence[float] | None = None
+) -> ModelConfig:
   """The config of what `discretize` makes of a model.
 
   Raises:
@@ -31,16 +32,26 @@ def discretized_config(model: ModelConfig, num_steps: int | None = None,
   else:
     sizes, total = tuple(map(float, step_sizes)), model.total_time
     if not sizes or not all(size > 0 for size in sizes) or abs(sum(sizes) - total) > 1e-6 * total:
-      raise UserError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}",
-                      everywhere=True)
+      raise UserError(
+        f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}", everywhere=True
+      )
     num_steps = len(sizes)
   if model.weights == "stored" and (num_steps, sizes) != (model.num_steps, model.step_sizes):
     asked = f"step_sizes={sizes}" if sizes else f"num_steps={num_steps}"
-    raise UserError(f"{asked}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
-                    "discretized again; start from the model with generated weights", everywhere=True)
-  return dataclasses.replace(model, weights="stored", num_steps=num_steps, horizon=None if sizes else model.total_time,
-                             step_sizes=sizes, time=TimeConfig(),
-                             lora=LoraConfig())
+    raise UserError(
+      f"{asked}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
+      "discretized again; start from the model with generated weights",
+      everywhere=True,
+    )
+  return dataclasses.replace(
+    model,
+    weights="stored",
+    num_steps=num_steps,
+    horizon=None if sizes else model.total_time,
+    step_sizes=sizes,
+    time=TimeConfig(),
+    lora=LoraConfig(),
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -24,10 +24,15 @@ class LoraWeights(StoredWeights):
     """Raises UserError where no kernel's name matches `lora.targets`."""
     super().__init__(specs, num_steps, dtype, rngs)
     self.config = lora
-    self.lora = nnx.data({group: {
-        "a": initial_leaf(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_steps,), rngs, dtype),
-        "b": initial_leaf(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_steps,), rngs, dtype),
-    } for group, (fan_in, fan_out), axes in _targets(specs, lora)})
+    self.lora = nnx.data(
+      {
+        group: {
+          "a": initial_leaf(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_steps,), rngs, dtype),
+          "b": initial_leaf(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_steps,), rngs, dtype),
+        }
+        for group, (fan_in, fan_out), axes in _targets(specs, lora)
+      }
+    )
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
@@ -44,10 +49,15 @@ class LoraWeights(StoredWeights):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), made)
 
 
-def _targets(specs: BlockSpecs, lora: config_lib.LoraConfig) -> list[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
+def _targets(
+  specs: BlockSpecs, lora: config_lib.LoraConfig
+) -> list[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
   """(group, shape, axis names) of the kernels that get adapters."""
-  kernels = {f"{group}.kernel": (group, leaves["kernel"].shape, leaves["kernel"].axes)
-             for group, leaves in specs.items() if "kernel" in leaves}
+  kernels = {
+    f"{group}.kernel": (group, leaves["kernel"].shape, leaves["kernel"].axes)
+    for group, leaves in specs.items()
+    if "kernel" in leaves
+  }
   found = [value for name, value in kernels.items() if re.search(lora.targets, name)]
   if not found:
     raise UserError(f"model.lora.targets={lora.targets!r}: matches none of {', '.join(kernels)}; name one of them")

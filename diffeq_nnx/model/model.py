@@ -3,8 +3,8 @@
 B batch, L positions, D embed_dim, V vocab_size, S solver steps.
 """
 
+from collections.abc import Sequence
 import functools
-from typing import Sequence
 
 from flax import nnx
 import jax
@@ -47,8 +47,12 @@ class Model(nnx.Module):
     self.embedding = table(V, "vocab", token_std)
     self.positions = table(config.seq_len, "position", position_std) if self.field.learned_positions else None
     self.head = None if self.field.tied_head else table(V, "vocab", vector_fields.STD)
-    self.final_norm = nnx.data({name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
-                                for name, leaf in self.field.norm_specs(D).items()})
+    self.final_norm = nnx.data(
+      {
+        name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
+        for name, leaf in self.field.norm_specs(D).items()
+      }
+    )
     self.block_axes = nnx.static(weight_sources.block_axes(self.field.specs(config)))
     self.weight_source = _make_source(config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
 
@@ -61,12 +65,15 @@ class Model(nnx.Module):
     if num_steps is not None and num_steps < 1:
       raise UserError(f"num_steps={num_steps}: must be 1 or above")
     if self.config.weights == "stored" and num_steps not in (None, self.config.num_steps):
-      raise UserError(f"num_steps={num_steps}: the weights of this model are stored, for its own "
-                      f"{self.config.num_steps} steps; leave it out")
+      raise UserError(
+        f"num_steps={num_steps}: the weights of this model are stored, for its own "
+        f"{self.config.num_steps} steps; leave it out"
+      )
     return solvers.make_grid(self.config, num_steps)
 
-  def block_weights(self, grid: solvers.Grid | None = None,
-                    dropout_key: jax.Array | None = None) -> weight_sources.BlockWeights:
+  def block_weights(
+    self, grid: solvers.Grid | None = None, dropout_key: jax.Array | None = None
+  ) -> weight_sources.BlockWeights:
     """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
 
     Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
@@ -75,10 +82,19 @@ class Model(nnx.Module):
     weights = self.weight_source(times_S, jnp.dtype(self.config.dtype), dropout_key)
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
-  def hidden(self, tokens_BxL: jax.Array, block_weights: weight_sources.BlockWeights, grid: solvers.Grid | None = None,
-             *, segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None,
-             context: AttentionContext | None = None, dropout_key: jax.Array | None = None, rows_B: jax.Array | None = None,
-             remat: solvers.Remat = solvers.Remat()) -> jax.Array:
+  def hidden(
+    self,
+    tokens_BxL: jax.Array,
+    block_weights: weight_sources.BlockWeights,
+    grid: solvers.Grid | None = None,
+    *,
+    segment_ids_BxL: jax.Array | None = None,
+    positions_BxL: jax.Array | None = None,
+    context: AttentionContext | None = None,
+    dropout_key: jax.Array | None = None,
+    rows_B: jax.Array | None = None,
+    remat: solvers.Remat = solvers.Remat(),
+  ) -> jax.Array:
     """The state after the last step and the final norm, [B, L, D].
 
     Args:
@@ -108,12 +124,26 @@ class Model(nnx.Module):
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
     gather = lambda weights: self._per_leaf(sharding.gather, weights)
     field = vector_fields.BoundField(self.field, context)
-    x_BxLxD = solvers.solve(self.config.solver, field, dropout(embed_key, x_BxLxD), block_weights,
-                            grid or self.grid(), dropout=dropout, key=solve_key, remat=remat, gather=gather)
+    x_BxLxD = solvers.solve(
+      self.config.solver,
+      field,
+      dropout(embed_key, x_BxLxD),
+      block_weights,
+      grid or self.grid(),
+      dropout=dropout,
+      key=solve_key,
+      remat=remat,
+      gather=gather,
+    )
     return self.normed(x_BxLxD)
 
-  def hidden_unrolled(self, tokens_BxL: jax.Array, weights_S: Sequence[weight_sources.BlockWeights],
-                      contexts_S: Sequence[AttentionContext], grid: solvers.Grid) -> jax.Array:
+  def hidden_unrolled(
+    self,
+    tokens_BxL: jax.Array,
+    weights_S: Sequence[weight_sources.BlockWeights],
+    contexts_S: Sequence[AttentionContext],
+    grid: solvers.Grid,
+  ) -> jax.Array:
     """The same state as `hidden` gives, [B, L, D], with the loop over steps unrolled; for generating on one device.
 
     Args:
@@ -130,8 +160,14 @@ class Model(nnx.Module):
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
     return self._table(self.embedding if self.head is None else self.head)
 
-  def __call__(self, tokens_BxL: jax.Array, num_steps: int | None = None, *,
-               segment_ids_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None) -> jax.Array:
+  def __call__(
+    self,
+    tokens_BxL: jax.Array,
+    num_steps: int | None = None,
+    *,
+    segment_ids_BxL: jax.Array | None = None,
+    positions_BxL: jax.Array | None = None,
+  ) -> jax.Array:
     """Logits [B, L, V] in float32 or wider.
 
     @public
@@ -147,14 +183,16 @@ class Model(nnx.Module):
       ValueError: L is larger than the number of learned positions.
     """
     grid = self.grid(num_steps)
-    hidden_BxLxD = self.hidden(tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL,
-                               positions_BxL=positions_BxL)
+    hidden_BxLxD = self.hidden(
+      tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL, positions_BxL=positions_BxL
+    )
     return self.logits(hidden_BxLxD)
 
   def logits(self, hidden_BxLxD: jax.Array) -> jax.Array:
     """The output head's logits of a last hidden state, [B, L, V] in float32 or wider."""
-    return jnp.einsum("bld,vd->blv", hidden_BxLxD, self.unembedding(),
-                      preferred_element_type=parameter_dtype(self.config.dtype))
+    return jnp.einsum(
+      "bld,vd->blv", hidden_BxLxD, self.unembedding(), preferred_element_type=parameter_dtype(self.config.dtype)
+    )
 
   def embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None = None) -> jax.Array:
     """The state at time 0, [B, L, D]; positions None: 0 to L-1."""
@@ -162,7 +200,7 @@ class Model(nnx.Module):
     if self.positions is None:
       return x_BxLxD
     table_PxD = self._table(self.positions)
-    return x_BxLxD + (table_PxD[None, :tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
+    return x_BxLxD + (table_PxD[None, : tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
 
   def normed(self, x_BxLxD: jax.Array) -> jax.Array:
     """The final norm, [B, L, D] -> [B, L, D]."""
@@ -175,8 +213,10 @@ class Model(nnx.Module):
 
   def _per_leaf(self, function, weights):
     """function(leaf, axes) of every leaf of BlockWeights."""
-    return {group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
-            for group, leaves in weights.items()}
+    return {
+      group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
+      for group, leaves in weights.items()
+    }
 
   def _dropout(self, rows_B: jax.Array, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
     keep = 1.0 - self.config.dropout
@@ -186,13 +226,16 @@ class Model(nnx.Module):
     return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
 
 
-def _make_source(config: ModelConfig, specs: weight_sources.BlockSpecs, times_S: np.ndarray, dtype: jnp.dtype,
-                 rngs: nnx.Rngs) -> nnx.Module:
+def _make_source(
+  config: ModelConfig, specs: weight_sources.BlockSpecs, times_S: np.ndarray, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> nnx.Module:
   """The weight source that `model.weights` names."""
   if config.lora.rank:
     if config.weights != "stored":
-      raise UserError(f"model.lora.rank={config.lora.rank}: adapters need model.weights=stored, not {config.weights}; use "
-                      "--job=finetune, which discretizes the model of a run, or set it to 0")
+      raise UserError(
+        f"model.lora.rank={config.lora.rank}: adapters need model.weights=stored, not {config.weights}; use "
+        "--job=finetune, which discretizes the model of a run, or set it to 0"
+      )
     return LoraWeights(specs, config.lora, config.num_steps, dtype, rngs)
   if config.weights == "stored":
     return weight_sources.StoredWeights(specs, config.num_steps, dtype, rngs)

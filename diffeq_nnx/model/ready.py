@@ -32,6 +32,7 @@ class ReadyModel:
     rest: the other parameters, tables in the dtype of the computation.
     mesh: the devices that hold them.
   """
+
   config: ModelConfig
   grid: Grid
   weights: Any
@@ -39,8 +40,14 @@ class ReadyModel:
   mesh: Mesh
 
 
-def make_ready(model: Model, num_steps: int | None = None, *, config: ModelConfig | None = None,
-               mesh: Mesh | None = None, unrolled: bool = False) -> ReadyModel:
+def make_ready(
+  model: Model,
+  num_steps: int | None = None,
+  *,
+  config: ModelConfig | None = None,
+  mesh: Mesh | None = None,
+  unrolled: bool = False,
+) -> ReadyModel:
   """Generates all weights of a model once.
 
   Args:
@@ -75,6 +82,9 @@ def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -
   weights = build(config, params).block_weights(grid)
   if unrolled:
     weights = [jax.tree.map(operator.itemgetter(i), weights) for i in range(grid.num_steps)]
-  rest = {name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
-          for name, leaf in params.items() if name != "weight_source"}
+  rest = {
+    name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
+    for name, leaf in params.items()
+    if name != "weight_source"
+  }
   return weights, rest

@@ -3,11 +3,12 @@
 B batch, L positions, D embed_dim, S solver steps.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
 import operator
-from typing import Callable, Protocol, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,16 @@ class Grid:
 
   Times run from 0 to 1; the steps add up to the horizon. Hashable, so that it can be a static argument.
   """
+
   times_S: tuple[float, ...]
   dts_S: tuple[float, ...]
 
   def __post_init__(self):
     if not self.times_S or len(self.times_S) != len(self.dts_S):
-      raise ValueError(f"a grid needs as many steps as times and at least one; got {len(self.times_S)} times "
-                       f"and {len(self.dts_S)} steps")
+      raise ValueError(
+        f"a grid needs as many steps as times and at least one; got {len(self.times_S)} times "
+        f"and {len(self.dts_S)} steps"
+      )
 
   @property
   def num_steps(self) -> int:
@@ -48,7 +52,7 @@ def uniform_grid(num_steps: int, horizon: float) -> Grid:
 def uneven_grid(step_sizes: Sequence[float]) -> Grid:
   """Steps of these sizes; the time of a step is that of its end, as a fraction of the total, so that the last is 1."""
   total = math.fsum(step_sizes)
-  ends = [math.fsum(step_sizes[:i + 1]) / total for i in range(len(step_sizes))]
+  ends = [math.fsum(step_sizes[: i + 1]) / total for i in range(len(step_sizes))]
   return Grid(tuple(ends), tuple(map(float, step_sizes)))
 
 
@@ -106,6 +110,7 @@ def register(name: str, step: Callable) -> None:
 @dataclasses.dataclass(frozen=True)
 class Remat:
   """What the backward pass recomputes: `kind` is none, dots or full; a state is kept `every` steps."""
+
   kind: str = "none"
   every: int = 1
 
@@ -117,9 +122,18 @@ class Remat:
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, grid: Grid, *,
-          dropout: Dropout, key: jax.Array, remat: Remat = Remat(),
-          gather: Gather = lambda weights: weights) -> jax.Array:
+def solve(
+  solver: str,
+  field: VectorField,
+  x_BxLxD: jax.Array,
+  weights: dict,
+  grid: Grid,
+  *,
+  dropout: Dropout,
+  key: jax.Array,
+  remat: Remat = Remat(),
+  gather: Gather = lambda weights: weights,
+) -> jax.Array:
   """The state at the end of the grid, [B, L, D].
 
   Args:
@@ -152,8 +166,9 @@ def solve(solver: str, field: VectorField, x_BxLxD: jax.Array, weights: dict, gr
   return x_BxLxD
 
 
-def solve_unrolled(solver: str, fields_S: Sequence[VectorField], x_BxLxD: jax.Array, weights_S: Sequence[dict],
-                      grid: Grid) -> jax.Array:
+def solve_unrolled(
+  solver: str, fields_S: Sequence[VectorField], x_BxLxD: jax.Array, weights_S: Sequence[dict], grid: Grid
+) -> jax.Array:
   """The same state as `solve`, each step with its own field and weights; no dropout, no rematerialization.
 
   For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token

@@ -79,6 +79,7 @@ class HeadKernels(NamedTuple):
     up: [..., D, F].
     down: [..., F, D].
   """
+
   query: jax.Array
   key: jax.Array
   value: jax.Array
@@ -90,6 +91,7 @@ class HeadKernels(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class GPTField:
   """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
+
   num_heads: int
   num_kv_heads: int
   head_dim: int
@@ -118,12 +120,12 @@ class GPTField:
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
     norm = GPTField.norm_specs(D)
     return {
-        "attention_norm": norm,
-        "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD),
-        "out": _dense(H * C, D, ("heads", "embed"), _out_std(model)),
-        "mlp_norm": norm,
-        "up": _dense(D, F, ("embed", "mlp"), STD),
-        "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
+      "attention_norm": norm,
+      "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD),
+      "out": _dense(H * C, D, ("heads", "embed"), _out_std(model)),
+      "mlp_norm": norm,
+      "up": _dense(D, F, ("embed", "mlp"), STD),
+      "down": _dense(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
   def head_kernels(self, w: Weights) -> HeadKernels:
@@ -145,8 +147,9 @@ class GPTField:
       made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
-    out_BxLxHxC = context.attend(project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)),
-                                 self.implementation)
+    out_BxLxHxC = context.attend(
+      project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)), self.implementation
+    )
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -164,6 +167,7 @@ class LlamaField:
   With `model.block_shift` the block's two norms have a shift beside the scale, as in the published code of Tong et al.
   2025; the final norm has none.
   """
+
   num_heads: int
   num_kv_heads: int
   head_dim: int
@@ -189,24 +193,29 @@ class LlamaField:
     kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
     norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
-        "attention_norm": norm,
-        "query": kernel((D, H * C), ("embed", "heads"), STD),
-        "key": kernel((D, K * C), ("embed", "heads"), STD),
-        "value": kernel((D, K * C), ("embed", "heads"), STD),
-        "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
-        "mlp_norm": norm,
-        "gate": kernel((D, F), ("embed", "mlp"), STD),
-        "up": kernel((D, F), ("embed", "mlp"), STD),
-        "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
+      "attention_norm": norm,
+      "query": kernel((D, H * C), ("embed", "heads"), STD),
+      "key": kernel((D, K * C), ("embed", "heads"), STD),
+      "value": kernel((D, K * C), ("embed", "heads"), STD),
+      "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
+      "mlp_norm": norm,
+      "gate": kernel((D, F), ("embed", "mlp"), STD),
+      "up": kernel((D, F), ("embed", "mlp"), STD),
+      "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
     }
 
   def head_kernels(self, w: Weights) -> HeadKernels:
     """The kernels by head; leaves of `w` may have leading axes."""
     by_head = lambda name, heads: w[name]["kernel"].reshape(*w[name]["kernel"].shape[:-1], heads, self.head_dim)
     out = w["out"]["kernel"]
-    return HeadKernels(by_head("query", self.num_heads), by_head("key", self.num_kv_heads),
-                       by_head("value", self.num_kv_heads), out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1),
-                       w["up"]["kernel"], w["down"]["kernel"])
+    return HeadKernels(
+      by_head("query", self.num_heads),
+      by_head("key", self.num_kv_heads),
+      by_head("value", self.num_kv_heads),
+      out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1),
+      w["up"]["kernel"],
+      w["down"]["kernel"],
+    )
 
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
@@ -232,6 +241,7 @@ class LlamaField:
 @dataclasses.dataclass(frozen=True)
 class BoundField:
   """A vector field with the attention context of one batch bound to it, as solvers call it."""
+
   field: GPTField | LlamaField
   context: AttentionContext
 
@@ -255,5 +265,6 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
 
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
-  return FIELDS[model.field](model.num_heads, model.kv_heads, model.head_dim, model.attention,
-                              model.block_eps, model.final_eps)
+  return FIELDS[model.field](
+    model.num_heads, model.kv_heads, model.head_dim, model.attention, model.block_eps, model.final_eps
+  )

@@ -31,6 +31,7 @@ class LeafSpec:
     std: standard deviation of a plain model's initial values; 0: all are `start`.
     start: 0 for kernels and biases, 1 for the scale of a norm.
   """
+
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   std: float = 0.0
@@ -57,8 +58,12 @@ class StoredWeights(nnx.Module):
 
   def __init__(self, specs: BlockSpecs, num_steps: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.num_steps = num_steps
-    self.stored = nnx.data({group: {name: initial_leaf(leaf, (num_steps,), rngs, dtype) for name, leaf in leaves.items()}
-                            for group, leaves in specs.items()})
+    self.stored = nnx.data(
+      {
+        group: {name: initial_leaf(leaf, (num_steps,), rngs, dtype) for name, leaf in leaves.items()}
+        for group, leaves in specs.items()
+      }
+    )
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets in `dtype`; raises ValueError unless S is the number stored."""
@@ -67,21 +72,29 @@ class StoredWeights(nnx.Module):
 
   def _check(self, times_S: np.ndarray) -> None:
     if len(times_S) != self.num_steps:
-      raise ValueError(f"asked for {len(times_S)} steps: the weights of {self.num_steps} are stored; use that "
-                       "number, or a model with generated or shared weights")
+      raise ValueError(
+        f"asked for {len(times_S)} steps: the weights of {self.num_steps} are stored; use that "
+        "number, or a model with generated or shared weights"
+      )
 
 
 class SharedWeights(nnx.Module):
   """One set of weights for every step."""
 
   def __init__(self, specs: BlockSpecs, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.stored = nnx.data({group: {name: initial_leaf(leaf, (), rngs, dtype) for name, leaf in leaves.items()}
-                            for group, leaves in specs.items()})
+    self.stored = nnx.data(
+      {
+        group: {name: initial_leaf(leaf, (), rngs, dtype) for name, leaf in leaves.items()}
+        for group, leaves in specs.items()
+      }
+    )
 
   def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The one set in `dtype`, repeated along S."""
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf.astype(dtype), (len(times_S), *leaf.shape)),
-                        nnx.to_pure_dict(nnx.state(self))["stored"])
+    return jax.tree.map(
+      lambda leaf: jnp.broadcast_to(leaf.astype(dtype), (len(times_S), *leaf.shape)),
+      nnx.to_pure_dict(nnx.state(self))["stored"],
+    )
 
 
 class GeneratedWeights(nnx.Module):
@@ -95,13 +108,21 @@ class GeneratedWeights(nnx.Module):
   products compute its term and its gradient.
   """
 
-  def __init__(self, specs: BlockSpecs, time: config_lib.TimeConfig, initialization: str, times_S: np.ndarray,
-               dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    specs: BlockSpecs,
+    time: config_lib.TimeConfig,
+    initialization: str,
+    times_S: np.ndarray,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+  ):
     """`times_S`: the times at which W initially has the standard deviations of the specs."""
     self.time = time
     self.groups = tuple(specs)
-    self.starts = nnx.static(tuple((group, name, leaf.start) for group, leaves in specs.items()
-                                   for name, leaf in leaves.items()))
+    self.starts = nnx.static(
+      tuple((group, name, leaf.start) for group, leaves in specs.items() for name, leaf in leaves.items())
+    )
     N = 1 if time.embedding == "shared_mlp" else len(specs)
     P, T = 2 * time.sinusoidal_dim + 1, time.time_embed_dim
     published = initialization == "published"
@@ -110,18 +131,30 @@ class GeneratedWeights(nnx.Module):
       std = 0.02 if published else fan_in**-0.5
       return nnx.Param(std * jax.random.normal(rngs.params(), (N, fan_in, fan_out), dtype))
 
-    self.time_mlp = nnx.data({
-        "kernel1": linear(P, T), "bias1": nnx.Param(jnp.zeros((N, T), dtype)),
-        "kernel2": linear(T, T), "bias2": nnx.Param(jnp.zeros((N, T), dtype))})
+    self.time_mlp = nnx.data(
+      {
+        "kernel1": linear(P, T),
+        "bias1": nnx.Param(jnp.zeros((N, T), dtype)),
+        "kernel2": linear(T, T),
+        "bias2": nnx.Param(jnp.zeros((N, T), dtype)),
+      }
+    )
     if time.embedding == "learned":
       self.frequencies_M = nnx.Param(fixed_frequencies(time.sinusoidal_dim, dtype))
     squares_N = jnp.square(self.time_vectors(times_S)).sum(-1).mean(-1)
-    self.generator = nnx.data({
-        group: {name: self._initial_leaf(name, leaf, squares_N[n % N], published, rngs, dtype)
-                for name, leaf in leaves.items()} for n, (group, leaves) in enumerate(specs.items())})
+    self.generator = nnx.data(
+      {
+        group: {
+          name: self._initial_leaf(name, leaf, squares_N[n % N], published, rngs, dtype)
+          for name, leaf in leaves.items()
+        }
+        for n, (group, leaves) in enumerate(specs.items())
+      }
+    )
 
-  def _initial_leaf(self, name: str, leaf: LeafSpec, square: jax.Array, published: bool, rngs: nnx.Rngs,
-                    dtype) -> nnx.Param:
+  def _initial_leaf(
+    self, name: str, leaf: LeafSpec, square: jax.Array, published: bool, rngs: nnx.Rngs, dtype
+  ) -> nnx.Param:
     """F [T, ...], and for a kernel F_0 as one more row; `square` is the mean over times of sum_j e_j^2."""
     T = self.time.time_embed_dim
     if name != "kernel":  # published biases start at 1e-4, norms as in a plain model
@@ -188,5 +221,6 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 def num_elements(specs: BlockSpecs, leaf_name: str | None = None) -> int:
   """Elements of the block at one time: of all its leaves, or of those called `leaf_name`."""
-  return sum(math.prod(leaf.shape) for leaves in specs.values() for name, leaf in leaves.items()
-             if leaf_name in (None, name))
+  return sum(
+    math.prod(leaf.shape) for leaves in specs.values() for name, leaf in leaves.items() if leaf_name in (None, name)
+  )

@@ -3,6 +3,7 @@
 Every process runs the same command. `jax.distributed` joins them, and notifies the others when one dies.
 """
 
+from collections.abc import Iterator
 import contextlib
 import hashlib
 import json
@@ -11,7 +12,7 @@ import pathlib
 import signal
 import sys
 import threading
-from typing import Any, Iterator
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -52,8 +53,10 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     return
   if any(value is not None for value in given):
     if coordinator is None or num_processes is None or process_id is None:
-      raise UserError("--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
-                      "under Slurm, or for a single process")
+      raise UserError(
+        "--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
+        "under Slurm, or for a single process"
+      )
     if not 0 <= process_id < num_processes:
       raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
     if not coordinator.rpartition(":")[2].isdigit():
@@ -62,25 +65,37 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   try:
     with _limit(join_seconds):
       jax.distributed.initialize(
-          coordinator, num_processes, process_id, cluster_detection_method="deactivate" if coordinator else None,
-          initialization_timeout=2 * join_seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-          shutdown_timeout_seconds=LEAVE_SECONDS)
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate" if coordinator else None,
+        initialization_timeout=2 * join_seconds,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=LEAVE_SECONDS,
+      )
   except ValueError as error:
     if coordinator is None and "coordinator_address" in str(error):
       return  # no cluster: one process
     raise UserError(f"--coordinator={coordinator}: {error}") from error
   except (RuntimeError, OSError) as error:  # OSError: the cluster's own services can't be reached
-    raise RunError(f"the processes could not be joined ({first_line(error)}); start the same "
-                   "command on every host, or give --num_processes=1 for a single process") from error
+    raise RunError(
+      f"the processes could not be joined ({first_line(error)}); start the same "
+      "command on every host, or give --num_processes=1 for a single process"
+    ) from error
   _joined = True
 
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
   """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
+
   def end() -> None:
-    print(f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
-          "of the missing ones, or raise --join_seconds", file=sys.stderr, flush=True)
+    print(
+      f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
+      "of the missing ones, or raise --join_seconds",
+      file=sys.stderr,
+      flush=True,
+    )
     os._exit(1)
 
   timer = threading.Timer(seconds, end)
@@ -120,7 +135,7 @@ def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
   data = np.frombuffer(text.encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
   padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-  padded[:len(data)] = data
+  padded[: len(data)] = data
   rows = multihost_utils.process_allgather(padded)
   return [bytes(np.asarray(row[:size], np.uint8)).decode() for row, size in zip(rows, sizes)]
 
@@ -161,15 +176,27 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
   Raises:
     UserError: they don't; the line names the differences, and the process that differs from process 0.
   """
-  facts = {"--job": job, "--workdir": workdir, "the code": code_version(), "jax": jax.__version__,
-           **{f"--{name}": value for name, value in options.items()}, **config_lib.flatten(config_lib.to_dict(config))}
+  facts = {
+    "--job": job,
+    "--workdir": workdir,
+    "the code": code_version(),
+    "jax": jax.__version__,
+    **{f"--{name}": value for name, value in options.items()},
+    **config_lib.flatten(config_lib.to_dict(config)),
+  }
   reports = [json.loads(one) for one in exchange(json.dumps(facts))]
   for process, theirs in enumerate(reports):
-    differing = [f"{key} is {theirs.get(key)!r} there and {reports[0].get(key)!r} in process 0"
-                 for key in {**reports[0], **theirs} if theirs.get(key) != reports[0].get(key)]
+    differing = [
+      f"{key} is {theirs.get(key)!r} there and {reports[0].get(key)!r} in process 0"
+      for key in {**reports[0], **theirs}
+      if theirs.get(key) != reports[0].get(key)
+    ]
     if differing:
-      raise UserError(f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
-                      "the same code, on every host", everywhere=True)
+      raise UserError(
+        f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
+        "the same code, on every host",
+        everywhere=True,
+      )
 
 
 def code_version() -> str:
@@ -217,8 +244,11 @@ def end_on_sigterm() -> None:
 
 def is_process_death(error: BaseException) -> bool:
   """Whether this is what a collective or barrier raises when another process has died."""
-  return (jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
-          and any(sign in str(error) for sign in _DEATH_WORDS))
+  return (
+    jax.process_count() > 1
+    and isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
+    and any(sign in str(error) for sign in _DEATH_WORDS)
+  )
 
 
 @contextlib.contextmanager
@@ -232,9 +262,13 @@ def in_one_line() -> Iterator[None]:
     yield
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     if "RESOURCE_EXHAUSTED" in str(error):
-      raise RunError(f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
-                     "devices (launch/compile_ahead.py reports ahead of time what fits)") from error
+      raise RunError(
+        f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
+        "devices (launch/compile_ahead.py reports ahead of time what fits)"
+      ) from error
     if isinstance(error, UserError) or not is_process_death(error):
       raise
-    raise RunError(f"another process of the job has died ({first_line(error, 300)}); its log says why; run the same "
-                   "command on every host to continue from the newest checkpoint") from error
+    raise RunError(
+      f"another process of the job has died ({first_line(error, 300)}); its log says why; run the same "
+      "command on every host to continue from the newest checkpoint"
+    ) from error

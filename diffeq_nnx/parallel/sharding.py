@@ -5,9 +5,10 @@ device has its own sequences; parameters are split over fsdp and tensor. Functio
 surrounding `jax.set_mesh`, and do nothing without one, or with a mesh of another kind.
 """
 
+from collections.abc import Callable
 import functools
 import math
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -23,12 +24,12 @@ MESH_AXES = ("slice", "data", "fsdp", "tensor")
 # it divides: a kernel [embed, mlp] is split over fsdp and tensor, a kernel [mlp, embed] over both along mlp, which is
 # the axis that costs a TPU no padding. An axis without a name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("slice", "data", "fsdp"),
-    "embed": ("fsdp",),
-    "heads": ("tensor", "fsdp"),
-    "mlp": ("tensor", "fsdp"),
-    "vocab": ("tensor", "fsdp"),
-    "position": (),
+  "batch": ("slice", "data", "fsdp"),
+  "embed": ("fsdp",),
+  "heads": ("tensor", "fsdp"),
+  "mlp": ("tensor", "fsdp"),
+  "vocab": ("tensor", "fsdp"),
+  "position": (),
 }
 SPLIT_IN_USE = ("tensor",)  # mesh axes over which a parameter stays split while it is used
 
@@ -55,8 +56,10 @@ def _sizes(config: MeshConfig, count: int) -> tuple[int, int, int]:
   known = math.prod(size for size in (config.data, config.fsdp, config.tensor) if size != -1)
   data, fsdp, tensor = (count // known if size == -1 else size for size in (config.data, config.fsdp, config.tensor))
   if data * fsdp * tensor != count:
-    raise UserError(f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor}: don't multiply to "
-                    f"the {count} devices of a slice; set one of them to -1 and the others to divisors of {count}")
+    raise UserError(
+      f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor}: don't multiply to "
+      f"the {count} devices of a slice; set one of them to -1 and the others to divisors of {count}"
+    )
   return data, fsdp, tensor
 
 
@@ -64,12 +67,16 @@ def check(config: Config, mesh: Mesh) -> None:
   """Raises UserError unless batch and model can be split over the mesh."""
   shards = num_shards("batch", mesh.shape)
   if config.train.batch_size % shards:
-    raise UserError(f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
-                    f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.tensor")
+    raise UserError(
+      f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
+      f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.tensor"
+    )
   tensor, fsdp, model = mesh.shape["tensor"], mesh.shape["fsdp"], config.model
-  for key, value, by_key, by in (("model.num_kv_heads", model.kv_heads, "tensor", tensor),
-                                 ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
-                                 ("model.embed_dim", model.embed_dim, "fsdp", fsdp)):
+  for key, value, by_key, by in (
+    ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
+    ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
+    ("model.embed_dim", model.embed_dim, "fsdp", fsdp),
+  ):
     if value % by:
       raise UserError(f"mesh.{by_key}={by}: must divide {key}={value}")
 
@@ -87,8 +94,9 @@ def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:
   return math.prod(mesh_shape.get(axis, 1) for axis in RULES[name])
 
 
-def partition(axes: Axes, shape: tuple[int, ...], mesh_shape: dict[str, int],
-              only: tuple[str, ...] = MESH_AXES) -> PartitionSpec:
+def partition(
+  axes: Axes, shape: tuple[int, ...], mesh_shape: dict[str, int], only: tuple[str, ...] = MESH_AXES
+) -> PartitionSpec:
   """How an array with these axis names is split: by `RULES`, where it divides, over mesh axes in `only`."""
   used: set[str] = set()
   entries = []
@@ -162,8 +170,8 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   mesh = _surrounding()
   if mesh is None:
     return function(*arrays)
-  specs = tuple(partition(axes[:x.ndim], x.shape, mesh.shape) for x in arrays)
-  if any(tuple(spec) != tuple(specs[0])[:len(spec)] for spec in specs):
+  specs = tuple(partition(axes[: x.ndim], x.shape, mesh.shape) for x in arrays)
+  if any(tuple(spec) != tuple(specs[0])[: len(spec)] for spec in specs):
     raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} can't be split alike over the mesh {mesh.shape}")
   return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
@@ -187,6 +195,7 @@ class Share:
 
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Global arrays [B, L] from this process's rows of them, [rows, L]."""
+
     def one(local: np.ndarray) -> jax.Array:
       at = lambda index: local[np.searchsorted(self.rows, self._all[index[0]])]
       return jax.make_array_from_callback((len(self._all), *local.shape[1:]), self._sharding, at)

@@ -38,10 +38,15 @@ class Checkpoints:
   def _open(self) -> ocp.CheckpointManager:
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
-    return ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(
+    return ocp.CheckpointManager(
+      self._folder,
+      options=ocp.CheckpointManagerOptions(
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-            [checkpoint_managers.LatestN(self._config.checkpoint.keep), best])))
+          [checkpoint_managers.LatestN(self._config.checkpoint.keep), best]
+        ),
+      ),
+    )
 
   def steps(self) -> list[int]:
     """Steps with a finished checkpoint, in order."""
@@ -55,8 +60,9 @@ class Checkpoints:
     """
     step = int(state["step"])
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
-    items = ocp.args.Composite(data=json_save(data_state), run=json_save(self._run),
-                               **{name: save(item) for name, item in _items(state).items()})
+    items = ocp.args.Composite(
+      data=json_save(data_state), run=json_save(self._run), **{name: save(item) for name, item in _items(state).items()}
+    )
     with self._reported("save", step):
       self._manager.save(step, args=items, metrics={"loss": math.inf if validation_loss is None else validation_loss})
 
@@ -72,8 +78,12 @@ class Checkpoints:
       UserError: there are checkpoints, and none can be read.
       RunError: some processes can read it, and others can't.
     """
-    items = self._restore({"data": ocp.args.JsonRestore(), **{
-        name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}})
+    items = self._restore(
+      {
+        "data": ocp.args.JsonRestore(),
+        **{name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()},
+      }
+    )
     if items is None:
       return None
     return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
@@ -104,8 +114,11 @@ class Checkpoints:
         return items
       self._set_aside(step, problem)
     if found:
-      raise UserError(f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
-                      f"{DAMAGED_FOLDER}; remove the directory to start again", everywhere=True)
+      raise UserError(
+        f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
+        f"{DAMAGED_FOLDER}; remove the directory to start again",
+        everywhere=True,
+      )
     return None
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
@@ -129,8 +142,11 @@ class Checkpoints:
       problem = f"{type(error).__name__}: {first_line(error, 200)}"
     problem = next(filter(None, self._problems(0, problem)), None)
     if problem is not None:
-      raise UserError(f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
-                      "restore it, or fine-tune again", everywhere=True)
+      raise UserError(
+        f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
+        "restore it, or fine-tune again",
+        everywhere=True,
+      )
     return frozen
 
   def _problems(self, step: int, problem: str) -> list[str]:
@@ -138,9 +154,11 @@ class Checkpoints:
     try:
       return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
     except jax.errors.JaxRuntimeError as error:
-      raise RunError(f"the checkpoint of step {step} can be read by some processes only "
-                     f"({problem or 'not by another'}); check that all hosts mount the work directory alike, and start "
-                     "again") from error
+      raise RunError(
+        f"the checkpoint of step {step} can be read by some processes only "
+        f"({problem or 'not by another'}); check that all hosts mount the work directory alike, and start "
+        "again"
+      ) from error
 
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
@@ -179,8 +197,10 @@ class _Reported:
     if isinstance(error, Exception) and not distributed.is_process_death(error):
       folder = self._checkpoints._folder
       kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
-      raise RunError(f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
-                     "untouched; make room or repair the directory, and run the same command to continue from there") from error
+      raise RunError(
+        f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
+        "untouched; make room or repair the directory, and run the same command to continue from there"
+      ) from error
     return False
 
 
@@ -197,5 +217,9 @@ def _items(state: State) -> dict[str, Any]:
 
 def _state(items: Any) -> State:
   counters = items["counters"]
-  return {"params": items["params"], "opt_state": items["optimizer"], "step": counters["step"],
-          "key": jax.random.wrap_key_data(counters["key"])}
+  return {
+    "params": items["params"],
+    "opt_state": items["optimizer"],
+    "step": counters["step"],
+    "key": jax.random.wrap_key_data(counters["key"]),
+  }

@@ -26,6 +26,7 @@ class Run(NamedTuple):
     mesh: of all devices.
     step: optimizer steps that the model was trained for.
   """
+
   config: Config
   model: Model
   tokenizer: Tokenizer
@@ -73,8 +74,9 @@ def portable(config: Config) -> Config:
   return dataclasses.replace(config, mesh=MeshConfig(), model=dataclasses.replace(config.model, attention="auto"))
 
 
-def read_params(config: Config, workdir: str, mesh: Mesh, tokenizer_hash: str,
-                flag: str = "workdir") -> tuple[Params, int]:
+def read_params(
+  config: Config, workdir: str, mesh: Mesh, tokenizer_hash: str, flag: str = "workdir"
+) -> tuple[Params, int]:
   """All parameters of a run's newest model, split over `mesh`, and its step; errors name `flag`.
 
   Raises:
@@ -82,5 +84,7 @@ def read_params(config: Config, workdir: str, mesh: Mesh, tokenizer_hash: str,
   """
   found = Checkpoints(workdir, config, tokenizer_hash).restore_params(abstract_params(config.model, mesh))
   if found is None:
-    raise UserError(f"{flag}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True)
+    raise UserError(
+      f"{flag}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True
+    )
   return found

@@ -29,13 +29,23 @@ def identity(config: Config) -> dict[str, Any]:
   """
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
-  for key in ("data.cache_dir", "data.tfds_dir", "data.download", "data.num_processes", "data.tokenizer",
-              "data.begin_mark", "data.begin_token", "data.end_token", "model.attention"):
+  for key in (
+    "data.cache_dir",
+    "data.tfds_dir",
+    "data.download",
+    "data.num_processes",
+    "data.tokenizer",
+    "data.begin_mark",
+    "data.begin_token",
+    "data.end_token",
+    "model.attention",
+  ):
     # these say where and how, not what; the tokenizer is identified by its hash
     del flat[key]
   if "shards:" in config.data.source:
-    flat = {key: value for key, value in flat.items()
-            if not key.startswith("data.") or key == "data.attend_across_documents"}
+    flat = {
+      key: value for key, value in flat.items() if not key.startswith("data.") or key == "data.attend_across_documents"
+    }
   return flat
 
 
@@ -53,8 +63,12 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
     known = _read(workdir)
     if known is None:
       write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
-      record = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer.hash, "corpus": corpus.fingerprint,
-                "source": source}
+      record = {
+        "config": config_lib.to_dict(config),
+        "tokenizer_hash": tokenizer.hash,
+        "corpus": corpus.fingerprint,
+        "source": source,
+      }
       write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
       with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(workdir, STARTING))
@@ -76,7 +90,9 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   mark = os.path.join(workdir, STARTING)
   folders = [os.path.join(workdir, name) for name in (CHECKPOINT_FOLDER, FROZEN_FOLDER)]
   if not os.path.exists(mark) and any(map(os.path.exists, folders)):
-    raise UserError(f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one")
+    raise UserError(
+      f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one"
+    )
   try:
     os.makedirs(workdir, exist_ok=True)
     write(mark, b"")
@@ -101,8 +117,10 @@ def check_source(workdir: str, from_workdir: str) -> None:
   """
   theirs = (_read(workdir) or {}).get("source")
   if holds_run(from_workdir) and theirs != run_hash(from_workdir):
-    raise UserError(f"workdir={workdir}: holds a run that was not started from --from_workdir={from_workdir}; name "
-                    "another directory, or that run")
+    raise UserError(
+      f"workdir={workdir}: holds a run that was not started from --from_workdir={from_workdir}; name "
+      "another directory, or that run"
+    )
 
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
@@ -167,8 +185,10 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
         problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"
       except UserError as error:
         problem = str(error)
-  raise UserError(f"workdir={workdir}: lacks the tokenizer of its run, tokenizer.model or tokenizer.json ({problem}); "
-                  "restore the file")
+  raise UserError(
+    f"workdir={workdir}: lacks the tokenizer of its run, tokenizer.model or tokenizer.json ({problem}); "
+    "restore the file"
+  )
 
 
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
@@ -179,13 +199,17 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
   theirs = {key: flat.get(key, defaults[key]) for key in ours}
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if corpus is not None:
-    for what, there, here in (("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
-                              ("text", known["corpus"], corpus.fingerprint)):
+    for what, there, here in (
+      ("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
+      ("text", known["corpus"], corpus.fingerprint),
+    ):
       if there != here:
         differing.append(f"the {what} is {there[:12]} there and {here[:12]} here")
   if differing:
-    raise UserError(f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
-                    "or the config and text that it was started with")
+    raise UserError(
+      f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
+      "or the config and text that it was started with"
+    )
 
 
 def _read(workdir: str) -> dict[str, Any] | None:

@@ -37,8 +37,14 @@ class Evaluator:
     start = time.perf_counter()
     weights = self._generate(params)
     settings = self._config.eval
-    batches = data.eval_batches(self._split, seq_len=self._config.model.seq_len, batch_size=settings.batch_size,
-                                max_batches=settings.max_batches, rows=self._share.rows, eos_id=self._eos_id)
+    batches = data.eval_batches(
+      self._split,
+      seq_len=self._config.model.seq_len,
+      batch_size=settings.batch_size,
+      max_batches=settings.max_batches,
+      rows=self._share.rows,
+      eos_id=self._eos_id,
+    )
     average: clu_metrics.Average | None = None
     for batch in batches:
       total, count = self._step(params, weights, self._share.place(batch))
@@ -46,9 +52,13 @@ class Evaluator:
       average = part if average is None else average.merge(part)
     assert average is not None  # a split has at least one batch
     loss, tokens = jax.device_get((average.compute(), average.count))
-    return {"loss": float(loss), "perplexity": perplexity(loss),
-            "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token), "tokens": int(tokens),
-            "seconds": time.perf_counter() - start}
+    return {
+      "loss": float(loss),
+      "perplexity": perplexity(loss),
+      "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token),
+      "tokens": int(tokens),
+      "seconds": time.perf_counter() - start,
+    }
 
 
 def perplexity(loss: float) -> float:

@@ -21,8 +21,22 @@ from diffeq_nnx.model.weight_sources import num_elements
 # bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
 # of the device kind counts
 PEAK_TFLOPS = {
-    "7x": 2307, "v6 lite": 918, "v6e": 918, "v5 lite": 197, "v5e": 197, "v5p": 459, "v5": 459, "v4": 275, "v3": 123,
-    "H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40": 181, "V100": 125}
+  "7x": 2307,
+  "v6 lite": 918,
+  "v6e": 918,
+  "v5 lite": 197,
+  "v5e": 197,
+  "v5p": 459,
+  "v5": 459,
+  "v4": 275,
+  "v3": 123,
+  "H200": 989,
+  "H100": 989,
+  "B200": 2250,
+  "A100": 312,
+  "L40": 181,
+  "V100": 125,
+}
 
 
 def model_flops(config: Config, num_steps: int) -> float:

@@ -48,12 +48,13 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with distributed.together():
       batches = batch_iterator(config, corpus, share, windows)
     try:
-      with (reporter(workdir, int(state["step"]), config.train.steps) as report,
-            distributed.Preemption() as preemption):
+      with reporter(workdir, int(state["step"]), config.train.steps) as report, distributed.Preemption() as preemption:
         return _loop(_Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption), state)
     except OSError as error:
-      raise RunError(f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
-                     "they are; make room, and run the same command to continue from the newest") from error
+      raise RunError(
+        f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
+        "they are; make room, and run the same command to continue from the newest"
+      ) from error
 
 
 def num_solver_steps(config: Config, step: int) -> int:
@@ -66,6 +67,7 @@ def num_solver_steps(config: Config, step: int) -> int:
 @dataclasses.dataclass
 class _Run:
   """What the loop works with, apart from the state."""
+
   config: Config
   mesh: Mesh
   corpus: data.Corpus
@@ -110,8 +112,10 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       return values
   run.checkpoints.close()
   if start >= steps:
-    say(f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
-        "raise train.steps to continue")
+    say(
+      f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
+      "raise train.steps to continue"
+    )
     values = evaluator(all_params(state))
   return values
 
@@ -119,6 +123,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
 @dataclasses.dataclass
 class _Stopwatch:
   """Adds up the seconds spent inside it."""
+
   seconds: float = 0.0
   since: float = 0.0
 
@@ -168,9 +173,11 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        raise RunError(f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
-                       "checkpoints stay as they are; lower optimizer.peak_rate, or run again to continue from the newest",
-                       everywhere=True)
+        raise RunError(
+          f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
+          "checkpoints stay as they are; lower optimizer.peak_rate, or run again to continue from the newest",
+          everywhere=True,
+        )
     if step % self._config.train.log_every == 0:
       self._log(step, values)
     elif not self._compiled:  # rates exclude the first step's compilation, unless that step is logged
@@ -180,13 +187,18 @@ class _Watch:
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
     seconds = max(time.perf_counter() - self._since - self._not_training.seconds, 1e-9)
-    self._report.train(step, {
-        **values, "perplexity": perplexity(values["loss"]),
+    self._report.train(
+      step,
+      {
+        **values,
+        "perplexity": perplexity(values["loss"]),
         "bits_per_byte": bits_per_byte(values["loss"], self._bytes_per_token),
         "waiting_for_data": self._waiting.seconds / seconds,
         "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
         "utilization": self._flops / seconds / self._peak,
-        "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak})
+        "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak,
+      },
+    )
     self._restart_clock()
 
   def _restart_clock(self) -> None:

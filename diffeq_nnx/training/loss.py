@@ -14,8 +14,9 @@ from diffeq_nnx.parallel import sharding
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def chunked_cross_entropy(hidden_BxLxD: jax.Array, head_VxD: jax.Array, targets_BxL: jax.Array,
-                          mask_BxL: jax.Array, num_chunks: int) -> jax.Array:
+def chunked_cross_entropy(
+  hidden_BxLxD: jax.Array, head_VxD: jax.Array, targets_BxL: jax.Array, mask_BxL: jax.Array, num_chunks: int
+) -> jax.Array:
   """Sum over positions of mask * -log softmax(hidden head^T)[target], a scalar in float32 or wider, nats.
 
   Works on L / num_chunks positions of all sequences at a time, so that a batch sharded over devices stays

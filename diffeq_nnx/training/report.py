@@ -55,14 +55,19 @@ class Reporter:
     _truncate(os.path.join(workdir, METRICS_FILE), start)
     self._file = open(os.path.join(workdir, METRICS_FILE), "a", encoding="utf-8")
     self._tensorboard = tensorboardX.SummaryWriter(os.path.join(workdir, TENSORBOARD_FOLDER), purge_step=start + 1)
-    self._bar = tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True) if (
-        sys.stderr.isatty()) else None
+    self._bar = (
+      tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
+      if (sys.stderr.isatty())
+      else None
+    )
 
   def train(self, step: int, values: dict[str, float]) -> None:
     """Records and shows training values after `step`: loss, tokens_per_second and utilization among them."""
     self._record(step, "train", values)
-    text = (f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"utilization {100 * values['utilization']:.1f} %")
+    text = (
+      f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s, "
+      f"utilization {100 * values['utilization']:.1f} %"
+    )
     if self._bar is not None:
       self._bar.set_postfix_str(text)
       self._bar.update(step - self._bar.n)
@@ -73,8 +78,10 @@ class Reporter:
   def validation(self, step: int, values: dict[str, float]) -> None:
     """Records and shows validation values after `step`."""
     self._record(step, "validation", values)
-    say(f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
-        f"{values['bits_per_byte']:.4f} bits per byte")
+    say(
+      f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
+      f"{values['bits_per_byte']:.4f} bits per byte"
+    )
 
   def __enter__(self):
     return self
@@ -130,6 +137,7 @@ def _duration(seconds: float) -> str:
 def plot_losses(workdir: str) -> None:
   """Draws loss.png in the work directory: training and validation loss in nats a token, by step."""
   from matplotlib.figure import Figure  # here, since it takes a second to import
+
   figure = Figure(figsize=(7, 4.5), layout="constrained")  # not pyplot's: the caller's backend stays as it is
   axes = figure.subplots()
   for split, style in (("train", dict(linewidth=1)), ("validation", dict(marker="o", linewidth=2))):

@@ -38,14 +38,18 @@ def load_corpus(config: Config) -> data.Corpus:
     with distributed.together():
       if distributed.leads() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-  sizes = [(len(split.tokens), split.num_bytes, split.num_documents)
-           for split in (*corpus.train.splits, corpus.validation)]
+  sizes = [
+    (len(split.tokens), split.num_bytes, split.num_documents) for split in (*corpus.train.splits, corpus.validation)
+  ]
   reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
   other = next((process for process, one in enumerate(reports) if one != reports[0]), None)
   if other is not None:
-    raise UserError(f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
-                    f"tokens, then their number, bytes and documents: {reports[other]} and {reports[0]}); give every host "
-                    "the same files", everywhere=True)
+    raise UserError(
+      f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
+      f"tokens, then their number, bytes and documents: {reports[other]} and {reports[0]}); give every host "
+      "the same files",
+      everywhere=True,
+    )
   return corpus
 
 
@@ -77,16 +81,23 @@ def say_attention(model: ModelConfig) -> None:
   say(f"attention: {name} ({why})")
 
 
-def batch_iterator(config: Config, corpus: data.Corpus, share: sharding.Share,
-                   windows: int = 0) -> grain.DatasetIterator:
+def batch_iterator(
+  config: Config, corpus: data.Corpus, share: sharding.Share, windows: int = 0
+) -> grain.DatasetIterator:
   """This process's rows of the endless batches after `windows` training windows, read ahead by a thread.
 
   Raises:
     UserError: the text is too short; or documents must be kept apart, and their begin and end marks are the same.
   """
-  batches = data.train_batches(corpus.train, seq_len=config.model.seq_len, batch_size=config.train.batch_size,
-                               seed=config.seed, rows=share.rows, start=windows,
-                               eos_id=data.document_end(config.data, corpus.tokenizer))
+  batches = data.train_batches(
+    corpus.train,
+    seq_len=config.model.seq_len,
+    batch_size=config.train.batch_size,
+    seed=config.seed,
+    rows=share.rows,
+    start=windows,
+    eos_id=data.document_end(config.data, corpus.tokenizer),
+  )
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
@@ -98,8 +109,11 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
   """
   restored = checkpoints.restore(abstract_state(config, mesh))
   if restored is None and config.model.lora.rank:
-    raise UserError(f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
-                    "--from_workdir=RUN, or set it to 0", everywhere=True)
+    raise UserError(
+      f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
+      "--from_workdir=RUN, or set it to 0",
+      everywhere=True,
+    )
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(all_params(state)))

@@ -26,15 +26,33 @@ def derived(config: Config, model: ModelConfig, data_config: config_lib.DataConf
     UserError: two keys that don't fit.
   """
   train = config.train
-  return config_lib.from_dict(config_lib.to_dict(dataclasses.replace(
-      config, model=model, data=data_config or config.data,
-      train=dataclasses.replace(train, step_counts=(), loss_chunks=math.gcd(train.loss_chunks, model.seq_len),
-                                remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1),
-      eval=dataclasses.replace(config.eval, num_steps=None))))
+  return config_lib.from_dict(
+    config_lib.to_dict(
+      dataclasses.replace(
+        config,
+        model=model,
+        data=data_config or config.data,
+        train=dataclasses.replace(
+          train,
+          step_counts=(),
+          loss_chunks=math.gcd(train.loss_chunks, model.seq_len),
+          remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
+        ),
+        eval=dataclasses.replace(config.eval, num_steps=None),
+      )
+    )
+  )
 
 
-def start(config: Config, workdir: str, corpus: data.Corpus, params: Params, mesh: Mesh, loss: float | None,
-          source: str | None = None) -> None:
+def start(
+  config: Config,
+  workdir: str,
+  corpus: data.Corpus,
+  params: Params,
+  mesh: Mesh,
+  loss: float | None,
+  source: str | None = None,
+) -> None:
   """Writes a run at step 0 with these parameters; run.json is written last, so that a run is complete or absent.
 
   Args:
@@ -70,6 +88,8 @@ def stored_params(source: Config, stored: Config, params: Params, mesh: Mesh) ->
   made = discretized_params(source.model, without_adapters, params)
   if not stored.model.lora.rank:
     return made
-  fresh = jax.jit(lambda: all_params(init_state(stored))["weight_source"]["lora"],
-                  out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"])()
+  fresh = jax.jit(
+    lambda: all_params(init_state(stored))["weight_source"]["lora"],
+    out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"],
+  )()
   return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}

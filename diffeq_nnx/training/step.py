@@ -3,8 +3,9 @@
 B batch, L positions, A micro-batches, S solver steps.
 """
 
+from collections.abc import Callable
 import functools
-from typing import Any, Callable
+from typing import Any
 
 from flax import nnx
 import jax
@@ -44,8 +45,9 @@ def all_params(state: State) -> Params:
   return parameters.join(state["params"], state["frozen"])
 
 
-def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array,
-                       frozen: Params | None = None) -> tuple[jax.Array, Params]:
+def loss_and_gradients(
+  config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
+) -> tuple[jax.Array, Params]:
   """Mean loss in nats a token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
 
   The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
@@ -61,16 +63,20 @@ def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"],
-                           remat=remat)
+    hidden_BxLxD = _hidden(
+      config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], remat=remat
+    )
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
-    return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL,
-                                 config.train.loss_chunks)
+    return chunked_cross_entropy(
+      hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL, config.train.loss_chunks
+    )
 
   gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
   loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
-      num_microbatches(config), functools.partial(gradient, block_weights, rest),
-      {**batch, "rows": jnp.arange(len(batch["inputs"]))})
+    num_microbatches(config),
+    functools.partial(gradient, block_weights, rest),
+    {**batch, "rows": jnp.arange(len(batch["inputs"]))},
+  )
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
   return loss, {**rest_gradients, "weight_source": source_gradients}
@@ -79,8 +85,9 @@ def loss_and_gradients(config: Config, grid: solvers.Grid, params: Params, batch
 def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: solvers.Grid, **more) -> jax.Array:
   """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
   get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
-  return model.hidden(batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"),
-                      positions_BxL=get("positions"), **more)
+  return model.hidden(
+    batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"), positions_BxL=get("positions"), **more
+  )
 
 
 def num_microbatches(config: Config) -> int:
@@ -116,27 +123,33 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   replicated = sharding.replicated(mesh)
   opt_state = optax.tree_utils.tree_map_params(
-      optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: replicated)
+    optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: replicated
+  )
   return {"params": params, "opt_state": opt_state, "step": replicated, "key": replicated, "frozen": frozen}
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
   """Shapes and shardings of the state, without its arrays."""
-  return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                      jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh))
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    jax.eval_shape(lambda: init_state(config)),
+    state_shardings(config, mesh),
+  )
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes and shardings of a training batch, without its arrays."""
-  tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.model.seq_len), jnp.int32,
-                                sharding=sharding.batch_sharding(mesh))
+  tokens = jax.ShapeDtypeStruct(
+    (config.train.batch_size, config.model.seq_len), jnp.int32, sharding=sharding.batch_sharding(mesh)
+  )
   packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
   return dict.fromkeys(("inputs", "targets", *packing), tokens)
 
 
 @functools.lru_cache(maxsize=32)
-def make_train_step(config: Config,
-                    mesh: Mesh | None = None) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
+def make_train_step(
+  config: Config, mesh: Mesh | None = None
+) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
   """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
 
   `num_steps` is the number of solver steps, a static argument: each number is compiled once. Equal configs and meshes
@@ -154,17 +167,26 @@ def make_train_step(config: Config,
     key = jax.random.fold_in(state["key"], state["step"])
     loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-    metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients),
-               "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32)}
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state,
-            "step": state["step"] + 1, "key": state["key"], "frozen": state["frozen"]}, metrics
+    metrics = {
+      "loss": loss,
+      "gradient_norm": optax.tree.norm(gradients),
+      "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
+    }
+    return {
+      "params": optax.apply_updates(state["params"], updates),
+      "opt_state": opt_state,
+      "step": state["step"] + 1,
+      "key": state["key"],
+      "frozen": state["frozen"],
+    }, metrics
 
   return train_step
 
 
 @functools.lru_cache(maxsize=32)
-def make_eval_step(config: Config, num_steps: int,
-                   mesh: Mesh | None = None) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(
+  config: Config, num_steps: int, mesh: Mesh | None = None
+) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
   """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
 
   Generate `block_weights` once with `make_generate` and use them for every batch.
@@ -175,8 +197,9 @@ def make_eval_step(config: Config, num_steps: int,
   def eval_step(params: Params, block_weights, batch: Batch):
     model = parameters.build(config.model, params)
     hidden_BxLxD = _hidden(config, model, batch, block_weights, grid)
-    total = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"],
-                                  config.train.loss_chunks)
+    total = chunked_cross_entropy(
+      hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"], config.train.loss_chunks
+    )
     return total, batch["mask"].sum()
 
   return eval_step

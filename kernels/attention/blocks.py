@@ -10,6 +10,7 @@ import dataclasses
 @dataclasses.dataclass(frozen=True)
 class TPUBlocks:
   """Numbers of positions processed at a time; all multiples of 128."""
+
   block_q: int = 512
   block_kv: int = 512
   block_q_back: int = 512

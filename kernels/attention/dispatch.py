@@ -14,8 +14,14 @@ WITHOUT_BACKEND = ("pallas_tpu", "pallas_gpu")  # for compiling ahead: the backe
 GPU_KERNEL_HEAD_DIM = 256  # the widest head of the GPU kernel
 
 
-def choose(implementation: str | None = None, *, dtype: Any, head_dim: int, unsupported: str | None = None,
-           backend: str | None = None) -> tuple[str, str]:
+def choose(
+  implementation: str | None = None,
+  *,
+  dtype: Any,
+  head_dim: int,
+  unsupported: str | None = None,
+  backend: str | None = None,
+) -> tuple[str, str]:
   """The implementation that `attention` uses, and the reason: (implementation, reason).
 
   Args:
@@ -75,10 +81,19 @@ def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | N
   return f"has no head width {head_dim} on a GPU" if head_dim > GPU_KERNEL_HEAD_DIM else None
 
 
-def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, *, causal: bool = True,
-              window: int | None = None, segment_ids: Any = None, scale: float | None = None,
-              logits_soft_cap: float | None = None, return_lse: bool = False,
-              implementation: str | None = None) -> Any:
+def attention(
+  q_BxSxHxD: jax.Array,
+  k_BxTxKxD: jax.Array,
+  v_BxTxKxD: jax.Array,
+  *,
+  causal: bool = True,
+  window: int | None = None,
+  segment_ids: Any = None,
+  scale: float | None = None,
+  logits_soft_cap: float | None = None,
+  return_lse: bool = False,
+  implementation: str | None = None,
+) -> Any:
   """softmax(scale q k^T) v over the keys that a query attends to; differentiable once, in reverse mode.
 
   Query head h reads key/value head h // (H / K). Softmax and sums are float32 (float64 for float64 input, which
@@ -107,14 +122,23 @@ def attention(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, 
   q_segments_BxS, kv_segments_BxT = _segments(segment_ids)
   _check(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, window, scale, logits_soft_cap)
   mask = Mask(causal, window)
-  scale = q_BxSxHxD.shape[-1]**-0.5 if scale is None else float(scale)
-  unsupported = _what_cudnn_lacks(q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap,
-                                  return_lse)
+  scale = q_BxSxHxD.shape[-1] ** -0.5 if scale is None else float(scale)
+  unsupported = _what_cudnn_lacks(
+    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse
+  )
   chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unsupported=unsupported)
   if chosen == "cudnn":
     return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
-  out_BxSxHxD, lse_BxSxH = _function(chosen)(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
-                                             mask=mask, scale=scale, logits_soft_cap=logits_soft_cap)
+  out_BxSxHxD, lse_BxSxH = _function(chosen)(
+    q_BxSxHxD,
+    k_BxTxKxD,
+    v_BxTxKxD,
+    q_segments_BxS,
+    kv_segments_BxT,
+    mask=mask,
+    scale=scale,
+    logits_soft_cap=logits_soft_cap,
+  )
   return (out_BxSxHxD, lse_BxSxH) if return_lse else out_BxSxHxD
 
 
@@ -124,8 +148,10 @@ def _function(chosen: str):
     return attention_reference
   if chosen == "pallas_gpu" or (chosen == "pallas" and jax.default_backend() == "gpu"):
     from diffeq_nnx.kernels.attention.gpu import attention_gpu
+
     return attention_gpu
   from diffeq_nnx.kernels.attention.tpu import attention_tpu
+
   return attention_tpu
 
 
@@ -182,5 +208,6 @@ def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, re
 def _cudnn(q, k, v, segments_BxS, mask: Mask, scale: float):
   same_Bx1xSxS = None if segments_BxS is None else (segments_BxS[:, :, None] == segments_BxS[:, None, :])[:, None]
   window = None if mask.window is None else (mask.window - 1, 0)
-  return jax.nn.dot_product_attention(q, k, v, mask=same_Bx1xSxS, scale=scale, is_causal=mask.causal,
-                                      local_window_size=window, implementation="cudnn")
+  return jax.nn.dot_product_attention(
+    q, k, v, mask=same_Bx1xSxS, scale=scale, is_causal=mask.causal, local_window_size=window, implementation="cudnn"
+  )

@@ -18,6 +18,7 @@ EMPTY_ROW_LSE = 1e30  # in place of -inf in the backward pass: 2^(score - EMPTY_
 
 class Kernel(Protocol):
   """A fused kernel, specialized for one problem; hashable."""
+
   scale: float
   soft_cap: float | None
 

@@ -25,6 +25,7 @@ TILE = 2 * ROWS  # rows of a block of threads
 @dataclasses.dataclass(frozen=True)
 class Ring:
   """Buffers for the side that is iterated over."""
+
   rows: int  # of a block, at least 64: wgmma sums over them
   stages: int  # blocks in flight
 
@@ -49,6 +50,7 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a column
 @dataclasses.dataclass(frozen=True)
 class GPUKernel:
   """The kernels for one problem; see `flash.Kernel`."""
+
   mask: Mask
   scale: float
   soft_cap: float | None
@@ -80,6 +82,7 @@ def _along_columns(column_values, shape):
 
 def _product(a, b_transposed, shape):
   """a b^T in fresh registers; operands in shared memory."""
+
   def compute(acc_ref):
     plgpu.wgmma(acc_ref, a, b_transposed.transpose((1, 0)))
     return acc_ref[...]
@@ -180,8 +183,26 @@ def _here(ranges_ref):
   return h, b, wg, i * TILE + wg * ROWS, tuple(ranges_ref[n, of_batch, i] for n in range(4))
 
 
-def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
-                    q_smem, k_smem, v_smem, lse_smem, q_arrived, arrived, consumed, *, static: GPUKernel, G: int):
+def _forward_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  out_ref,
+  lse_ref,
+  q_smem,
+  k_smem,
+  v_smem,
+  lse_smem,
+  q_arrived,
+  arrived,
+  consumed,
+  *,
+  static: GPUKernel,
+  G: int,
+):
   """128 queries of one head against all keys that they attend to."""
   h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[0]
@@ -224,8 +245,28 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     _feed(blocks, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
-def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref, dq_ref,
-               q_smem, dout_smem, k_smem, v_smem, own_arrived, arrived, consumed, *, static: GPUKernel, G: int):
+def _dq_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  lse_ref,
+  delta_ref,
+  dout_ref,
+  dq_ref,
+  q_smem,
+  dout_smem,
+  k_smem,
+  v_smem,
+  own_arrived,
+  arrived,
+  consumed,
+  *,
+  static: GPUKernel,
+  G: int,
+):
   """The gradient of 128 queries of one head."""
   h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
@@ -262,13 +303,29 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref,
     _feed(blocks, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
 
 
-def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, dout_ref,
-                *refs, wanted: tuple[bool, bool], static: GPUKernel, G: int):
+def _dkv_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  lse_ref,
+  delta_ref,
+  dout_ref,
+  *refs,
+  wanted: tuple[bool, bool],
+  static: GPUKernel,
+  G: int,
+):
   """One query head's part of the gradients of 128 keys and values; scores are transposed, [keys, queries].
 
   `wanted` says which of dK and dV to compute; `refs` are those, then the scratch.
   """
-  out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = refs[:sum(wanted)], refs[sum(wanted):]
+  out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = (
+    refs[: sum(wanted)],
+    refs[sum(wanted) :],
+  )
   h, b, wg, first_row, blocks = _here(ranges_ref)
   D, ring = q_ref.shape[-1], static.rings[1]
   walk = ring.rows
@@ -319,14 +376,21 @@ def _call(kernel, out_type, scratch, tiles, B, H, static: GPUKernel, G: int, arg
   given = [a is not None for a in arguments]
 
   def body(*refs):
-    inputs = iter(refs[:sum(given)])
+    inputs = iter(refs[: sum(given)])
     spread = [next(inputs) if there else None for there in given]
-    kernel(*spread, *refs[sum(given):], static=static, G=G)
+    kernel(*spread, *refs[sum(given) :], static=static, G=G)
 
   return plgpu.kernel(
-      body, out_type=out_type, scratch_types=scratch, grid=(H, tiles, B), grid_names=("heads", "tiles", "batch"),
-      num_threads=3, thread_name="wg", interpret=static.interpret,
-      compiler_params=plgpu.CompilerParams(approx_math=True))(*(a for a in arguments if a is not None))
+    body,
+    out_type=out_type,
+    scratch_types=scratch,
+    grid=(H, tiles, B),
+    grid_names=("heads", "tiles", "batch"),
+    num_threads=3,
+    thread_name="wg",
+    interpret=static.interpret,
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+  )(*(a for a in arguments if a is not None))
 
 
 def _shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
@@ -342,8 +406,11 @@ def _ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
 
 def _barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
   """Arrival of a tile's own arrays (`own` copies), arrival of the ring's two arrays, and the ring's release."""
-  return (plgpu.Barrier(num_arrivals=own, num_barriers=2), plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
-          plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages))
+  return (
+    plgpu.Barrier(num_arrivals=own, num_barriers=2),
+    plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+    plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+  )
 
 
 def _padded(x):
@@ -362,15 +429,27 @@ def _forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: G
   q, k, v = map(_padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD))
   width, dtype = q.shape[3], q.dtype
   out, lse = _call(
-      _forward_kernel, [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, H, q.shape[1]), jnp.float32)],
-      (_shared(2, ROWS, width, dtype), *_ring_buffers(static.rings[0], width, dtype),
-       plgpu.SMEM((2, ROWS), jnp.float32), *_barriers(1, static.rings[0])),
-      q.shape[1] // TILE, B, H, static, G, (ranges, q, k, v, _ids(q_segments), _ids(kv_segments)))
+    _forward_kernel,
+    [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, H, q.shape[1]), jnp.float32)],
+    (
+      _shared(2, ROWS, width, dtype),
+      *_ring_buffers(static.rings[0], width, dtype),
+      plgpu.SMEM((2, ROWS), jnp.float32),
+      *_barriers(1, static.rings[0]),
+    ),
+    q.shape[1] // TILE,
+    B,
+    H,
+    static,
+    G,
+    (ranges, q, k, v, _ids(q_segments), _ids(kv_segments)),
+  )
   return out[:, :S, :, :D], lse[:, :, :S]
 
 
-def _backward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD,
-              static: GPUKernel):
+def _backward(
+  q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: GPUKernel
+):
   B, S, H, D = q_BxSxHxD.shape
   T, K = k_BxTxKxD.shape[1:3]
   G = H // K
@@ -379,23 +458,54 @@ def _backward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHx
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   rest = (q, k, v, _ids(q_segments), _ids(kv_segments), lse, delta, dout)
   ring = static.rings[1]
-  scratch = (_shared(2, ROWS, width, dtype), _shared(2, ROWS, width, dtype), *_ring_buffers(ring, width, dtype),
-             *_barriers(2, ring))
+  scratch = (
+    _shared(2, ROWS, width, dtype),
+    _shared(2, ROWS, width, dtype),
+    *_ring_buffers(ring, width, dtype),
+    *_barriers(2, ring),
+  )
   ranges = functools.partial(block_ranges, static.mask, S, T, q_segments_BxS=q_segments, kv_segments_BxT=kv_segments)
-  (dq,) = _call(_dq_kernel, [jax.ShapeDtypeStruct(q.shape, dtype)], scratch, q.shape[1] // TILE, B, H, static, G,
-                (ranges(block_q=TILE, block_kv=ring.rows), *rest))
+  (dq,) = _call(
+    _dq_kernel,
+    [jax.ShapeDtypeStruct(q.shape, dtype)],
+    scratch,
+    q.shape[1] // TILE,
+    B,
+    H,
+    static,
+    G,
+    (ranges(block_q=TILE, block_kv=ring.rows), *rest),
+  )
   part = jax.ShapeDtypeStruct((B, k.shape[1], H, width), dtype)
   by_key = (ranges(block_q=ring.rows, block_kv=TILE, by_key=True), *rest)
-  dkv = lambda *wanted: _call(functools.partial(_dkv_kernel, wanted=wanted), [part] * sum(wanted), scratch,
-                              k.shape[1] // TILE, B, H, static, G, by_key)
+  dkv = lambda *wanted: _call(
+    functools.partial(_dkv_kernel, wanted=wanted),
+    [part] * sum(wanted),
+    scratch,
+    k.shape[1] // TILE,
+    B,
+    H,
+    static,
+    G,
+    by_key,
+  )
   dk, dv = dkv(True, True) if width <= 128 else (*dkv(True, False), *dkv(False, True))
   total = lambda x: x.reshape(B, -1, K, G, width).astype(jnp.float32).sum(3)[:, :T, :, :D].astype(dtype)
   return dq[:, :S, :, :D], total(dk), total(dv)
 
 
-def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
-                  q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask, scale: float,
-                  logits_soft_cap: float | None, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+def attention_gpu(
+  q_BxSxHxD: jax.Array,
+  k_BxTxKxD: jax.Array,
+  v_BxTxKxD: jax.Array,
+  q_segments_BxS: jax.Array | None,
+  kv_segments_BxT: jax.Array | None,
+  *,
+  mask: Mask,
+  scale: float,
+  logits_soft_cap: float | None,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention's output [B, S, H, D] and log-sum-exp [B, S, H] (float32), like `attention_reference`.
 
   Takes bfloat16 and D up to 256; needs jax 0.11.2.
@@ -404,6 +514,7 @@ def attention_gpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
   """
   kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
-  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
-                                                 kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(
+    q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel
+  )
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

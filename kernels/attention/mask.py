@@ -15,6 +15,7 @@ import numpy as np
 @dataclasses.dataclass(frozen=True)
 class Mask:
   """Query i attends to key j if j <= i (causal), and if j > i - window (sliding window)."""
+
   causal: bool
   window: int | None
 
@@ -57,8 +58,17 @@ def _extremes(segments_BxS: jax.Array, block: int) -> tuple[jax.Array, jax.Array
   return padded.min(-1), padded.max(-1)
 
 
-def block_ranges(mask: Mask, S: int, T: int, block_q: int, block_kv: int, q_segments_BxS: jax.Array | None,
-                 kv_segments_BxT: jax.Array | None, *, by_key: bool = False) -> jax.Array:
+def block_ranges(
+  mask: Mask,
+  S: int,
+  T: int,
+  block_q: int,
+  block_kv: int,
+  q_segments_BxS: jax.Array | None,
+  kv_segments_BxT: jax.Array | None,
+  *,
+  by_key: bool = False,
+) -> jax.Array:
   """For each block of queries, the range of key blocks that it must visit, int32 [4, B, Q] (B = 1 if no segments).
 
   The four rows are first, full_first, full_last, last: blocks first..last hold all visible keys; those in
@@ -84,6 +94,7 @@ def block_ranges(mask: Mask, S: int, T: int, block_q: int, block_kv: int, q_segm
   last = xp.where(some.any(-1), count - xp.argmax(some[..., ::-1], -1), first)
   full_first = xp.where(every.any(-1), xp.argmax(every, -1), last)
   ends = xp.concatenate([~every, xp.ones_like(every[..., :1])], -1) & (
-      np.arange(count + 1)[None, None] >= full_first[..., None])
+    np.arange(count + 1)[None, None] >= full_first[..., None]
+  )
   full_last = xp.argmax(ends, -1)
   return jnp.stack([jnp.asarray(a, jnp.int32) for a in (first, full_first, full_last, last)])

@@ -9,9 +9,17 @@ import jax.numpy as jnp
 from diffeq_nnx.kernels.attention.mask import Mask
 
 
-def attention_reference(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
-                        q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask,
-                        scale: float, logits_soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def attention_reference(
+  q_BxSxHxD: jax.Array,
+  k_BxTxKxD: jax.Array,
+  v_BxTxKxD: jax.Array,
+  q_segments_BxS: jax.Array | None,
+  kv_segments_BxT: jax.Array | None,
+  *,
+  mask: Mask,
+  scale: float,
+  logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
   """(softmax(scale q k^T) v [B, S, H, D] in the dtype of q, log-sum-exp [B, S, H] in float32 or wider).
 
   Query head h reads key/value head h // G. Scores, softmax and sums are float32 or wider. A row without

@@ -10,6 +10,7 @@ import numpy as np
 @dataclasses.dataclass(frozen=True)
 class Shape:
   """One problem: self-attention over `length` positions, causal."""
+
   batch: int
   length: int
   heads: int
@@ -38,16 +39,16 @@ class Shape:
 
 
 SHAPES = {
-    "gpt_small": Shape(8, 1024, 12, 12, 64),
-    "gpt_large": Shape(4, 1024, 20, 20, 64),
-    "llama1b": Shape(4, 2048, 16, 16, 128),
-    "llama_grouped": Shape(4, 2048, 32, 8, 128),
-    "llama_4k": Shape(2, 4096, 16, 16, 128),
-    "llama_8k": Shape(1, 8192, 16, 16, 128),
-    "odd_length": Shape(4, 777, 12, 12, 64),
-    "phi_head_80": Shape(4, 2048, 32, 32, 80),
-    "phi3_head_96": Shape(4, 2048, 32, 32, 96),
-    "gemma_head_256": Shape(4, 2048, 8, 4, 256, logits_soft_cap=50.0),
-    "mistral_window": Shape(1, 8192, 32, 8, 128, window=4096),
-    "packed_documents": Shape(4, 2048, 16, 16, 128, documents=6),
+  "gpt_small": Shape(8, 1024, 12, 12, 64),
+  "gpt_large": Shape(4, 1024, 20, 20, 64),
+  "llama1b": Shape(4, 2048, 16, 16, 128),
+  "llama_grouped": Shape(4, 2048, 32, 8, 128),
+  "llama_4k": Shape(2, 4096, 16, 16, 128),
+  "llama_8k": Shape(1, 8192, 16, 16, 128),
+  "odd_length": Shape(4, 777, 12, 12, 64),
+  "phi_head_80": Shape(4, 2048, 32, 32, 80),
+  "phi3_head_96": Shape(4, 2048, 32, 32, 96),
+  "gemma_head_256": Shape(4, 2048, 8, 4, 256, logits_soft_cap=50.0),
+  "mistral_window": Shape(1, 8192, 32, 8, 128, window=4096),
+  "packed_documents": Shape(4, 2048, 16, 16, 128, documents=6),
 }

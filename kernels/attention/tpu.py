@@ -28,6 +28,7 @@ NN = (((1,), (0,)), ((), ()))  # a b
 @dataclasses.dataclass(frozen=True)
 class TPUKernel:
   """The kernels for one problem; see `flash.Kernel`."""
+
   mask: Mask
   scale: float
   soft_cap: float | None
@@ -77,8 +78,21 @@ def _columns(row_ref, width):
   return _widen(jnp.broadcast_to(row, (LANES, row.shape[1])).T, width)
 
 
-def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, out_ref, lse_ref,
-                    max_ref, sum_ref, acc_ref, *, static: TPUKernel):
+def _forward_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  out_ref,
+  lse_ref,
+  max_ref,
+  sum_ref,
+  acc_ref,
+  *,
+  static: TPUKernel,
+):
   """One block of queries against one chunk of keys; q, k, v refs are [rows, D]."""
   b, i, chunk = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   block_q, block_kv = static.blocks.block_q, static.blocks.block_kv
@@ -96,8 +110,11 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     k, v = k_ref[pl.ds(local, block_kv), :], v_ref[pl.ds(local, block_kv), :]
     scores = flash.scores(_dot(q_ref[...], k, NT), static)
     if masked:
-      segments = None if not static.segments else (
-          _columns(q_segments_ref, block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)])
+      segments = (
+        None
+        if not static.segments
+        else (_columns(q_segments_ref, block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)])
+      )
       visible = _visible(static, i * block_q, j * block_kv, scores.shape, 0, segments)
       scores = jnp.where(visible, scores, MASKED)
     old_max = max_ref[...]
@@ -105,7 +122,7 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments
     weights = jnp.exp2(scores - _widen(new_max, block_kv))
     correction = jnp.exp2(old_max - new_max)
     # each lane sums its own columns; the sum over lanes is taken once, at the end
-    partial = sum(weights[:, n:n + LANES] for n in range(0, block_kv, LANES))
+    partial = sum(weights[:, n : n + LANES] for n in range(0, block_kv, LANES))
     sum_ref[...] = sum_ref[...] * correction + partial
     max_ref[...] = new_max
     acc_ref[...] = acc_ref[...] * _widen(correction, D) + _dot(weights.astype(v.dtype), v, NN)
@@ -137,8 +154,25 @@ def _visit_all(visit, ranges_ref, b, i, low, high):
   jax.lax.fori_loop(full_last, last, masked, None)
 
 
-def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segments_ref, lse_ref, delta_ref, do_ref,
-                     dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, static: TPUKernel):
+def _backward_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  lse_ref,
+  delta_ref,
+  do_ref,
+  dq_ref,
+  dk_ref,
+  dv_ref,
+  dq_acc,
+  dk_acc,
+  dv_acc,
+  *,
+  static: TPUKernel,
+):
   """One block of keys against one chunk of queries; scores are transposed, [keys, queries]."""
   b, chunk, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   block_q, block_kv = static.blocks.block_q_back, static.blocks.block_kv_back
@@ -159,8 +193,7 @@ def _backward_kernel(ranges_ref, q_ref, k_ref, v_ref, q_segments_ref, kv_segment
     products = _dot(k, q, NT)
     scores = flash.scores(products, static)
     if masked:
-      segments = None if not static.segments else (
-          q_segments_ref[0:1, rows], _columns(kv_segments_ref, block_q))
+      segments = None if not static.segments else (q_segments_ref[0:1, rows], _columns(kv_segments_ref, block_q))
       visible = _visible(static, i * block_q, j * block_kv, scores.shape, 1, segments)
       scores = jnp.where(visible, scores, MASKED)
     weights = jnp.exp2(scores - lse_ref[0:1, rows])
@@ -187,12 +220,17 @@ def _rows(segments_BxS, multiple):
 
 def _call(kernel, static: TPUKernel, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name):
   return pl.pallas_call(
-      functools.partial(kernel, static=static), out_shape=out_shape, name=name, interpret=static.interpret,
-      grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=grid, in_specs=in_specs,
-                                             out_specs=out_specs, scratch_shapes=scratch_shapes),
-      compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-          vmem_limit_bytes=static.blocks.vmem_limit))
+    functools.partial(kernel, static=static),
+    out_shape=out_shape,
+    name=name,
+    interpret=static.interpret,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes
+    ),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=static.blocks.vmem_limit
+    ),
+  )
 
 
 def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, static: TPUKernel):
@@ -208,21 +246,38 @@ def _forward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, s
   q_spec = pl.BlockSpec((None, None, blocks.block_q, D), lambda b, h, i, c, *_: (b, h, i, 0))
   kv_spec = pl.BlockSpec((None, None, chunk, D), lambda b, h, i, c, *_: (b, jax.lax.div(h, G), c, 0))
   segments = _rows(q_segments_BxS, blocks.block_q), _rows(kv_segments_BxT, chunk)
-  segment_specs = (None, None) if segments[0] is None else (
+  segment_specs = (
+    (None, None)
+    if segments[0] is None
+    else (
       pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, 0, i)),
-      pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c)))
+      pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c)),
+    )
+  )
   out, lse = _call(
-      _forward_kernel, static, grid=grid, in_specs=[q_spec, kv_spec, kv_spec, *segment_specs],
-      out_specs=[q_spec, pl.BlockSpec((None, None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))],
-      out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype),
-                 jax.ShapeDtypeStruct((B, H, 1, q.shape[2]), jnp.float32)],
-      scratch_shapes=[pltpu.VMEM((blocks.block_q, width), jnp.float32) for width in (LANES, LANES, D)],
-      name="attention_forward")(ranges, q, k, v, *segments)
+    _forward_kernel,
+    static,
+    grid=grid,
+    in_specs=[q_spec, kv_spec, kv_spec, *segment_specs],
+    out_specs=[q_spec, pl.BlockSpec((None, None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))],
+    out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, 1, q.shape[2]), jnp.float32)],
+    scratch_shapes=[pltpu.VMEM((blocks.block_q, width), jnp.float32) for width in (LANES, LANES, D)],
+    name="attention_forward",
+  )(ranges, q, k, v, *segments)
   return out[:, :, :S], lse[:, :, 0, :S]
 
 
-def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, lse_BxHxS, delta_BxHxS, do_BxHxSxD,
-              static: TPUKernel):
+def _backward(
+  q_BxHxSxD,
+  k_BxKxTxD,
+  v_BxKxTxD,
+  q_segments_BxS,
+  kv_segments_BxT,
+  lse_BxHxS,
+  delta_BxHxS,
+  do_BxHxSxD,
+  static: TPUKernel,
+):
   """Gradients of q, k and v, heads before positions."""
   B, H, S, D = q_BxHxSxD.shape
   K, T = k_BxKxTxD.shape[1:3]
@@ -241,28 +296,48 @@ def _backward(q_BxHxSxD, k_BxKxTxD, v_BxKxTxD, q_segments_BxS, kv_segments_BxT, 
   kv_spec = pl.BlockSpec((None, None, block_kv, D), lambda b, h, c, j, *_: (b, jax.lax.div(h, G), j, 0))
   row_spec = pl.BlockSpec((None, None, 1, chunk), lambda b, h, c, j, *_: (b, h, 0, c))
   segments = _rows(q_segments_BxS, chunk), _rows(kv_segments_BxT, block_kv)
-  segment_specs = (None, None) if segments[0] is None else (
+  segment_specs = (
+    (None, None)
+    if segments[0] is None
+    else (
       pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c)),
-      pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j)))
+      pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j)),
+    )
+  )
   parts = chunks * G  # partial gradients of a key, which are summed after the kernel
   part_spec = pl.BlockSpec((None, None, None, block_kv, D), lambda b, h, c, j, *_: (c, b, h, j, 0))
   part_shape = jax.ShapeDtypeStruct((chunks, B, H, k.shape[2], D), jnp.float32 if parts > 1 else k.dtype)
   dq, dk, dv = _call(
-      _backward_kernel, static, grid=grid,
-      in_specs=[q_spec, kv_spec, kv_spec, *segment_specs, row_spec, row_spec, q_spec],
-      out_specs=[q_spec, part_spec, part_spec],
-      out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), part_shape, part_shape],
-      scratch_shapes=[pltpu.VMEM((chunk, D), jnp.float32), pltpu.VMEM((block_kv, D), jnp.float32),
-                      pltpu.VMEM((block_kv, D), jnp.float32)],
-      name="attention_backward")(ranges, q, k, v, *segments, lse, delta, do)
+    _backward_kernel,
+    static,
+    grid=grid,
+    in_specs=[q_spec, kv_spec, kv_spec, *segment_specs, row_spec, row_spec, q_spec],
+    out_specs=[q_spec, part_spec, part_spec],
+    out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), part_shape, part_shape],
+    scratch_shapes=[
+      pltpu.VMEM((chunk, D), jnp.float32),
+      pltpu.VMEM((block_kv, D), jnp.float32),
+      pltpu.VMEM((block_kv, D), jnp.float32),
+    ],
+    name="attention_backward",
+  )(ranges, q, k, v, *segments, lse, delta, do)
   total = lambda x: x.reshape(chunks, B, K, G, -1, D).sum((0, 3))[:, :, :T].astype(k.dtype)
   return dq[:, :, :S], total(dk), total(dv)
 
 
-def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array,
-                  q_segments_BxS: jax.Array | None, kv_segments_BxT: jax.Array | None, *, mask: Mask, scale: float,
-                  logits_soft_cap: float | None, blocks: TPUBlocks | None = None,
-                  interpret: Any = False) -> tuple[jax.Array, jax.Array]:
+def attention_tpu(
+  q_BxSxHxD: jax.Array,
+  k_BxTxKxD: jax.Array,
+  v_BxTxKxD: jax.Array,
+  q_segments_BxS: jax.Array | None,
+  kv_segments_BxT: jax.Array | None,
+  *,
+  mask: Mask,
+  scale: float,
+  logits_soft_cap: float | None,
+  blocks: TPUBlocks | None = None,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
   """Attention's output [B, S, H, D] and log-sum-exp [B, S, H] (float32), like `attention_reference`.
 
   Args:
@@ -273,6 +348,7 @@ def attention_tpu(q_BxSxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Arr
   T, K = k_BxTxKxD.shape[1:3]
   blocks = blocks or TPUBlocks.tuned(S, T, D, q_BxSxHxD.dtype.itemsize)
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, H // K, q_segments_BxS is not None, blocks, interpret)
-  out_BxSxHxD, lse_BxHxS = flash.flash_attention(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT,
-                                                 kernel)
+  out_BxSxHxD, lse_BxHxS = flash.flash_attention(
+    q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel
+  )
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -33,8 +33,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
   start = time.perf_counter()
   made = work()
   seconds = time.perf_counter() - start
-  return made, {"seconds": round(seconds, 4),
-                "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)}
+  return made, {
+    "seconds": round(seconds, 4),
+    "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+  }
 
 
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
@@ -47,8 +49,11 @@ def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[st
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
     with showing(form, num_tokens) as progress:
-      one, times = timed(lambda form=form, progress=progress: exponents(analyzed, tokens_L, leading=leading, form=form,
-                                                                        progress=progress))
+      one, times = timed(
+        lambda form=form, progress=progress: exponents(
+          analyzed, tokens_L, leading=leading, form=form, progress=progress
+        )
+      )
     found[form] = times
   return found
 
@@ -59,12 +64,25 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
   parser.add_argument("--tokens", type=int, default=32, help="of the text")
   parser.add_argument("--leading", type=int, default=16, help="number of exponents")
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the config, e.g. "
-                      "model.num_steps=4; may be given several times")
+  parser.add_argument(
+    "--set",
+    action="append",
+    default=[],
+    metavar="KEY=VALUE",
+    help="a key of the config, e.g. model.num_steps=4; may be given several times",
+  )
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
-  print(json.dumps({"config": args.config, "tokens": args.tokens, "leading": args.leading,
-                    **measure(config, args.tokens, args.leading)}))
+  print(
+    json.dumps(
+      {
+        "config": args.config,
+        "tokens": args.tokens,
+        "leading": args.leading,
+        **measure(config, args.tokens, args.leading),
+      }
+    )
+  )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,13 @@ MATERIALIZED = ("reference", "xla")  # implementations that hold scores [B, H, S
 
 def ours(shape: Shape, segments, implementation: str) -> Callable:
   """This package's attention."""
-  return functools.partial(attention, window=shape.window, segment_ids=segments,
-                           logits_soft_cap=shape.logits_soft_cap, implementation=implementation)
+  return functools.partial(
+    attention,
+    window=shape.window,
+    segment_ids=segments,
+    logits_soft_cap=shape.logits_soft_cap,
+    implementation=implementation,
+  )
 
 
 def jax_nn(shape: Shape, segments, implementation: str) -> Callable | None:
@@ -42,26 +47,40 @@ def jax_nn(shape: Shape, segments, implementation: str) -> Callable | None:
     return None
   mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
   window = None if shape.window is None else (shape.window - 1, 0)
-  return functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True, local_window_size=window,
-                           implementation=implementation)
+  return functools.partial(
+    jax.nn.dot_product_attention, mask=mask, is_causal=True, local_window_size=window, implementation=implementation
+  )
 
 
 def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
   """JAX's splash attention with its fused backward kernel; it takes no scale, and heads first."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
   length = (shape.length, shape.length)
   if shape.length % block:
     return None
   mask = masks.CausalMask(length) if shape.window is None else masks.LocalMask(length, (shape.window - 1, 0), 0)
-  sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_kv_compute=min(block, 512), block_q_dkv=block,
-                             block_kv_dkv=block, block_kv_dkv_compute=min(block, 512), use_fused_bwd_kernel=True)
-  kernel = kernels.make_splash_mha(masks.MultiHeadMask([mask] * shape.heads), head_shards=1, q_seq_shards=1,
-                                   block_sizes=sizes, attn_logits_soft_cap=shape.logits_soft_cap)
+  sizes = kernels.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_kv_compute=min(block, 512),
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=min(block, 512),
+    use_fused_bwd_kernel=True,
+  )
+  kernel = kernels.make_splash_mha(
+    masks.MultiHeadMask([mask] * shape.heads),
+    head_shards=1,
+    q_seq_shards=1,
+    block_sizes=sizes,
+    attn_logits_soft_cap=shape.logits_soft_cap,
+  )
   ids = None if segments is None else kernels.SegmentIds(segments, segments)
 
   def run(q, k, v):
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1]**-0.5, k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
     return jnp.swapaxes(jax.vmap(kernel)(q, k, v, ids), 1, 2)
 
   return run
@@ -70,6 +89,7 @@ def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
 def tokamax(shape: Shape, segments) -> Callable | None:
   """tokamax's choice for this device."""
   import tokamax as library
+
   if segments is not None or shape.logits_soft_cap is not None:
     return None
   window = None if shape.window is None else (shape.window - 1, 0)
@@ -146,8 +166,10 @@ def main(argv: list[str] | None = None) -> None:
   if unknown:
     parser.error(f"--shapes: no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
   peak, source = device_peak_tflops(args.dtype)
-  print(f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {args.dtype}, jax {jax.__version__}, median of "
-        f"{args.rounds} interleaved rounds; peak {peak:.3g} TFLOP/s ({source})\n")
+  print(
+    f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {args.dtype}, jax {jax.__version__}, median of "
+    f"{args.rounds} interleaved rounds; peak {peak:.3g} TFLOP/s ({source})\n"
+  )
   print("| shape | pass | implementation | ms | TFLOP/s | of peak |\n| --- | --- | --- | --- | --- | --- |")
   for name in args.shapes:
     shape = SHAPES[name]

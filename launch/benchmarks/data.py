@@ -93,9 +93,11 @@ def reading(args: argparse.Namespace, folder: str) -> None:
   before, most = memory(os.getpid()), 0.0
   for _ in range(args.rounds):
     for name, eos_id in choices.items():
-      batches = iter(data.train_batches(
-        train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id
-      ).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))  # fmt: skip
+      batches = iter(
+        data.train_batches(
+          train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id
+        ).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+      )
       next(batches)
       start, count = time.perf_counter(), 0
       while (seconds := time.perf_counter() - start) < args.seconds:
@@ -117,9 +119,15 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   pieces = sentencepiece.SentencePieceProcessor(path)
   pairs = huggingface.Tokenizer(huggingface.models.BPE())
   pairs.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  pairs.train_from_iterator(texts, huggingface.trainers.BpeTrainer(
-    vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False,
-    initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+  pairs.train_from_iterator(
+    texts,
+    huggingface.trainers.BpeTrainer(
+      vocab_size=VOCABULARY,
+      special_tokens=["<|endoftext|>"],
+      show_progress=False,
+      initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
+    ),
+  )
   pairs_path = os.path.join(folder, "tokenizer.json")
   pairs.save(pairs_path)
   lines = [line for text in texts for line in text.split("\n") if line]
@@ -131,12 +139,15 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   encode_pieces = lambda batch: pieces.encode(batch, out_type=int, num_threads=1)
   encode_pairs = lambda batch: pairs.encode_batch_fast(batch, add_special_tokens=False)
   return {
-    "sentencepiece": (path, {
-      "alone, by document": lambda: in_batches(encode_pieces, texts, 100),
-      "alone, by line": lambda: in_batches(encode_pieces, lines, 5000),
-    }),
+    "sentencepiece": (
+      path,
+      {
+        "alone, by document": lambda: in_batches(encode_pieces, texts, 100),
+        "alone, by line": lambda: in_batches(encode_pieces, lines, 5000),
+      },
+    ),
     "byte pairs": (pairs_path, {"alone, by document": lambda: in_batches(encode_pairs, texts, 100)}),
-  }  # fmt: skip
+  }
 
 
 def tokenizing(args: argparse.Namespace, folder: str) -> None:
@@ -173,10 +184,18 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
   """The peak of the sum of the memory of all processes of a preparation."""
   path = os.path.join(folder, "text.jsonl")
   _, size = write_text(path, args.source, args.megabytes)
-  command = [sys.executable, "-m", "diffeq_nnx.main", "--job=prepare", "--config=configs/tiny.py",
-             f"--workdir={os.path.join(folder, 'out')}", f"--config.data.source=jsonl:{path}",
-             f"--config.data.tokenizer={args.tokenizer}", f"--config.data.num_processes={args.processes}",
-             f"--config.model.vocab_size={VOCABULARY}"]  # fmt: skip
+  command = [
+    sys.executable,
+    "-m",
+    "diffeq_nnx.main",
+    "--job=prepare",
+    "--config=configs/tiny.py",
+    f"--workdir={os.path.join(folder, 'out')}",
+    f"--config.data.source=jsonl:{path}",
+    f"--config.data.tokenizer={args.tokenizer}",
+    f"--config.data.num_processes={args.processes}",
+    f"--config.model.vocab_size={VOCABULARY}",
+  ]
   idle = subprocess.Popen([sys.executable, "-c", "import diffeq_nnx.main, diffeq_nnx.jobs, time; time.sleep(60)"])
   time.sleep(15)
   interpreter = memory(idle.pid)
@@ -197,8 +216,9 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 def main() -> None:
   """Reads the command line."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("what", choices=["reading", "tokenizing", "memory"],
-                      type=lambda text: text.replace("tokenising", "tokenizing"))  # the older spelling
+  parser.add_argument(
+    "what", choices=["reading", "tokenizing", "memory"], type=lambda text: text.replace("tokenising", "tokenizing")
+  )  # the older spelling
   parser.add_argument("--seq-len", type=int, default=1024)
   parser.add_argument("--batch-size", type=int, default=64)
   parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards")

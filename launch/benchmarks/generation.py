@@ -45,8 +45,11 @@ GREEDY = Sampling(temperature=0)
 def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
   """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
   head = weights["rest"].get("head")
-  return {"steps": weights["steps"], "head": weights["rest"]["embedding"] if head is None else head,
-          "cache": state["cache"]}
+  return {
+    "steps": weights["steps"],
+    "head": weights["rest"]["embedding"] if head is None else head,
+    "cache": state["cache"],
+  }
 
 
 def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
@@ -75,7 +78,8 @@ class Programs:
     """One token of each row; the last slot is overwritten at each call, and all slots are read."""
     decoder = self._decoder
     self._state, self._tokens_B = generation.next_tokens(
-        decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B)
+      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
+    )
     return self._tokens_B
 
   def read(self) -> jax.Array:
@@ -101,23 +105,33 @@ def timed(call: Callable[[], jax.Array], count: int) -> float:
 def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
   """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`."""
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
+
   model, grid = config.model, solvers.make_grid(config.model, config.eval.num_steps)
   rows = 2 if rows == 1 else rows  # see `Decoder.num_rows`
   device = compile_ahead.devices_of(topology, 1)[0]
   place = SingleDeviceSharding(device)
   steps, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
   weights, state, values, tokens_B = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-      ({"steps": steps, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
-       jax.eval_shape(GREEDY.values), jax.ShapeDtypeStruct((rows,), jnp.int32)))
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    (
+      {"steps": steps, "rest": rest},
+      jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
+      jax.eval_shape(GREEDY.values),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+    ),
+  )
   traced = generation.next_tokens.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
   program = hlo.Program(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
-  size, cached = (sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-                  for arrays in (read_by_a_token(weights, state), state["cache"]))
+  size, cached = (
+    sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+    for arrays in (read_by_a_token(weights, state), state["cache"])
+  )
   token = program.cycles / (1e9 * compile_ahead.CHIPS[device.device_kind].clock)
   read = size / (1e9 * MEMORY[device.device_kind])
-  return (f"| {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
-          f"{token / read:.3f} |")
+  return (
+    f"| {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
+    f"{token / read:.3f} |"
+  )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -149,12 +163,16 @@ def main(argv: list[str] | None = None) -> None:
   token, read = (statistics.median(column) for column in times.T)
   low, middle, high = np.percentile(times[:, 0] / times[:, 1], (25, 50, 75))
   device = jax.devices()[0]
-  print(f"{args.config}, {args.rows} rows of {args.slots} slots, median of {args.rounds} interleaved rounds of "
-        f"{args.tokens}, {device.device_kind} ({device.platform}), jax {jax.__version__}\n")
+  print(
+    f"{args.config}, {args.rows} rows of {args.slots} slots, median of {args.rounds} interleaved rounds of "
+    f"{args.tokens}, {device.device_kind} ({device.platform}), jax {jax.__version__}\n"
+  )
   print("| weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token / read |")
   print("| --- | --- | --- | --- | --- | --- | --- |")
-  print(f"| {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | {1e3 * token:.3f} | {args.rows / token:,.1f} | "
-        f"{1e3 * read:.3f} | {size / read / 1e9:,.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
+  print(
+    f"| {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | {1e3 * token:.3f} | {args.rows / token:,.1f} | "
+    f"{1e3 * read:.3f} | {size / read / 1e9:,.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
+  )
 
 
 if __name__ == "__main__":

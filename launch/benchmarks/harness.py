@@ -39,7 +39,24 @@ from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 
-WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat".split()
+WORDS = [
+  "river",
+  "hill",
+  "rain",
+  "town",
+  "stone",
+  "bridge",
+  "morning",
+  "night",
+  "people",
+  "water",
+  "road",
+  "field",
+  "house",
+  "tree",
+  "wind",
+  "boat",
+]
 
 
 def requests_of(kind: str, items: int) -> list[Instance]:
@@ -47,7 +64,7 @@ def requests_of(kind: str, items: int) -> list[Instance]:
   rng = np.random.default_rng(0)
 
   def text(least: int, most: int) -> str:
-    return " ".join(rng.choice(WORDS, most))[:int(rng.integers(least, most))].rstrip()
+    return " ".join(rng.choice(WORDS, most))[: int(rng.integers(least, most))].rstrip()
 
   if kind == "choice":
     questions = [text(100, 180) for _ in range(items)]
@@ -79,10 +96,16 @@ def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, flo
       seconds[name].append(answers(lm, requests)[1])
   rates = {name: len(requests) / statistics.median(some) for name, some in seconds.items()}
   ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["hf"])]
-  return {"requests": len(requests), "ours_per_second": round(rates["ours"], 2), "hf_per_second": round(rates["hf"], 2),
-          "ratio": round(statistics.median(ratios), 2), "ratios": [round(one, 2) for one in ratios],
-          "first_seconds_ours": round(first["ours"][1], 2), "first_seconds_hf": round(first["hf"][1], 2),
-          "largest_difference": float(np.abs(first["ours"][0] - first["hf"][0]).max())}
+  return {
+    "requests": len(requests),
+    "ours_per_second": round(rates["ours"], 2),
+    "hf_per_second": round(rates["hf"], 2),
+    "ratio": round(statistics.median(ratios), 2),
+    "ratios": [round(one, 2) for one in ratios],
+    "first_seconds_ours": round(first["ours"][1], 2),
+    "first_seconds_hf": round(first["hf"][1], 2),
+    "largest_difference": float(np.abs(first["ours"][0] - first["hf"][0]).max()),
+  }
 
 
 def main() -> None:
@@ -101,9 +124,16 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "hf")
     exported = diffeq_nnx.export_hf(model, path, tokenizer=ByteTokenizer())
-    sides = {"ours": DiffEqLM(model=model, tokenizer=ByteTokenizer(), batch_size=2),
-             "hf": HFLM(pretrained=path, device="cpu", dtype="float32", batch_size=arguments.batch_size,
-                        trust_remote_code=exported["trust_remote_code"])}
+    sides = {
+      "ours": DiffEqLM(model=model, tokenizer=ByteTokenizer(), batch_size=2),
+      "hf": HFLM(
+        pretrained=path,
+        device="cpu",
+        dtype="float32",
+        batch_size=arguments.batch_size,
+        trust_remote_code=exported["trust_remote_code"],
+      ),
+    }
     found = {}
     for kind in arguments.kinds.split(","):
       found[kind] = measure(sides, requests_of(kind, arguments.items), arguments.rounds)

@@ -10,8 +10,21 @@ import re
 from typing import Any
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
-              "s64": 8, "u64": 8, "f64": 8}
+ITEM_BYTES = {
+  "pred": 1,
+  "s8": 1,
+  "u8": 1,
+  "s16": 2,
+  "u16": 2,
+  "bf16": 2,
+  "f16": 2,
+  "s32": 4,
+  "u32": 4,
+  "f32": 4,
+  "s64": 8,
+  "u64": 8,
+  "f64": 8,
+}
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -23,6 +36,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 @dataclasses.dataclass(frozen=True)
 class Array:
   """One array of an instruction's result."""
+
   dtype: str
   shape: tuple[int, ...]
 
@@ -43,6 +57,7 @@ class Collective:
     times: executions in a run of the program.
     name: JAX's name of the operation in the source.
   """
+
   kind: str
   arrays: tuple[Array, ...]
   group: int
@@ -54,14 +69,21 @@ class Collective:
     """Bytes that a device sends in all executions, by a ring: (g - 1) / g of the arrays, twice for an all-reduce."""
     size = sum(array.bytes for array in self.arrays)
     share = (self.group - 1) / self.group
-    factor = {"all-gather": share, "all-reduce": 2 * share, "reduce-scatter": self.group - 1, "all-to-all": share,
-              "collective-permute": 1, "send": 1}[self.kind]
+    factor = {
+      "all-gather": share,
+      "all-reduce": 2 * share,
+      "reduce-scatter": self.group - 1,
+      "all-to-all": share,
+      "collective-permute": 1,
+      "send": 1,
+    }[self.kind]
     return round(self.times * factor * size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
   """A hand-written kernel that the program calls, without an estimate by the compiler."""
+
   name: str
   times: int
 
@@ -107,8 +129,10 @@ class Program:
         channel = re.search(r"channel_id=(\d+)", instruction.rest)
         arrays = _result(instruction) if instruction.opcode.endswith("-start") else instruction.arrays
         arrays = arrays[:1] if kind == "send" else arrays
-        found.setdefault((kind, channel[1] if channel else len(found)),
-                         Collective(kind, arrays, self._group(instruction), times, _name(instruction)))
+        found.setdefault(
+          (kind, channel[1] if channel else len(found)),
+          Collective(kind, arrays, self._group(instruction), times, _name(instruction)),
+        )
     return [one for one in found.values() if one.group > 1]
 
   @functools.cached_property
@@ -123,9 +147,11 @@ class Program:
   @functools.cached_property
   def kernels(self) -> list[Kernel]:
     """The hand-written kernels."""
-    return [Kernel(_name(instruction), times)
-            for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
-            if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest]
+    return [
+      Kernel(_name(instruction), times)
+      for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
+      if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest
+    ]
 
   def _executed(self, computation: str, times: int, inside_fusions: bool):
     """(instruction, number of executions) in this computation and those that it calls."""
@@ -199,11 +225,12 @@ def _parse(name: str, text: str) -> _Instruction:
   """`TYPE OPCODE(OPERANDS), ATTRIBUTES`."""
   end = _end(text, " ")
   opcode, _, rest = text[end:].strip().partition("(")
-  arrays = tuple(Array(dtype, tuple(map(int, filter(None, shape.split(",")))))
-                 for dtype, shape in _ARRAY.findall(text[:end]))
+  arrays = tuple(
+    Array(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in _ARRAY.findall(text[:end])
+  )
   branches = _BRANCHES.search(rest)
   called = _CALLED.findall(rest) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])
-  operands = re.findall(r"%([\w.\-]+)", rest[:_end(rest, ")")])
+  operands = re.findall(r"%([\w.\-]+)", rest[: _end(rest, ")")])
   return _Instruction(name, opcode, arrays, rest, tuple(operands), tuple(called))
 
 
@@ -220,7 +247,7 @@ def _end(text: str, close: str) -> int:
 def _result(instruction: _Instruction) -> tuple[Array, ...]:
   """The results of an asynchronous collective, whose type holds operands, results and counters."""
   arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.shape]
-  return tuple(arrays[len(arrays) // 2:]) if instruction.opcode != "all-reduce-start" else tuple(arrays)
+  return tuple(arrays[len(arrays) // 2 :]) if instruction.opcode != "all-reduce-start" else tuple(arrays)
 
 
 def _name(instruction: _Instruction) -> str:

@@ -29,13 +29,17 @@ def compile_here(chip: str, name: str, who: str, block: int) -> None:
   from diffeq_nnx.kernels.attention import attention
   from diffeq_nnx.kernels.attention.shapes import SHAPES
   from launch.benchmarks.attention import splash
+
   shape = SHAPES[name]
   device = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices[0]
   sharding = jax.sharding.SingleDeviceSharding(device)
-  q, k = (jax.ShapeDtypeStruct((shape.batch, shape.length, heads, shape.head_dim), jnp.bfloat16, sharding=sharding)
-          for heads in (shape.heads, shape.kv_heads))
-  function = splash(shape, None, block) if who == "splash" else (
-      lambda q, k, v: attention(q, k, v, implementation="pallas_tpu"))
+  q, k = (
+    jax.ShapeDtypeStruct((shape.batch, shape.length, heads, shape.head_dim), jnp.bfloat16, sharding=sharding)
+    for heads in (shape.heads, shape.kv_heads)
+  )
+  function = (
+    splash(shape, None, block) if who == "splash" else (lambda q, k, v: attention(q, k, v, implementation="pallas_tpu"))
+  )
   loss = lambda q, k, v: function(q, k, v).astype(jnp.float32).sum()
   jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("tpu",)).compile()
 
@@ -62,17 +66,23 @@ def schedule(chip: str, name: str, who: str, block: int) -> list[list[int]]:
   """Bundles of the innermost loops of the forward and the backward kernel."""
   with tempfile.TemporaryDirectory() as folder:
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
-        "LIBTPU_INIT_ARGS": DUMP.format(folder)}
+      "JAX_PLATFORMS": "cpu",
+      "TPU_SKIP_MDS_QUERY": "1",
+      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+      "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
+      "LIBTPU_INIT_ARGS": DUMP.format(folder),
+    }
     command = [sys.executable, __file__, f"--child={chip},{name},{who},{block}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
       raise SystemExit(f"error: {who} does not compile for {chip} at {name}: {done.stderr[-2000:]}")
     found = []
     for kernel in KERNELS[who]:
-      dumps = [path for path in pathlib.Path(folder).glob(f"*{kernel}*final_bundles.txt")
-               if "schedule-analysis" not in path.name]
+      dumps = [
+        path
+        for path in pathlib.Path(folder).glob(f"*{kernel}*final_bundles.txt")
+        if "schedule-analysis" not in path.name
+      ]
       found.append(innermost_loops(dumps[0].read_text()) if dumps else [])
     return found
 
@@ -88,15 +98,17 @@ def main() -> None:
     chip, name, who, block = args.child.split(",")
     compile_here(chip, name, who, int(block))
     return
-  print("| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | "
-        "splash 1024 |\n| --- | --- | --- | --- | --- | --- |")
+  print(
+    "| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | "
+    "splash 1024 |\n| --- | --- | --- | --- | --- | --- |"
+  )
   for chip in args.chips:
     for name in args.shapes:
       forward, backward = schedule(chip, name, "ours", 512)  # loops: masked, unmasked, masked
       cells = [f"{loops[1]}, {max(loops[0], loops[2])}" for loops in (forward, backward)]
       for block in (512, 1024):
         # blocks have one compute iteration, which is unrolled, so the grid's loop is the innermost
-        blocks = [round(max(loops) / (block // 512)**2) for loops in schedule(chip, name, "splash", block)]
+        blocks = [round(max(loops) / (block // 512) ** 2) for loops in schedule(chip, name, "splash", block)]
         cells.append(", ".join(map(str, blocks)))
       print(f"| {chip.split(':')[0]} | {name} | " + " | ".join(cells) + " |", flush=True)
 

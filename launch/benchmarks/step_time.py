@@ -54,8 +54,12 @@ class Timed:
   def bytes(self) -> int:
     """Arguments, results and temporaries, each buffer once."""
     memory = self._program.memory
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes)
+    return (
+      memory.argument_size_in_bytes
+      + memory.output_size_in_bytes
+      + memory.temp_size_in_bytes
+      - memory.alias_size_in_bytes
+    )
 
 
 class Program:
@@ -104,17 +108,21 @@ PROGRAMS = {"train_step": train_step, "loss_and_gradients": loss_and_gradient}
 
 def table(timed: list[Timed]) -> str:
   """The measurements as Markdown."""
-  lines = ["| config | ms | tokens/s | model TFLOP/s | with generator | memory, MiB | time against the first |",
-           "| --- | --- | --- | --- | --- | --- | --- |"]
+  lines = [
+    "| config | ms | tokens/s | model TFLOP/s | with generator | memory, MiB | time against the first |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+  ]
   for one in timed:
     config, seconds = one.config, statistics.median(one.seconds)
     tokens = config.train.batch_size * config.model.seq_len
     model = flops.model_flops(config, config.model.num_steps)
     generator = flops.generator_flops(config.model, config.model.num_steps)
     low, middle, high = np.percentile(np.divide(one.seconds, timed[0].seconds), (25, 50, 75))
-    lines.append(f"| {one.name} | {1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {model / seconds / 1e12:.3f} | "
-                 f"{(model + generator) / seconds / 1e12:.3f} | {one.bytes / 2**20:,.0f} | "
-                 f"{middle:.3f} ({low:.3f} to {high:.3f}) |")
+    lines.append(
+      f"| {one.name} | {1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {model / seconds / 1e12:.3f} | "
+      f"{(model + generator) / seconds / 1e12:.3f} | {one.bytes / 2**20:,.0f} | "
+      f"{middle:.3f} ({low:.3f} to {high:.3f}) |"
+    )
   return "\n".join(lines)
 
 
@@ -132,8 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     for one in timed:
       one.run()
   device = jax.devices()[0]
-  print(f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {device.device_kind} "
-        f"({device.platform}), jax {jax.__version__}\n")
+  print(
+    f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {device.device_kind} "
+    f"({device.platform}), jax {jax.__version__}\n"
+  )
   print(table(timed))
 
 

@@ -75,8 +75,10 @@ def main(argv: list[str] | None = None) -> None:
   lines = ["| row | peak rate | mean validation loss | by seed | by rate |", "| --- | --- | --- | --- | --- |"]
   for row in args.rows:
     rate, losses, by_rate = best_of(runs, row, args.rates, args.seeds, args.all_seeds)
-    lines.append(f"| {row} | {rate:g} | {statistics.mean(losses):.4f} | {', '.join(f'{l:.4f}' for l in losses)} | "
-                 f"{', '.join(f'{r:g}: {l:.4f}' for r, l in by_rate.items())} |")
+    lines.append(
+      f"| {row} | {rate:g} | {statistics.mean(losses):.4f} | {', '.join(f'{l:.4f}' for l in losses)} | "
+      f"{', '.join(f'{r:g}: {l:.4f}' for r, l in by_rate.items())} |"
+    )
   print("\n".join(lines))
 
 

@@ -24,7 +24,11 @@ def perplexities(args: argparse.Namespace, row: str, num_steps: int) -> tuple[fl
   if workdir_lib.holds_run(workdir):
     known = workdir_lib.config_of(workdir)
     if (known.optimizer, known.train.steps, known.train.batch_size, known.seed) != (
-        config.optimizer, config.train.steps, config.train.batch_size, config.seed):
+      config.optimizer,
+      config.train.steps,
+      config.train.batch_size,
+      config.seed,
+    ):
       raise UserError(f"--workdir={args.workdir}: {row}_{num_steps} was trained with other settings; name another")
   jobs.run("finetune", config, workdir, from_workdir=args.from_workdir, num_steps=num_steps)
   recorded = read_metrics(workdir, "validation")

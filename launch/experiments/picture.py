@@ -57,8 +57,13 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
   eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
   for (label, values), color in zip(curves, ("C0", "0.5", "C1", "C2")):
     depth.plot(steps, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
-  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)",
-            ylabel="validation perplexity", yscale="log", xticks=steps)
+  depth.set(
+    title="one checkpoint, any number of layers",
+    xlabel="solver steps (layers)",
+    ylabel="validation perplexity",
+    yscale="log",
+    xticks=steps,
+  )
   depth.set_xticklabels(steps, fontsize=8)
   depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):
@@ -71,14 +76,17 @@ def main() -> None:
   """Measures the runs and draws the figure."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--workdirs", type=lambda text: text.split(","), required=True)
-  parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")],
-                      default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
+  parser.add_argument(
+    "--steps", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+  )
   parser.add_argument("--out", default="docs/depth.png")
   arguments = parser.parse_args()
   measured = [perplexities(workdir, arguments.steps) for workdir in arguments.workdirs]
   for workdir, (_, found, trained_at) in zip(arguments.workdirs, measured):
-    print(f"{workdir}, trained at {trained_at}: " +
-          ", ".join(f"{count}: {value:.1f}" for count, value in zip(arguments.steps, found)))
+    print(
+      f"{workdir}, trained at {trained_at}: "
+      + ", ".join(f"{count}: {value:.1f}" for count, value in zip(arguments.steps, found))
+    )
   draw(measured[0][0], [(trained_at, found) for _, found, trained_at in measured], arguments.steps, arguments.out)
 
 

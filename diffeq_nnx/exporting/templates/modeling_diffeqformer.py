@@ -21,9 +21,23 @@ class DiffEqFormerConfig(PretrainedConfig):
 
   model_type = "diffeqformer"
 
-  def __init__(self, field="gpt", solver="euler", vocab_size=50257, hidden_size=768, intermediate_size=3072,
-               num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=1024,
-               norm_eps=1e-5, final_norm_eps=1e-5, norm_shift=False, use_cache=True, **kwargs):
+  def __init__(
+    self,
+    field="gpt",
+    solver="euler",
+    vocab_size=50257,
+    hidden_size=768,
+    intermediate_size=3072,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=12,
+    max_position_embeddings=1024,
+    norm_eps=1e-5,
+    final_norm_eps=1e-5,
+    norm_shift=False,
+    use_cache=True,
+    **kwargs,
+  ):
     super().__init__(**kwargs)
     self.field, self.solver = field, solver
     self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
@@ -60,8 +74,11 @@ class Layer(nn.Module):
     super().__init__()
     D, N = config.hidden_size, config.intermediate_size
     self.config, self.index, self.is_gpt = config, index, config.field == "gpt"
-    self.heads, self.kv_heads, self.head_dim = (config.num_attention_heads, config.num_key_value_heads,
-                                                D // config.num_attention_heads)
+    self.heads, self.kv_heads, self.head_dim = (
+      config.num_attention_heads,
+      config.num_key_value_heads,
+      D // config.num_attention_heads,
+    )
     norm, options = (nn.LayerNorm, {}) if self.is_gpt else (RMSNorm, {"bias": config.norm_shift})
     self.attention_norm, self.mlp_norm = (norm(D, eps=config.norm_eps, **options) for _ in range(2))
     width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -122,8 +139,17 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
   def get_input_embeddings(self):
     return self.embed_tokens
 
-  def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None,
-              labels=None, logits_to_keep=0, **kwargs):
+  def forward(
+    self,
+    input_ids,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    use_cache=None,
+    labels=None,
+    logits_to_keep=0,
+    **kwargs,
+  ):
     """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side."""
     B, L = input_ids.shape
     if use_cache is None:

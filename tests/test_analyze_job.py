@@ -1,4 +1,4 @@
-"""--job=analyse: a report of any run, looked at in a browser."""
+"""--job=analyze: a report of any run, looked at in a browser."""
 
 import json
 import os
@@ -10,24 +10,35 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import jobs
-from diffeq_nnx.jobs.analyse import analyse, pieces, text_ids
+from diffeq_nnx.jobs.analyze import analyze, pieces, text_ids
 from diffeq_nnx.runs import workdir as workdir_lib
 from tests.browser import chromium, opened
 from tests.conftest import XLA_FLAGS, mistake, told
 
 TEXT = "Document 3 tells of rivers"
-PICTURES = {"spectra_real", "spectra_magnitude", "spectra_positive_share", "spectra_induction", "sensitivity_exact",
-            "sensitivity_per_token", "attention_rollout", "gradient_times_input", "sensitivity_spectra",
-            "clustering_trajectories", "clustering_simulated", "clustering_model"}
+PICTURES = {
+  "spectra_real",
+  "spectra_magnitude",
+  "spectra_positive_share",
+  "spectra_induction",
+  "sensitivity_exact",
+  "sensitivity_per_token",
+  "attention_rollout",
+  "gradient_times_input",
+  "sensitivity_spectra",
+  "clustering_trajectories",
+  "clustering_simulated",
+  "clustering_model",
+}
 
 
 @pytest.fixture(scope="module")
 def report(finished, tmp_path_factory):
   """(the line of JSON, the folder, its numbers) of a finished run's report."""
   config, workdir = finished
-  own = tmp_path_factory.mktemp("analysed") / "run"  # a copy: other tests use the run too
+  own = tmp_path_factory.mktemp("analyzed") / "run"  # a copy: other tests use the run too
   shutil.copytree(workdir, own)
-  result = analyse(config, str(own), text=TEXT, leading=3)
+  result = analyze(config, str(own), text=TEXT, leading=3)
   return result, own / "report", dict(np.load(own / "report" / "numbers.npz"))
 
 
@@ -67,28 +78,35 @@ def test_pieces_add_up_to_the_text(finished):
     assert len(made) == len(ids) and "".join(made).replace("[begin]", "") == text
 
 
-@pytest.mark.parametrize("changes, says", [
-    (dict(text=""), "--text='': gives no tokens"), (dict(text="a" * 400), "learned positions"),
-    (dict(text=TEXT, position=40), "position=40: the text has"), (dict(leading=0), "leading=0"),
-    (dict(times=[0.5, 2.0]), "times from 0 to 1"), (dict(num_steps=0), "num_steps=0")])
+@pytest.mark.parametrize(
+  "changes, says",
+  [
+    (dict(text=""), "--text='': gives no tokens"),
+    (dict(text="a" * 400), "learned positions"),
+    (dict(text=TEXT, position=40), "position=40: the text has"),
+    (dict(leading=0), "leading=0"),
+    (dict(times=[0.5, 2.0]), "times from 0 to 1"),
+    (dict(num_steps=0), "num_steps=0"),
+  ],
+)
 def test_what_can_t_be_is_told(finished, changes, says):
   config, workdir = finished
-  assert says in told(lambda: analyse(config, str(workdir), **changes))
+  assert says in told(lambda: analyze(config, str(workdir), **changes))
 
 
 def test_a_directory_without_a_checkpoint_is_told(finished, tmp_path):
   config, workdir = finished
-  assert "holds no run" in told(lambda: analyse(config, str(tmp_path)))
+  assert "holds no run" in told(lambda: analyze(config, str(tmp_path)))
   for name in ("run.json", "tokenizer.model"):
     (tmp_path / name).write_bytes((workdir / name).read_bytes())
-  assert "holds no checkpoint yet" in told(lambda: analyse(config, str(tmp_path)))
+  assert "holds no checkpoint yet" in told(lambda: analyze(config, str(tmp_path)))
 
 
 def test_a_discretised_run_is_looked_at_too(finished, tmp_path, capsys):
   config, workdir = finished
   stored = str(tmp_path / "stored")
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
-  result = analyse(workdir_lib.config_of(stored), stored, text="rivers", leading=2)
+  result = analyze(workdir_lib.config_of(stored), stored, text="rivers", leading=2)
   assert result["num_steps"] == 3
   assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
   numbers = np.load(os.path.join(stored, "report", "numbers.npz"))
@@ -99,9 +117,20 @@ def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
   result, _, numbers = report
   shutil.copytree(finished[1], tmp_path / "run")
   done = subprocess.run(
-      [sys.executable, "-m", "diffeq_nnx.main", "--job=analyse", f"--workdir={tmp_path / 'run'}", f"--text={TEXT}",
-       "--leading=3"], capture_output=True, text=True, check=False,
-      env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
+    [
+      sys.executable,
+      "-m",
+      "diffeq_nnx.main",
+      "--job=analyze",
+      f"--workdir={tmp_path / 'run'}",
+      f"--text={TEXT}",
+      "--leading=3",
+    ],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
+  )
   assert done.returncode == 0, done.stderr
   assert json.loads(done.stdout)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
   found = np.load(tmp_path / "run" / "report" / "numbers.npz")
@@ -110,7 +139,10 @@ def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
 
 def test_the_command_takes_its_flags_and_no_config(finished, capsys):
   _, workdir = finished
-  for more, says in (("--times=a,b", "--times=a,b: must be numbers"), ("--text=", "gives no tokens"),
-                     ("--prompt=x", "--prompt=x: is for --job=generate")):
+  for more, says in (
+    ("--times=a,b", "--times=a,b: must be numbers"),
+    ("--text=", "gives no tokens"),
+    ("--prompt=x", "--prompt=x: is for --job=generate"),
+  ):
     code, line = mistake(["--job=analyse", f"--workdir={workdir}", "--num_processes=1", more], capsys)
     assert code == 2 and says in line

@@ -1,17 +1,18 @@
-"""--job=analyse: a report on a run's newest model."""
+"""--job=analyze: a report on a run's newest model."""
 
+from collections.abc import Sequence
 import os
 import time
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.figures import sections
 from diffeq_nnx.analysis.findings import Findings, find, showing
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
@@ -23,13 +24,23 @@ from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
 
-TEXT = ("The river rose in the night, and in the morning the people of the town came down to the river to see how far "
-        "the water had come.")
+TEXT = (
+  "The river rose in the night, and in the morning the people of the town came down to the river to see how far "
+  "the water had come."
+)
 TOKENS = 32  # of the text above, at most
 
 
-def analyse(config: Config, workdir: str, *, text: str | None = None, position: int = -1, num_steps: int | None = None,
-            leading: int = 16, times: Sequence[float] | None = None) -> dict[str, Any]:
+def analyze(
+  config: Config,
+  workdir: str,
+  *,
+  text: str | None = None,
+  position: int = -1,
+  num_steps: int | None = None,
+  leading: int = 16,
+  times: Sequence[float] | None = None,
+) -> dict[str, Any]:
   """Looks at the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
 
   report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
@@ -48,7 +59,7 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
       range.
     RunError: the report can't be written.
   """
-  distributed.require_one_process("analyse")
+  distributed.require_one_process("analyze")
   distributed.end_on_sigterm()
   start = time.perf_counter()
   workdir_lib.require(workdir, config)
@@ -58,31 +69,47 @@ def analyse(config: Config, workdir: str, *, text: str | None = None, position: 
   config, tokenizer = opening.described(workdir, config)
   ids = text_ids(tokenizer, TEXT if text is None else text)
   if text is None:
-    ids = ids[:min(TOKENS, config.model.seq_len)]
+    ids = ids[: min(TOKENS, config.model.seq_len)]
   run = opening.read(workdir, config, tokenizer)
   step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
-  found = find(analyzed, ids, shown, lambda token: tokenizer.decode([token]), position=position,
-               leading=leading, times=times)
+  found = find(
+    analyzed, ids, shown, lambda token: tokenizer.decode([token]), position=position, leading=leading, times=times
+  )
   model = config.model
-  facts = [("Run", os.path.basename(os.path.abspath(workdir))), ("Optimizer steps", str(step)), ("Field", model.field),
-           ("Weights", model.weights), ("Solver", f"{model.solver}, {analyzed.grid.num_steps} steps"),
-           ("Width", f"{model.embed_dim}, {model.num_heads} heads"), ("Tokens of the text", str(len(ids)))]
+  facts = [
+    ("Run", os.path.basename(os.path.abspath(workdir))),
+    ("Optimizer steps", str(step)),
+    ("Field", model.field),
+    ("Weights", model.weights),
+    ("Solver", f"{model.solver}, {analyzed.grid.num_steps} steps"),
+    ("Width", f"{model.embed_dim}, {model.num_heads} heads"),
+    ("Tokens of the text", str(len(ids))),
+  ]
   try:
     write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
-  return print_result({
-      "job": "analyse", "workdir": workdir, "step": step, "report": os.path.join(folder, "index.html"),
-      "num_steps": analyzed.grid.num_steps, "tokens": len(ids), "position": found.position,
+  return print_result(
+    {
+      "job": "analyze",
+      "workdir": workdir,
+      "step": step,
+      "report": os.path.join(folder, "index.html"),
+      "num_steps": analyzed.grid.num_steps,
+      "tokens": len(ids),
+      "position": found.position,
       "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
-      "most_sensitive_to": _most_sensitive(found), "seconds": time.perf_counter() - start})
+      "most_sensitive_to": _most_sensitive(found),
+      "seconds": time.perf_counter() - start,
+    }
+  )
 
 
 def _most_sensitive(found: Findings) -> dict[str, Any] | None:
   """The token before the output token that it is most sensitive to; None where there is none."""
-  before = found.exact.exponents[:found.position, 0]
+  before = found.exact.exponents[: found.position, 0]
   if not len(before):
     return None
   token = int(np.argmax(before))
@@ -98,7 +125,7 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
   with replacing_folder(folder) as place, showing("pictures", len(pictures)) as progress:
-    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())
+    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
     for picture in pictures:
       draw(picture, os.path.join(place, f"{picture.name}.png"))
       progress(1)
