@@ -95,7 +95,7 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
   assert np.abs(found.qk.imag).max() > 1e-3  # kept
 
 
-def test_spectra_at_any_times_and_after_discretising():
+def test_spectra_at_any_times_and_after_discretizing():
   model = moved_instance(small_model())
   own, asked = spectra(AnalyzedModel(model)), spectra(AnalyzedModel(model), [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
   np.testing.assert_allclose(np.abs(asked.qk[[0, 2, 4]]).sum(), np.abs(own.qk).sum(), rtol=1e-5)

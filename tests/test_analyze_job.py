@@ -102,7 +102,7 @@ def test_a_directory_without_a_checkpoint_is_told(finished, tmp_path):
   assert "holds no checkpoint yet" in told(lambda: analyze(config, str(tmp_path)))
 
 
-def test_a_discretised_run_is_looked_at_too(finished, tmp_path, capsys):
+def test_a_discretized_run_is_looked_at_too(finished, tmp_path, capsys):
   config, workdir = finished
   stored = str(tmp_path / "stored")
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)

@@ -246,7 +246,7 @@ def test_it_works_under_shard_map_over_batch_and_heads():
 
 @pytest.mark.parametrize("make_batch", [random_batch, packed_batch])
 def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch):
-  """The whole loss, in the solver's scan and rematerialised, with the kernel that a config on a TPU would name."""
+  """The whole loss, in the solver's scan and rematerialized, with the kernel that a config on a TPU would name."""
 
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")

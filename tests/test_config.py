@@ -52,7 +52,7 @@ def num_parameters(config) -> int:
 )
 def test_every_config_parses_and_shapes_in_every_row(name, row):
   config = config_lib.from_config_dict(raw_config(name, row))
-  if row in presets.TUNING:  # whose model is that of a run, discretised
+  if row in presets.TUNING:  # whose model is that of a run, discretized
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored"))
   assert num_parameters(config) > 0
 

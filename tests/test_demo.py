@@ -65,7 +65,7 @@ def test_its_figures_are_kept(notebook):
   for what, label in FIGURES.items():
     (cell,) = (cell for cell in code_cells(notebook) if label in cell.source and "plt.show()" in cell.source)
     assert "image/png" in kinds(cell), what
-  assert sum("text/html" in kinds(cell) for cell in code_cells(notebook)) == 1  # the coloured sentence
+  assert sum("text/html" in kinds(cell) for cell in code_cells(notebook)) == 1  # the colored sentence
 
 
 def test_it_is_small_and_tells_nothing_of_where_it_ran(notebook):

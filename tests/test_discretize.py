@@ -110,7 +110,7 @@ def test_mistakes_are_value_errors():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_config_of_a_discretised_model_is_a_valid_one(row):
+def test_the_config_of_a_discretized_model_is_a_valid_one(row):
   for arguments in ({}, {"num_steps": 9}, {"step_sizes": (1.0, 0.5, 1.5)}):
     source = small_model(**{**ROWS[row], "horizon": 3.0})
     if source.weights == "stored" and arguments:

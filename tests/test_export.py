@@ -117,7 +117,7 @@ def test_a_wider_llama_has_no_shift_either(tmp_path):
 
 
 @pytest.mark.parametrize("field,kv_heads", [("gpt", 2), ("llama", 4)])
-def test_our_own_modelling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
+def test_our_own_modeling_file_holds_sequential_steps_too(field, kv_heads, tmp_path):
   model = make(small_model(field=field, solver="sequential", num_kv_heads=kv_heads))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
   assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
@@ -161,7 +161,7 @@ def test_the_compute_dtype_s_weights_are_exported(tmp_path):
 
 
 @pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "sequential")])
-def test_our_own_modelling_file_generates(field, solver, tmp_path):
+def test_our_own_modeling_file_generates(field, solver, tmp_path):
   """With and without a cache, and padded on the left: greedy tokens are those of our logits."""
   model = make(small_model(field=field, solver=solver))
   loaded = load(diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code"))
@@ -183,7 +183,7 @@ def test_our_own_modelling_file_generates(field, solver, tmp_path):
   np.testing.assert_array_equal(both[1, 2:], short[0])
 
 
-def test_our_own_modelling_file_gives_a_loss_and_gradients(tmp_path):
+def test_our_own_modeling_file_gives_a_loss_and_gradients(tmp_path):
   loaded = load(diffeq_nnx.export_hf(make(small_model()), str(tmp_path / "out"))).train()
   tokens = torch.tensor(TOKENS_2x12)
   loss = loaded(tokens, labels=tokens).loss

@@ -215,7 +215,7 @@ def test_adapters_without_a_trained_model_are_turned_away(finished, tmp_path):
   assert "is no regular expression" in told(lambda: config_lib.from_dict(config_lib.to_dict(bad)))
 
 
-def test_a_run_is_exported_and_discretised_on_another_machine(finished, tmp_path):
+def test_a_run_is_exported_and_discretized_on_another_machine(finished, tmp_path):
   """Its mesh and its attention are of the machine that it was trained on."""
   config = dataclasses.replace(
     finished[0],

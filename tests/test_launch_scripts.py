@@ -1,138 +1,29 @@
 """The shell launchers, run with stand-ins for gcloud, kubectl and Slurm that record how they were called."""
 
-import contextlib
-import json
 import os
 import pathlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import time
 
 import numpy as np
 import pytest
-import yaml
 
-LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
-SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
-BASH = shutil.which("bash")
-PROGRAM = ["--config=configs/llama1b.py:openwebtext,diffeq", "--workdir=/runs/a"]
-POD = ["--name=pod", "--zone=us-east5-a"]
-GKE = ["--name=llama", "--image=gcr.io/p/diffeq:1", "--volume=runs", "--accelerator=tpu-v5p-slice", "--topology=2x2x4"]
-TPUS = ["gcloud", "compute", "tpus"]
-HOST = "bash diffeq-nnx/src/launch/tpu_host.sh"
-
-RECORDER = f"""#!{sys.executable} -IS
-import json, os, sys
-call = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-with open(os.environ["RECORD"], "a") as record:
-  record.write(json.dumps(call) + "\\n")
-if "--filename=-" in call:
-  open(os.environ["RECORD"] + ".stdin", "w").write(sys.stdin.read())
-if "describe" in call:
-  print(os.environ.get("STATE", "READY"))
-sys.exit(int(os.environ.get("CODE", "0")))
-"""
-
-# waits for SIGTERM as the program does, and ends with $CODE
-WAITER = """#!/usr/bin/env bash
-trap 'echo told; exit ${CODE:-0}' TERM
-echo $$ >"$HOME/waiter.pid"
-printf '%s\\n' "$@"
-while :; do sleep 0.05; done
-"""
-
-
-def write_tool(path: pathlib.Path, text: str) -> None:
-  """An executable file."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text)
-  path.chmod(0o755)
-
-
-def wait_for(condition, seconds: float = 10.0):
-  """The first true value of the condition; fails when there is none in time."""
-  end = time.monotonic() + seconds
-  while not (value := condition()):
-    assert time.monotonic() < end, "waited in vain"
-    time.sleep(0.02)
-  return value
-
-
-class Bench:
-  """A home directory, the stand-ins first on PATH, and a small checkout that holds launch/."""
-
-  def __init__(self, path: pathlib.Path):
-    self.home, self.bin, self.repo = path / "home", path / "bin", path / "repo"
-    self.record = path / "record"
-    self.home.mkdir()
-    for tool in ("gcloud", "kubectl", "srun", "scancel", "scontrol"):
-      write_tool(self.bin / tool, RECORDER)
-    shutil.copytree(LAUNCH, self.repo / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-
-  def environment(self, **changes: str) -> dict[str, str]:
-    """A clean environment but for PATH."""
-    return {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "RECORD": str(self.record), **changes}
-
-  def bash(self, *words: str, **changes: str) -> subprocess.CompletedProcess:
-    """Runs bash with these words, in the home directory."""
-    return subprocess.run(
-      [BASH, *words],
-      env=self.environment(**changes),
-      cwd=self.home,
-      capture_output=True,
-      text=True,
-      timeout=60,
-      stdin=subprocess.DEVNULL,
-    )
-
-  def script(self, name: str, *words: str, **changes: str) -> subprocess.CompletedProcess:
-    """Runs a launcher of the small checkout."""
-    return self.bash(str(self.repo / "launch" / name), *words, **changes)
-
-  def calls(self) -> list[list[str]]:
-    """The stand-ins' argument vectors since the last time."""
-    lines = self.record.read_text().splitlines() if self.record.exists() else []
-    self.record.unlink(missing_ok=True)
-    return [json.loads(line) for line in lines]
-
-  def waiter(self) -> int:
-    """The process id of the WAITER that was started."""
-    path = self.home / "waiter.pid"
-    return int(wait_for(lambda: path.exists() and path.read_text()))
-
-  def manifest(self) -> dict:
-    """What kubectl was given on its standard input."""
-    return yaml.safe_load(pathlib.Path(f"{self.record}.stdin").read_text())
-
-  def job(self) -> dict:
-    """The specification of a slice's Job in it."""
-    return self.manifest()["spec"]["replicatedJobs"][0]["template"]["spec"]
-
-  def make_repository(self) -> None:
-    """Commits the small checkout, and then changes it in each way."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
-    for name in ("kept", "changed", "deleted"):
-      (self.repo / name).write_text("old")
-    (self.repo / ".gitignore").write_text("dist/\n")
-    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=all"]):
-      subprocess.run([*git, *words], cwd=self.repo, check=True, env=self.environment())
-    (self.repo / "changed").write_text("new")
-    (self.repo / "deleted").unlink()
-    (self.repo / "untracked").write_text("new")
-
-
-@pytest.fixture
-def bench(tmp_path):
-  """A Bench, whose left-over stand-in program is ended."""
-  bench = Bench(tmp_path)
-  yield bench
-  with contextlib.suppress(OSError, ValueError):
-    os.kill(int((bench.home / "waiter.pid").read_text()), signal.SIGKILL)
+from tests.launch_bench import (
+  GKE,
+  HOST,
+  LAUNCH,
+  POD,
+  PROGRAM,
+  RECORDER,
+  SCRIPTS,
+  TPUS,
+  bench,  # noqa: F401  a fixture
+  write_tool,
+)
 
 
 def remote(worker: str, text: str) -> list[str]:
@@ -462,184 +353,6 @@ def test_queued_resources_are_filled_on_all_nodes(bench):
   assert bench.script("tpu_pod.sh", "fill", *POD, "--queued").returncode == 0
   for call in bench.calls():
     assert call[3] == "queued-resources" and {"--worker=all", "--node=all"} <= set(call)
-
-
-class Host:
-  """One host of a pod, filled, with a stand-in for its Python; runs the strings that tpu_pod.sh sends."""
-
-  def __init__(self, bench: Bench):
-    self._bench, self.folder = bench, bench.home / "diffeq-nnx"
-    shutil.copytree(bench.repo, self.folder / "src")
-    write_tool(self.folder / "venv" / "bin" / "python", WAITER)
-
-  @property
-  def log(self) -> str:
-    return (self.folder / "run.log").read_text()
-
-  def send(self, subcommand: str, *program: str) -> list[subprocess.CompletedProcess]:
-    """Runs the commands of a subcommand until one fails, as tpu_pod.sh would."""
-    assert self._bench.script("tpu_pod.sh", subcommand, *POD, *program).returncode == 0
-    done = []
-    for call in self._bench.calls():
-      if call[4] == "ssh" and not (done and done[-1].returncode):
-        done.append(self._bench.bash("-c", call[-1].removeprefix("--command=")))
-    return done
-
-
-def test_a_host_starts_detached_refuses_a_second_start_and_stops_with_sigterm(bench):
-  host = Host(bench)
-  program = ["--", *PROGRAM, "--config.data.source=text:/runs/it's a/*.txt"]
-  idle, started = host.send("start", *program)  # returns, though the program goes on
-  assert (idle.returncode, started.returncode) == (0, 0)
-  process = bench.waiter()
-  assert f"started process {process}" in started.stdout
-  wait_for(lambda: host.log.splitlines() == ["-m", "diffeq_nnx.main", *program[1:]])
-  os.kill(process, signal.SIGHUP)  # what the end of a connection could send
-  assert f"running, process {process}" in host.send("status")[0].stdout
-
-  (refused,) = host.send("start", *program)
-  assert refused.returncode == 1 and f"process {process} is already running; stop it first" in refused.stderr
-  for subcommand in (["start", *PROGRAM], ["install"]):  # without asking all hosts first
-    again = bench.bash(str(host.folder / "src" / "launch" / "tpu_host.sh"), *subcommand)
-    assert again.returncode == 1 and "is already running" in again.stderr
-  os.kill(process, 0)
-
-  (stopped,) = host.send("stop")
-  assert stopped.returncode == 0 and "not running; the log ends: exit code 0" in stopped.stdout
-  assert host.log.splitlines()[-2:] == ["told", "exit code 0"]
-  with pytest.raises(ProcessLookupError):
-    os.kill(process, 0)
-  assert host.send("stop")[0].returncode == 0  # nothing to stop is no mistake
-
-
-def test_a_host_takes_no_other_process_for_the_program(bench):
-  host = Host(bench)
-  (host.folder / "run.pid").write_text(f"{os.getpid()}\n")  # as after the host started again
-  assert "not running; the log ends: no log" in host.send("status")[0].stdout
-  assert host.send("stop")[0].returncode == 0
-
-
-def test_a_host_that_is_not_filled_says_so(bench):
-  assert bench.script("tpu_pod.sh", "start", *POD, "--", *PROGRAM).returncode == 0
-  done = bench.bash("-c", bench.calls()[0][-1].removeprefix("--command="))
-  assert done.returncode == 127 and "diffeq-nnx/src/launch/tpu_host.sh: No such file" in done.stderr
-
-
-def test_the_manifest_says_what_was_asked_for(bench):
-  words = ["--config.a=x y", 'it\'s "b" \\ $(HOME) ${name} $$ & é: #', "", "null", "12"]
-  done = bench.script("gke.sh", "start", *GKE, "--num-slices=3", "--max-restarts=7", "--", *PROGRAM, *words)
-  assert (done.returncode, done.stderr) == (0, "")
-  manifest = bench.manifest()
-  assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-  assert manifest["metadata"]["name"] == "llama"
-  assert manifest["metadata"]["annotations"] == {
-    "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-  }
-  assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 7
-  (slices,), job = manifest["spec"]["replicatedJobs"], bench.job()
-  assert (slices["replicas"], job["parallelism"], job["completions"], job["backoffLimit"]) == (3, 4, 4, 0)
-  pod = job["template"]["spec"]
-  assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 600)
-  assert pod["nodeSelector"] == {
-    "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
-    "cloud.google.com/gke-tpu-topology": "2x2x4",
-  }
-  (container,) = pod["containers"]
-  assert container["image"] == "gcr.io/p/diffeq:1"
-  assert container["resources"] == {"requests": {"google.com/tpu": 4}, "limits": {"google.com/tpu": 4}}
-  (claim,), (mount,) = pod["volumes"], container["volumeMounts"]
-  assert claim["persistentVolumeClaim"] == {"claimName": "runs"}
-  assert (mount["name"], mount["mountPath"]) == (claim["name"], "/runs")
-  # Kubernetes reads $$ as $
-  assert [word.replace("$$", "$") for word in container["args"]] == [*PROGRAM, *words]
-  assert not re.search(r"\$\(", "".join(container["command"]))  # Kubernetes would replace it
-  mistakes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
-  assert (mistakes["containerName"], mistakes["values"]) == (container["name"], [2])
-
-
-@pytest.mark.parametrize("topology,chips,hosts", [("2x4", 8, 1), ("16x16", 4, 64), ("1x1", 1, 1)])
-def test_hosts_of_a_slice(topology, chips, hosts, bench):
-  size = [f"--topology={topology}", f"--chips-per-host={chips}"]
-  done = bench.script("gke.sh", "start", *GKE, *size, "--", *PROGRAM)
-  assert done.returncode == 0
-  assert bench.job()["completions"] == hosts
-
-
-@pytest.mark.parametrize("told,code,expected", [(False, 0, 0), (False, 2, 2), (True, 0, 143), (True, 1, 143)])
-def test_a_pod_that_was_told_to_go_fails_so_that_the_job_resumes(told, code, expected, bench):
-  assert bench.script("gke.sh", "start", *GKE, "--", *PROGRAM, "a b").returncode == 0
-  container = bench.job()["template"]["spec"]["containers"][0]
-  write_tool(bench.bin / "python", WAITER if told else RECORDER)
-  process = subprocess.Popen(
-    [*container["command"], *container["args"]],
-    stdout=subprocess.PIPE,
-    text=True,
-    env=bench.environment(CODE=str(code)),
-  )
-  if told:
-    bench.waiter()
-    process.terminate()
-  out, _ = process.communicate(timeout=30)
-  assert process.returncode == expected
-  if told:
-    assert out.splitlines() == ["-m", "diffeq_nnx.main", *PROGRAM, "a b", "told"]
-
-
-@pytest.mark.parametrize("code", ["0", "3"])
-def test_a_slurm_job_ends_with_the_code_of_its_tasks(code, bench):
-  assert bench.script("slurm.sbatch", *PROGRAM, SLURM_JOB_ID="7", CODE=code).returncode == int(code)
-  assert [call[0] for call in bench.calls()] == ["srun"]
-
-
-@pytest.mark.parametrize(
-  "sent,code,requeued", [(signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)]
-)
-def test_only_the_time_limit_queues_a_slurm_job_again(sent, code, requeued, bench):
-  write_tool(bench.bin / "srun", WAITER)
-  write_tool(bench.home / "scancel", RECORDER)
-  write_tool(
-    bench.bin / "scancel",
-    """#!/usr/bin/env bash
-kill -TERM "$(cat "$HOME/waiter.pid")"
-exec "$HOME/scancel" "$@"
-""",
-  )
-  process = subprocess.Popen(
-    [BASH, bench.repo / "launch" / "slurm.sbatch", *PROGRAM],
-    stdout=subprocess.PIPE,
-    text=True,
-    env=bench.environment(SLURM_JOB_ID="7", CODE=str(code)),
-  )
-  task = bench.waiter()
-  process.send_signal(sent)
-  if sent == signal.SIGTERM:  # Slurm sends it to the tasks itself
-    os.kill(task, signal.SIGTERM)
-  out, _ = process.communicate(timeout=30)
-  assert process.returncode == code and out.endswith("told\n")
-  calls = [["scancel", "--signal=TERM", "7"]] if sent == signal.SIGUSR1 else []
-  assert bench.calls() == calls + ([["scontrol", "requeue", "7"]] if requeued else [])
-
-
-def test_slurm_has_a_task_a_gpu_and_warns_the_script_itself():
-  text = (LAUNCH / "slurm.sbatch").read_text()
-  options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
-  assert options["gres"] == f"gpu:{options['ntasks-per-node']}"
-  assert options["signal"] == "B:USR1@120" and "requeue" in options
-  assert not {"gpus-per-task", "gpu-bind"} & set(options)  # jax.distributed picks the GPU by the local id
-
-
-def test_the_image_has_what_its_links_point_to(tmp_path):
-  """The Dockerfile's COPY lines, done here."""
-  lines = re.findall(r"^COPY (.+) (\S+)$", (LAUNCH / "Dockerfile").read_text(), re.MULTILINE)
-  for names, place in lines:
-    for name in names.split():
-      source = LAUNCH.parent / name
-      if source.is_dir():
-        shutil.copytree(source, tmp_path / place, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-      else:
-        shutil.copy(source, tmp_path / place)
-  assert (tmp_path / "diffeq_nnx" / "main.py").exists() and (tmp_path / "configs").is_dir()
-  assert [str(path) for path in tmp_path.rglob("*") if not path.exists()] == []  # broken links
 
 
 @pytest.mark.parametrize("script", ["tpu_pod.sh", "gke.sh"])

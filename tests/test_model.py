@@ -239,7 +239,7 @@ def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
 
 # both kinds that recompute with one step, several steps and all steps at a time; "none" ignores the number
 @pytest.mark.parametrize("kind,every", [("none", 2), ("dots", 1), ("dots", 3), ("full", 2), ("full", 6)])
-def test_rematerialisation_changes_neither_value_nor_gradient(kind, every):
+def test_rematerialization_changes_neither_value_nor_gradient(kind, every):
   model = make(small_model(num_steps=6))
   tokens = jnp.arange(24).reshape(2, 12)
 

@@ -134,7 +134,7 @@ def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
     train(across, str(tmp_path / "apart"))
 
 
-def test_a_discretised_run_is_a_run(finished, tmp_path, capsys):
+def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   """The same loss, found again by evaluate with no config named, and a start for training."""
   config, workdir = finished
   new = str(tmp_path / "new")
@@ -151,7 +151,7 @@ def test_a_discretised_run_is_a_run(finished, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [{"num_steps": 3}, {"step_sizes": (0.5, 1.0, 0.5)}])
-def test_a_run_is_discretised_at_any_steps(finished, tmp_path, arguments):
+def test_a_run_is_discretized_at_any_steps(finished, tmp_path, arguments):
   config, workdir = finished
   after = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(workdir), **arguments)["after"]
   assert after["num_steps"] == 3
@@ -161,7 +161,7 @@ def test_a_run_is_discretised_at_any_steps(finished, tmp_path, arguments):
     assert after["loss"] == pytest.approx(jobs.run("evaluate", config, str(workdir), num_steps=3)["loss"], abs=1e-5)
 
 
-def test_what_can_t_be_discretised_is_one_line(finished, tmp_path):
+def test_what_can_t_be_discretized_is_one_line(finished, tmp_path):
   config, workdir = finished
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
   for source, arguments, part in (

@@ -88,7 +88,7 @@ def test_norms_and_biases_start_as_a_plain_models():
 
 
 def test_features_are_float32_whatever_the_model_computes_in():
-  """In bfloat16 neighbouring times would share features: 1000 t is told apart by 4 radians at best."""
+  """In bfloat16 neighboring times would share features: 1000 t is distinguished by 4 radians at best."""
   times = (np.arange(24) + 1) / 24
   features = sinusoidal_features(jnp.asarray(times), fixed_frequencies(128), 1000.0)
   exact = np.sin(1000.0 * times[:, None] * 10000.0 ** (-np.arange(128) / 128)[None])

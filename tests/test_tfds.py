@@ -1,0 +1,181 @@
+"""Sources in TFDS data sets: splits, versions, features, downloads, damage, reading without TensorFlow."""
+
+import os
+
+import pytest
+import tensorflow_datasets as tfds
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data, presets
+from diffeq_nnx.data import sources
+from diffeq_nnx.data.sources import Counts, Options
+from tests.conftest import told
+from tests.tfds_sets import WrittenText, in_subprocess, small_parts, tfds_dir  # noqa: F401  fixtures
+
+SKIP = Options(bad_records="skip")
+
+
+@pytest.mark.parametrize(
+  "split,expected",
+  [
+    ("", slice(None)),
+    (":train", slice(None)),
+    (":1.0.0:train[:20%]", slice(10)),
+    (":train[-3:]", slice(-3, None)),
+    (":1.0.0", slice(None)),
+    (":1.*.*:train[48:]", slice(48, None)),
+  ],
+)
+def test_tfds_splits_and_versions(tfds_dir, split, expected):
+  documents = data.documents(f"tfds:written_text/en{split}", options=Options(tfds_dir=tfds_dir))
+  assert list(documents) == WrittenText.texts("en", "train")[expected]
+
+
+def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog):
+  titles = data.documents("tfds:written_text/odd:validation", options=Options("title", tfds_dir=tfds_dir))
+  assert list(titles) == ["title 0", "title 1", "title 2"]
+  name = "tfds:written_text/odd:train"
+  message = told(lambda: list(data.documents(name, options=Options(tfds_dir=tfds_dir))))
+  where = "written_text/odd/1.0.0:train record 20"
+  assert message.startswith(f"data.source={name}: {where}: 'text' is not UTF-8 (")
+  source = sources.open_source(name, options=Options(tfds_dir=tfds_dir, bad_records="skip"))
+  texts = ["" if isinstance(text, bytes) else text for text in WrittenText.texts("odd", "train")]
+  assert list(source.records()) == texts
+  assert source.counts == Counts(50, 47, 1, {"not UTF-8": 2}, {"not UTF-8": where})
+  assert "2 of 50 records skipped as bad: 2 not UTF-8" in caplog.text
+
+
+def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
+  def fingerprint(name="tfds:written_text/en:train"):
+    return data.fingerprint(name, options=Options(tfds_dir=str(tmp_path)))
+
+  WrittenText(config="en", data_dir=tmp_path, file_format="array_record").download_and_prepare()
+  first = fingerprint()
+  assert first == fingerprint("tfds:written_text/en:1.0.0") != fingerprint("tfds:written_text/en:validation")
+  (file,) = tmp_path.glob("**/*train.array_record*")
+  os.utime(file, ns=(1, 1))
+  touched = fingerprint()
+  (tmp_path / "written_text/en/1.0.0").rename(tmp_path / "1.0.0")
+  (tmp_path / "1.0.0").rename(tmp_path / "written_text/en/1.1.0")
+  info = tmp_path / "written_text/en/1.1.0/dataset_info.json"
+  info.write_text(info.read_text().replace('"1.0.0"', '"1.1.0"'))
+  assert len({first, touched, fingerprint()}) == 3  # the newest version on disk is meant
+
+
+@pytest.mark.parametrize(
+  "name,part",
+  [
+    ("written_text/en:test", "written_text/en/1.0.0 has no split 'test' (Unknown split 'test'. Should be"),
+    ("written_text/en:train[", "has no split 'train[' (Error parsing split"),
+    ("written_text/en:train[:0]", "split 'train[:0]' of written_text/en/1.0.0 holds no records"),
+    ("written_text/en:2.0.0", "written_text/en:2.0.0 is not in {}, and TFDS can't make it"),
+    ("written_text/fr", "written_text/fr is not in {}, and TFDS can't make it"),
+    ("wrtten_text/en", "wrtten_text/en is not in {}, and TFDS can't make it"),
+    ("Written Text", "'Written Text' can't be opened in {} (Parsing builder name string"),
+    (
+      "failing_text/offline",
+      "failing_text/offline/1.0.0 is not in {}; set data.download=True to download "
+      "failing_text/offline/1.0.0 (of unknown size) and prepare it there, or set data.tfds_dir to the ",
+    ),
+    (
+      "wiki40b/en",
+      "wiki40b/en/1.3.0 (of unknown size) and prepare it there, run tfds "
+      "build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the directory",
+    ),
+  ],
+)
+def test_tfds_errors_name_key_value_and_way_out(tfds_dir, name, part):
+  message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
+  assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
+  if name.startswith("wrt"):
+    assert message.endswith("nearest in the catalog: written_text")
+
+
+def test_tfds_errors_in_options(tfds_dir):
+  name = "tfds:written_text/en"
+  for key in ("length", "body"):
+    message = told(lambda: data.documents(name, options=Options(key, tfds_dir=tfds_dir)))
+    assert message.startswith(f"data.text_key={key}: ") and message.endswith("use one of text, title")
+  message = told(lambda: data.documents(name, options=Options(tfds_dir="gs://bucket")))
+  assert message.startswith("data.tfds_dir=gs://bucket: ") and "gcsfuse" in message
+
+
+def test_tfds_downloads_when_told_to_and_says_so(tmp_path, caplog, capfd):
+  options = Options(tfds_dir=str(tmp_path), download=True)
+  assert list(data.documents("tfds:written_text/en:validation", options=options)) == WrittenText.texts(
+    "en", "validation"
+  )
+  assert caplog.messages == [
+    "data.source=tfds:written_text/en:validation: downloading written_text/en/1.0.0 (of unknown size) "
+    f"and preparing it in {tmp_path}"
+  ]
+  assert capfd.readouterr().out == ""
+  message = told(lambda: data.documents("tfds:failing_text/offline", options=options))
+  assert f"can't be downloaded to {tmp_path} (ConnectionError: Max retries exceeded); check the" in message
+  message = told(lambda: data.documents("tfds:failing_text/beam", options=options))
+  assert "can't be prepared without no_such_apache_beam; prepare it once on a machine that has it" in message
+
+
+def test_tfds_files_that_are_damaged_gone_or_of_another_format(tmp_path):
+  def documents():
+    return data.documents("tfds:written_text/en", options=Options(tfds_dir=str(tmp_path), bad_records="skip"))
+
+  WrittenText(config="en", data_dir=tmp_path, file_format="array_record").download_and_prepare()
+  (file,) = tmp_path.glob("**/*train.array_record*")
+  content = file.read_bytes()
+  file.write_bytes(content[:100] + bytes(len(content) - 100))
+  assert "can't be read" in told(lambda: list(documents()))
+  file.unlink()
+  assert "can't be read (No such file or directory); remove it and prepare" in told(documents)
+  info = file.parent / "dataset_info.json"
+  info.write_text(info.read_text().replace("array_record", "tfrecord"))
+  message = told(documents)
+  assert "as tfrecord, which needs TensorFlow; prepare it again with tfds build written_text/en" in message
+
+
+def test_wikitext103_is_cut_at_titles_only_and_loses_nothing(tmp_path, monkeypatch):
+  head = " \n = Title A = \n \n Text . \n = not after a blank line = \n \n = = Section = = \n \n x = y \n \n"
+  parts = [head, " = B : c = \n \n Ünïcode \u2028 @-@ \r\n", "no blank line = C = \n \n", " = D = \n"]
+  files = {"wiki.train.raw": parts, "wiki.valid.raw": parts[:1], "wiki.test.raw": parts[3:]}
+  (tmp_path / "wikitext-103-raw").mkdir()
+  for name, texts in files.items():
+    (tmp_path / "wikitext-103-raw" / name).write_bytes("".join(texts).encode())
+  urls = []
+
+  def download_and_extract(_, url):
+    urls.append(url)
+    return tmp_path
+
+  monkeypatch.setattr(tfds.download.DownloadManager, "download_and_extract", download_and_extract)
+  config = config_lib.default()
+  presets.CORPORA["wikitext103"](config)
+  options = Options(tfds_dir=str(tmp_path / "tfds"), download=config.data.download)
+  assert list(data.documents(config.data.source, options=options)) == [head, parts[1] + parts[2], parts[3]]
+  assert list(data.documents(config.data.validation, options=options)) == parts[:1]
+  assert list(data.documents("tfds:wikitext103:test", options=options)) == parts[3:]
+  assert len(urls) == 1  # the first use prepares all splits
+
+
+def test_tfds_is_read_without_tensorflow(tfds_dir):
+  printed = in_subprocess(f"""
+    from diffeq_nnx.data import sources
+    options = sources.Options(tfds_dir={tfds_dir!r})
+    documents = list(sources.documents("tfds:written_text/en", options=options))
+    print(len(documents), "tensorflow_datasets" in sys.modules, "tensorflow" in sys.modules)
+  """)
+  assert printed == "50 True False\n"
+
+
+def test_tfds_is_needed_only_where_it_is_named():
+  printed = in_subprocess("""
+    sys.modules["tensorflow_datasets"] = None
+    from diffeq_nnx.data import sources
+    list(sources.documents("builtin"))
+    try:
+      sources.documents("tfds:lm1b")
+    except sources.UserError as error:
+      print(error)
+  """)
+  assert printed == (
+    "data.source=tfds:lm1b: needs tensorflow_datasets, which is not installed; run pip install 'diffeq-nnx[tfds]'\n"
+  )
