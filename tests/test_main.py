@@ -84,3 +84,14 @@ def test_a_real_process_prints_the_line_and_ends_with_the_code(arguments, part):
   done = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *arguments], capture_output=True, text=True)
   assert done.returncode == 2 and done.stderr.count("\n") == 1
   assert done.stderr.startswith("error: ") and part in done.stderr
+
+
+def test_training_imports_nothing_that_draws():
+  program = """
+import sys
+from diffeq_nnx.jobs import JOBS
+JOBS["train"].function
+print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transformers") if name in sys.modules])
+"""
+  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+  assert done.stdout == "[]\n"

@@ -143,6 +143,12 @@ def test_each_step_count_is_compiled_once():
   assert step._cache_size() == 2
 
 
+def test_equal_configs_share_a_compiled_step():
+  again, other = small_config(step_counts=(2, 3)), small_config(step_counts=(2, 4))
+  assert make_train_step(again) is make_train_step(small_config(step_counts=(2, 3)))
+  assert make_train_step(other) is not make_train_step(again)
+
+
 def test_drawn_step_counts_depend_on_seed_and_step_alone():
   config = small_config(step_counts=(4, 6, 8))
   drawn = [num_solver_steps(config, step) for step in range(60)]
