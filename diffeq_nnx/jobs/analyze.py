@@ -5,6 +5,7 @@ import os
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
@@ -71,7 +72,8 @@ def analyze(
   if text is None:
     ids = ids[: min(TOKENS, config.model.seq_len)]
   run = opening.read(workdir, config, tokenizer)
-  step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
+  with jax.set_mesh(run.mesh):
+    step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
   found = find(

@@ -5,6 +5,8 @@ import json
 import sys
 from typing import Any
 
+import jax
+
 from diffeq_nnx.config import Config
 from diffeq_nnx.inference.generation import Decoder, generate_texts, prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
@@ -41,9 +43,10 @@ def generate(
   config, tokenizer = opening.described(workdir, config)
   say_attention(config.model)
   prompt_ids(tokenizer, prompts)
-  model = opening.read(workdir, config, tokenizer).model
-  decoder = Decoder(model, config.eval.num_steps if num_steps is None else num_steps)
-  del model  # the decoder has what it needs
+  run = opening.read(workdir, config, tokenizer)
+  with jax.set_mesh(run.mesh):
+    decoder = Decoder(run.model, config.eval.num_steps if num_steps is None else num_steps)
+  del run  # the decoder has what it needs
   alone = len(prompts) == 1
   streams = alone and sys.stdout.isatty()
   show = (lambda _, piece: print(piece, end="", flush=True)) if streams else None
