@@ -119,7 +119,8 @@ class ModelConfig:
 class DataConfig:
   """Which text, and how it becomes tokens.
 
-  With prepared shards only source, validation, tokenizer, begin_mark and attend_across_documents are used.
+  With prepared shards only source, validation and attend_across_documents choose anything; tokenizer and marks are
+  checked against the shards, and the other keys are ignored.
   """
 
   source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
@@ -284,7 +285,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
 
 
 def completed(nested: dict[str, Any]) -> dict[str, Any]:
-  """A config that `to_dict` made, with those newer keys whose default would change what the program did before."""
+  """A config from `to_dict`, perhaps of an older version; keys that it lacks keep the older behavior."""
   model = nested.get("model", {})
   if "norm_shift" in model or model.get("initialization") != "published" or model.get("field", "gpt") == "gpt":
     return nested
@@ -319,7 +320,7 @@ def _check_mesh(mesh: MeshConfig) -> None:
   sizes = {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.tensor": mesh.tensor}
   for key, size in sizes.items():
     if not (size >= 1 or size == -1):
-      raise UserError(f"{key}={size}: must be 1 or above, or -1 for what the others leave")
+      raise UserError(f"{key}={size}: must be 1 or above, or -1 for all remaining devices")
   if list(sizes.values()).count(-1) > 1:
     raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
 
@@ -342,7 +343,7 @@ def _check_model(model: ModelConfig) -> None:
     raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
     if model.weights != "stored" or model.horizon is not None:
-      raise UserError("model.step_sizes: goes with model.weights=stored and model.horizon=None; leave it at ()")
+      raise UserError("model.step_sizes: needs model.weights=stored and model.horizon=None; leave it at ()")
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
       raise UserError(f"model.step_sizes={model.step_sizes}: must be model.num_steps={model.num_steps} numbers above 0")
   try:
@@ -380,7 +381,7 @@ def _check_harness(harness: HarnessConfig) -> None:
       raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
   if harness.stride is not None and harness.window != "sliding":
     raise UserError(
-      f"harness.stride={harness.stride}: is of sliding windows; leave it out, or set harness.window=sliding"
+      f"harness.stride={harness.stride}: applies to sliding windows only; leave it out, or set harness.window=sliding"
     )
   first = os.path.normpath(harness.folder).split(os.sep)[0]
   if os.path.isabs(harness.folder) or first in ("..", ".", *RUN_FOLDERS):

@@ -20,8 +20,8 @@ FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and fin
 flags.DEFINE_integer(
   "num_steps",
   None,
-  "Number of solver steps. For discretize, finetune and export, default: the "
-  "model's own; otherwise eval.num_steps (analyze: ignored), or else the model's own.",
+  "Number of solver steps. Default: for evaluate, generate and harness eval.num_steps if set; otherwise, and for the "
+  "other jobs, the model's own.",
 )
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")

@@ -1,4 +1,4 @@
-"""Discretised models: the very logits of the continuous one, at any number of steps and on uneven grids."""
+"""Discretized models: exactly the logits of the continuous one, at any number of steps and on uneven grids."""
 
 import dataclasses
 import itertools
@@ -120,7 +120,7 @@ def test_the_config_of_a_discretized_model_is_a_valid_one(row):
     assert config.model.total_time == 3
   sizes = dataclasses.replace(small_model(), step_sizes=(1.0, 2.0))
   for changes, part in (
-    ({}, "goes with model.weights=stored"),
+    ({}, "needs model.weights=stored"),
     ({"weights": "stored"}, "must be model.num_steps=3 numbers"),
   ):
     assert part in told(

@@ -71,5 +71,5 @@ ALIASES = {"analyse": "analyze"}  # other spellings
 
 
 def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
-  """Runs a job in this process, as `--job=NAME` does; options are its flags as keyword arguments."""
+  """Runs a job in this process, as `--job=NAME` does; options are its function's: its flags, `prompt` as `prompts`."""
   return JOBS[ALIASES.get(name, name)].function(config, workdir, **options)

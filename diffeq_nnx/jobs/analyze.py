@@ -42,7 +42,7 @@ def analyze(
   leading: int = 16,
   times: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-  """Looks at the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
+  """Analyzes the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
 
   report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
 
@@ -119,7 +119,7 @@ def _most_sensitive(found: Findings) -> dict[str, Any] | None:
 
 
 def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple[str, str]]) -> None:
-  """Writes index.html, the PNGs and numbers.npz into a folder, which they take whole: an older one is removed.
+  """Writes index.html, the PNGs and numbers.npz to a folder, which replaces an existing one atomically.
 
   Raises:
     OSError: it can't be written.

@@ -28,7 +28,7 @@ def finetune(
   num_steps: int | None = None,
   step_sizes: Sequence[float] | None = None,
 ) -> dict[str, float]:
-  """Trains the newest model of a run, with stored weights at any steps, on the text of `config`; run again, it goes on.
+  """Discretizes the newest model of a run and trains it on the text of `config`, or resumes the run in `workdir`.
 
   With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
 
@@ -85,7 +85,7 @@ def finetune(
     own = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
   config = starting.derived(config, model, data_config)
-  graph(config.model)  # a mistake in lora.targets is told before the text is read
+  graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = load_corpus(config)

@@ -67,7 +67,7 @@ def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) 
 def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequence[float] | None = None) -> Model:
   """The same model with stored weights, W(t) at the times of one grid: an ordinary transformer's.
 
-  It gives the very logits that `model` gives at that number of steps. Adapters become part of the weights.
+  It gives exactly the logits that `model` gives at that number of steps. Adapters become part of the weights.
 
   Args:
     model: any model; one with stored weights at its own number of steps only.

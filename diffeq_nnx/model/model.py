@@ -27,8 +27,8 @@ def parameter_dtype(dtype: str) -> jnp.dtype:
 class Model(nnx.Module):
   """A language model: token embedding, a weight source, a vector field, a solver, an output head.
 
-  Every model of the project is this class; the config chooses the three parts. Parameters are float32;
-  the hidden state is `config.dtype`.
+  Every model of the project is this class; the config chooses the three parts. Parameters are float32
+  (float64 if `config.dtype` is); the hidden state is `config.dtype`.
   """
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -106,7 +106,8 @@ class Model(nnx.Module):
       context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
         as no position is.
       dropout_key: None: no dropout.
-      rows_B: numbers of the sequences, which seed their dropout: a batch in parts is the same; None: 0 to B-1.
+      rows_B: index of each sequence in the batch, which seeds its dropout, so that micro-batches draw the masks of the
+        batch; None: 0 to B-1.
       remat: what the backward pass recomputes.
 
     Raises:

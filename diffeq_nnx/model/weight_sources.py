@@ -98,7 +98,9 @@ class SharedWeights(nnx.Module):
 
 
 class GeneratedWeights(nnx.Module):
-  """W(t) = sum_j e_j(t) F_j + F_0, with e(t) = Linear2(silu(Linear1(s(t)))) for each group its own.
+  """W(t) = sum_j e_j(t) F_j + F_0, where e(t) = Linear2(silu(Linear1(s(t)))).
+
+  Each group has its own e(t), unless `time.embedding` is shared_mlp.
 
   Tong et al. 2025, section 3.1; s(t) is `sinusoidal_features`. Biases have no F_0; the scale of a norm is
   1 + sum_j e_j g_j and its shift sum_j e_j h_j.

@@ -1,8 +1,9 @@
 """Where arrays are placed: a mesh of devices, names for the axes of arrays, one table from names to mesh axes.
 
-The mesh has four axes: `slice` (TPU slices, connected by the data-center network), `data`, `fsdp` and `tensor`. Each
-device has its own sequences; parameters are split over fsdp and tensor. Functions here read the mesh of the
-surrounding `jax.set_mesh`, and do nothing without one, or with a mesh of another kind.
+The mesh has four axes: `slice` (TPU slices, connected by the data-center network), `data`, `fsdp` and `tensor`.
+Sequences are split over slice, data and fsdp, and devices along tensor share them; parameters are split over fsdp and
+tensor. Functions here read the mesh of the surrounding `jax.set_mesh`, and do nothing without one, or with a mesh of
+another kind.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from diffeq_nnx.errors import UserError
 
 MESH_AXES = ("slice", "data", "fsdp", "tensor")
 
-# The mesh axes that an array's axis may be split over. In one array a mesh axis is used once, by the first axis that
-# it divides: a kernel [embed, mlp] is split over fsdp and tensor, a kernel [mlp, embed] over both along mlp, which is
-# the axis that costs a TPU no padding. An axis without a name (None) is replicated.
+# The mesh axes that an array's axis may be split over. Each mesh axis splits at most one axis of an array: the first that
+# names it and that it divides. So a kernel [embed, mlp] is split over fsdp and tensor, and a kernel [mlp, embed] over
+# both along mlp, which costs a TPU no padding. An axis without a name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("slice", "data", "fsdp"),
   "embed": ("fsdp",),

@@ -115,8 +115,8 @@ class Checkpoints:
       self._set_aside(step, problem)
     if found:
       raise UserError(
-        f"workdir={self._workdir}: none of its checkpoints {found} can be read; they are in "
-        f"{DAMAGED_FOLDER}; remove the directory to start again",
+        f"workdir={self._workdir}: none of its checkpoints {found} can be read; they were moved to "
+        f"{DAMAGED_FOLDER}; to start again, choose another workdir or remove this one",
         everywhere=True,
       )
     return None

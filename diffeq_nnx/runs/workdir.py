@@ -222,4 +222,6 @@ def _read(workdir: str) -> dict[str, Any] | None:
     known["config"], known["tokenizer_hash"], known["corpus"]
     return known
   except (json.JSONDecodeError, KeyError, TypeError) as error:
-    raise UserError(f"{path}: damaged; remove it if the directory is this run's, or choose another workdir") from error
+    raise UserError(
+      f"{path}: damaged; if the directory is this run's, remove the file and run again, or choose another"
+    ) from error

@@ -29,10 +29,10 @@ class Evaluator:
     self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
 
   def __call__(self, params: Params) -> dict[str, float]:
-    """loss (nats a token), perplexity (e^loss), bits_per_byte, tokens and seconds.
+    """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds.
 
     Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
-    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes a token.
+    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
     """
     start = time.perf_counter()
     weights = self._generate(params)
@@ -67,5 +67,5 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-  """A loss in nats a token as bits a byte of UTF-8 text."""
+  """A loss in nats per token as bits per byte of UTF-8 text."""
   return loss / math.log(2) / bytes_per_token

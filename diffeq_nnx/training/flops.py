@@ -40,7 +40,7 @@ PEAK_TFLOPS = {
 
 
 def model_flops(config: Config, num_steps: int) -> float:
-  """Of one optimizer step, the generator's left out."""
+  """FLOPs of one optimizer step, without those of the generator."""
   model = config.model
   kernels = num_elements(vector_fields.make_field(model).specs(model), "kernel")
   attention = 4 * model.seq_len * model.num_heads * model.head_dim

@@ -30,7 +30,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     workdir: the run's directory: checkpoints and metrics.
 
   Returns:
-    The last validation values, as of `evaluate.Evaluator`: loss (nats a token), perplexity, bits_per_byte, tokens,
+    The last validation values, as of `evaluate.Evaluator`: loss (nats per token), perplexity, bits_per_byte, tokens,
     seconds; {} where SIGTERM ended the run before the first validation.
 
   Raises:

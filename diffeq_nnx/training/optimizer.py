@@ -21,8 +21,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def decays(path: tuple[str, ...]) -> bool:
   """Whether weight decay applies to the parameter at `path` in the pure dict of a model.
 
-  The tables of embeddings and positions and the head decay, and so do stored matrices. What generates
-  weights does not, nor do biases and norms.
+  It applies to the embedding tables, the head, and stored or shared kernels; not to generators, LoRA adapters, biases
+  and norms.
   """
   if path[0] in ("embedding", "positions", "head"):
     return True

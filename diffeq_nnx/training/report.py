@@ -135,7 +135,7 @@ def _duration(seconds: float) -> str:
 
 
 def plot_losses(workdir: str) -> None:
-  """Draws loss.png in the work directory: training and validation loss in nats a token, by step."""
+  """Draws loss.png in the work directory: training and validation loss in nats per token, by step."""
   from matplotlib.figure import Figure  # here, since it takes a second to import
 
   figure = Figure(figsize=(7, 4.5), layout="constrained")  # not pyplot's: the caller's backend stays as it is
@@ -146,7 +146,7 @@ def plot_losses(workdir: str) -> None:
       label = f"{split}, last {records[-1]['loss']:.3f}"
       axes.plot([r["step"] for r in records], [r["loss"] for r in records], label=label, **style)
   axes.set_xlabel("optimizer step")
-  axes.set_ylabel("loss (nats a token)")
+  axes.set_ylabel("loss (nats per token)")
   if axes.lines:
     axes.legend()
   axes.grid(alpha=0.3)

@@ -61,7 +61,7 @@ def start(
     corpus: what `config.data` gives.
     params: all of the model's, with any placement.
     mesh: of the devices.
-    loss: of the validation, nats a token; None: unknown.
+    loss: of the validation, nats per token; None: unknown.
     source: `workdir.run_hash` of the run that they come from.
 
   Raises:

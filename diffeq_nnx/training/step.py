@@ -48,7 +48,7 @@ def all_params(state: State) -> Params:
 def loss_and_gradients(
   config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
 ) -> tuple[jax.Array, Params]:
-  """Mean loss in nats a token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
+  """Mean loss in nats per token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
 
   The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
   respect to them add up over micro-batches, and the generator is differentiated once.
