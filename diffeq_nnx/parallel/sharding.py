@@ -21,9 +21,9 @@ from diffeq_nnx.errors import UserError
 
 MESH_AXES = ("slice", "data", "fsdp", "tensor")
 
-# The mesh axes that an array's axis may be split over. Each mesh axis splits at most one axis of an array: the first that
-# names it and that it divides. So a kernel [embed, mlp] is split over fsdp and tensor, and a kernel [mlp, embed] over
-# both along mlp, which costs a TPU no padding. An axis without a name (None) is replicated.
+# The mesh axes that an array's axis may be split over. Each mesh axis splits at most one axis of an array: the first
+# that names it and that it divides. So a kernel [embed, mlp] is split over fsdp and tensor, and a kernel [mlp, embed]
+# over both along mlp, which costs a TPU no padding. An axis without a name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("slice", "data", "fsdp"),
   "embed": ("fsdp",),
