@@ -14,9 +14,9 @@ import safetensors
 from diffeq_nnx import data
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
-from diffeq_nnx.files import read_json
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.vector_fields import ROPE_BASE
@@ -115,11 +115,10 @@ class _Folder:
   def json(self, name: str) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-      values = read_json(os.path.join(self.path, name))
+      with open(os.path.join(self.path, name), "rb") as file:
+        values = parse_json(file.read(), name, f"from_hf={self.path}")
     except OSError as error:
       raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
-    except ValueError as error:
-      raise self.error(f"{name} is not JSON ({error}); restore the file") from error
     if not isinstance(values, dict):
       raise self.error(f"{name} must be a JSON object; restore the file")
     return values

@@ -16,6 +16,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import sharding
 
 
@@ -102,8 +103,13 @@ SOLVERS = {"euler": euler_step, "sequential": sequential_step}
 
 
 def register(name: str, step: Callable) -> None:
-  """Adds a solver, a function of one step with the signature of `euler_step`, as a choice of `model.solver`."""
-  SOLVERS[name] = step
+  """Adds a solver, a function of one step with the signature of `euler_step`, as a choice of `model.solver`.
+
+  Raises:
+    UserError: another solver has this name; compiled programs are cached by it.
+  """
+  if SOLVERS.setdefault(name, step) is not step:
+    raise UserError(f"{name}: is the name of a solver already; register it under another name")
   config_lib.add_choice("model.solver", name)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
@@ -258,8 +259,13 @@ FIELDS: dict[str, type[GPTField] | type[LlamaField]] = {"gpt": GPTField, "llama"
 
 
 def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
-  """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`."""
-  FIELDS[name] = field
+  """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`.
+
+  Raises:
+    UserError: another field has this name; compiled programs are cached by it.
+  """
+  if FIELDS.setdefault(name, field) is not field:
+    raise UserError(f"{name}: is the name of a vector field already; register it under another name")
   config_lib.add_choice("model.field", name)
 
 

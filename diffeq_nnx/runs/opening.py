@@ -39,25 +39,24 @@ def load(workdir: str, config: Config | None = None) -> Run:
 
   Args:
     workdir: the run's directory.
-    config: the run's, changed; None: unchanged. Mesh and attention are those of `portable`, unless they
-      were changed.
+    config: the run's, changed; None: unchanged. Mesh and attention are those of `portable`, unless they were changed.
 
   Raises:
     UserError: the directory holds no run, or no checkpoint that can be read.
   """
-  config, tokenizer = described(workdir, config)
-  return read(workdir, config, tokenizer)
-
-
-def described(workdir: str, config: Config | None = None) -> tuple[Config, Tokenizer]:
-  """A run's config and tokenizer, without its model. Arguments and errors as `load`."""
   own = workdir_lib.config_of(workdir)
   asked = own if config is None else config
-  config = portable(asked)
+  config, tokenizer = described(workdir, asked)
   if asked.mesh != own.mesh:
     config = dataclasses.replace(config, mesh=asked.mesh)
   if asked.model.attention != own.model.attention:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=asked.model.attention))
+  return read(workdir, config, tokenizer)
+
+
+def described(workdir: str, config: Config) -> tuple[Config, Tokenizer]:
+  """A run's config, made `portable`, and its tokenizer; without its model. Raises as `load`."""
+  config = portable(config)
   return config, workdir_lib.tokenizer_of(workdir, config)
 
 

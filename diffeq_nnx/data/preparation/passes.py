@@ -19,7 +19,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing
 
 KEY_BITS = 63
-_BATCH = 64  # documents that are processed at a time
+_BATCH = 16  # documents that are processed at a time
 
 Read = Callable[..., Iterator[str]]  # see `sources.Source.read`
 Texts = Callable[[], Iterator[str]]
@@ -117,5 +117,4 @@ def gather(
   tokens = np.frombuffer(b"".join(document for _, _, document in documents), dtype)
   with replacing(path, part) as written:
     shard = dataclasses.asdict(shards.write_shard(written, tokens, os.path.basename(path)))
-  num_bytes = sum(size for _, size, _ in documents)
-  return {"tokens": len(tokens), "bytes": num_bytes, "documents": len(documents), "shard": shard}
+  return {"tokens": len(tokens), "bytes": sum(one[1] for one in documents), "documents": len(documents), "shard": shard}

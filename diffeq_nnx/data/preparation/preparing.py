@@ -20,7 +20,7 @@ from diffeq_nnx.data.preparation.passes import KEY_BITS, count, dtype_of, gather
 from diffeq_nnx.data.sources import Counts, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import write
+from diffeq_nnx.files import read_json, write
 
 TASK_BYTES = 32 << 20  # of text that is tokenized as one task, which is what a kill loses
 SHARD_BYTES = 64 << 20  # of text in a shard, each document counted as `_DOCUMENT_BYTES` more
@@ -261,7 +261,8 @@ class _Preparation:
     for place in range(number):
       done = self._path(f"{split}-{place:05}.json")
       path = os.path.join(self.directory, f"{split}-{place:05}-of-{number:05}.array_record")
-      if os.path.exists(done) and not os.path.exists(path):  # it was lost
+      size_now = os.path.getsize(path) if os.path.exists(path) else None
+      if os.path.exists(done) and size_now != read_json(done)["shard"]["size"]:  # it was lost or cut short
         os.remove(done)
       low, high = keys * place // number, keys * (place + 1) // number
       tasks[done] = functools.partial(gather, databases, side, low, high, dtype, path, done)

@@ -16,6 +16,7 @@ import zlib
 
 import fsspec
 import fsspec.compression
+from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
@@ -55,7 +56,9 @@ class File:
     """See `records.Part.read`."""
     errors = Exception if _is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
-      with fsspec.open(self.name, "rb", compression="infer") as file:
+      # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
+      opener = fsspec.open if _is_url(self.name) else LocalFileSystem().open
+      with opener(self.name, "rb", compression=None if self.name.endswith(".zip") else "infer") as file:
         yield from self._text(file) if self.kind == "text" else self._jsonl(file)
     except UserError:
       raise
