@@ -12,25 +12,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 from tests.conftest import small_model
 
-WORDS = [
-  "river",
-  "hill",
-  "rain",
-  "town",
-  "stone",
-  "bridge",
-  "morning",
-  "night",
-  "people",
-  "water",
-  "road",
-  "field",
-  "house",
-  "tree",
-  "wind",
-  "boat",
-  "light",
-]
+WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
 
 
 def random_model(field="gpt", **changes):

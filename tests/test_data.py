@@ -17,27 +17,7 @@ from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.errors import UserError
 from tests.conftest import told
 
-WORDS = [
-  "the",
-  "cat",
-  "and",
-  "a",
-  "dog",
-  "sat",
-  "on",
-  "mat",
-  "while",
-  "rain",
-  "fell",
-  "over",
-  "old",
-  "towns",
-  "by",
-  "rivers",
-  "of",
-  "green",
-  "hills",
-]
+WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
 
 
 def prose(num_documents, seed=0):

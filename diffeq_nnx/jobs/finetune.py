@@ -47,28 +47,8 @@ def finetune(
     UserError: as `discretize` and `train`, and a pattern of targets that matches nothing.
     RunError: as `train`.
   """
-  if workdir_lib.holds_run(workdir):  # the run goes on; its source need not be there any more
-    workdir_lib.check_source(workdir, from_workdir)
-    known = workdir_lib.config_of(workdir)
-    model, data_config = known.model, config.data
-    if config.data.tokenizer == "train" and "shards:" not in config.data.source:
-      data_config = dataclasses.replace(
-        config.data,
-        tokenizer=known.data.tokenizer,
-        begin_mark=known.data.begin_mark,
-        begin_token=known.data.begin_token,
-        end_token=known.data.end_token,
-      )
-    model = dataclasses.replace(
-      model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora
-    )
-    if num_steps is not None and num_steps != model.num_steps:
-      raise UserError(
-        f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
-        "directory, or leave it out",
-        everywhere=True,
-      )
-    return train(starting.derived(config, model, data_config), workdir)
+  if workdir_lib.holds_run(workdir):
+    return _resume(config, workdir, from_workdir, num_steps)
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
   model = dataclasses.replace(
@@ -109,3 +89,28 @@ def finetune(
     starting.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))
     del params
   return train(config, workdir)
+
+
+def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | None) -> dict[str, float]:
+  """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
+  workdir_lib.check_source(workdir, from_workdir)
+  known = workdir_lib.config_of(workdir)
+  model, data_config = known.model, config.data
+  if config.data.tokenizer == "train" and "shards:" not in config.data.source:
+    data_config = dataclasses.replace(
+      config.data,
+      tokenizer=known.data.tokenizer,
+      begin_mark=known.data.begin_mark,
+      begin_token=known.data.begin_token,
+      end_token=known.data.end_token,
+    )
+  model = dataclasses.replace(
+    model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora
+  )
+  if num_steps is not None and num_steps != model.num_steps:
+    raise UserError(
+      f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
+      "directory, or leave it out",
+      everywhere=True,
+    )
+  return train(starting.derived(config, model, data_config), workdir)

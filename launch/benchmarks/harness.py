@@ -39,24 +39,7 @@ from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 
-WORDS = [
-  "river",
-  "hill",
-  "rain",
-  "town",
-  "stone",
-  "bridge",
-  "morning",
-  "night",
-  "people",
-  "water",
-  "road",
-  "field",
-  "house",
-  "tree",
-  "wind",
-  "boat",
-]
+WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat".split()
 
 
 def requests_of(kind: str, items: int) -> list[Instance]:
