@@ -30,12 +30,14 @@ RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, 
 
 @dataclasses.dataclass(frozen=True)
 class TimeConfig:
-  """How a time becomes the features that the weights are made from; read by generated weights only."""
+  """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
 
   embedding: str = one_of("fixed", "learned", "shared_mlp")  # learned: frequencies are parameters; shared_mlp: one MLP
   sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
   time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
   scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1
+  weights_at: str = one_of("nodes", "end", "middle", "mean")  # of a step: where its solver has its nodes, as in the
+  # paper; or the same weights at all nodes: W at the step's end or middle, or the mean of W over the step
   constant: bool = False  # hold t at 0: the control that has the parameters but not the time
 
 
@@ -56,12 +58,23 @@ class ModelConfig:
 
   weights: str = one_of("generated", "stored", "shared")  # stored: a set for each step; shared: one set
   field: str = one_of("gpt", "llama")
-  solver: str = one_of("euler", "sequential")  # euler: parallel branches; sequential: attention first
+  solver: str = one_of(  # euler: parallel branches; sequential: attention first; others: see docs/solvers.md
+    "euler",
+    "sequential",
+    "strang",
+    "strang_mirrored",
+    "midpoint",
+    "heun",
+    "ralston",
+    "rk4",
+    "ode_transformer",
+    "leapfrog",
+  )
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
   norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = number(12, above=0)
   horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
-  step_sizes: tuple[float, ...] = ()  # dt of each step, for stored weights; (): all alike
+  step_sizes: tuple[float, ...] = ()  # dt of each of num_steps steps; (): all alike
   embed_dim: int = number(768, above=0)
   num_heads: int = number(12, above=0)
   num_kv_heads: int | None = number(None, above=0)  # None: num_heads
@@ -165,7 +178,8 @@ class TrainConfig:
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
   device_batch_size: int | None = number(None, above=0)  # sequences of a micro-batch on a device; None: one micro-batch
   step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
-  remat: str = one_of("full", "none", "dots")  # rematerialization; dots: matrix products are kept
+  adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
+  remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
   loss_chunks: int = number(32, above=0)  # slices of the sequence whose logits exist at one time
   log_every: int = number(10, above=0)
@@ -342,8 +356,8 @@ def _check_model(model: ModelConfig) -> None:
   if model.field == "gpt" and model.norm_shift is False:
     raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
   if model.step_sizes:
-    if model.weights != "stored" or model.horizon is not None:
-      raise UserError("model.step_sizes: needs model.weights=stored and model.horizon=None; leave it at ()")
+    if model.horizon is not None:
+      raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
     if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
       raise UserError(f"model.step_sizes={model.step_sizes}: must be model.num_steps={model.num_steps} numbers above 0")
   try:
@@ -368,7 +382,7 @@ def _check_training(config: Config) -> None:
   for key, count in counts.items():
     if count <= 0:
       raise UserError(f"{key}={count}: must be above 0")
-    if train.remat != "none":
+    if train.adjoint == "checkpointed" and train.remat != "none":
       _check_divides("train.remat_every", train.remat_every, key, count)
     _check_stored_count(model, key, count)
   if config.eval.num_steps is not None:

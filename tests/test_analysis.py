@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, advance, attention_probabilities, logits_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Step, attention_probabilities, logits_of
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
@@ -128,10 +128,14 @@ def test_scores_of_known_eigenvalues():
 def flow(one: AnalyzedModel):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
 
-  def step(x_LxD, stretch):
-    return advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0], None
+  step = Step(one.config, one.grid)
 
-  return jax.jit(lambda x_LxD: jax.lax.scan(step, x_LxD, (one.weights, jnp.asarray(one.grid.dts_S)))[0])
+  def end(x_LxD):
+    carry = step.solver.init(x_LxD[None])
+    carry, _ = jax.lax.scan(lambda carry, link: (step(carry, link), None), carry, step.links(one.weights))
+    return step.solver.read(carry)[0]
+
+  return jax.jit(end)
 
 
 def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
@@ -143,11 +147,13 @@ def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
 def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
 
-  def added(x_LxD, stretch):
-    return (advance(one.config, vector_fields.Packing(), *stretch, x_LxD[None])[0] - x_LxD)[-1]
+  step = Step(one.config, one.grid)
 
-  states, stretches = one.observe(tokens).states[:-1, 0], (one.weights, jnp.asarray(one.grid.dts_S))
-  j_SxDxLxD = np.asarray(jax.jit(jax.vmap(jax.jacfwd(added)))(states, stretches))
+  def added(x_LxD, link):
+    return (step.solver.read(step(step.solver.init(x_LxD[None]), link))[0] - x_LxD)[-1]
+
+  states, links = one.observe(tokens).states[:-1, 0], step.links(one.weights)
+  j_SxDxLxD = np.asarray(jax.jit(jax.vmap(jax.jacfwd(added)))(states, links))
   products = np.stack([np.eye(24)] * len(tokens))
   for j_DxLxD in j_SxDxLxD:
     products = (np.eye(24) + j_DxLxD.swapaxes(0, 1)) @ products

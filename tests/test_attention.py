@@ -19,7 +19,7 @@ from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
-from diffeq_nnx.model.solvers import uniform_grid
+from diffeq_nnx.model.grids import uniform_grid
 from diffeq_nnx.training.step import init_state, loss_and_gradients
 from tests.conftest import packed_batch, random_batch, small_config, small_model
 

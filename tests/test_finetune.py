@@ -16,8 +16,8 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import LoraConfig, MeshConfig
 from diffeq_nnx.model import parameters
+from diffeq_nnx.model.grids import uniform_grid
 from diffeq_nnx.model.parameters import graph
-from diffeq_nnx.model.solvers import uniform_grid
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.loop import train

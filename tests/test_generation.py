@@ -104,7 +104,7 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
 
 def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
   decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
-  kept = {**decoder.weights["rest"], **decoder.weights["steps"][0]["up"]}
+  kept = {**decoder.weights["rest"], **decoder.weights["sets"][0]["up"]}
   assert {kept[name].dtype for name in ("embedding", "head", "kernel")} == {jnp.bfloat16.dtype}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build
 from tests import reference
@@ -30,6 +30,12 @@ def logits_of(model: Model, tokens, num_steps: int | None = None, **packing) -> 
 def numpy_of(module) -> dict:
   """Parameters as nested NumPy arrays."""
   return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
+
+
+def solved(model: Model, x_BxLxD, weights, **bound) -> jax.Array:
+  """The state at the end of the model's own grid."""
+  field = vector_fields.BoundField(model.field, **bound)
+  return integration.solve(model.solver, field, x_BxLxD, weights, model.grid(), key=jax.random.key(0))
 
 
 def reference_weights(model: Model, times) -> dict:
@@ -93,9 +99,9 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
     tokens,
     params["embedding"],
     params.get("positions"),
-    heads_apart(reference_weights(model, grid.times_S), config),
+    heads_apart(reference_weights(model, model.times().times_U), config),
     field,
-    grid.dts_S,
+    grid.dts,
     config.solver == "sequential",
     params["final_norm"],
     params.get("head", params["embedding"]),
@@ -131,10 +137,7 @@ def test_no_position_sees_a_later_one(field, solver):
 
   @jax.jit
   def last_seen(x_BxLxD):
-    out = solvers.solve(
-      solver, model.field, x_BxLxD, weights, model.grid(), dropout=lambda key, x: x, key=jax.random.key(0)
-    )
-    return out[0].sum(-1)
+    return solved(model, x_BxLxD, weights)[0].sum(-1)
 
   influence_LxL = np.abs(jax.jacobian(last_seen)(embedded)[:, 0]).sum(-1)
   assert (influence_LxL[np.tril_indices(12)] > 0).all()
@@ -212,11 +215,8 @@ def test_one_euler_step_is_the_parallel_block():
   x = jax.random.normal(jax.random.key(1), (2, 12, 24))
   weights = model.block_weights()
   one = jax.tree.map(lambda a: a[0], weights)
-  solved = solvers.solve(
-    "euler", model.field, x, weights, model.grid(), dropout=lambda key, y: y, key=jax.random.key(0)
-  )
   by_hand = x + 0.5 * (model.field.attention(x, one) + model.field.feedforward(x, one))
-  np.testing.assert_allclose(solved, by_hand, atol=1e-6)
+  np.testing.assert_allclose(solved(model, x, weights), by_hand, atol=1e-6)
 
 
 def test_euler_is_of_first_order(x64):
@@ -232,9 +232,9 @@ def test_euler_is_of_first_order(x64):
 
 @pytest.mark.parametrize("num_steps", [1, 3, 49, 93, 99, 105])
 def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
-  grid = solvers.uniform_grid(num_steps, 1.0)
-  assert grid.num_steps == num_steps and grid.times_S[-1] == 1.0
-  assert sum(grid.dts_S) == pytest.approx(1.0)
+  grid = grids.uniform_grid(num_steps, 1.0)
+  assert grid.num_steps == num_steps and grid.edges[-1] == 1.0
+  assert sum(grid.dts) == pytest.approx(1.0)
 
 
 # both kinds that recompute with one step, several steps and all steps at a time; "none" ignores the number
@@ -243,12 +243,12 @@ def test_rematerialization_changes_neither_value_nor_gradient(kind, every):
   model = make(small_model(num_steps=6))
   tokens = jnp.arange(24).reshape(2, 12)
 
-  def norm(weights, remat):
-    return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), remat=remat)).mean()
+  def norm(weights, adjoint):
+    return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), adjoint=adjoint)).mean()
 
   value_and_gradient = jax.jit(jax.value_and_grad(norm), static_argnums=1)
-  plain = value_and_gradient(model.block_weights(), solvers.Remat())
-  again = value_and_gradient(model.block_weights(), solvers.Remat(kind, every))
+  plain = value_and_gradient(model.block_weights(), integration.Checkpointed())
+  again = value_and_gradient(model.block_weights(), integration.Checkpointed(kind, every))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
 
@@ -256,14 +256,15 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
   config = small_model(dropout=0.5, num_steps=2)
   seen = []
 
-  def dropout(key, x):
-    seen.append(key)
-    return x
+  class Seen(vector_fields.Dropout):
+    def __call__(self, key, x_BxLxD):
+      seen.append(key)
+      return x_BxLxD
 
   model = make(config)
   x = jax.random.normal(jax.random.key(1), (1, 12, 24))
   with jax.disable_jit():
-    solvers.solve("euler", model.field, x, model.block_weights(), model.grid(), dropout=dropout, key=jax.random.key(0))
+    solved(model, x, model.block_weights(), dropout=Seen())
   assert len({tuple(np.asarray(jax.random.key_data(key))) for key in seen}) == 4  # 2 steps, 2 branches
   tokens, weights = jnp.arange(24).reshape(2, 12), model.block_weights()
   assert (model.hidden(tokens, weights) == model.hidden(tokens, weights)).all()

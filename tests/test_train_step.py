@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from diffeq_nnx.config import OptimizerConfig
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids
 from diffeq_nnx.training.loop import num_solver_steps
 from diffeq_nnx.training.optimizer import make_optimizer, schedule
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step
@@ -19,7 +19,7 @@ from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_conf
 
 def gradients_of(config, batch, dtype="float32"):
   """Loss and gradients at moved parameters."""
-  grid = solvers.uniform_grid(config.model.num_steps, config.model.total_time)
+  grid = grids.uniform_grid(config.model.num_steps, config.model.total_time)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
   return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(params, batch)
 
@@ -68,7 +68,7 @@ def test_under_accumulation_the_generator_runs_once():
   def lines(held):
     config = small_config(device_batch_size=held)
     state = jax.eval_shape(lambda: init_state(config))
-    grid = solvers.uniform_grid(3, 3.0)
+    grid = grids.uniform_grid(3, 3.0)
     jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, grid, p, b, k))(
       state["params"], random_batch(config), jax.random.key(0)
     )

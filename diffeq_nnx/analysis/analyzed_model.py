@@ -1,6 +1,7 @@
 """A model under analysis, and its states and attention on a text, step by step.
 
-B batch, L positions, D embed_dim, S solver steps, H query heads, K key/value heads, C head_dim.
+B batch, L positions, D embed_dim, S solver steps, U weight sets (distinct times), H query heads, K key/value
+heads, C head_dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.model import solvers, vector_fields
+from diffeq_nnx.model import grids, integration, solvers, vector_fields
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
@@ -34,8 +35,10 @@ class AnalyzedModel:
 
   Attributes:
     config: of the model, in the wider dtype.
-    grid: times and step sizes.
-    weights: BlockWeights at the grid's times.
+    grid: the steps.
+    times_U: the times of its weights; of a mean over a step, its center.
+    step_times_S: of the weights at each step's first node.
+    weights: BlockWeights at these times.
     rest: the other parameters.
   """
 
@@ -47,6 +50,8 @@ class AnalyzedModel:
     with jax.default_matmul_precision("highest"):
       ready = make_ready(model, num_steps, config=config)
     self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
+    times = self.grid.times(solvers.SOLVERS[config.solver].nodes)
+    self.times_U, self.step_times_S = times.times_U, times.times_U[times.index_SxN[:, 0]]
     self._mesh, self._source = ready.mesh, params_of(model)["weight_source"]
 
   @contextlib.contextmanager
@@ -55,24 +60,25 @@ class AnalyzedModel:
     with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
       yield
 
-  def check_times(self, times_S: Sequence[float]) -> tuple[float, ...]:
+  def check_times(self, times_M: Sequence[float]) -> tuple[float, ...]:
     """The times sorted and without duplicates.
 
     Raises:
-      UserError: no times, or some outside 0 to 1; or stored weights, which exist at the model's own steps only.
+      UserError: no times, or some outside 0 to 1; or stored weights, which exist at the times of the
+        model's own steps only.
     """
-    if not len(times_S) or not all(0 <= t <= 1 for t in times_S):
-      raise UserError(f"times={list(times_S)}: must be one or more times from 0 to 1")
+    if not len(times_M) or not all(0 <= t <= 1 for t in times_M):
+      raise UserError(f"times={list(times_M)}: must be one or more times from 0 to 1")
     if self.config.weights == "stored":
       raise UserError(
-        f"times={list(times_S)}: the weights of this model are stored, one set for each of its "
+        f"times={list(times_M)}: the weights of this model are stored, one set for each of its "
         f"{self.config.num_steps} steps and none between; leave it out"
       )
-    return tuple(np.unique(np.asarray(times_S, np.float64)).tolist())
+    return tuple(np.unique(np.asarray(times_M, np.float64)).tolist())
 
-  def weights_at(self, times_S: Sequence[float]) -> BlockWeights:
+  def weights_at(self, times_M: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
-    weights = _weights(self.config, self.check_times(times_S), self._source)
+    weights = _weights(self.config, self.check_times(times_M), self._source)
     return jax.device_put(weights, sharding.replicated(self._mesh))
 
   def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
@@ -129,10 +135,10 @@ class AnalyzedModel:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _weights(config: ModelConfig, times_S: tuple[float, ...], source: dict[str, Any]) -> BlockWeights:
+def _weights(config: ModelConfig, times_M: tuple[float, ...], source: dict[str, Any]) -> BlockWeights:
   model = partial_model(config, {"weight_source": source})
   with jax.default_matmul_precision("highest"):
-    return model.weight_source(np.asarray(times_S), jnp.dtype(config.dtype))
+    return model.weight_source(grids.at_times(times_M), jnp.dtype(config.dtype))
 
 
 class Pass(NamedTuple):
@@ -140,22 +146,27 @@ class Pass(NamedTuple):
 
   Attributes:
     states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    attention: attention probabilities of each step, [S, B, H, L, L], of each token over the tokens up to it; None if
-      not requested.
+    carries: what the solver carries into each step, every leaf with a leading axis S; the state itself for most.
+    attention: attention probabilities of each step, at its first evaluation, [S, B, H, L, L], of each token over the
+      tokens up to it; None if not requested.
   """
 
   states: jax.Array
+  carries: solvers.Carry
   attention: jax.Array | None
 
 
 class _RecordedAttention:
-  """Causal attention that records its probabilities, [B, H, L, L]."""
+  """Causal attention that records the probabilities of each evaluation, [B, H, L, L]."""
 
   positions_BxL = None
 
+  def __init__(self):
+    self.probabilities: list[jax.Array] = []
+
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """See `AttentionContext.attend`."""
-    self.probabilities = attention_probabilities(q_BxLxHxC, k_BxLxKxC)
+    self.probabilities.append(attention_probabilities(q_BxLxHxC, k_BxLxKxC))
     return Packing().attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
@@ -168,23 +179,32 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
   return jax.nn.softmax(jnp.where(causal_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
-def advance(
-  config: ModelConfig, context: AttentionContext, weights: vector_fields.Weights, dt: jax.Array, x_BxLxD: jax.Array
-) -> jax.Array:
-  """One step of the model's solver, [B, L, D] -> [B, L, D], with the weights at one time."""
-  field = vector_fields.BoundField(vector_fields.make_field(config), context)
-  return solvers.SOLVERS[config.solver](field, x_BxLxD, weights, dt, solvers.no_dropout, jax.random.key(0))
+class Step:
+  """A step of a model's solver, as a function of the carry, on texts without padding.
 
+  Attributes:
+    solver: the method.
+  """
 
-def steps_of(config: ModelConfig, grid: solvers.Grid, weights: BlockWeights) -> tuple[BlockWeights, jax.Array]:
-  """The weights and the step sizes [S], to scan over."""
-  return weights, jnp.asarray(np.asarray(grid.dts_S), config.dtype)
+  def __init__(self, config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()):
+    self._config, self._grid = config, grid
+    self._field = vector_fields.BoundField(vector_fields.make_field(config), context)
+    self.solver = solvers.SOLVERS[config.solver]
+
+  def links(self, weights: BlockWeights) -> integration.PerStep:
+    """What each step reads of the weights [U, ...], with leading axes S, to scan over."""
+    dtype = jnp.dtype(self._config.dtype)
+    return integration.steps_of(self.solver, weights, self._grid, dtype, jax.random.key(0))
+
+  def __call__(self, carry: solvers.Carry, link: integration.PerStep) -> solvers.Carry:
+    """The carry after a step, `link` being that step's of `links`."""
+    return integration.advance_of(self.solver, self._grid)(self._field, carry, link)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def observe(
   config: ModelConfig,
-  grid: solvers.Grid,
+  grid: grids.Grid,
   with_attention: bool,
   rest: dict[str, Any],
   weights: BlockWeights,
@@ -192,14 +212,16 @@ def observe(
 ) -> Pass:
   """Records one forward pass of a batch, with the attention probabilities if `with_attention`."""
 
-  def step(x_BxLxD, one):
+  def step(carry, link):
     context = _RecordedAttention()
-    x_BxLxD = advance(config, context, *one, x_BxLxD)
-    return x_BxLxD, (x_BxLxD, context.probabilities if with_attention else None)
+    after = Step(config, grid, context)(carry, link)
+    return after, (carry, solver.read(after), context.probabilities[0] if with_attention else None)
 
+  solver = solvers.SOLVERS[config.solver]
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
-  _, (states, attention) = jax.lax.scan(step, x_BxLxD, steps_of(config, grid, weights))
-  return Pass(jnp.concatenate([x_BxLxD[None], states]), attention)
+  links = Step(config, grid).links(weights)
+  _, (carries, states, attention) = jax.lax.scan(step, solver.init(x_BxLxD), links)
+  return Pass(jnp.concatenate([x_BxLxD[None], states]), carries, attention)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, advance, logits_of, steps_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Step, logits_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import solvers
-from diffeq_nnx.model.attention_context import Packing
+from diffeq_nnx.model import grids
 
 HALF = 25  # repeated tokens, if there are positions for them
 
@@ -48,7 +47,7 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gradient_times_input(
   config: ModelConfig,
-  grid: solvers.Grid,
+  grid: grids.Grid,
   rest: dict[str, Any],
   weights: Any,
   x_1xLxD: jax.Array,
@@ -56,9 +55,10 @@ def _gradient_times_input(
   token: jax.Array,
 ) -> jax.Array:
   def logit(x_1xLxD):
-    step = jax.checkpoint(lambda x, one: (advance(config, Packing(), *one, x), None), prevent_cse=False)
-    end_1xLxD, _ = jax.lax.scan(step, x_1xLxD, steps_of(config, grid, weights))
-    return logits_of(config, rest, end_1xLxD)[0, position, token]
+    step = Step(config, grid)
+    recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
+    carry, _ = jax.lax.scan(recomputed, step.solver.init(x_1xLxD), step.links(weights))
+    return logits_of(config, rest, step.solver.read(carry))[0, position, token]
 
   return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
 

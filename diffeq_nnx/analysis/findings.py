@@ -32,7 +32,7 @@ class Findings:
     pieces: the tokens' texts, [L].
     tokens: [L].
     position: of the output token, n.
-    grid: times [S] and dts [S] of the steps.
+    grid: times [S] of the weights at the first node of the steps, and dts [S].
     spectra: at the model's times, or at the requested ones.
     between: spectra of the heads at times between and at the steps; None where weights are stored or shared.
     prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
@@ -148,13 +148,13 @@ def find(
     raise UserError(f"leading={leading}: must be 1 or above")
   generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
   leading = None if leading is None else min(leading, analyzed.config.embed_dim)
-  with showing("spectra", S if times is None else len(times)) as progress:
+  with showing("spectra", len(analyzed.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
   if generated:
     fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
     with showing("spectra between", len(fine)) as progress:
-      between = spectra(analyzed, np.union1d(fine, analyzed.grid.times_S), feedforward=False, progress=progress)
+      between = spectra(analyzed, np.union1d(fine, analyzed.times_U), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
     with showing(f"exponents, {form}", position + 1) as progress:
@@ -170,7 +170,7 @@ def find(
     tuple(pieces),
     tokens_L,
     position,
-    (np.asarray(analyzed.grid.times_S), np.asarray(analyzed.grid.dts_S)),
+    (analyzed.step_times_S, np.asarray(analyzed.grid.dts)),
     found,
     between,
     attention.prefix_matching(analyzed, half=half) if half >= 2 else None,

@@ -7,8 +7,8 @@ singular values, per unit of time t, which runs from 0 to 1 whatever the horizon
 
   exact      M_k = d x_n(1) / d x_k(0), through all tokens between: the Jacobian of the real forward pass.
   per_token  M_k = product over steps of (I + dt d f_n / d x_k): the paper's form (Tong et al. 2025), which follows one
-             token's tangent and leaves out paths through other tokens. For a sequential solver dt f_n is what the step
-             adds to token n.
+             token's tangent and leaves out paths through other tokens. dt f_n is what a step of the solver, started at
+             the recorded state, adds to token n: for Euler's method dt times the vector field.
 
 The published code starts at q = I, orthonormalizes after each step and sums log |R_ii|, which agrees in the limit of
 long times; after a dozen steps it depends on the basis, and the singular values don't. Without any influence exponents
@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, advance, steps_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, Step
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.attention_context import Packing
+from diffeq_nnx.model import grids
 
 FORMS = ("exact", "per_token")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
@@ -116,7 +116,7 @@ def jacobian(
   passed: Pass,
   ks: Sequence[int] | None = None,
   progress: Progress = lambda done: None,
-  steps: slice = slice(None),
+  alone: int | None = None,
 ) -> np.ndarray:
   """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
@@ -125,19 +125,23 @@ def jacobian(
     passed: a forward pass of one text.
     ks: which tokens; None: all L.
     progress: called with fractions of K.
-    steps: the solver steps to differentiate through; by default all.
+    alone: a step to differentiate in place of all, as started at its recorded state.
   """
   _, _, L, D = passed.states.shape
   ks = np.arange(L) if ks is None else np.asarray(ks)
   chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.computing():
-    links = passed.states[:-1], *steps_of(model.config, model.grid, model.weights)
-    links = jax.tree.map(lambda leaf: leaf[steps], links)
+    step = Step(model.config, model.grid)
+    start, carries, links = passed.states[0], passed.carries, step.links(model.weights)
+    if alone is not None:
+      start = passed.states[alone]
+      carries = jax.tree.map(lambda leaf: leaf[None], step.solver.init(start))
+      links = jax.tree.map(lambda leaf: leaf[alone : alone + 1], links)
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-      pulled_cxLxD = _pulled_back(model.config, links, cotangents_cxD)
+      pulled_cxLxD = _pulled_back(model.config, model.grid, start, carries, links, cotangents_cxD)
       result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
@@ -149,7 +153,7 @@ def _per_token(model: AnalyzedModel, passed: Pass, ks: np.ndarray, progress: Pro
   carried_Kx1x1 = (ks != L - 1)[:, None, None]  # the state that d x_n / d x_k lacks for k other than n
   product_KxDxD = np.broadcast_to(np.eye(D), (len(ks), D, D))
   for step in range(S):
-    step_KxDxD = jacobian(model, passed, ks, lambda done: progress(done / S), slice(step, step + 1))
+    step_KxDxD = jacobian(model, passed, ks, lambda done: progress(done / S), step)
     product_KxDxD = (carried_Kx1x1 * np.eye(D) + step_KxDxD) @ product_KxDxD
   return product_KxDxD
 
@@ -186,18 +190,26 @@ def _num_chunks(pieces: int, bytes_each: int) -> int:
   return -(-pieces // max(1, CHUNK_BYTES // bytes_each))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _pulled_back(config: ModelConfig, links: Any, cotangents_cxD: jax.Array) -> jax.Array:
-  """Cotangents of the last token's final state, pulled back to all initial states, [c, L, D].
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pulled_back(
+  config: ModelConfig, grid: grids.Grid, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
+) -> jax.Array:
+  """Cotangents of the last token's final state, pulled back to all initial states `start_1xLxD`, [c, L, D].
 
-  `links` are, for each step, the states before it, its weights and dt.
+  `carries` and `links` are, for each step, the carry before it and what it reads.
   """
+  step = Step(config, grid)
 
-  def back(rows_cxLxD, link):
-    x_1xLxD, *step = link
-    _, pull = jax.vjp(functools.partial(advance, config, Packing(), *step), x_1xLxD)
-    return jax.vmap(lambda row_LxD: pull(row_LxD[None])[0][0])(rows_cxLxD), None
+  def pulled(function, at, rows):  # rows: cotangents with a leading axis c
+    _, pull = jax.vjp(function, at)
+    return jax.vmap(lambda row: pull(row)[0])(rows)
 
-  L, D = links[0].shape[2:]
-  rows_cxLxD = jnp.zeros((len(cotangents_cxD), L, D), cotangents_cxD.dtype).at[:, -1].set(cotangents_cxD)
-  return jax.lax.scan(back, rows_cxLxD, links, reverse=True)[0]
+  def back(rows, one):
+    carry, link = one
+    return pulled(lambda carry: step(carry, link), carry, rows), None
+
+  L, D = start_1xLxD.shape[1:]
+  rows = jnp.zeros((len(cotangents_cxD), 1, L, D), cotangents_cxD.dtype).at[:, 0, -1].set(cotangents_cxD)
+  last = step(*jax.tree.map(lambda leaf: leaf[-1], (carries, links)))
+  rows, _ = jax.lax.scan(back, pulled(step.solver.read, last, rows), (carries, links), reverse=True)
+  return pulled(step.solver.init, start_1xLxD, rows)[:, 0]

@@ -1,6 +1,6 @@
 """Eigenvalues of the products of weights that update the state, over depth.
 
-S times, D embed_dim, H query heads, K key/value heads, C head_dim, F mlp_dim.
+S times of weights, D embed_dim, H query heads, K key/value heads, C head_dim, F mlp_dim.
 
 A head compares tokens by x W_q W_k^T y^T and writes x W_v W_o; the feed-forward branch has the pair W_up W_down (Tong
 et al. 2025, section 4). Each is a matrix [D, D] of low rank, A B with A [D, n], and its nonzero eigenvalues are those
@@ -59,7 +59,7 @@ def spectra(
 
   Args:
     model: the model.
-    times_S: from 0 to 1; None: those of the model's grid.
+    times_S: from 0 to 1; None: those of the model's own weights.
     feedforward: whether to include the feed-forward pair, whose eigenvalues take the longest.
     progress: called with the number of times done since the last call.
 
@@ -68,10 +68,10 @@ def spectra(
   """
   field = vector_fields.make_field(model.config)
   own = times_S is None
-  times_S = np.asarray(model.grid.times_S if own else model.check_times(times_S), np.float64)
+  times_S = np.asarray(model.times_U if own else model.check_times(times_S), np.float64)
   made = []
-  for first in range(0, len(times_S), model.grid.num_steps):  # at most as many weights at a time as the model has
-    part_S = times_S[first : first + model.grid.num_steps]
+  for first in range(0, len(times_S), len(model.times_U)):  # at most as many weights at a time as the model has
+    part_S = times_S[first : first + len(model.times_U)]
     kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))

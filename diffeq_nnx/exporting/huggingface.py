@@ -20,9 +20,9 @@ from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, tokenizer_files
 from diffeq_nnx.model.discretization import discretize
+from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
-from diffeq_nnx.model.solvers import make_grid
 
 FORMS = ("hf", "hf_exact", "hf_code")
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
@@ -97,7 +97,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder) as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
-    tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts_S)
+    tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts)
     if wide:
       tensors, eps = layouts.widened(exported, tensors)
       settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}

@@ -16,7 +16,7 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import partial_model
@@ -81,7 +81,7 @@ class Scorer:
 
   Attributes:
     config: of the model.
-    grid: times and step sizes.
+    grid: the steps.
     mesh: the devices.
   """
 
@@ -112,7 +112,7 @@ class Scorer:
     """
     ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
     self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
-    self._weights = {"steps": ready.weights, "rest": ready.rest}
+    self._weights = {"sets": ready.weights, "rest": ready.rest}
     max_length = self.config.seq_len if max_length is None else max_length
     self._share, self._most_slots = share, packing.bucket(max_length)
     self._rows = sharding.num_shards("batch", self.mesh.shape)
@@ -172,7 +172,7 @@ def _pieces(B: int, M: int, V: int) -> int:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def score(
   config: ModelConfig,
-  grid: solvers.Grid,
+  grid: grids.Grid,
   branches: bool,
   pieces: int,
   weights: dict[str, Any],
@@ -182,15 +182,15 @@ def score(
 
   Args:
     config: of the model.
-    grid: times and step sizes.
+    grid: the steps.
     branches: whether rows may hold more than one path; otherwise the model's own attention is used.
     pieces: number of pieces in which the logits are computed; divides M.
-    weights: steps, BlockWeights at the grid's times; rest, the other parameters.
+    weights: sets, BlockWeights at the times of the pass; rest, the other parameters.
     batch: `packing.Batch.arrays`.
   """
   model = partial_model(config, weights["rest"])
   context = Branched(batch["ends"], batch["positions"]) if branches else Packing(None, batch["positions"])
-  hidden_BxLxD = model.hidden(batch["tokens"], weights["steps"], grid, context=context)
+  hidden_BxLxD = model.hidden(batch["tokens"], weights["sets"], grid, context=context)
   head_VxD = model.unembedding()
   B, M = batch["slots"].shape
   split = lambda array: array.reshape(B, pieces, M // pieces).swapaxes(0, 1)

@@ -20,7 +20,7 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.sampling import Filters, Sampling, sample
 from diffeq_nnx.inference.text_stream import TextStream
-from diffeq_nnx.model import solvers, vector_fields
+from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import DecodeCache, Packing, PrefillCache
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import partial_model
@@ -28,7 +28,7 @@ from diffeq_nnx.model.ready import make_ready
 
 BUCKET = 64  # slots are padded to multiples of it, so that few shapes are compiled
 
-Weights = dict[str, Any]  # "steps": BlockWeights of each step, S trees; "rest": the other parameters
+Weights = dict[str, Any]  # "sets": a list of BlockWeights, one for each time; "rest": the other parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Decoder:
 
   Attributes:
     config: of the model.
-    grid: times and step sizes.
-    weights: "steps", BlockWeights of each step; "rest", the other parameters.
+    grid: the steps.
+    weights: "sets", BlockWeights at each of its times; "rest", the other parameters.
     platform: of the device: cpu, gpu or tpu.
   """
 
@@ -71,7 +71,7 @@ class Decoder:
     """
     ready = make_ready(model, num_steps, config=config, unrolled=True)
     self.config, self.grid, self._mesh = ready.config, ready.grid, ready.mesh
-    self.weights: Weights = {"steps": ready.weights, "rest": ready.rest}
+    self.weights: Weights = {"sets": ready.weights, "rest": ready.rest}
     self.platform = self._mesh.devices.flat[0].platform
 
   def room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
@@ -143,43 +143,43 @@ def _padded(slots: int) -> int:
 
 
 def prompt_logits(
-  config: ModelConfig, grid: solvers.Grid, num_slots: int, weights: Weights, tokens_BxL: jax.Array, first_B: jax.Array
+  config: ModelConfig, grid: grids.Grid, num_slots: int, weights: Weights, tokens_BxL: jax.Array, first_B: jax.Array
 ) -> tuple[dict, jax.Array]:
   """The state after the prompts, with P = `num_slots` slots, and the logits [B, V] of the next tokens.
 
-  The state: cache, keys and values [B, K, P, C] of each step; slot [] of the next token; first_B, slots of the rows'
-  first tokens.
+  The state: cache, keys and values [B, K, P, C] of each evaluation of attention; slot [] of the next token; first_B,
+  slots of the rows' first tokens.
   """
   L = tokens_BxL.shape[1]
   positions_BxL = jnp.arange(L, dtype=jnp.int32)[None] - first_B[:, None]
   packing = Packing((positions_BxL >= 0).astype(jnp.int32), jnp.maximum(positions_BxL, 0))
-  contexts_S = [PrefillCache(packing) for _ in range(grid.num_steps)]
+  context = PrefillCache(packing)
   model = partial_model(config, weights["rest"])
-  hidden_BxLxD = model.hidden_unrolled(tokens_BxL, weights["steps"], contexts_S, grid)
+  hidden_BxLxD = model.hidden_unrolled(tokens_BxL, weights["sets"], context, grid)
   room = ((0, 0), (0, 0), (0, num_slots - L), (0, 0))
-  cache_S = [tuple(jnp.pad(one, room) for one in context.keys_values or ()) for context in contexts_S]
-  return {"cache": cache_S, "slot": jnp.int32(L), "first_B": first_B}, model.logits(hidden_BxLxD[:, -1:])[:, 0]
+  cache = [(jnp.pad(keys, room), jnp.pad(values, room)) for keys, values in context.stored]
+  return {"cache": cache, "slot": jnp.int32(L), "first_B": first_B}, model.logits(hidden_BxLxD[:, -1:])[:, 0]
 
 
 def next_logits(
-  config: ModelConfig, grid: solvers.Grid, weights: Weights, state: dict, tokens_B: jax.Array
+  config: ModelConfig, grid: grids.Grid, weights: Weights, state: dict, tokens_B: jax.Array
 ) -> tuple[dict, jax.Array]:
   """The state after one more token in each row, [B], and the logits [B, V] of the next tokens."""
   slot, first_B = state["slot"], state["first_B"]
   positions_B = slot - first_B
   if vector_fields.FIELDS[config.field].learned_positions:
     positions_B = jnp.minimum(positions_B, config.seq_len - 1)  # a row beyond the last position has ended
-  contexts_S = [DecodeCache(keys_values, slot, first_B, positions_B[:, None]) for keys_values in state["cache"]]
+  context = DecodeCache(state["cache"], slot, first_B, positions_B[:, None])
   model = partial_model(config, weights["rest"])
-  hidden_Bx1xD = model.hidden_unrolled(tokens_B[:, None], weights["steps"], contexts_S, grid)
-  state = {"cache": [context.keys_values for context in contexts_S], "slot": slot + 1, "first_B": first_B}
+  hidden_Bx1xD = model.hidden_unrolled(tokens_B[:, None], weights["sets"], context, grid)
+  state = {"cache": context.stored, "slot": slot + 1, "first_B": first_B}
   return state, model.logits(hidden_Bx1xD)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def read_prompts(
   config: ModelConfig,
-  grid: solvers.Grid,
+  grid: grids.Grid,
   num_slots: int,
   filters: Filters,
   weights: Weights,
@@ -195,7 +195,7 @@ def read_prompts(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="state")
 def next_tokens(
   config: ModelConfig,
-  grid: solvers.Grid,
+  grid: grids.Grid,
   filters: Filters,
   weights: Weights,
   values: dict[str, jax.Array],

@@ -3,6 +3,7 @@
 B batch, L positions, D embed_dim, H query heads, K key/value heads, C head_dim, P slots of a cache.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import NamedTuple, Protocol
 
@@ -61,17 +62,20 @@ def sharded_attention(
   return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, *segments)
 
 
+KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
+
+
 @dataclasses.dataclass
 class PrefillCache:
-  """A packing at one solver step that stores the keys and values of its tokens, for decoding.
+  """A packing that stores the keys and values of its tokens, for decoding; for an unrolled pass.
 
   Attributes:
     packing: the attention context.
-    keys_values: set by `attend`, [B, K, L, C] each.
+    stored: keys and values of each evaluation of attention, in order, [B, K, L, C] each; `attend` appends to it.
   """
 
   packing: Packing
-  keys_values: tuple[jax.Array, jax.Array] | None = None
+  stored: list[KeysValues] = dataclasses.field(default_factory=list)
 
   @property
   def positions_BxL(self) -> jax.Array | None:
@@ -80,39 +84,44 @@ class PrefillCache:
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """As the packing's."""
-    self.keys_values = k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)
+    self.stored.append((k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)))
     return self.packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
 @dataclasses.dataclass
 class DecodeCache:
-  """One new token per row at one solver step, with the keys and values of those before it; P slots per row.
+  """One new token per row, with the keys and values of those before it; P slots per row; for an unrolled pass.
 
   Rows begin at different slots, so that the new token has the same slot in all of them.
 
   Attributes:
-    keys_values: [B, K, P, C] each; `attend` adds the new token's.
+    before: keys and values for each evaluation of attention, in order, [B, K, P, C] each.
     slot: the new token's, [].
     first_B: the slot of each row's first token.
     positions_BxL: the new token's place in its row, [B, 1].
+    stored: those before with the new token's; each evaluation appends its own.
   """
 
-  keys_values: tuple[jax.Array, jax.Array]
+  before: Sequence[KeysValues]
   slot: jax.Array
   first_B: jax.Array
   positions_BxL: jax.Array
+  stored: list[KeysValues] = dataclasses.field(default_factory=list)
 
   def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since kernels are for many queries."""
     del implementation
     insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
-    self.keys_values = insert(self.keys_values[0], k_Bx1xKxC), insert(self.keys_values[1], v_Bx1xKxC)
-    slots_1xP = jnp.arange(self.keys_values[0].shape[2], dtype=jnp.int32)[None]
+    keys, values = self.before[len(self.stored)]
+    keys, values = insert(keys, k_Bx1xKxC), insert(values, v_Bx1xKxC)
+    self.stored.append((keys, values))
+    slots_1xP = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
     visible_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
     segments = jnp.ones((len(visible_BxP), 1), jnp.int32), visible_BxP.astype(jnp.int32)
     return attention(
       q_Bx1xHxC,
-      *(cached.swapaxes(1, 2) for cached in self.keys_values),
+      keys.swapaxes(1, 2),
+      values.swapaxes(1, 2),
       causal=False,
       segment_ids=segments,
       implementation="reference",

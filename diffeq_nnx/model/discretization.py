@@ -8,7 +8,7 @@ import jax
 
 from diffeq_nnx.config import LoraConfig, ModelConfig, TimeConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import Params, build, params_of
 
@@ -49,7 +49,7 @@ def discretized_config(
     num_steps=num_steps,
     horizon=None if sizes else model.total_time,
     step_sizes=sizes,
-    time=TimeConfig(),
+    time=TimeConfig(weights_at=model.time.weights_at),
     lora=LoraConfig(),
   )
 
@@ -59,13 +59,13 @@ def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) 
   """The parameters of `model` as those of `stored`, a config from `discretized_config`."""
   if model.weights == "stored" and not model.lora.rank:
     return params
-  weights = build(model, params).block_weights(solvers.make_grid(stored))
+  weights = build(model, params).block_weights(grids.make_grid(stored))
   wide = parameter_dtype(model.dtype)  # of weights already rounded to the compute dtype, so that nothing changes
   return {**params, "weight_source": {"stored": jax.tree.map(lambda leaf: leaf.astype(wide), weights)}}
 
 
 def discretize(model: Model, num_steps: int | None = None, *, step_sizes: Sequence[float] | None = None) -> Model:
-  """The same model with stored weights, W(t) at the times of one grid: an ordinary transformer's.
+  """The same model with stored weights, W at the times of a pass over one grid: an ordinary transformer's.
 
   It gives exactly the logits that `model` gives at that number of steps. Adapters become part of the weights.
 

@@ -5,38 +5,38 @@ import re
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.grids import Times
 from diffeq_nnx.model.weight_sources import BlockSpecs, BlockWeights, LeafSpec, StoredWeights, initial_leaf
 
 
 class LoraWeights(StoredWeights):
   """Frozen stored weights, and low-rank adapters that learn on some of the kernels.
 
-  A kernel of step s is W_s + alpha / rank A_s B_s, A_s [in, rank], B_s [rank, out] (Hu et al. 2021). The
+  Kernel s of those stored is W_s + alpha / rank A_s B_s, A_s [in, rank], B_s [rank, out] (Hu et al. 2021). The
   full kernel is computed once per train step, like generated weights; so dropout, which in that paper is drawn for each
-  token, is drawn here for each input feature and solver step.
+  token, is drawn here for each input feature and weight set.
   """
 
-  def __init__(self, specs: BlockSpecs, lora: config_lib.LoraConfig, num_steps: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(self, specs: BlockSpecs, lora: config_lib.LoraConfig, num_sets: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     """Raises UserError where no kernel's name matches `lora.targets`."""
-    super().__init__(specs, num_steps, dtype, rngs)
+    super().__init__(specs, num_sets, dtype, rngs)
     self.config = lora
     self.lora = nnx.data(
       {
         group: {
-          "a": initial_leaf(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_steps,), rngs, dtype),
-          "b": initial_leaf(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_steps,), rngs, dtype),
+          "a": initial_leaf(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_sets,), rngs, dtype),
+          "b": initial_leaf(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_sets,), rngs, dtype),
         }
         for group, (fan_in, fan_out), axes in _targets(specs, lora)
       }
     )
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
+  def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
-    self._check(times_S)
+    self._check(times)
     params, keep = nnx.to_pure_dict(nnx.state(self)), 1.0 - self.config.dropout
     made = dict(params["stored"])
     for number, (group, adapter) in enumerate(sorted(params["lora"].items())):

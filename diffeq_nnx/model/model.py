@@ -1,19 +1,17 @@
 """embed -> integrate -> unembed: the one forward pass.
 
-B batch, L positions, D embed_dim, V vocab_size, S solver steps.
+B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times of a pass).
 """
 
 from collections.abc import Sequence
-import functools
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import solvers, vector_fields, weight_sources
+from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
@@ -53,10 +51,20 @@ class Model(nnx.Module):
         for name, leaf in self.field.norm_specs(D).items()
       }
     )
-    self.block_axes = nnx.static(weight_sources.block_axes(self.field.specs(config)))
-    self.weight_source = _make_source(config, self.field.specs(config), np.asarray(self.grid().times_S), dtype, rngs)
+    specs = block_specs(config)
+    self.block_axes = nnx.static(weight_sources.block_axes(specs))
+    self.weight_source = _make_source(config, specs, self.times(), dtype, rngs)
 
-  def grid(self, num_steps: int | None = None) -> solvers.Grid:
+  @property
+  def solver(self) -> solvers.Solver:
+    """The solver that the config names."""
+    return solvers.SOLVERS[self.config.solver]
+
+  def times(self, grid: grids.Grid | None = None) -> grids.Times:
+    """The times whose weights the solver uses on a grid; None: on the config's own."""
+    return (grid or self.grid()).times(self.solver.nodes)
+
+  def grid(self, num_steps: int | None = None) -> grids.Grid:
     """The config's own grid, or a uniform one of `num_steps` steps over the same horizon.
 
     Raises:
@@ -69,38 +77,37 @@ class Model(nnx.Module):
         f"num_steps={num_steps}: the weights of this model are stored, for its own "
         f"{self.config.num_steps} steps; leave it out"
       )
-    return solvers.make_grid(self.config, num_steps)
+    return grids.make_grid(self.config, num_steps)
 
   def block_weights(
-    self, grid: solvers.Grid | None = None, dropout_key: jax.Array | None = None
+    self, grid: grids.Grid | None = None, dropout_key: jax.Array | None = None
   ) -> weight_sources.BlockWeights:
-    """The weights at all times of the grid, in one batched call; every leaf has a leading axis S.
+    """The weights at all times of a pass over the grid, in one batched call; every leaf has a leading axis U.
 
     Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
     """
-    times_S = np.asarray((grid or self.grid()).times_S)
-    weights = self.weight_source(times_S, jnp.dtype(self.config.dtype), dropout_key)
+    weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
   def hidden(
     self,
     tokens_BxL: jax.Array,
     block_weights: weight_sources.BlockWeights,
-    grid: solvers.Grid | None = None,
+    grid: grids.Grid | None = None,
     *,
     segment_ids_BxL: jax.Array | None = None,
     positions_BxL: jax.Array | None = None,
     context: AttentionContext | None = None,
     dropout_key: jax.Array | None = None,
     rows_B: jax.Array | None = None,
-    remat: solvers.Remat = solvers.Remat(),
+    adjoint: integration.Adjoint = integration.Checkpointed(),
   ) -> jax.Array:
     """The state after the last step and the final norm, [B, L, D].
 
     Args:
       tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
       block_weights: from `block_weights(grid)`.
-      grid: times and step sizes; None: the config's own.
+      grid: the steps; None: the config's own.
       segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
       positions_BxL: each token's place in its document, below L; None: 0 to L-1.
       context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
@@ -108,7 +115,7 @@ class Model(nnx.Module):
       dropout_key: None: no dropout.
       rows_B: index of each sequence in the batch, which seeds its dropout, so that micro-batches draw the masks of the
         batch; None: 0 to B-1.
-      remat: what the backward pass recomputes.
+      adjoint: how the backward pass gets the states.
 
     Raises:
       ValueError: L is larger than the number of learned positions.
@@ -118,44 +125,42 @@ class Model(nnx.Module):
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
     context = Packing(segment_ids_BxL, positions_BxL) if context is None else context
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
-    dropout = solvers.no_dropout
+    dropout = vector_fields.Dropout()
     if dropout_key is not None and self.config.dropout:
       rows_B = jnp.arange(len(tokens_BxL)) if rows_B is None else rows_B
-      dropout = functools.partial(self._dropout, sharding.constrain(rows_B, "batch"))
+      dropout = vector_fields.Dropout(self.config.dropout, sharding.constrain(rows_B, "batch"))
     embed_key, solve_key = jax.random.split(jax.random.key(0) if dropout_key is None else dropout_key)
-    gather = lambda weights: self._per_leaf(sharding.gather, weights)
-    field = vector_fields.BoundField(self.field, context)
-    x_BxLxD = solvers.solve(
-      self.config.solver,
-      field,
+    x_BxLxD = integration.solve(
+      self.solver,
+      vector_fields.BoundField(self.field, context, dropout),
       dropout(embed_key, x_BxLxD),
       block_weights,
       grid or self.grid(),
-      dropout=dropout,
       key=solve_key,
-      remat=remat,
-      gather=gather,
+      adjoint=adjoint,
+      gather=lambda weights: self._per_leaf(sharding.gather, weights),
     )
     return self.normed(x_BxLxD)
 
   def hidden_unrolled(
     self,
     tokens_BxL: jax.Array,
-    weights_S: Sequence[weight_sources.BlockWeights],
-    contexts_S: Sequence[AttentionContext],
-    grid: solvers.Grid,
+    weights_U: Sequence[weight_sources.BlockWeights],
+    context: AttentionContext,
+    grid: grids.Grid,
   ) -> jax.Array:
     """The same state as `hidden` gives, [B, L, D], with the loop over steps unrolled; for generating on one device.
 
     Args:
       tokens_BxL: token ids.
-      weights_S: the weights at each time of the grid, without the axis S.
-      contexts_S: the attention context of each step; positions must be below `config.seq_len` where they are learned.
-      grid: times and step sizes.
+      weights_U: the weights at each time of the pass, without the axis U.
+      context: the attention context, whose `attend` is called once for each evaluation of attention, in order;
+        positions must be below `config.seq_len` where they are learned.
+      grid: the steps.
     """
-    x_BxLxD = self.embed(tokens_BxL, contexts_S[0].positions_BxL)
-    fields_S = [vector_fields.BoundField(self.field, context) for context in contexts_S]
-    return self.normed(solvers.solve_unrolled(self.config.solver, fields_S, x_BxLxD, weights_S, grid))
+    x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
+    field = vector_fields.BoundField(self.field, context)
+    return self.normed(integration.solve_unrolled(self.solver, field, x_BxLxD, weights_U, grid))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -219,16 +224,15 @@ class Model(nnx.Module):
       for group, leaves in weights.items()
     }
 
-  def _dropout(self, rows_B: jax.Array, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-    keep = 1.0 - self.config.dropout
-    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
-    # the barrier keeps random numbers out of the fusions of matrix products, which they would slow down
-    kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(rows_B))
-    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
+
+def block_specs(config: ModelConfig) -> weight_sources.BlockSpecs:
+  """Every array of a model's block at one time: the vector field's, and those that its solver learns."""
+  learned = solvers.SOLVERS[config.solver].specs(config.embed_dim)
+  return {**vector_fields.make_field(config).specs(config), **learned}
 
 
 def _make_source(
-  config: ModelConfig, specs: weight_sources.BlockSpecs, times_S: np.ndarray, dtype: jnp.dtype, rngs: nnx.Rngs
+  config: ModelConfig, specs: weight_sources.BlockSpecs, times: grids.Times, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> nnx.Module:
   """The weight source that `model.weights` names."""
   if config.lora.rank:
@@ -237,9 +241,9 @@ def _make_source(
         f"model.lora.rank={config.lora.rank}: adapters need model.weights=stored, not {config.weights}; use "
         "--job=finetune, which discretizes the model of a run, or set it to 0"
       )
-    return LoraWeights(specs, config.lora, config.num_steps, dtype, rngs)
+    return LoraWeights(specs, config.lora, len(times.points_UxQ), dtype, rngs)
   if config.weights == "stored":
-    return weight_sources.StoredWeights(specs, config.num_steps, dtype, rngs)
+    return weight_sources.StoredWeights(specs, len(times.points_UxQ), dtype, rngs)
   if config.weights == "shared":
     return weight_sources.SharedWeights(specs, dtype, rngs)
-  return weight_sources.GeneratedWeights(specs, config.time, config.initialization, times_S, dtype, rngs)
+  return weight_sources.GeneratedWeights(specs, config.time, config.initialization, times, dtype, rngs)

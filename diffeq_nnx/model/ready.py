@@ -1,6 +1,6 @@
 """A model ready for use at one number of solver steps: its weights are generated, its generator is left behind.
 
-S solver steps.
+U weight sets: the distinct times of a pass.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx.config import MeshConfig, ModelConfig
+from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
-from diffeq_nnx.model.solvers import Grid
 from diffeq_nnx.parallel import sharding
 
 TABLES = ("embedding", "positions", "head")  # parameters whose rows are looked up
@@ -26,9 +26,9 @@ class ReadyModel:
 
   Attributes:
     config: of the model.
-    grid: times and step sizes.
-    weights: BlockWeights at the grid's times, every leaf with a leading axis S; or unrolled, a list of S trees
-      without it.
+    grid: the steps.
+    weights: BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list
+      of U trees without it.
     rest: the other parameters, tables in the dtype of the computation.
     mesh: the devices that hold them.
   """
@@ -55,7 +55,7 @@ def make_ready(
     num_steps: number of solver steps; None: the model's own.
     config: the model's, with another dtype, attention or dropout; None: unchanged.
     mesh: the devices of the model, over which everything stays split; None: everything is moved to one of them.
-    unrolled: whether the weights are a list with an entry for each step.
+    unrolled: whether the weights are a list with an entry for each time.
 
   Raises:
     UserError: a number of steps that the model has no weights for.
@@ -78,10 +78,11 @@ def one_device_mesh(model: Model) -> Mesh:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[Any, Params]:
-  """The weights at the grid's times, and the other parameters."""
+  """The weights at all times of a pass, and the other parameters."""
   weights = build(config, params).block_weights(grid)
   if unrolled:
-    weights = [jax.tree.map(operator.itemgetter(i), weights) for i in range(grid.num_steps)]
+    sets = len(jax.tree.leaves(weights)[0])
+    weights = [jax.tree.map(operator.itemgetter(i), weights) for i in range(sets)]
   rest = {
     name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
     for name, leaf in params.items()

@@ -1,186 +1,291 @@
-"""Solvers: the times at which the block is evaluated, and how its two branches advance the hidden state.
+"""Solvers: how a step advances the hidden state, from evaluations of the vector field at its nodes.
 
-B batch, L positions, D embed_dim, S solver steps.
+B batch, L positions, D embed_dim.
+
+A solver is a `Solver`; `SOLVERS` names them, `register` adds one. Runge-Kutta methods are tables of numbers. What
+integrates a whole grid is in `integration`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
-import functools
-import math
-import operator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.parallel import sharding
+from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-  """The steps of one integration: the times of their weights `times_S` [S], and their sizes `dts_S` [S].
-
-  Times run from 0 to 1; the steps add up to the horizon. Hashable, so that it can be a static argument.
-  """
-
-  times_S: tuple[float, ...]
-  dts_S: tuple[float, ...]
-
-  def __post_init__(self):
-    if not self.times_S or len(self.times_S) != len(self.dts_S):
-      raise ValueError(
-        f"a grid needs as many steps as times and at least one; got {len(self.times_S)} times "
-        f"and {len(self.dts_S)} steps"
-      )
-
-  @property
-  def num_steps(self) -> int:
-    """S."""
-    return len(self.times_S)
-
-
-def uniform_grid(num_steps: int, horizon: float) -> Grid:
-  """t_i = (i + 1)/n and dt = horizon/n for i = 0..n-1: every count gives exactly that many steps."""
-  if num_steps < 1:
-    raise ValueError(f"num_steps={num_steps}: must be 1 or above")
-  return Grid(tuple((i + 1) / num_steps for i in range(num_steps)), (horizon / num_steps,) * num_steps)
-
-
-def uneven_grid(step_sizes: Sequence[float]) -> Grid:
-  """Steps of these sizes; the time of a step is that of its end, as a fraction of the total, so that the last is 1."""
-  total = math.fsum(step_sizes)
-  ends = [math.fsum(step_sizes[: i + 1]) / total for i in range(len(step_sizes))]
-  return Grid(tuple(ends), tuple(map(float, step_sizes)))
-
-
-def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
-  """The grid of a model: its own, or a uniform one of another number of steps over the same horizon."""
-  if model.step_sizes and num_steps in (None, model.num_steps):
-    return uneven_grid(model.step_sizes)
-  return uniform_grid(num_steps or model.num_steps, model.total_time)
+Carry = Any  # what a solver carries from step to step: a tree of arrays [B, L, D]
 
 
 class VectorField(Protocol):
-  """What a solver calls: the two branches of the block at one time, each with its own norm inside."""
+  """What a solver evaluates, with the attention context and dropout of a batch bound to it.
 
-  def attention(self, x_BxLxD: jax.Array, weights: dict) -> jax.Array:
-    """[B, L, D] -> [B, L, D]."""
+  `weights` are BlockWeights at one time. Dropout is drawn from `key`: the same key gives the same masks.
+  """
 
-  def feedforward(self, x_BxLxD: jax.Array, weights: dict) -> jax.Array:
-    """[B, L, D] -> [B, L, D]."""
+  def attention(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
+    """The attention branch with its norm: [B, L, D] -> [B, L, D]."""
+    ...
 
+  def feedforward(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
+    """The feed-forward branch with its norm: [B, L, D] -> [B, L, D]."""
+    ...
 
-Dropout = Callable[[jax.Array, jax.Array], jax.Array]  # (key, x) -> x
-Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
-
-
-def no_dropout(key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-  """x as it is."""
-  del key
-  return x_BxLxD
-
-
-def euler_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, key) -> jax.Array:
-  """x + dt (Attention(x) + FeedForward(x)): both branches read the same x."""
-  attention_key, feedforward_key = jax.random.split(key)
-  attention = dropout(attention_key, field.attention(x_BxLxD, weights))
-  feedforward = dropout(feedforward_key, field.feedforward(x_BxLxD, weights))
-  return x_BxLxD + dt * (attention + feedforward)
+  def __call__(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
+    """dx/dt, the sum of both branches: [B, L, D] -> [B, L, D]."""
+    ...
 
 
-def sequential_step(field: VectorField, x_BxLxD, weights, dt, dropout: Dropout, key) -> jax.Array:
-  """x + dt Attention(x), then the same with FeedForward: an ordinary transformer's layer at dt = 1."""
-  attention_key, feedforward_key = jax.random.split(key)
-  x_BxLxD = x_BxLxD + dt * dropout(attention_key, field.attention(x_BxLxD, weights))
-  return x_BxLxD + dt * dropout(feedforward_key, field.feedforward(x_BxLxD, weights))
+class Evaluations(NamedTuple):
+  """How often a step evaluates each branch."""
+
+  attention: int
+  feedforward: int
 
 
-SOLVERS = {"euler": euler_step, "sequential": sequential_step}
+class Solver:
+  """A method of integration. Subclasses define `step`, and what differs from Euler's method.
+
+  Attributes:
+    nodes: where in a step it uses weights, from 0 (the start) to 1 (the end).
+    evaluations: of each branch, per step.
+    undo: (field, carry, weights, dt, key) -> the carry before the step; None: the method can't be undone.
+  """
+
+  undo: Any = None
+
+  @property
+  def nodes(self) -> tuple[float, ...]:
+    """Where in a step it uses weights; by default at its end."""
+    return (1.0,)
+
+  @property
+  def evaluations(self) -> Evaluations:
+    """Of each branch, per step; by default one."""
+    return Evaluations(1, 1)
+
+  def init(self, x_BxLxD: jax.Array) -> Carry:
+    """The carry at the start of the grid."""
+    return x_BxLxD
+
+  def step(self, field: VectorField, carry: Carry, weights: Sequence[dict], dt: jax.Array, key: jax.Array) -> Carry:
+    """The carry after a step.
+
+    Args:
+      field: the vector field.
+      carry: before the step.
+      weights: BlockWeights at each of the nodes.
+      dt: the size of the step, a scalar in float32 or wider.
+      key: to pass to the field; one for each step, so that a step integrates one field.
+    """
+    raise NotImplementedError
+
+  def read(self, carry: Carry) -> jax.Array:
+    """The state that a carry stands for, [B, L, D]."""
+    return carry
+
+  def specs(self, embed_dim: int) -> BlockSpecs:
+    """Arrays that the method learns beside the block's, as functions of time like these."""
+    del embed_dim
+    return {}
 
 
-def register(name: str, step: Callable) -> None:
-  """Adds a solver, a function of one step with the signature of `euler_step`, as a choice of `model.solver`.
+def scaled(dt: jax.Array, x_BxLxD: jax.Array, factor: float = 1.0) -> jax.Array:
+  """factor dt, in the dtype of x."""
+  return (dt * factor).astype(x_BxLxD.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RungeKutta(Solver):
+  """An explicit Runge-Kutta method as its Butcher tableau: k_i = f(x + dt sum_j a_ij k_j, W(t + c_i dt)).
+
+  Attributes:
+    a: rows of the matrix, [i][j] for j < i.
+    b: x + dt sum_i b_i k_i is the state after the step.
+    c: the node of each stage.
+  """
+
+  a: tuple[tuple[float, ...], ...]
+  b: tuple[float, ...]
+  c: tuple[float, ...]
+
+  @property
+  def nodes(self) -> tuple[float, ...]:
+    """The distinct c."""
+    return tuple(sorted(set(self.c)))
+
+  @property
+  def evaluations(self) -> Evaluations:
+    """One for each stage."""
+    return Evaluations(len(self.b), len(self.b))
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Solver.step`."""
+    slopes = []
+    for row, node in zip(self.a, self.c, strict=True):
+      slopes.append(field(moved(carry, dt, row, slopes), weights[self.nodes.index(node)], key))
+    return moved(carry, dt, self.b, slopes)
+
+
+def moved(x_BxLxD: jax.Array, dt: jax.Array, factors: Sequence[Any], slopes: Sequence[jax.Array]) -> jax.Array:
+  """x + dt sum_j factors_j slopes_j; several are summed in float32 or wider, since 1/6 in bfloat16 is 0.4 % off."""
+  terms = [(factor, slope) for factor, slope in zip(factors, slopes) if not (isinstance(factor, float) and not factor)]
+  if not terms:
+    return x_BxLxD
+  if len(terms) == 1 and isinstance(terms[0][0], float):
+    return x_BxLxD + scaled(dt, x_BxLxD, terms[0][0]) * terms[0][1]
+  wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
+  total_BxLxD = sum(factor * slope.astype(wide) for factor, slope in terms)
+  return (x_BxLxD.astype(wide) + dt.astype(wide) * total_BxLxD).astype(x_BxLxD.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splitting(Solver):
+  """One branch after the other, each by a step of Euler's method: x + share dt branch(x) for each part.
+
+  Attributes:
+    parts: (name of the branch, its share of dt); the shares of a branch sum to 1.
+    node: where in the step all parts have their weights.
+  """
+
+  parts: tuple[tuple[str, float], ...]
+  node: float = 1.0
+
+  @property
+  def nodes(self) -> tuple[float, ...]:
+    """The one node."""
+    return (self.node,)
+
+  @property
+  def evaluations(self) -> Evaluations:
+    """The parts of each branch."""
+    branches = [branch for branch, _ in self.parts]
+    return Evaluations(branches.count("attention"), branches.count("feedforward"))
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Solver.step`."""
+    for branch, share in self.parts:
+      carry = carry + scaled(dt, carry, share) * getattr(field, branch)(carry, weights[0], key)
+    return carry
+
+
+@dataclasses.dataclass(frozen=True)
+class ODETransformer(Solver):
+  """x + dt (g k_1 + (1 - g) k_2) with g = sigmoid([k_1, k_2] gate + bias) for each token (Li et al. 2022).
+
+  k_1 = f(x) and k_2 = f(x + dt k_1), as in Heun's method, which it is as long as gate and bias are 0, their initial
+  values. Both use the weights of one time, since their block is a layer evaluated twice.
+  """
+
+  evaluations = Evaluations(2, 2)
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Solver.step`."""
+    (w,), wide = weights, jnp.promote_types(carry.dtype, jnp.float32)
+    first_BxLxD = field(carry, w, key)
+    second_BxLxD = field(moved(carry, dt, (1.0,), (first_BxLxD,)), w, key)
+    gate_2xD = w["slopes"]["gate"].astype(wide)
+    logits_BxLx2 = [
+      (slope.astype(wide) * gate_D[None, None]).sum(-1, keepdims=True)
+      for slope, gate_D in zip((first_BxLxD, second_BxLxD), gate_2xD)
+    ]
+    share_BxLx1 = jax.nn.sigmoid(sum(logits_BxLx2) + w["slopes"]["bias"].astype(wide)[None, None])
+    return moved(carry, dt, (share_BxLx1, 1 - share_BxLx1), (first_BxLxD, second_BxLxD))
+
+  def specs(self, embed_dim):
+    """The gate's."""
+    return {"slopes": {"gate": LeafSpec((2, embed_dim), (None, "embed")), "bias": LeafSpec((1,), (None,))}}
+
+
+class Leapfrog(Solver):
+  """The two-step midpoint rule, y_{i+1} = y_{i-1} + 2 dt f(y_i): second order with one evaluation a step.
+
+  The carry is (y_{i-1}, y_i), where y_i stands for the state in the middle of step i, and (y_{i-1} + y_i) / 2 is the
+  state at its start. Both begin as the initial state. It is the asynchronous leapfrog method (Zhuang et al. 2021,
+  MALI) with an initial slope of 0 in place of one more evaluation.
+
+  `undo` computes y_{i-1} = y_{i+1} - 2 dt f(y_i) from the same y_i, so that f is the same. To make the sum the same
+  too, each y is a pair (high, low) of its value in the dtype of the computation and the rest in float32 or wider.
+
+  On a grid whose steps change in size it is of second order if they change gradually.
+  """
+
+  nodes = (0.5,)
+
+  def init(self, x_BxLxD):
+    """The state twice."""
+    low_BxLxD = jnp.zeros(x_BxLxD.shape, jnp.promote_types(x_BxLxD.dtype, jnp.float32))
+    return (x_BxLxD, low_BxLxD), (x_BxLxD, low_BxLxD)
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Solver.step`."""
+    before, middle = carry
+    return middle, _plus(before, 2 * dt * field(middle[0], weights[0], key).astype(middle[1].dtype))
+
+  def undo(self, field, carry, weights, dt, key):
+    """See `Solver.undo`."""
+    middle, after = carry
+    return _plus(after, -2 * dt * field(middle[0], weights[0], key).astype(middle[1].dtype)), middle
+
+  def read(self, carry):
+    """The mean of both."""
+    (before_BxLxD, before_low_BxLxD), (middle_BxLxD, middle_low_BxLxD) = carry
+    wide = before_low_BxLxD.dtype
+    low_BxLxD = jax.lax.stop_gradient(before_low_BxLxD + middle_low_BxLxD)
+    return ((before_BxLxD.astype(wide) + middle_BxLxD.astype(wide) + low_BxLxD) / 2).astype(before_BxLxD.dtype)
+
+
+Pair = tuple[jax.Array, jax.Array]  # (high, low): their exact sum is meant
+
+
+@jax.custom_jvp
+def _plus(pair: Pair, change: jax.Array) -> Pair:
+  """pair + change, with an error of the low part's rounding only."""
+  high, low = pair
+  wide_high = high.astype(low.dtype)
+  total = wide_high + change
+  shifted = total - wide_high
+  error = (wide_high - (total - shifted)) + (change - shifted)  # total + error is exactly high + change (Knuth 1969)
+  rest = error + low
+  kept = jnp.finfo(high.dtype)
+  # explicit, since compilers may leave out the rounding of a conversion there and back
+  new_high = jax.lax.reduce_precision(total + rest, kept.nexp, kept.nmant)
+  return new_high.astype(high.dtype), (total - new_high) + rest
+
+
+@_plus.defjvp
+def _plus_jvp(primals, tangents):
+  (high_tangent, low_tangent), change_tangent = tangents
+  return _plus(*primals), (high_tangent + change_tangent.astype(high_tangent.dtype), jnp.zeros_like(low_tangent))
+
+
+_HALVES = (("attention", 0.5), ("feedforward", 1.0), ("attention", 0.5))
+_HALVES_MIRRORED = (("feedforward", 0.5), ("attention", 1.0), ("feedforward", 0.5))
+
+SOLVERS: dict[str, Solver] = {
+  "euler": RungeKutta(((),), (1.0,), (1.0,)),  # with the weights of the step's end (Tong et al. 2025)
+  "sequential": Splitting((("attention", 1.0), ("feedforward", 1.0))),  # Lie's splitting; GPT-2 and Llama at dt = 1
+  "strang": Splitting(_HALVES, 0.5),
+  "strang_mirrored": Splitting(_HALVES_MIRRORED, 0.5),  # at dt = 1 as Macaron Net (Lu et al. 2019)
+  # b of its first stage is 0, so that this stage may use the weights of the middle without loss of order
+  "midpoint": RungeKutta(((), (0.5,)), (0.0, 1.0), (0.5, 0.5)),
+  "heun": RungeKutta(((), (1.0,)), (0.5, 0.5), (0.0, 1.0)),
+  "ralston": RungeKutta(((), (2 / 3,)), (0.25, 0.75), (0.0, 2 / 3)),
+  "rk4": RungeKutta(((), (0.5,), (0.0, 0.5), (0.0, 0.0, 1.0)), (1 / 6, 1 / 3, 1 / 3, 1 / 6), (0.0, 0.5, 0.5, 1.0)),
+  "ode_transformer": ODETransformer(),
+  "leapfrog": Leapfrog(),
+}
+
+
+def register(name: str, solver: Solver) -> None:
+  """Adds a solver as a choice of `model.solver`.
 
   Raises:
     UserError: another solver has this name; compiled programs are cached by it.
   """
-  if SOLVERS.setdefault(name, step) is not step:
+  if SOLVERS.setdefault(name, solver) != solver:
     raise UserError(f"{name}: is the name of a solver already; register it under another name")
   config_lib.add_choice("model.solver", name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-  """What the backward pass recomputes: `kind` is none, dots or full; a state is kept `every` steps."""
-
-  kind: str = "none"
-  every: int = 1
-
-  def wrap(self, function: Callable) -> Callable:
-    """`function`, recomputed in the backward pass as chosen."""
-    if self.kind == "none":
-      return function
-    policy = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if self.kind == "dots" else None
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
-
-
-def solve(
-  solver: str,
-  field: VectorField,
-  x_BxLxD: jax.Array,
-  weights: dict,
-  grid: Grid,
-  *,
-  dropout: Dropout,
-  key: jax.Array,
-  remat: Remat = Remat(),
-  gather: Gather = lambda weights: weights,
-) -> jax.Array:
-  """The state at the end of the grid, [B, L, D].
-
-  Args:
-    solver: a name in `SOLVERS`.
-    field: the vector field.
-    x_BxLxD: the state at time 0.
-    weights: BlockWeights for the grid's times; every leaf has a leading axis S.
-    grid: times and step sizes.
-    dropout: applied to each branch, with a key of its own for each step and branch.
-    key: from which those keys are split.
-    remat: what to recompute; `remat.every` must divide S.
-    gather: applied to the weights of a step before it, and again where the step is recomputed.
-  """
-  step = functools.partial(SOLVERS[solver], field)
-  dts_S = jnp.asarray(np.asarray(grid.dts_S), x_BxLxD.dtype)
-  keys_S = jax.random.split(key, grid.num_steps)
-  every = 1 if remat.kind == "none" else remat.every
-  if grid.num_steps % every:
-    raise ValueError(f"remat.every={every}: must divide the number of steps, {grid.num_steps}")
-
-  def run(x_BxLxD, stretch):
-    for i in range(every):
-      weights_i, dt, step_key = jax.tree.map(operator.itemgetter(i), stretch)
-      x_BxLxD = sharding.constrain(step(x_BxLxD, gather(weights_i), dt, dropout, step_key), "batch", None, None)
-    return x_BxLxD
-
-  run = remat.wrap(run)
-  stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), (weights, dts_S, keys_S))
-  x_BxLxD, _ = jax.lax.scan(lambda x, stretch: (run(x, stretch), None), x_BxLxD, stretches)
-  return x_BxLxD
-
-
-def solve_unrolled(
-  solver: str, fields_S: Sequence[VectorField], x_BxLxD: jax.Array, weights_S: Sequence[dict], grid: Grid
-) -> jax.Array:
-  """The same state as `solve`, each step with its own field and weights; no dropout, no rematerialization.
-
-  For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token
-  takes many times as long.
-  """
-  key = jax.random.key(0)  # unused, since there is no dropout
-  for field, weights, dt in zip(fields_S, weights_S, grid.dts_S, strict=True):
-    x_BxLxD = SOLVERS[solver](field, x_BxLxD, weights, jnp.asarray(dt, x_BxLxD.dtype), no_dropout, key)
-  return x_BxLxD

@@ -239,20 +239,50 @@ class LlamaField:
     return rms_norm(x_BxLxD, w["scale"], self.norm_eps, w.get("shift"))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+  """Dropout whose masks depend on the key and on the row's number, not on the batch that the row is in.
+
+  Attributes:
+    rate: the share of elements that become 0; 0: nothing happens.
+    rows_B: the number of each row; None where the rate is 0.
+  """
+
+  rate: float = dataclasses.field(default=0.0, metadata={"static": True})
+  rows_B: jax.Array | None = None
+
+  def __call__(self, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
+    """[B, L, D] -> [B, L, D]; the elements that stay are divided by 1 - rate."""
+    if not self.rate:
+      return x_BxLxD
+    keep = 1.0 - self.rate
+    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
+    # the barrier keeps random numbers out of the fusions of matrix products, which they would slow down
+    kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(self.rows_B))
+    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundField:
-  """A vector field with the attention context of one batch bound to it, as solvers call it."""
+  """A vector field with the attention context and dropout of one batch bound to it, as solvers evaluate it."""
 
-  field: GPTField | LlamaField
-  context: AttentionContext
+  field: GPTField | LlamaField = dataclasses.field(metadata={"static": True})
+  context: AttentionContext = Packing()
+  dropout: Dropout = Dropout()
 
-  def attention(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
-    """The field's attention branch in this context, [B, L, D] -> [B, L, D]."""
-    return self.field.attention(x_BxLxD, w, self.context)
+  def attention(self, x_BxLxD: jax.Array, weights: Weights, key: jax.Array) -> jax.Array:
+    """The field's attention branch in this context, with dropout, [B, L, D] -> [B, L, D]."""
+    return self.dropout(jax.random.split(key)[0], self.field.attention(x_BxLxD, weights, self.context))
 
-  def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
-    """The field's feed-forward branch, [B, L, D] -> [B, L, D]."""
-    return self.field.feedforward(x_BxLxD, w)
+  def feedforward(self, x_BxLxD: jax.Array, weights: Weights, key: jax.Array) -> jax.Array:
+    """The field's feed-forward branch with dropout, [B, L, D] -> [B, L, D]."""
+    return self.dropout(jax.random.split(key)[1], self.field.feedforward(x_BxLxD, weights))
+
+  def __call__(self, x_BxLxD: jax.Array, weights: Weights, key: jax.Array) -> jax.Array:
+    """The sum of both branches, [B, L, D] -> [B, L, D]."""
+    return self.attention(x_BxLxD, weights, key) + self.feedforward(x_BxLxD, weights, key)
 
 
 FIELDS: dict[str, type[GPTField] | type[LlamaField]] = {"gpt": GPTField, "llama": LlamaField}

@@ -1,9 +1,10 @@
 """BlockWeights and their sources: generated, stored or shared weights.
 
 BlockWeights is a nested dict {group: {leaf: array}}, e.g. weights["up"]["kernel"]; every leaf has a leading
-axis S, the requested times. A weight source is called once for all times that a solver will visit.
+axis U, the requested times. A weight source is called once for all times that a solver will visit.
 
-S times, T time_embed_dim, M frequencies, P = 2 M + 1 features, N groups (weight matrices and norms).
+U weight sets (distinct times), Q points of a mean, T time_embed_dim, M frequencies or times, P = 2 M + 1 features, N
+groups (weight matrices and norms).
 """
 
 import dataclasses
@@ -13,9 +14,9 @@ import math
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.model.grids import Times
 from diffeq_nnx.model.time_embedding import fixed_frequencies, sinusoidal_features
 
 BlockWeights = dict[str, dict[str, jax.Array]]
@@ -26,7 +27,7 @@ class LeafSpec:
   """One array of the block at one time.
 
   Attributes:
-    shape: without the axis S.
+    shape: without the axis U.
     axes: the names of its axes, which `sharding.RULES` maps to mesh axes.
     std: standard deviation of a plain model's initial values; 0: all are `start`.
     start: 0 for kernels and biases, 1 for the scale of a norm.
@@ -54,27 +55,28 @@ def initial_leaf(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -
 
 
 class StoredWeights(nnx.Module):
-  """One set of weights a step, as in an ordinary transformer."""
+  """One weight set for each time of a grid, as in an ordinary transformer, where there is one a step."""
 
-  def __init__(self, specs: BlockSpecs, num_steps: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.num_steps = num_steps
+  def __init__(self, specs: BlockSpecs, num_sets: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.num_sets = num_sets
     self.stored = nnx.data(
       {
-        group: {name: initial_leaf(leaf, (num_steps,), rngs, dtype) for name, leaf in leaves.items()}
+        group: {name: initial_leaf(leaf, (num_sets,), rngs, dtype) for name, leaf in leaves.items()}
         for group, leaves in specs.items()
       }
     )
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """The stored sets in `dtype`; raises ValueError unless S is the number stored."""
-    self._check(times_S)
+  def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
+    """The stored sets in `dtype`; raises ValueError unless U is their number."""
+    self._check(times)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(nnx.state(self))["stored"])
 
-  def _check(self, times_S: np.ndarray) -> None:
-    if len(times_S) != self.num_steps:
+  def _check(self, times: Times) -> None:
+    asked = len(times.points_UxQ)
+    if asked != self.num_sets:
       raise ValueError(
-        f"asked for {len(times_S)} steps: the weights of {self.num_steps} are stored; use that "
-        "number, or a model with generated or shared weights"
+        f"asked for weights at {asked} times: those of {self.num_sets} are stored; use the model's own number of "
+        "steps, or a model with generated or shared weights"
       )
 
 
@@ -89,10 +91,10 @@ class SharedWeights(nnx.Module):
       }
     )
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """The one set in `dtype`, repeated along S."""
+  def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
+    """The one set in `dtype`, repeated along U."""
     return jax.tree.map(
-      lambda leaf: jnp.broadcast_to(leaf.astype(dtype), (len(times_S), *leaf.shape)),
+      lambda leaf: jnp.broadcast_to(leaf.astype(dtype), (len(times.points_UxQ), *leaf.shape)),
       nnx.to_pure_dict(nnx.state(self))["stored"],
     )
 
@@ -105,6 +107,8 @@ class GeneratedWeights(nnx.Module):
   Tong et al. 2025, section 3.1; s(t) is `sinusoidal_features`. Biases have no F_0; the scale of a norm is
   1 + sum_j e_j g_j and its shift sum_j e_j h_j.
 
+  A mean of W over time is W of the mean of e, since W is linear in e: it costs no more than W at one time.
+
   One call computes all groups at all times: one batched product per layer of the MLPs, then one product per leaf
   that reads F once whatever the number of times. F_0 is stored as the last row of a kernel's F, so that the same
   products compute its term and its gradient.
@@ -115,11 +119,11 @@ class GeneratedWeights(nnx.Module):
     specs: BlockSpecs,
     time: config_lib.TimeConfig,
     initialization: str,
-    times_S: np.ndarray,
+    times: Times,
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
   ):
-    """`times_S`: the times at which W initially has the standard deviations of the specs."""
+    """`times`: those at which W initially has the standard deviations of the specs."""
     self.time = time
     self.groups = tuple(specs)
     self.starts = nnx.static(
@@ -143,7 +147,7 @@ class GeneratedWeights(nnx.Module):
     )
     if time.embedding == "learned":
       self.frequencies_M = nnx.Param(fixed_frequencies(time.sinusoidal_dim, dtype))
-    squares_N = jnp.square(self.time_vectors(times_S)).sum(-1).mean(-1)
+    squares_N = jnp.square(self.mean_vectors(times)).sum(-1).mean(-1)
     self.generator = nnx.data(
       {
         group: {
@@ -166,52 +170,64 @@ class GeneratedWeights(nnx.Module):
     basis = std * jax.random.normal(rngs.params(), (T + 1, *leaf.shape), dtype)
     return nnx.Param(basis.at[T].set(0.0), axes=(None, *leaf.axes))
 
-  def time_vectors(self, times_S: np.ndarray) -> jax.Array:
-    """e(t) of every group, [N, S, T] (N = 1 with a shared MLP), in the parameters' dtype."""
+  def time_vectors(self, times_M: jax.typing.ArrayLike) -> jax.Array:
+    """e(t) of every group at any times, [N, M, T] (N = 1 with a shared MLP), in the parameters' dtype."""
     mlp = self.time_mlp
     dtype = mlp["kernel1"][...].dtype
-    times_S = jnp.asarray(np.zeros_like(times_S) if self.time.constant else times_S, dtype)
+    times_M = jnp.asarray(times_M, dtype)
+    if self.time.constant:
+      times_M = jnp.zeros_like(times_M)
     if self.time.embedding == "learned":
-      frequencies_M = self.frequencies_M[...]
+      frequencies = self.frequencies_M[...]
     else:
-      frequencies_M = fixed_frequencies(self.time.sinusoidal_dim, dtype)
-    features_SxP = sinusoidal_features(times_S, frequencies_M, self.time.scale)
+      frequencies = fixed_frequencies(self.time.sinusoidal_dim, dtype)
+    features_MxP = sinusoidal_features(times_M, frequencies, self.time.scale)
     highest = jax.lax.Precision.HIGHEST  # the products are small, and their error would affect every weight
-    hidden_NxSxT = jnp.einsum("sp,npt->nst", features_SxP, mlp["kernel1"][...], precision=highest)
-    hidden_NxSxT = jax.nn.silu(hidden_NxSxT + mlp["bias1"][...][:, None])
-    e_NxSxT = jnp.einsum("nst,ntu->nsu", hidden_NxSxT, mlp["kernel2"][...], precision=highest)
-    return e_NxSxT + mlp["bias2"][...][:, None]
+    hidden_NxMxT = jnp.einsum("mp,npt->nmt", features_MxP, mlp["kernel1"][...], precision=highest)
+    hidden_NxMxT = jax.nn.silu(hidden_NxMxT + mlp["bias1"][...][:, None])
+    e_NxMxT = jnp.einsum("nmt,ntu->nmu", hidden_NxMxT, mlp["kernel2"][...], precision=highest)
+    return e_NxMxT + mlp["bias2"][...][:, None]
 
-  def __call__(self, times_S: np.ndarray, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """W(t) at `times_S` in `dtype`; products are in `dtype`, sums in float32 or wider."""
-    e_NxSxT = self.time_vectors(times_S)
+  def mean_vectors(self, times: Times) -> jax.Array:
+    """e of every weight set, [N, U, T]: at its time, or its mean over a step."""
+    U, Q = times.points_UxQ.shape
+    e_NxMxT = self.time_vectors(times.points_UxQ.reshape(-1))
+    if Q == 1:
+      return e_NxMxT
+    e_NxUxQxT = e_NxMxT.reshape(len(e_NxMxT), U, Q, -1)
+    shares_Q = jnp.asarray(times.shares_Q, e_NxMxT.dtype)
+    return jnp.einsum("nuqt,q->nut", e_NxUxQxT, shares_Q, precision=jax.lax.Precision.HIGHEST)
+
+  def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
+    """W of each set in `dtype`; products are in `dtype`, sums in float32 or wider."""
+    e_NxUxT = self.mean_vectors(times)
     weights: BlockWeights = {group: {} for group in self.groups}
     for group, name, start in self.starts:
-      e_SxT = e_NxSxT[self.groups.index(group) % len(e_NxSxT)]
+      e_UxT = e_NxUxT[self.groups.index(group) % len(e_NxUxT)]
       if name == "kernel":  # a one for F_0
-        e_SxT = jnp.concatenate([e_SxT, jnp.ones_like(e_SxT[:, :1])], axis=1)
-      made = _combine(e_SxT, self.generator[group][name][...], dtype)
+        e_UxT = jnp.concatenate([e_UxT, jnp.ones_like(e_UxT[:, :1])], axis=1)
+      made = _combine(e_UxT, self.generator[group][name][...], dtype)
       weights[group][name] = (made + start if start else made).astype(dtype)
     return weights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _combine(e_SxT: jax.Array, basis: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """sum_j e_j F_j: [S, T] and [T, ...] -> [S, ...], products in `dtype`, sums in float32 or wider."""
-  return _contract(e_SxT.astype(dtype), basis.astype(dtype), 1)
+def _combine(e_UxT: jax.Array, basis: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """sum_j e_j F_j: [U, T] and [T, ...] -> [U, ...], products in `dtype`, sums in float32 or wider."""
+  return _contract(e_UxT.astype(dtype), basis.astype(dtype), 1)
 
 
-def _combine_forward(e_SxT, basis, dtype):
-  return _combine(e_SxT, basis, dtype), (e_SxT, basis)
+def _combine_forward(e_UxT, basis, dtype):
+  return _combine(e_UxT, basis, dtype), (e_UxT, basis)
 
 
 def _combine_backward(dtype, residuals, made_gradient):
-  e_SxT, basis = residuals
+  e_UxT, basis = residuals
   made_gradient = made_gradient.astype(dtype)
-  basis_gradient = _contract(e_SxT.T.astype(dtype), made_gradient, 1)
+  basis_gradient = _contract(e_UxT.T.astype(dtype), made_gradient, 1)
   axes = tuple(range(1, basis.ndim))  # with F as the first operand XLA's CPU product over millions is 1.5 times as fast
-  e_gradient_TxS = _contract(basis.astype(dtype), made_gradient, (axes, axes))
-  return e_gradient_TxS.T.astype(e_SxT.dtype), basis_gradient.astype(basis.dtype)
+  e_gradient_TxU = _contract(basis.astype(dtype), made_gradient, (axes, axes))
+  return e_gradient_TxU.T.astype(e_UxT.dtype), basis_gradient.astype(basis.dtype)
 
 
 def _contract(a: jax.Array, b: jax.Array, axes) -> jax.Array:

@@ -1,21 +1,27 @@
 """How many floating-point operations a step is worth, and how many the device could do.
 
 The rule, for one optimizer step. A product of [m, k] and [k, n] counts 2 m k n. Counted are the products
-with the block's kernels and with the output head, and attention's two products over the full square of
-positions (PaLM, Chowdhery et al. 2022, appendix B); not embeddings, norms, activations, the softmax or the
-optimizer. The backward pass counts twice the forward pass; what rematerialization computes again is not
-counted. Generating the weights counts apart: 2 S (T + 1) operations an element of the block's kernels and
-the time MLPs' own products, also times three; it happens once an optimizer step.
+with the block's kernels, and attention's two products over the full square of positions (PaLM, Chowdhery
+et al. 2022, appendix B), for each evaluation of a branch by the solver, and those with the output head; not
+embeddings, norms, activations, the softmax or the optimizer. The backward pass counts twice the forward
+pass; what rematerialization computes again, or undoes, is not counted. Generating the weights counts apart:
+2 (T + 1) operations an element of the block's kernels for each time whose weights the solver uses, and the
+time MLPs' own products, also times three; it happens once an optimizer step.
 """
 
+from collections.abc import Callable
+import functools
+import math
 import time
 
 import jax
+from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
-from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model import grids, solvers, vector_fields
+from diffeq_nnx.model.model import block_specs
 from diffeq_nnx.model.weight_sources import num_elements
 
 # bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
@@ -42,21 +48,40 @@ PEAK_TFLOPS = {
 def model_flops(config: Config, num_steps: int) -> float:
   """FLOPs of one optimizer step, without those of the generator."""
   model = config.model
-  kernels = num_elements(vector_fields.make_field(model).specs(model), "kernel")
-  attention = 4 * model.seq_len * model.num_heads * model.head_dim
-  token = num_steps * (2 * kernels + attention) + 2 * model.vocab_size * model.embed_dim
+  evaluations = solvers.SOLVERS[model.solver].evaluations
+  in_attention, in_feedforward = branch_kernels(model)
+  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
+  step = evaluations.attention * attention + evaluations.feedforward * 2 * in_feedforward
+  token = num_steps * step + 2 * model.vocab_size * model.embed_dim
   return 3.0 * token * config.train.batch_size * model.seq_len
+
+
+@functools.lru_cache(maxsize=64)
+def branch_kernels(model: ModelConfig) -> tuple[int, int]:
+  """(elements of the kernels that the attention branch reads, of those that the feed-forward branch reads)."""
+  field, x_1x1xD = vector_fields.make_field(model), jax.ShapeDtypeStruct((1, 1, model.embed_dim), jnp.float32)
+  specs = field.specs(model)
+  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), specs)
+
+  def read_by(branch: Callable) -> int:
+    found = jax.make_jaxpr(branch)(x_1x1xD, weights).jaxpr
+    used = {variable for equation in found.eqns for variable in equation.invars if not isinstance(variable, Literal)}
+    paths = jax.tree_util.tree_leaves_with_path(weights)
+    read = [(path, leaf) for (path, leaf), variable in zip(paths, found.invars[1:], strict=True) if variable in used]
+    return sum(math.prod(leaf.shape) for path, leaf in read if path[-1].key == "kernel")
+
+  return read_by(field.attention), read_by(field.feedforward)
 
 
 def generator_flops(model: ModelConfig, num_steps: int) -> float:
   """Of one optimizer step, for making the weights and for the gradient of that; 0 if nothing is generated."""
   if model.weights != "generated":
     return 0.0
-  specs = vector_fields.make_field(model).specs(model)
+  specs = block_specs(model)
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
-  one_time = 2 * (T + 1) * num_elements(specs, "kernel") + mlps * 2 * (P * T + T * T)
-  return 3.0 * num_steps * one_time
+  U, Q = grids.make_grid(model, num_steps).times(solvers.SOLVERS[model.solver].nodes).points_UxQ.shape
+  return 3.0 * U * (2 * (T + 1) * num_elements(specs, "kernel") + Q * mlps * 2 * (P * T + T * T))
 
 
 def peak_tflops(config: Config) -> tuple[float, str]:

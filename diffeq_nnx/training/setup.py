@@ -11,6 +11,7 @@ from diffeq_nnx import data
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels import attention
+from diffeq_nnx.model.integration import make_adjoint
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -23,11 +24,12 @@ def checked_mesh(config: Config) -> Mesh:
   """The config's mesh, after the checks that need devices; prints which attention implementation the run uses.
 
   Raises:
-    UserError: the devices or the backend don't fit the config.
+    UserError: the devices or the backend don't fit the config, or the solver its adjoint.
   """
   with distributed.together():
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
+    make_adjoint(config)
     say_attention(config.model)
     return mesh
 

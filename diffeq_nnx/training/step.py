@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import optax
 
 from diffeq_nnx.config import Config
-from diffeq_nnx.model import parameters, solvers
+from diffeq_nnx.model import grids, integration, parameters
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
@@ -46,7 +46,7 @@ def all_params(state: State) -> Params:
 
 
 def loss_and_gradients(
-  config: Config, grid: solvers.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
+  config: Config, grid: grids.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
 ) -> tuple[jax.Array, Params]:
   """Mean loss in nats per token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
 
@@ -59,12 +59,12 @@ def loss_and_gradients(
   adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
   generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
-  remat = solvers.Remat(config.train.remat, config.train.remat_every)
+  adjoint = integration.make_adjoint(config)
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
     hidden_BxLxD = _hidden(
-      config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], remat=remat
+      config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint
     )
     mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
     return chunked_cross_entropy(
@@ -82,7 +82,7 @@ def loss_and_gradients(
   return loss, {**rest_gradients, "weight_source": source_gradients}
 
 
-def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: solvers.Grid, **more) -> jax.Array:
+def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: grids.Grid, **more) -> jax.Array:
   """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
   get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
   return model.hidden(
@@ -163,7 +163,7 @@ def make_train_step(
 
   @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
   def train_step(state: State, batch: Batch, num_steps: int):
-    grid = solvers.make_grid(config.model, num_steps)
+    grid = grids.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
     loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
@@ -191,7 +191,7 @@ def make_eval_step(
 
   Generate `block_weights` once with `make_generate` and use them for every batch.
   """
-  grid = solvers.make_grid(config.model, num_steps)
+  grid = grids.make_grid(config.model, num_steps)
 
   @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.replicated(mesh))
   def eval_step(params: Params, block_weights, batch: Batch):
@@ -208,5 +208,5 @@ def make_eval_step(
 @functools.lru_cache(maxsize=32)
 def make_generate(config: Config, num_steps: int) -> Callable[[Params], Any]:
   """A jitted `generate(params) -> BlockWeights` for the model's grid of `num_steps`."""
-  grid = solvers.make_grid(config.model, num_steps)
+  grid = grids.make_grid(config.model, num_steps)
   return jax.jit(lambda params: parameters.build(config.model, params).block_weights(grid))

@@ -31,7 +31,7 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference import generation
 from diffeq_nnx.inference.sampling import Sampling
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, graph, params_of
 from diffeq_nnx.model.ready import generated
@@ -46,7 +46,7 @@ def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
   """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
   head = weights["rest"].get("head")
   return {
-    "steps": weights["steps"],
+    "sets": weights["sets"],
     "head": weights["rest"]["embedding"] if head is None else head,
     "cache": state["cache"],
   }
@@ -55,7 +55,8 @@ def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
 def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
   """The state with so many slots filled."""
   shape = (rows, config.kv_heads, slots, config.head_dim)
-  cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(num_steps)]
+  evaluations = num_steps * solvers.SOLVERS[config.solver].evaluations.attention
+  cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(evaluations)]
   return {"cache": cache, "slot": jnp.int32(slots - 1), "first_B": jnp.zeros(rows, jnp.int32)}
 
 
@@ -106,15 +107,15 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
   """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`."""
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
-  model, grid = config.model, solvers.make_grid(config.model, config.eval.num_steps)
+  model, grid = config.model, grids.make_grid(config.model, config.eval.num_steps)
   rows = 2 if rows == 1 else rows  # see `Decoder.num_rows`
   device = compile_ahead.devices_of(topology, 1)[0]
   place = SingleDeviceSharding(device)
-  steps, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
+  sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
   weights, state, values, tokens_B = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     (
-      {"steps": steps, "rest": rest},
+      {"sets": sets, "rest": rest},
       jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
       jax.eval_shape(GREEDY.values),
       jax.ShapeDtypeStruct((rows,), jnp.int32),

@@ -23,7 +23,7 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import solvers
+from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step, state_shardings
@@ -89,7 +89,7 @@ def train_step(config, state, batch, mesh):
 
 def loss_and_gradient(config, state, batch, mesh):
   """Loss and gradients alone; the gradients' buffers are reused by the next run, as in a train step."""
-  grid = solvers.make_grid(config.model)
+  grid = grids.make_grid(config.model)
 
   places = state_shardings(config, mesh)["params"]
 

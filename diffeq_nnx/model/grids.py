@@ -1,0 +1,113 @@
+"""Grids: the steps of an integration over depth, and the times whose weights they use.
+
+S solver steps, N nodes of a solver, U weight sets (distinct times), Q points of a mean.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from diffeq_nnx.config import ModelConfig
+
+MEAN_POINTS = 8  # points of a mean over a step in which no wave of e(t) turns; more where waves turn
+
+
+class Times(NamedTuple):
+  """The weight sets of one pass: set u is W averaged over `points_UxQ[u]` with `shares_Q`, which sum to 1.
+
+  Attributes:
+    points_UxQ: times between 0 and 1; Q = 1 where a set is W at one time.
+    shares_Q: the share of each point.
+    index_SxN: the set that a step uses at each node of its solver.
+  """
+
+  points_UxQ: np.ndarray
+  shares_Q: np.ndarray
+  index_SxN: np.ndarray
+
+  @property
+  def times_U(self) -> np.ndarray:
+    """The time of each set; of a mean, its center."""
+    return self.points_UxQ[:, 0] if len(self.shares_Q) == 1 else self.points_UxQ @ self.shares_Q
+
+
+def at_times(times_U: Sequence[float] | np.ndarray) -> Times:
+  """W at these times, a step for each."""
+  points_UxQ = np.asarray(times_U, np.float64)[:, None]
+  return Times(points_UxQ, np.ones(1), np.arange(len(points_UxQ))[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """The steps of one integration. Hashable, so that it can be a static argument.
+
+  Attributes:
+    edges: t where steps start and end, [S + 1], rising from 0 to 1.
+    dts: the sizes of the steps, [S], in the units of the horizon, to which they add up.
+    weights_at: which weights a step uses, as `model.time.weights_at`.
+    radians: the angle that the fastest wave of e(t) turns from t = 0 to 1, from which a mean has its number of points.
+  """
+
+  edges: tuple[float, ...]
+  dts: tuple[float, ...]
+  weights_at: str = "nodes"
+  radians: float = 0.0
+
+  def __post_init__(self):
+    if not self.dts or len(self.edges) != len(self.dts) + 1:
+      raise ValueError(
+        f"a grid needs at least one step, and one edge more than steps; got {len(self.edges)} edges and "
+        f"{len(self.dts)} steps"
+      )
+
+  @property
+  def num_steps(self) -> int:
+    """S."""
+    return len(self.dts)
+
+  def times(self, nodes: Sequence[float]) -> Times:
+    """The distinct times that a solver with these nodes needs weights of, and which of them each step uses.
+
+    Args:
+      nodes: places in a step, from 0 (its start) to 1 (its end), [N].
+    """
+    edges, S, N = np.asarray(self.edges), self.num_steps, len(nodes)
+    starts_S, ends_S = edges[:-1], edges[1:]
+    if self.weights_at == "mean":  # Gauss-Legendre: exact for polynomials of degree 2 Q - 1
+      widest = self.radians * (ends_S - starts_S).max()
+      roots_Q, shares_Q = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(widest / 2))
+      points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * (1 + roots_Q) / 2
+      return Times(points_SxQ, shares_Q / 2, np.tile(np.arange(S)[:, None], N))
+    places = {"nodes": tuple(nodes), "end": (1.0,), "middle": (0.5,)}[self.weights_at]
+    # not by the formula at an end, so that the end of a step and the start of the next are the same number
+    times_SxN = np.stack([ends_S if c == 1 else starts_S + c * (ends_S - starts_S) for c in places], axis=1)
+    times_U, inverse = np.unique(times_SxN, return_inverse=True)
+    index_SxN = inverse.reshape(times_SxN.shape)
+    return at_times(times_U)._replace(index_SxN=index_SxN if self.weights_at == "nodes" else np.tile(index_SxN, N))
+
+
+def uniform_grid(num_steps: int, horizon: float) -> Grid:
+  """Edges at i/n for i = 0..n, and dt = horizon/n: every count gives exactly that many steps."""
+  if num_steps < 1:
+    raise ValueError(f"num_steps={num_steps}: must be 1 or above")
+  return Grid(tuple(i / num_steps for i in range(num_steps + 1)), (horizon / num_steps,) * num_steps)
+
+
+def uneven_grid(step_sizes: Sequence[float]) -> Grid:
+  """Steps of these sizes; edges are fractions of the total."""
+  total = math.fsum(step_sizes)
+  edges = [math.fsum(step_sizes[:i]) / total for i in range(len(step_sizes) + 1)]
+  return Grid(tuple(edges), tuple(map(float, step_sizes)))
+
+
+def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
+  """The grid of a model: its own, or a uniform one of another number of steps over the same horizon."""
+  if model.step_sizes and num_steps in (None, model.num_steps):
+    grid = uneven_grid(model.step_sizes)
+  else:
+    grid = uniform_grid(num_steps or model.num_steps, model.total_time)
+  radians = model.time.scale if model.time.weights_at == "mean" else 0.0
+  return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

@@ -1,0 +1,213 @@
+"""Integration over a grid: a loop of a solver's steps, and how its backward pass gets the states again.
+
+B batch, L positions, D embed_dim, S solver steps, N nodes of the solver, U weight sets (distinct times).
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.grids import Grid
+from diffeq_nnx.model.solvers import SOLVERS, Carry, Solver, VectorField
+from diffeq_nnx.parallel import sharding
+
+Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointed:
+  """The backward pass reads stored states, one `every` steps, and recomputes the rest as `remat` says.
+
+  Attributes:
+    remat: none, dots or full, as `train.remat`.
+    every: divides the number of steps.
+  """
+
+  remat: str = "none"
+  every: int = 1
+
+  def wrap(self, function: Callable) -> Callable:
+    """`function`, recomputed in the backward pass as chosen."""
+    if self.remat == "none":
+      return function
+    policy = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if self.remat == "dots" else None
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reversible:
+  """The backward pass undoes the steps: no states are stored, whatever their number."""
+
+
+Adjoint = Checkpointed | Reversible
+
+
+def make_adjoint(config: Config) -> Adjoint:
+  """The adjoint that `train.adjoint` names.
+
+  Raises:
+    UserError: the solver's steps can't be undone.
+  """
+  if config.train.adjoint == "checkpointed":
+    return Checkpointed(config.train.remat, config.train.remat_every)
+  if SOLVERS[config.model.solver].undo is None:
+    able = ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
+    raise UserError(
+      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {able} "
+      "can; or set train.adjoint=checkpointed"
+    )
+  return Reversible()
+
+
+def solve(
+  solver: Solver,
+  field: VectorField,
+  x_BxLxD: jax.Array,
+  weights: dict,
+  grid: Grid,
+  *,
+  key: jax.Array,
+  adjoint: Adjoint = Checkpointed(),
+  gather: Gather = lambda weights: weights,
+) -> jax.Array:
+  """The state at the end of the grid, [B, L, D].
+
+  Args:
+    solver: the method.
+    field: the vector field; a pytree where `adjoint` is `Reversible`.
+    x_BxLxD: the state at time 0.
+    weights: BlockWeights, every leaf with a leading axis U: the sets of `grid.times(solver.nodes)`.
+    grid: the steps.
+    key: from which each step's key is split.
+    adjoint: how the backward pass gets the states.
+    gather: applied to the weights of a step before it, and again where the step is recomputed.
+  """
+  advance, per_step = advance_of(solver, grid, gather), steps_of(solver, weights, grid, x_BxLxD.dtype, key)
+  carry = solver.init(x_BxLxD)
+  if isinstance(adjoint, Reversible):
+    return solver.read(_undone(advance, field, carry, per_step))
+  every = 1 if adjoint.remat == "none" else adjoint.every
+  if grid.num_steps % every:
+    raise ValueError(f"remat.every={every}: must divide the number of steps, {grid.num_steps}")
+
+  def run(carry, stretch):
+    for i in range(every):
+      carry = advance(field, carry, jax.tree.map(operator.itemgetter(i), stretch))
+    return carry
+
+  run = adjoint.wrap(run)
+  stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), per_step)
+  carry, _ = jax.lax.scan(lambda carry, stretch: (run(carry, stretch), None), carry, stretches)
+  return solver.read(carry)
+
+
+PerStep = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of steps; leading axes S
+
+
+@dataclasses.dataclass(frozen=True)
+class Advance:
+  """One step of a solver: `advance(field, carry, one)`, where `one` is what `steps_of` returned, at one step.
+
+  Attributes:
+    solver: the method.
+    which: for each of its nodes, which of the weights of `one` it uses: nodes may share weights.
+    gather: applied to the weights.
+  """
+
+  solver: Solver
+  which: tuple[int, ...]
+  gather: Gather
+
+  def __call__(self, field: VectorField, carry: Carry, one: PerStep) -> Carry:
+    """The carry after the step."""
+    return self._moved(self.solver.step, field, carry, one)
+
+  def undo(self, field: VectorField, carry: Carry, one: PerStep) -> Carry:
+    """The carry before the step."""
+    return self._moved(self.solver.undo, field, carry, one)
+
+  def _moved(self, method, field, carry, one):
+    weights, dt, key = one
+    gathered = [self.gather(each) for each in weights]
+    carry = method(field, carry, [gathered[n] for n in self.which], dt, key)
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, "batch", None, None), carry)
+
+
+def advance_of(solver: Solver, grid: Grid, gather: Gather = lambda weights: weights) -> Advance:
+  """A step of a solver on a grid, to be called with what `steps_of` returns for it."""
+  columns = _columns(solver, grid)
+  return Advance(solver, tuple(map(list(dict.fromkeys(columns)).index, columns)), gather)
+
+
+def steps_of(solver: Solver, weights: dict, grid: Grid, dtype: jnp.dtype, key: jax.Array) -> PerStep:
+  """What each step reads, with leading axes S; dt in float32, or wider for a wider `dtype`."""
+  distinct = dict.fromkeys(_columns(solver, grid))
+  sets = tuple(jax.tree.map(functools.partial(_sets, index_S=index_S), weights) for index_S in distinct)
+  dts_S = jnp.asarray(np.asarray(grid.dts), jnp.promote_types(dtype, jnp.float32))
+  return sets, dts_S, jax.random.split(key, grid.num_steps)
+
+
+def _columns(solver: Solver, grid: Grid) -> list[tuple[int, ...]]:
+  """For each node, the weight sets that the steps use, [S]."""
+  return [tuple(index_S.tolist()) for index_S in grid.times(solver.nodes).index_SxN.T]
+
+
+def _sets(leaf: jax.Array, index_S: tuple[int, ...]) -> jax.Array:
+  """The sets of `leaf` [U, ...] that the steps use, [S, ...]; a slice where they lie in a row, which is no gather."""
+  first, last, S = index_S[0], index_S[-1], len(index_S)
+  stride = (last - first) // (S - 1) if S > 1 else 1
+  if stride > 0 and index_S == tuple(range(first, last + 1, stride)):
+    return leaf if S == len(leaf) else leaf[first : last + 1 : stride]
+  return leaf[np.asarray(index_S)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _undone(advance: Advance, field: VectorField, carry: Carry, per_step: PerStep) -> Carry:
+  """The carry after all steps; the backward pass stores it alone, and undoes the steps."""
+  return jax.lax.scan(lambda carry, one: (advance(field, carry, one), None), carry, per_step)[0]
+
+
+def _undone_forward(advance, field, carry, per_step):
+  last = _undone(advance, field, carry, per_step)
+  return last, (field, last, per_step)
+
+
+def _undone_backward(advance, residuals, gradient):
+  field, last, per_step = residuals
+
+  def back(state, one):
+    (after, gradient), (weights, dt, key) = state, one
+    before = advance.undo(field, after, one)  # the compiler computes what this and the next line share once
+    _, pull = jax.vjp(lambda carry, weights: advance(field, carry, (weights, dt, key)), before, weights)
+    gradient, weights_gradient = pull(gradient)
+    return (before, gradient), weights_gradient
+
+  (_, gradient), weights_gradients = jax.lax.scan(back, (last, gradient), per_step, reverse=True)
+  return None, gradient, (weights_gradients, None, None)
+
+
+_undone.defvjp(_undone_forward, _undone_backward)
+
+
+def solve_unrolled(
+  solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights_U: Sequence[dict], grid: Grid
+) -> jax.Array:
+  """The same state as `solve`, with the loop over steps unrolled; no dropout, no rematerialization.
+
+  For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token
+  takes many times as long.
+  """
+  key: Any = jax.random.key(0)  # unused, since there is no dropout
+  wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
+  carry = solver.init(x_BxLxD)
+  for index_N, dt in zip(grid.times(solver.nodes).index_SxN, grid.dts, strict=True):
+    carry = solver.step(field, carry, [weights_U[u] for u in index_N], jnp.asarray(dt, wide), key)
+  return solver.read(carry)
