@@ -108,6 +108,12 @@ ROWS = {
 }
 
 
+# the rows with generated weights and each of the other solvers
+SOLVER_ROWS = {
+  name: {"solver": name} for name in config_lib.choices("model.solver") if name not in ("euler", "sequential")
+}
+
+
 def small_model(**changes) -> ModelConfig:
   """A model that runs in milliseconds: 3 steps, width 24, 4 query and 2 key/value heads."""
   values = dict(
