@@ -108,10 +108,8 @@ ROWS = {
 }
 
 
-# the rows with generated weights and each of the other solvers
-SOLVER_ROWS = {
-  name: {"solver": name} for name in config_lib.choices("model.solver") if name not in ("euler", "sequential")
-}
+# each solver that no row has
+SOLVER_ROWS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]}
 
 
 def small_model(**changes) -> ModelConfig:

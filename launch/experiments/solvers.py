@@ -7,9 +7,9 @@
 errors: of the logits of one model with random weights that are smooth in time, in float64, against 4,096 steps of rk4,
 by numbers of steps; the order is the slope from 64 to 128 steps. Both for the GPT and the Llama block.
 
-losses: final validation loss of every solver with `--steps` solver steps, and with as many steps as make `--evaluations`
-evaluations of the block (an evaluation of one branch is half of one). Finished runs are not repeated, so the same
-command continues after an interruption. Results are in results.json of the work directory.
+losses: final validation loss of every solver with `--steps` solver steps, and with as many steps as make
+`--evaluations` evaluations of the block (an evaluation of one branch is half of one). Finished runs are not repeated,
+so the same command continues after an interruption. Results are in results.json of the work directory.
 """
 
 import argparse
