@@ -26,6 +26,7 @@ FROZEN_FOLDER = "frozen"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
+SOLVERS = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,7 @@ class TimeConfig:
   sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
   time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
   scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1
-  weights_at: str = one_of("nodes", "end", "middle", "mean")  # of a step: where its solver has its nodes, as in the
-  # paper; or the same weights at all nodes: W at the step's end or middle, or the mean of W over the step
+  weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
   constant: bool = False  # hold t at 0: the control that has the parameters but not the time
 
 
@@ -58,18 +58,7 @@ class ModelConfig:
 
   weights: str = one_of("generated", "stored", "shared")  # stored: a set for each step; shared: one set
   field: str = one_of("gpt", "llama")
-  solver: str = one_of(  # euler: parallel branches; sequential: attention first; others: see docs/solvers.md
-    "euler",
-    "sequential",
-    "strang",
-    "strang_mirrored",
-    "midpoint",
-    "heun",
-    "ralston",
-    "rk4",
-    "ode_transformer",
-    "leapfrog",
-  )
+  solver: str = one_of(*SOLVERS)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
   norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = number(12, above=0)
@@ -365,10 +354,7 @@ def _check_model(model: ModelConfig) -> None:
   except re.error as error:
     raise UserError(f"model.lora.targets={model.lora.targets!r}: is no regular expression ({error})") from error
   if model.time.constant and model.weights != "generated":
-    raise UserError(
-      f"model.time.constant=True: only generated weights depend on time; set it to False or "
-      f"model.weights={model.weights!r} to 'generated'"
-    )
+    raise UserError("model.time.constant=True: only weights that are generated have a time; set it to False")
 
 
 def _check_training(config: Config) -> None:
