@@ -129,12 +129,10 @@ class _Losses:
       say(f"{_describe(model)}: validation loss {loss:.4f}")
     return self.known[model]
 
-  def fewest(self, most: float) -> ModelConfig | None:
-    """Of the grids measured so far whose loss is at most `most`, that of the fewest steps, and then the lowest loss."""
-    fitting = [
-      (model.num_steps, loss, number) for number, (model, loss) in enumerate(self.known.items()) if loss <= most
-    ]
-    return list(self.known)[min(fitting)[2]] if fitting else None
+  def fewest(self, most: float) -> ModelConfig:
+    """The grid of the fewest steps, and then the lowest loss, among those measured whose loss is at most `most`."""
+    fitting = [model for model, loss in self.known.items() if loss <= most]
+    return min(fitting, key=lambda model: (model.num_steps, self.known[model]))
 
   def speed(self, model: ModelConfig) -> float:
     """Validation tokens per second on a grid measured before, whose program is compiled."""
@@ -179,8 +177,8 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
   _print_table(losses, {"own steps": own, "fine limit": finest, **rows})
   if losses(own) < limit - tolerance:
     say(
-      f"the loss at the model's own {own.num_steps} steps is below the fine limit: the model is trained for these "
-      "steps alone; --job=discretize without --tolerance keeps them"
+      f"the loss at the model's own {own.num_steps} steps is below the fine limit by more than the tolerance: between "
+      "the times that training visited W(t) is not what it learned; --job=discretize without --tolerance keeps them"
     )
   chosen = rows[f"{tolerance:g}"]
   return chosen.step_sizes or chosen.num_steps, {

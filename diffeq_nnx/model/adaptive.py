@@ -6,6 +6,7 @@ B batch, L positions, M pairs of steps, n steps.
 from collections.abc import Sequence
 import dataclasses
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ def local_errors(
   square = lambda x_BxLxD: (jnp.square(x_BxLxD.astype(wide)) * mask_BxLx1).sum()
 
   def pair(carry, links):
-    (first, second), whole = [jax.tree.map(lambda leaf: leaf[i], links[0]) for i in range(2)], links[1]
+    two, whole = links
+    first, second = (jax.tree.map(operator.itemgetter(i), two) for i in range(2))
     x_BxLxD = solver.read(carry)
     two_BxLxD = solver.read(step(field, step(field, solver.init(x_BxLxD), first), second))
     one_BxLxD = solver.read(stride(field, solver.init(x_BxLxD), whole))
