@@ -177,8 +177,8 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
   _print_table(losses, {"own steps": own, "fine limit": finest, **rows})
   if losses(own) < limit - tolerance:
     say(
-      f"the loss at the model's own {own.num_steps} steps is below the fine limit by more than the tolerance: between "
-      "the times that training visited W(t) is not what it learned; --job=discretize without --tolerance keeps them"
+      f"the loss at the model's own {own.num_steps} steps is below the fine limit by more than the tolerance: what it "
+      "learned depends on its steps; --job=discretize without --tolerance keeps them"
     )
   chosen = rows[f"{tolerance:g}"]
   return chosen.step_sizes or chosen.num_steps, {

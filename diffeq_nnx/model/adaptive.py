@@ -17,7 +17,7 @@ from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model
 
-WIDEST = 8.0  # how many times as many steps per unit of time as on average there may be, or as few
+WIDEST = 8.0  # times the mean density of steps: the most, and the inverse of the least
 ORDERS = (1.0, 4.0)  # between which `order` lies
 
 
@@ -96,7 +96,8 @@ def graded_sizes(errors_M: np.ndarray, p: float, num_steps: int, horizon: float)
 
   A step of size h at time t has the error C(t) h^(p+1), so equal errors are equal integrals of C^(1/(p+1)) over the
   steps (de Boor 1973, "Good approximation by splines with variable knots"). C is constant within each of the M steps
-  whose errors are known. The density of steps stays within a factor `WIDEST` of its mean.
+  whose errors are known. This density of steps is first limited to a factor `WIDEST` of its mean, so that sizes differ
+  by its square at most.
 
   Args:
     errors_M: from `local_errors`; where they are not all finite, or all 0, the sizes are equal.

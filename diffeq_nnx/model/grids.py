@@ -6,7 +6,7 @@ S solver steps, N nodes of a solver, U weight sets (distinct times), Q points of
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ class Times(NamedTuple):
 
 def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
   """W at these times, a step for each; the times may be traced."""
-  points_UxQ = (times_U if isinstance(times_U, jax.Array) else np.asarray(times_U, np.float64))[:, None]
+  points_UxQ: Any = (times_U if isinstance(times_U, jax.Array) else np.asarray(times_U, np.float64))[:, None]
   return Times(points_UxQ, np.ones(1), np.arange(len(points_UxQ))[:, None])
 
 
