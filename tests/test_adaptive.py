@@ -106,6 +106,8 @@ def test_sizes_have_equal_errors_within_limits():
   middles_M = (np.arange(1000) + 0.5) / 1000
   sizes = adaptive.graded_sizes(middles_M**2, 1.0, 4, 2.0)
   np.testing.assert_allclose(np.cumsum(sizes) / 2, np.sqrt([0.25, 0.5, 0.75, 1]), atol=5e-3)
+  halved = adaptive.graded_sizes(middles_M**2, 1.0, 4, 2.0, grading=0.5)  # the density is sqrt(t)
+  np.testing.assert_allclose(np.cumsum(halved) / 2, np.array([0.25, 0.5, 0.75, 1]) ** (2 / 3), atol=5e-3)
   spike_M = np.where(np.arange(100) == 50, 1.0, 1e-12)
   narrow = adaptive.graded_sizes(spike_M, 1.0, 100, 1.0)
   assert 10 < max(narrow) / min(narrow) < 1.001 * adaptive.WIDEST**2
@@ -146,6 +148,7 @@ def test_the_job_writes_the_fewest_steps_within_the_tolerance(finished, tmp_path
 def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monkeypatch):
   """The loss is replaced by one that 2 steps reach if they are uneven."""
   config, workdir = finished
+
   def loss(self, model):
     self.known[model] = 1.0 if model.step_sizes or model.num_steps > 2 else 9.0
     return self.known[model]

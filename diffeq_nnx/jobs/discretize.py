@@ -25,6 +25,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import corpus_of_run
 
 FINEST = 8  # times the model's own number of steps: the most that the fine limit is measured with
+GRADINGS = (0.5, 1.0)  # of uneven steps, as for `adaptive.graded_sizes`
 LOOSER = (10, 3, 1)  # times the tolerance: the rows of the table
 
 
@@ -169,7 +170,7 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
   def fits(num_steps: int) -> bool:
     candidates: list[int | tuple[float, ...]] = [num_steps]
     if num_steps > 1:
-      candidates.append(adaptive.graded_sizes(errors_M, order, num_steps, own.total_time))
+      candidates += [adaptive.graded_sizes(errors_M, order, num_steps, own.total_time, g) for g in GRADINGS]
     return min(losses(adaptive.on_grid(own, steps)) for steps in candidates) <= limit + tolerance
 
   fewest_that_fit(fits, finest.num_steps)

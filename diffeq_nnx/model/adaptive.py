@@ -91,7 +91,9 @@ def order(errors_M: np.ndarray, errors_half: np.ndarray) -> float:
   return float(np.clip(math.log2(sums[0] / sums[1]), *ORDERS))
 
 
-def graded_sizes(errors_M: np.ndarray, p: float, num_steps: int, horizon: float) -> tuple[float, ...]:
+def graded_sizes(
+  errors_M: np.ndarray, p: float, num_steps: int, horizon: float, grading: float = 1.0
+) -> tuple[float, ...]:
   """Sizes of n steps that would all have the same error, in the units of the horizon, to which they add up, [n].
 
   A step of size h at time t has the error C(t) h^(p+1), so equal errors are equal integrals of C^(1/(p+1)) over the
@@ -104,8 +106,10 @@ def graded_sizes(errors_M: np.ndarray, p: float, num_steps: int, horizon: float)
     p: the order, above 0.
     num_steps: n.
     horizon: the sum of the sizes.
+    grading: an exponent of the density; below 1 the sizes lie between equal errors and, at 0, equal sizes. The estimate
+      leaves out how later steps damp or amplify an error.
   """
-  density_M = np.asarray(errors_M, np.float64) ** (1 / (p + 1))
+  density_M = np.asarray(errors_M, np.float64) ** (grading / (p + 1))
   if not (np.isfinite(density_M).all() and density_M.any()):
     density_M = np.ones(len(density_M))
   density_M = np.clip(density_M / density_M.mean(), 1 / WIDEST, WIDEST)
