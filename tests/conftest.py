@@ -108,6 +108,10 @@ ROWS = {
 }
 
 
+# each solver that no row has
+SOLVER_ROWS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]}
+
+
 def small_model(**changes) -> ModelConfig:
   """A model that runs in milliseconds: 3 steps, width 24, 4 query and 2 key/value heads."""
   values = dict(

@@ -17,7 +17,7 @@ from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.parameters import graph
-from tests.conftest import ROWS, moved_instance, small_model, told
+from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, small_model, told
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
 KINDS = [("gpt", "diffeq"), ("llama", "diffeq"), ("gpt", "baseline"), ("llama", "baseline")]
@@ -26,7 +26,9 @@ KINDS = [("gpt", "diffeq"), ("llama", "diffeq"), ("gpt", "baseline"), ("llama", 
 @functools.cache
 def analyzed(field="gpt", row="diffeq", dtype="float64", **changes) -> AnalyzedModel:
   with jax.enable_x64(dtype == "float64"):
-    return AnalyzedModel(moved_instance(small_model(dtype=dtype, field=field, **ROWS[row], **changes), scale=0.3))
+    return AnalyzedModel(
+      moved_instance(small_model(dtype=dtype, field=field, **(ROWS | SOLVER_ROWS)[row], **changes), scale=0.3)
+    )
 
 
 def same_set(found, expected, tolerance):
@@ -42,10 +44,10 @@ def same_set(found, expected, tolerance):
 # what is looked at is what was trained
 
 
-@pytest.mark.parametrize("field, row", KINDS)
+@pytest.mark.parametrize("field, row", [*KINDS, ("gpt", "heun"), ("llama", "leapfrog"), ("gpt", "strang")])
 def test_the_last_state_gives_the_models_logits(x64, field, row):
   one = analyzed(field, row)
-  model = moved_instance(small_model(dtype="float64", field=field, **ROWS[row]), scale=0.3)
+  model = moved_instance(small_model(dtype="float64", field=field, **(ROWS | SOLVER_ROWS)[row]), scale=0.3)
   passed = one.observe(TOKENS, attention=True)
   np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None]), atol=1e-12)
   assert passed.states.shape == (4, 1, 9, 24)
@@ -168,6 +170,9 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
     ("llama", "diffeq", "per_token", dense_per_token),
     ("gpt", "baseline", "per_token", dense_per_token),
     ("llama", "baseline", "exact", dense_jacobian),
+    ("gpt", "heun", "exact", dense_jacobian),
+    ("gpt", "leapfrog", "exact", dense_jacobian),
+    ("llama", "leapfrog", "per_token", dense_per_token),
   ],
 )
 def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):

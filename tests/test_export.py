@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -25,10 +26,12 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data
+from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
-from tests.conftest import small_model, told
+from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
+from tests.conftest import moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 
 ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
@@ -160,7 +163,59 @@ def test_the_compute_dtype_s_weights_are_exported(tmp_path):
   close(torch_logits(load(result)), logits(nnx.merge(wide, nnx.to_pure_dict(nnx.state(stored)))))
 
 
-@pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "sequential")])
+MEAN = {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean"), "horizon": 0.7}, 2
+THIRD = 1 / 3
+REGISTERED = {  # as a user may: Heun's method of third order, whose second stage has b = 0, and a splitting
+  "third": RungeKutta(((), (THIRD,), (0.0, 2 * THIRD)), (0.25, 0.0, 0.75), (0.0, THIRD, 2 * THIRD)),
+  "late": Splitting((("feedforward", 0.3), ("attention", 1.0), ("feedforward", 0.7)), 0.9),
+}
+
+
+@pytest.mark.parametrize(
+  "solver,field,case",
+  [
+    (solver, field, MEAN if solver == "ralston" else case)
+    for solver, field, case in zip(
+      [*SOLVERS, *REGISTERED], itertools.cycle(["gpt", "llama"]), itertools.cycle([UNEVEN, GENERATED])
+    )
+  ],
+)
+def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, monkeypatch):
+  """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
+  for name, registered in REGISTERED.items():
+    monkeypatch.setitem(SOLVERS, name, registered)
+  changes, num_steps = case
+  model = moved_instance(small_model(field=field, solver=solver, **changes))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps, form="hf_code")
+  assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
+  loaded = load(result)
+  np.testing.assert_allclose(torch_logits(loaded), logits(model, num_steps), rtol=0, atol=1e-5)
+  assert len(loaded.layers) == len(model.times(model.grid(num_steps)).points_UxQ)
+  settings = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+  ids = torch.tensor(TOKENS_2x12[:, :6])
+  cached, whole = (loaded.generate(ids, use_cache=use_cache, **settings) for use_cache in (True, False))
+  np.testing.assert_array_equal(cached.sequences, whole.sequences)
+  np.testing.assert_allclose(torch.stack(cached.logits), torch.stack(whole.logits), rtol=0, atol=1e-5)
+  lengths = [entry.get_seq_length() for entry in cached.past_key_values.layers]
+  assert lengths == [9] * loaded.config.num_hidden_layers
+  assert len(lengths) == result["num_steps"] * model.solver.evaluations.attention
+
+
+@pytest.mark.parametrize("solver", ["euler", "sequential"])
+def test_our_own_modeling_file_reads_folders_from_before_other_solvers(solver, tmp_path):
+  """Their config.json says nothing of the method: a layer for each step, with dt folded in."""
+  model = make(small_model(solver=solver, horizon=2.0))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
+  path = tmp_path / "out" / "config.json"
+  config = json.loads(path.read_text())
+  assert config["num_hidden_layers"] == 3 and config["step_sizes"] == [1.0] * 3
+  for key in ("num_steps", "num_weight_sets", "method", "step_sizes", "weight_sets"):
+    del config[key]
+  path.write_text(json.dumps(config))
+  close(torch_logits(load(result)), logits(model))
+
+
+@pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "heun")])
 def test_our_own_modeling_file_generates(field, solver, tmp_path):
   """With and without a cache, and padded on the left: greedy tokens are those of our logits."""
   model = make(small_model(field=field, solver=solver))
@@ -183,8 +238,9 @@ def test_our_own_modeling_file_generates(field, solver, tmp_path):
   np.testing.assert_array_equal(both[1, 2:], short[0])
 
 
-def test_our_own_modeling_file_gives_a_loss_and_gradients(tmp_path):
-  loaded = load(diffeq_nnx.export_hf(make(small_model()), str(tmp_path / "out"))).train()
+@pytest.mark.parametrize("solver", ["euler", "ode_transformer"])
+def test_our_own_modeling_file_gives_a_loss_and_gradients(solver, tmp_path):
+  loaded = load(diffeq_nnx.export_hf(make(small_model(solver=solver)), str(tmp_path / "out"))).train()
   tokens = torch.tensor(TOKENS_2x12)
   loss = loaded(tokens, labels=tokens).loss
   loss.backward()
@@ -202,9 +258,14 @@ def test_gpt2_has_no_grouped_query_heads(tmp_path):
   assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"solver": "heun"}, {"field": "gpt_relu2"}])
+class Reversed(Splitting):
+  """A solver of a kind of its own, though it is a splitting to Python."""
+
+
+@pytest.mark.parametrize("changes", [{"solver": "reversed"}, {"field": "gpt_relu2"}])
 @pytest.mark.parametrize("form", huggingface.FORMS)
-def test_parts_that_were_added_are_in_no_folder(changes, form):
+def test_parts_that_were_added_are_in_no_folder(changes, form, monkeypatch):
+  monkeypatch.setitem(SOLVERS, "reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
   added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
   assert "--format=stablehlo supports any" in told(lambda: huggingface.architecture_of(added, form))
 
@@ -334,7 +395,7 @@ assert not any(name.startswith("diffeq_nnx") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize("field,solver,changes", [("gpt", "euler", {}), ("llama", "sequential", {"horizon": 2.0})])
+@pytest.mark.parametrize("field,solver,changes", [("gpt", "euler", {}), ("llama", "heun", {"horizon": 2.0})])
 def test_stablehlo_runs_without_this_package(field, solver, changes, tmp_path):
   model = make(small_model(field=field, solver=solver, **changes))
   out = str(tmp_path / "out")
@@ -368,7 +429,7 @@ def test_names_and_arrays_go_there_and_back():
   ):
     config = small_model(weights="stored", **changes)
     params = nnx.to_pure_dict(nnx.state(make(config)))
-    there = layouts.to_tensors(architecture, config, params, (1.0, 1.0, 1.0))
+    there = layouts.to_tensors(architecture, config, params)
     back = layouts.to_params(architecture, config, dict(there))
     jax.tree.map(np.testing.assert_array_equal, back, params)
     half = layouts.to_tensors(architecture, config, params, (1.0, 0.5, 1.0))

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from tests.processes import Process
 
@@ -60,18 +61,23 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   return found
 
 
-def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+@pytest.mark.parametrize(
+  "settings", [(), ("--config.model.solver=leapfrog", "--config.train.adjoint=reversible")], ids=["euler", "leapfrog"]
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, settings):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  uninterrupted = Process(command(whole)[3:])
+  uninterrupted = Process(command(whole, *settings)[3:])
   assert uninterrupted.end(240) == 0, uninterrupted.lines[-20:]
-  process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
+  process = subprocess.Popen(command(broken, *settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
   deadline = time.monotonic() + 200
   while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline and process.poll() is None:
     time.sleep(0.005)
   process.send_signal(signal.SIGKILL)
   assert process.wait() == -signal.SIGKILL
   assert max(record["step"] for record in records(broken)) < 40
-  resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240, env=FAST)
+  resumed = subprocess.run(
+    command(broken, *settings), check=True, capture_output=True, text=True, timeout=240, env=FAST
+  )
   assert "continuing from the checkpoint of step 20" in resumed.stderr
   assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
   ours, theirs = arrays(broken, 40), arrays(whole, 40)

@@ -3,7 +3,7 @@
 Models with sequential steps are GPT-2 or Llama once dt is folded into the projections onto the residual stream. No
 architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
 CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and only StableLM and Cohere have
-SwiGLU, but without RMSNorm for the llama field.
+SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a branch more than once.
 """
 
 import dataclasses
@@ -18,11 +18,12 @@ import safetensors.numpy
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import folders, layouts, tokenizer_files
+from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
 from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
+from diffeq_nnx.model.solvers import SOLVERS
 
 FORMS = ("hf", "hf_exact", "hf_code")
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
@@ -35,8 +36,8 @@ def export_hf(
 ) -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-  Sequential steps become GPT-2 (gpt) or Llama (llama), parallel ones and norms with a shift (llama) a folder with its
-  own modeling file.
+  Sequential steps become GPT-2 (gpt) or Llama (llama); those of other solvers, and norms with a shift (llama), a folder
+  with its own modeling file.
 
   Args:
     model: any model; generated and shared weights are discretized.
@@ -52,8 +53,8 @@ def export_hf(
     and notes, a list of sentences.
 
   Raises:
-    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, or hf_exact
-      the norms.
+    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, hf_exact the
+      norms, or the modeling file an added field or solver.
   """
   stored = discretize(model, num_steps)
   return write(stored.config, params_of(stored), folder, tokenizer, form)
@@ -63,10 +64,10 @@ def architecture_of(model: ModelConfig, form: str) -> str:
   """gpt2, llama or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
-  if model.field not in ("gpt", "llama") or model.solver not in ("euler", "sequential"):
+  if model.field not in ("gpt", "llama") or methods.described(SOLVERS[model.solver]) is None:
     raise UserError(
-      f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support gpt and "
-      "llama with euler or sequential steps; --format=stablehlo supports any",
+      f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support the fields gpt and llama, "
+      "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any",
       everywhere=True,
     )
   if form == "hf_code" or model.solver != "sequential":
@@ -97,7 +98,8 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder) as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
-    tensors = layouts.to_tensors(architecture, stored, params, make_grid(stored).dts)
+    factors = make_grid(stored).dts if stored.solver in methods.FOLDED else None
+    tensors = layouts.to_tensors(architecture, stored, params, factors)
     if wide:
       tensors, eps = layouts.widened(exported, tensors)
       settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
@@ -140,7 +142,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
 def _why_own(stored: ModelConfig, form: str) -> str:
   """The note on a folder that has its own modeling file."""
   reason = "this model's block norms have a shift, which those of transformers' Llama lack"
-  if stored.solver == "euler":
+  if stored.solver != "sequential":
     reason = "no architecture of transformers represents this model"
   elif form == "hf_code":
     reason = "as requested"
@@ -148,9 +150,10 @@ def _why_own(stored: ModelConfig, form: str) -> str:
 
 
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
-  """The exported model: dt is folded, and only our own architecture has an eps for the final norm."""
+  """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
-  return dataclasses.replace(stored, horizon=None, step_sizes=(), norm_eps=stored.block_eps, final_norm_eps=final_eps)
+  folded = {"horizon": None, "step_sizes": ()} if stored.solver in methods.FOLDED else {}
+  return dataclasses.replace(stored, norm_eps=stored.block_eps, final_norm_eps=final_eps, **folded)
 
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     | {
       "auto_map": auto_map,
       "field": exported.field,
-      "solver": exported.solver,
+      **methods.keys(exported),
       "norm_eps": exported.block_eps,
       "final_norm_eps": exported.final_eps,
       "norm_shift": exported.block_shift,

@@ -1,10 +1,10 @@
 """Names and layouts of a stored-weight model's arrays in other libraries.
 
-S steps, D embed_dim, H query heads, C head_dim. Our kernels are [in, out]; torch's Linear is [out, in], GPT-2's
-Conv1D [in, out].
+U weight sets (one a step in GPT-2 and Llama), D embed_dim, H query heads, C head_dim. Our kernels are [in, out];
+torch's Linear is [out, in], GPT-2's Conv1D [in, out].
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flax import traverse_util
@@ -12,14 +12,17 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.grids import make_grid
+from diffeq_nnx.model.model import block_specs
 from diffeq_nnx.model.parameters import Params, abstract_model, params_of
+from diffeq_nnx.model.solvers import SOLVERS
 
 Tensors = dict[str, np.ndarray]
 
 WRITING = ("out", "down")  # the projections onto the residual stream: dt is folded into them
 OWN = "diffeqformer"  # the architecture of our own modeling file
 
-_LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias"}
+_LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias", "gate": "gate"}
 _GPT2_GROUPS = {
   "attention_norm": "ln_1",
   "qkv": "attn.c_attn",
@@ -47,13 +50,13 @@ class Entry(NamedTuple):
   Attributes:
     name: its name in the file.
     path: its path in our parameters.
-    step: the solver step that it belongs to; None: to no step, as an embedding.
+    weight_set: the number of the weight set that it belongs to; None: to none, as an embedding.
     kind: how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
   """
 
   name: str
   path: tuple[str, ...]
-  step: int | None
+  weight_set: int | None
   kind: str
 
 
@@ -85,28 +88,30 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
     yield Entry(f"{outside[name]}.weight", (name,), None, "same")
   for leaf in field.norm_specs(model.embed_dim):
     yield Entry(f"{outside['final_norm']}.{_LEAVES[leaf]}", ("final_norm", leaf), None, "same")
-  for step in range(model.num_steps):
-    for group, leaves in field.specs(model).items():
+  for u in range(len(make_grid(model).times(SOLVERS[model.solver].nodes).points_UxQ)):
+    for group, leaves in block_specs(model).items():
       for leaf in leaves:
-        name = f"{layer}.{step}.{groups[group] if groups else group}.{_LEAVES[leaf]}"
+        name = f"{layer}.{u}.{groups[group] if groups else group}.{_LEAVES[leaf]}"
         kind = "qkv" if group == "qkv" and architecture == "gpt2" else kernel if leaf == "kernel" else "same"
-        yield Entry(name, ("weight_source", "stored", group, leaf), step, kind)
+        yield Entry(name, ("weight_source", "stored", group, leaf), u, kind)
 
 
-def to_tensors(architecture: str, model: ModelConfig, params: Params, dts_S: tuple[float, ...]) -> Tensors:
-  """Converts parameters with stored weights to the arrays of a file, in float32, dt folded in."""
+def to_tensors(
+  architecture: str, model: ModelConfig, params: Params, factors_U: Sequence[float] | None = None
+) -> Tensors:
+  """Converts parameters with stored weights to the arrays of a file, in float32; a dt for each set is folded in."""
   tensors, leaves = {}, traverse_util.flatten_dict(params)
   for entry in entries(architecture, model):
     array = leaves[entry.path]
-    if entry.step is not None:
-      array = np.asarray(array[entry.step], np.float64)
-      array = array * dts_S[entry.step] if entry.path[2] in WRITING else array
+    if entry.weight_set is not None:
+      array = np.asarray(array[entry.weight_set], np.float64)
+      array = array * factors_U[entry.weight_set] if factors_U and entry.path[2] in WRITING else array
     tensors[entry.name] = np.ascontiguousarray(_converted(array, entry.kind, model), np.float32)
   return tensors
 
 
 def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params:
-  """Converts the arrays of a file to parameters with stored weights, in float32; the inverse of `to_tensors` at dt = 1.
+  """Converts the arrays of a file to parameters with stored weights, in float32; the inverse of `to_tensors`.
 
   Removes the arrays from `tensors`; those left there are unused.
 
@@ -118,7 +123,7 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
   for entry in entries(architecture, model):
     array = _converted(tensors.pop(entry.name), entry.kind, model, back=True)
-    expected = abstract[entry.path].shape[entry.step is not None :]  # stored weights have a leading axis S
+    expected = abstract[entry.path].shape[entry.weight_set is not None :]  # stored weights have a leading axis U
     if array.shape != expected:
       raise ValueError(f"{entry.name}: has the shape {array.shape}, expected {expected} (axes in our order)")
     stacks.setdefault(entry.path, []).append(np.asarray(array, np.float32))

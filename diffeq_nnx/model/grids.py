@@ -13,7 +13,7 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 
-MEAN_POINTS = 8  # points of a mean over a step in which no wave of e(t) turns; more where waves turn
+MEAN_POINTS = 8  # of a mean over a step, and 2 for each radian that the fastest wave of e(t) turns in it
 
 
 class Times(NamedTuple):
@@ -79,7 +79,7 @@ class Grid:
     starts_S, ends_S = edges[:-1], edges[1:]
     if self.weights_at == "mean":  # Gauss-Legendre: exact for polynomials of degree 2 Q - 1
       widest = self.radians * (ends_S - starts_S).max()
-      roots_Q, shares_Q = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(widest / 2))
+      roots_Q, shares_Q = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(2 * widest))
       points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * (1 + roots_Q) / 2
       return Times(points_SxQ, shares_Q / 2, np.tile(np.arange(S)[:, None], N))
     places = {"nodes": tuple(nodes), "end": (1.0,), "middle": (0.5,)}[self.weights_at]

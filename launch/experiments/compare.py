@@ -19,7 +19,7 @@ from diffeq_nnx.training.loop import train
 
 
 class Runs:
-  """Finished runs by (row, rate, seed), stored in results.json."""
+  """Finished runs by name, stored in results.json."""
 
   def __init__(self, args: argparse.Namespace):
     self._args = args
@@ -32,9 +32,13 @@ class Runs:
 
   def loss(self, row: str, rate: float, seed: int) -> float:
     """Final validation loss of one run, in nats per token; infinite if it diverged."""
-    name = f"{row}_rate{rate:g}_seed{seed}"
+    settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
+    return self.loss_of(f"{row}_rate{rate:g}_seed{seed}", row, settings)
+
+  def loss_of(self, name: str, row: str, settings: list[str]) -> float:
+    """The same of a run of this name, with settings before those of the command line."""
     if name not in self.losses:
-      settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}", *self._args.set]
+      settings = [*settings, *self._args.set]
       config = config_lib.load(f"{self._args.config}:{row}", settings)
       print(f"-- {name}", flush=True)
       try:

@@ -1,8 +1,10 @@
 """A DiffEqFormer with stored weights for Hugging Face's transformers; written by diffeq-nnx.
 
-Load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True). Step sizes are folded into the
-projections `out` and `down`. `generate` works with a cache (the default, DynamicCache) and without.
+Load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True). `generate` works with a cache (the
+default, DynamicCache) and without. A layer is a weight set; steps may share one, and may use several.
 """
+
+import itertools
 
 import torch
 from torch import nn
@@ -15,8 +17,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class DiffEqFormerConfig(PretrainedConfig):
   """field: gpt (LayerNorm, GELU, learned positions, tied head) or llama (RMSNorm, SwiGLU, rotary positions).
 
-  solver: euler (both branches read the same state) or sequential (feed-forward reads the sum with attention).
+  solver: the name of the method.
+  num_hidden_layers: entries of a key-value cache, one for each time that attention is evaluated.
   norm_shift: whether the norms of llama's layers have a bias, as those of gpt do.
+  num_steps: S; None, as in older folders: num_hidden_layers.
+  num_weight_sets: layers; None: num_steps.
+  method: its kind and numbers, see `integrate`; None: solver is euler (both branches read the same state) or sequential
+    (feed-forward reads the sum with attention).
+  step_sizes: dt of each step; None: all are 1, where dt is folded into the projections `out` and `down`.
+  weight_sets: for each step the layers that it uses, one for each node of the method; None: step i uses layer i.
   """
 
   model_type = "diffeqformer"
@@ -35,6 +44,11 @@ class DiffEqFormerConfig(PretrainedConfig):
     norm_eps=1e-5,
     final_norm_eps=1e-5,
     norm_shift=False,
+    num_steps=None,
+    num_weight_sets=None,
+    method=None,
+    step_sizes=None,
+    weight_sets=None,
     use_cache=True,
     **kwargs,
   ):
@@ -44,7 +58,58 @@ class DiffEqFormerConfig(PretrainedConfig):
     self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
     self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
     self.norm_eps, self.final_norm_eps, self.norm_shift = norm_eps, final_norm_eps, norm_shift
+    self.num_steps = num_hidden_layers if num_steps is None else num_steps
+    self.num_weight_sets = self.num_steps if num_weight_sets is None else num_weight_sets
+    self.method = METHODS[solver] if method is None else method
+    self.step_sizes = [1.0] * self.num_steps if step_sizes is None else step_sizes
+    self.weight_sets = [[i] for i in range(self.num_steps)] if weight_sets is None else weight_sets
     self.use_cache = use_cache
+
+
+METHODS = {
+  "euler": {"kind": "runge_kutta", "a": [[]], "b": [1.0], "nodes": [0]},
+  "sequential": {"kind": "splitting", "parts": [["attention", 1.0], ["feedforward", 1.0]]},
+}
+
+
+def integrate(config, layers, evaluate, x):
+  """The state [B, L, D] after all steps of config.method, whose "kind" is one of
+
+  runge_kutta: k_i = f(x + dt sum_j a_ij k_j) with the weights of node nodes[i], then x + dt sum_i b_i k_i;
+  splitting: x + share dt branch(x) for each (branch, share) of "parts";
+  ode_transformer: x + dt (g k_1 + (1 - g) k_2) with k_1 = f(x), k_2 = f(x + dt k_1) and a learned g for each token;
+  leapfrog: y_{i+1} = y_{i-1} + 2 dt f(y_i), of which the mean of the last two is the state; both begin as x.
+
+  Sums are in float32. evaluate(part, layer, x) is a branch, "attention" or "feedforward", or their sum f, "slope".
+  """
+  method, before, middle = config.method, x.float(), x.float()
+  kind = method["kind"]
+  for dt, sets in zip(config.step_sizes, config.weight_sets):
+    used = [layers[u] for u in sets]
+    if kind == "runge_kutta":
+      slopes = []
+      for row, node in zip(method["a"], method["nodes"]):
+        slopes.append(evaluate("slope", used[node], moved(x, dt, row, slopes)))
+      x = moved(x, dt, method["b"], slopes)
+    elif kind == "splitting":
+      for branch, share in method["parts"]:
+        x = moved(x, dt, [share], [evaluate(branch, used[0], x)])
+    elif kind == "ode_transformer":
+      first = evaluate("slope", used[0], x)
+      second = evaluate("slope", used[0], moved(x, dt, [1.0], [first]))
+      share = used[0]("share", first, second)
+      x = moved(x, dt, [share, 1 - share], [first, second])
+    elif kind == "leapfrog":
+      before, middle = middle, moved(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
+    else:
+      raise ValueError(f"config.json: method.kind is {kind!r}, which this modeling file does not know")
+  return ((before + middle) / 2).to(x.dtype) if kind == "leapfrog" else x
+
+
+def moved(x, dt, factors, slopes):
+  """x + dt sum_j factors_j slopes_j, in the dtype of x; factors are numbers or [B, L, 1]."""
+  terms = [f * slope.float() for f, slope in zip(factors, slopes) if torch.is_tensor(f) or f != 0]
+  return (x.float() + dt * sum(terms)).to(x.dtype) if terms else x
 
 
 class RMSNorm(nn.Module):
@@ -67,13 +132,25 @@ def rotate(x, cos, sin):
   return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-class Layer(nn.Module):
-  """The two branches of one step."""
+class Slopes(nn.Module):
+  """The share of the first of two slopes [B, L, D]: sigmoid([k_1, k_2] gate + bias), [B, L, 1], in float32."""
 
-  def __init__(self, config, index):
+  def __init__(self, size):
+    super().__init__()
+    self.gate, self.bias = nn.Parameter(torch.zeros(2, size)), nn.Parameter(torch.zeros(1))
+
+  def forward(self, first, second):
+    logits = first.float() @ self.gate[0].float() + second.float() @ self.gate[1].float() + self.bias.float()
+    return logits.sigmoid()[..., None]
+
+
+class Layer(nn.Module):
+  """The two branches with the weights of one set, and what a solver learns beside them."""
+
+  def __init__(self, config):
     super().__init__()
     D, N = config.hidden_size, config.intermediate_size
-    self.config, self.index, self.is_gpt = config, index, config.field == "gpt"
+    self.is_gpt = config.field == "gpt"
     self.heads, self.kv_heads, self.head_dim = (
       config.num_attention_heads,
       config.num_key_value_heads,
@@ -89,8 +166,10 @@ class Layer(nn.Module):
       self.key, self.value = nn.Linear(D, kv_width, bias=False), nn.Linear(D, kv_width, bias=False)
     self.out, self.up = nn.Linear(width, D, bias=self.is_gpt), nn.Linear(D, N, bias=self.is_gpt)
     self.down = nn.Linear(N, D, bias=self.is_gpt)
+    if config.method["kind"] == "ode_transformer":
+      self.slopes = Slopes(D)
 
-  def attention(self, x, mask, rotation, cache):
+  def attention(self, x, mask, rotation, cache, entry):
     B, L, _ = x.shape
     x, C = self.attention_norm(x), self.head_dim
     if self.is_gpt:
@@ -102,7 +181,7 @@ class Layer(nn.Module):
     if rotation is not None:
       q, k = rotate(q, *rotation), rotate(k, *rotation)
     if cache is not None:
-      k, v = cache.update(k, v, self.index)
+      k, v = cache.update(k, v, entry)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.kv_heads < self.heads)
     return self.out(out.transpose(1, 2).reshape(B, L, -1))
 
@@ -112,15 +191,19 @@ class Layer(nn.Module):
       return self.down(F.gelu(self.up(x), approximate="tanh"))
     return self.down(F.silu(self.gate(x)) * self.up(x))
 
-  def forward(self, x, mask, rotation, cache):
-    if self.config.solver == "euler":
-      return x + (self.attention(x, mask, rotation, cache) + self.feedforward(x))
-    x = x + self.attention(x, mask, rotation, cache)
-    return x + self.feedforward(x)
+  def slope(self, x, *context):
+    return self.attention(x, *context) + self.feedforward(x)
+
+  def share(self, first, second):
+    return self.slopes(first, second)
+
+  def forward(self, part, *arguments):
+    """attention(...), feedforward(...), slope(...) or share(...): all through here, since hooks are on this method."""
+    return getattr(self, part)(*arguments)
 
 
 class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
-  """Embedding, steps, final norm, head."""
+  """Embedding, integration, final norm, head."""
 
   config_class = DiffEqFormerConfig
   _no_split_modules = ["Layer"]
@@ -131,7 +214,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     D, is_gpt = config.hidden_size, config.field == "gpt"
     self.embed_tokens = nn.Embedding(config.vocab_size, D)
     self.positions = nn.Embedding(config.max_position_embeddings, D) if is_gpt else None
-    self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
+    self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_weight_sets)])
     self.final_norm = (nn.LayerNorm if is_gpt else RMSNorm)(D, eps=config.final_norm_eps)
     self.lm_head = None if is_gpt else nn.Linear(D, config.vocab_size, bias=False)  # gpt's is tied to the embedding
     self.post_init()
@@ -175,9 +258,14 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
       rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
       angles = position_ids[:, None, :, None].float() * rates
       rotation = angles.cos(), angles.sin()
-    for layer in self.layers:
-      x = layer(x, mask, rotation, past_key_values)
-    x = self.final_norm(x)
+    entries = itertools.count()
+
+    def evaluate(part, layer, x):
+      if part == "feedforward":
+        return layer(part, x)
+      return layer(part, x, mask, rotation, past_key_values, next(entries))
+
+    x = self.final_norm(integrate(self.config, self.layers, evaluate, x))
     if logits_to_keep:
       x = x[:, -logits_to_keep:]
     logits = F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)

@@ -1,0 +1,173 @@
+"""Compares the solvers: errors against the number of evaluations, and losses after the same training.
+
+  python -m launch.experiments.solvers --what=errors --workdir=runs/solvers [--plot=docs/solvers.png]
+  python -m launch.experiments.solvers --what=losses --workdir=runs/solvers --config=configs/english.py:diffeq \
+      [--seeds=0,1,2] [--steps=6] [--evaluations=12] [--set=train.steps=300]
+
+errors: of the logits of one model with random weights that are smooth in time, in float64, against 4,096 steps of rk4,
+by numbers of steps; the order is the slope from 64 to 128 steps. Both for the GPT and the Llama block.
+
+losses: final validation loss of every solver with `--steps` solver steps, and with as many steps as make
+`--evaluations` evaluations of the block (an evaluation of one branch is half of one). Finished runs are not repeated,
+so the same command continues after an interruption. Results are in results.json of the work directory.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+
+from flax import nnx
+import jax
+import matplotlib
+import numpy as np
+
+from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.model.solvers import SOLVERS
+from launch.experiments.compare import Runs, numbers
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # after choosing the backend
+
+STEPS = (4, 8, 16, 32, 64, 128)  # of the errors
+REFERENCE = 4096  # steps of rk4
+
+
+def evaluations_of(solver: str, num_steps: int) -> float:
+  """Evaluations of the block in a pass, an evaluation of one branch counted half."""
+  return num_steps * sum(SOLVERS[solver].evaluations) / 2
+
+
+def model_of(field: str) -> Model:
+  """A small model in float64 whose W(t) turns by 3 radians over depth."""
+  config = ModelConfig(
+    field=field,
+    horizon=1.0,
+    embed_dim=32,
+    num_heads=4,
+    vocab_size=64,
+    seq_len=16,
+    dtype="float64",
+    time=TimeConfig(sinusoidal_dim=8, time_embed_dim=8, scale=3.0),
+  )
+  params = jax.jit(lambda: params_of(Model(config, rngs=nnx.Rngs(0))))()
+  rng = np.random.default_rng(0)
+  return build(config, jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params))
+
+
+def errors(field: str) -> dict[str, list[float]]:
+  """The largest error of the logits relative to their root mean square, by solver, at each of STEPS."""
+  model = model_of(field)
+  tokens_BxL = np.random.default_rng(1).integers(64, size=(2, 16))
+
+  def logits(solver: str, num_steps: int) -> np.ndarray:
+    config = dataclasses.replace(model.config, solver=solver)
+    extra = params_of(Model(config, rngs=nnx.Rngs(0))) if SOLVERS[solver].specs(1) else params_of(model)
+    merged = jax.tree.map(np.asarray, {**extra, **params_of(model)})
+    if SOLVERS[solver].specs(1):  # what the solver learns has its initial values
+      merged["weight_source"] = extra["weight_source"]
+    return np.asarray(jax.jit(lambda params: build(config, params)(tokens_BxL, num_steps))(merged))
+
+  reference = logits("rk4", REFERENCE)
+  size = np.sqrt(np.square(reference).mean())
+  solved = [name for name, solver in SOLVERS.items() if not solver.specs(1)]  # another equation where it learns
+  return {name: [float(np.abs(logits(name, n) - reference).max() / size) for n in STEPS] for name in solved}
+
+
+def order(by_steps: list[float]) -> float:
+  """The order of convergence between the last two numbers of steps."""
+  return float(np.log2(by_steps[-2] / by_steps[-1]))
+
+
+def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
+  """Errors against evaluations, a panel for each block."""
+  figure, panels = pyplot.subplots(1, len(by_field), figsize=(10, 4.2), sharey=True, layout="constrained")
+  for axes, (field, by_solver) in zip(panels, by_field.items(), strict=True):
+    for number, (solver, found) in enumerate(by_solver.items()):
+      counts = [evaluations_of(solver, n) for n in STEPS]
+      axes.loglog(counts, found, marker="osv^D*XPh"[number], markersize=5, linewidth=1.3, label=solver)
+    axes.set(title=f"{field} block", xlabel="evaluations of the block")
+    axes.grid(alpha=0.3)
+  panels[0].set_ylabel("largest error of the logits / their RMS")
+  panels[-1].legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def losses(args: argparse.Namespace) -> str:
+  """Trains what is missing, and returns a Markdown table."""
+  path, _, row = args.config.partition(":")
+  args.config = path
+  runs = Runs(args)
+  lines = [
+    f"| solver | loss at {args.steps} steps | against euler | steps for {args.evaluations} evaluations | loss there | "
+    "against euler |",
+    "| --- | --- | --- | --- | --- | --- |",
+  ]
+  first: dict[bool, list[float]] = {}
+  plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
+  found: dict[tuple[str, int], list[float]] = {}
+  for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every solver
+    for solver, counts in plan.items():
+      for count in counts:
+        settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
+        name = f"{row}_{solver}_{count}_seed{seed}"
+        if len(found.setdefault((solver, count), [])) < len(args.seeds[: args.seeds.index(seed) + 1]):
+          found[solver, count].append(runs.loss_of(name, row, settings))
+  for solver, counts in plan.items():
+    cells = []
+    for equal_steps, count in zip((True, False), counts, strict=True):
+      values = found[solver, count]
+      first.setdefault(equal_steps, values)
+      cells += [] if equal_steps else [str(count)]
+      cells += [f"{statistics.mean(values):.3f}", _difference(values, first[equal_steps])]
+    lines.append(f"| {solver} | {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
+def _difference(values: list[float], base: list[float]) -> str:
+  """The mean of the paired differences and its standard error."""
+  differences = np.subtract(values, base)
+  if not differences.any() or len(values) < 2:
+    return f"{differences.mean():+.3f}" if differences.any() else "0"
+  return f"{differences.mean():+.3f} ± {differences.std(ddof=1) / len(values) ** 0.5:.3f}"
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Runs one comparison and prints its table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--what", choices=["errors", "losses"], required=True)
+  parser.add_argument("--workdir", required=True)
+  parser.add_argument("--plot", metavar="FILE.png")
+  parser.add_argument("--config", default="configs/english.py:diffeq")
+  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--steps", type=int, default=6)
+  parser.add_argument("--evaluations", type=int, default=12)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  args = parser.parse_args(argv)
+  if args.what == "losses":
+    print(losses(args))
+    return
+  jax.config.update("jax_enable_x64", True)
+  by_field = {field: errors(field) for field in ("gpt", "llama")}
+  os.makedirs(args.workdir, exist_ok=True)
+  with open(os.path.join(args.workdir, "errors.json"), "w", encoding="utf-8") as file:
+    json.dump({"steps": STEPS, **by_field}, file, indent=2)
+  print(
+    "| solver | order, gpt | order, llama | evaluations a step: attention, feed-forward |\n| --- | --- | --- | --- |"
+  )
+  for solver in by_field["gpt"]:
+    orders = " | ".join(f"{order(by_solver[solver]):.2f}" for by_solver in by_field.values())
+    print(f"| {solver} | {orders} | {', '.join(map(str, SOLVERS[solver].evaluations))} |")
+  if args.plot:
+    plot(by_field, args.plot)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,325 @@
+"""Solvers: orders against an adaptive reference, tables against formulas, inverses, and what a pass asks for."""
+
+import dataclasses
+import functools
+
+import diffrax
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.model import grids, integration, solvers, vector_fields
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import build
+from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
+from diffeq_nnx.training import flops
+from tests.conftest import moved_instance, small_config, small_model, told
+
+TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
+ORDERS = {
+  "euler": 1,
+  "sequential": 1,
+  "strang": 1,
+  "strang_mirrored": 1,
+  "midpoint": 2,
+  "heun": 2,
+  "ralston": 2,
+  "rk4": 4,
+  "leapfrog": 2,
+}
+
+
+def smooth(weights_at: str = "nodes", scale: float = 3.0, **changes):
+  """A small model whose weights change slowly over depth."""
+  time = dataclasses.replace(small_model().time, scale=scale, weights_at=weights_at)
+  return small_model(**{"time": time, "horizon": 1.0, **changes})
+
+
+def end(model: Model, solver: solvers.Solver, num_steps: int, x_BxLxD: jax.Array) -> jax.Array:
+  """The state at the end of `num_steps` steps of a solver."""
+  grid = dataclasses.replace(model.grid(num_steps))
+  weights = model.weight_source(grid.times(solver.nodes), jnp.dtype(model.config.dtype))
+  field = vector_fields.BoundField(model.field)
+  return integration.solve(solver, field, x_BxLxD, weights, grid, key=jax.random.key(0))
+
+
+@functools.cache
+def reference(field: str) -> tuple[Model, np.ndarray, np.ndarray]:
+  """(a model in float64, a state, where diffrax takes it from t = 0 to 1 at a tolerance of 1e-12)."""
+  model = moved_instance(smooth(field=field, dtype="float64"), seed=1)
+  bound, x_BxLxD = vector_fields.BoundField(model.field), jax.random.normal(jax.random.key(0), (2, 12, 24), "float64")
+
+  def slope(t, x_BxLxD, _):
+    times = grids.Times(t[None, None], np.ones(1), np.zeros((1, 1), int))
+    weights = jax.tree.map(lambda leaf: leaf[0], model.weight_source(times, jnp.dtype("float64")))
+    return bound(x_BxLxD, weights, jax.random.key(0))
+
+  controller = diffrax.PIDController(rtol=1e-12, atol=1e-12)
+  solve = lambda x: diffrax.diffeqsolve(
+    diffrax.ODETerm(slope), diffrax.Dopri8(), 0.0, 1.0, 0.01, x, stepsize_controller=controller
+  )
+  return model, x_BxLxD, np.asarray(jax.jit(solve)(x_BxLxD).ys[0])
+
+
+def measured_order(field: str, solver: solvers.Solver, counts=(64, 128)) -> float:
+  """log2 of how much smaller the error is with twice as many steps."""
+  model, x_BxLxD, exact_BxLxD = reference(field)
+  run = jax.jit(lambda x, n: end(model, solver, n, x), static_argnums=1)
+  coarse, fine = (np.abs(run(x_BxLxD, n) - exact_BxLxD).max() for n in counts)
+  return float(np.log2(coarse / fine))
+
+
+@pytest.mark.parametrize("solver", ORDERS)
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_the_error_falls_with_the_solvers_order(field, solver, x64):
+  assert measured_order(field, SOLVERS[solver]) == pytest.approx(ORDERS[solver], abs=0.15)
+
+
+@pytest.mark.parametrize(
+  "solver, c",
+  [("midpoint", (0.5, 0.6)), ("heun", (0.0, 0.9)), ("ralston", (0.1, 2 / 3)), ("rk4", (0.0, 0.5, 0.6, 1.0))],
+)
+def test_with_a_shifted_node_the_order_is_lost(solver, c, x64):
+  assert measured_order("gpt", dataclasses.replace(SOLVERS[solver], c=c)) < ORDERS[solver] - 0.5
+
+
+def test_the_config_names_the_solvers():
+  assert list(SOLVERS) == list(config_lib.choices("model.solver"))
+  assert set(SOLVERS) == {*ORDERS, "ode_transformer"}
+
+
+def by_hand(name, f, x, w, h):
+  """The formulas of the methods, `w` the weights at their nodes."""
+  if name == "euler":
+    return x + h * f(x, w[0])
+  if name == "midpoint":
+    return x + h * f(x + h / 2 * f(x, w[0]), w[0])
+  if name == "heun":
+    k = f(x, w[0])
+    return x + h / 2 * (k + f(x + h * k, w[1]))
+  if name == "ralston":
+    k = f(x, w[0])
+    return x + h * (k / 4 + 3 / 4 * f(x + 2 / 3 * h * k, w[1]))
+  if name == "rk4":
+    k1 = f(x, w[0])
+    k2 = f(x + h / 2 * k1, w[1])
+    k3 = f(x + h / 2 * k2, w[1])
+    return x + h / 6 * (k1 + 2 * k2 + 2 * k3 + f(x + h * k3, w[2]))
+  if name == "ode_transformer":
+    k1 = f(x, w[0])
+    k2 = f(x + h * k1, w[0])
+    gate, bias = w[0]["slopes"]["gate"], w[0]["slopes"]["bias"]
+    g = jax.nn.sigmoid(jnp.concatenate([k1, k2], -1) @ gate.reshape(-1, 1) + bias[None, None])
+    return x + h * (g * k1 + (1 - g) * k2)
+  a, m = (lambda x: f.attention(x, w[0], KEY)), (lambda x: f.feedforward(x, w[0], KEY))
+  if name == "sequential":
+    x = x + h * a(x)
+    return x + h * m(x)
+  first, second = (a, m) if name == "strang" else (m, a)
+  x = x + h / 2 * first(x)
+  x = x + h * second(x)
+  return x + h / 2 * first(x)
+
+
+KEY = jax.random.key(3)
+
+
+class Keyed(vector_fields.BoundField):
+  """A field with the same key at each evaluation, as a step has."""
+
+  def __call__(self, x_BxLxD, weights, key=KEY):
+    return super().__call__(x_BxLxD, weights, key)
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "leapfrog"])
+def test_a_step_is_the_formula_written_out(name, x64):
+  model = moved_instance(smooth(solver=name, dtype="float64", num_steps=1, dropout=0.3), seed=2)
+  solver, x = model.solver, jax.random.normal(KEY, (2, 12, 24), "float64")
+  weights = [jax.tree.map(lambda leaf: leaf[u], model.block_weights()) for u in range(len(solver.nodes))]
+  field = Keyed(model.field, dropout=vector_fields.Dropout(0.3, jnp.arange(2)))
+  stepped = solver.step(field, x, weights, jnp.asarray(0.7, "float64"), KEY)
+  np.testing.assert_allclose(stepped, by_hand(name, field, x, weights, 0.7), rtol=0, atol=1e-13)
+  assert np.abs(stepped - solver.step(field, x, weights, jnp.asarray(0.7, "float64"), jax.random.key(4))).max() > 0.1
+
+
+def test_leapfrog_is_the_two_step_midpoint_rule(x64):
+  model, x, _ = reference("gpt")
+  grid = model.grid(5)
+  weights = model.weight_source(grid.times((0.5,)), jnp.dtype("float64"))
+  field = vector_fields.BoundField(model.field)
+  before, middle = x, x
+  for i, dt in enumerate(grid.dts):
+    one = jax.tree.map(lambda leaf: leaf[i], weights)
+    before, middle = middle, before + 2 * dt * field(middle, one, KEY)
+  expected = (before + middle) / 2
+  np.testing.assert_allclose(end(model, SOLVERS["leapfrog"], 5, x), expected, rtol=0, atol=1e-13)
+
+
+# what a pass asks for
+
+
+@pytest.mark.parametrize(
+  "solver, sets", [("euler", 6), ("midpoint", 6), ("heun", 7), ("ralston", 12), ("rk4", 13), ("leapfrog", 6)]
+)
+def test_times_are_distinct_and_each_node_finds_its_own(solver, sets):
+  nodes, sizes = SOLVERS[solver].nodes, (0.5, 1.0, 0.25, 0.75, 2.0, 1.5)
+  for grid in (grids.uniform_grid(6, 1.0), grids.uniform_grid(6, 4.0), grids.uneven_grid(sizes)):
+    times = grid.times(nodes)
+    assert len(times.times_U) == len(set(times.times_U)) == sets and (np.diff(times.times_U) > 0).all()
+    starts, widths = np.asarray(grid.edges[:-1]), np.diff(grid.edges)
+    expected_SxN = starts[:, None] + np.asarray(nodes) * widths[:, None]
+    np.testing.assert_allclose(times.times_U[times.index_SxN], expected_SxN, rtol=0, atol=1e-15)
+  np.testing.assert_allclose(np.diff(grids.uneven_grid(sizes).edges), np.asarray(sizes) / 6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_generator_runs_once_whatever_the_solver(solver):
+  """One product with F of each kernel, for all times of all steps."""
+  config = smooth(solver=solver)
+  model = jax.eval_shape(lambda: moved_instance(config))
+  jaxpr = str(jax.make_jaxpr(lambda m: m.block_weights(m.grid(9)))(model))
+  U = len(model.times(model.grid(9)).times_U)
+  assert jaxpr.count(f"f32[{U},24,40]") and jaxpr.count("name=_combine") + jaxpr.count("custom_vjp_call") > 0
+  kernel = jax.eval_shape(lambda m: m.block_weights(m.grid(9)), model)["up"]["kernel"]
+  assert kernel.shape == (U, 24, 40)
+
+
+@pytest.mark.parametrize("scale", [3.0, 1000.0])
+@pytest.mark.parametrize("embedding", ["fixed", "learned"])
+def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(scale, embedding, x64):
+  config = smooth("mean", scale, dtype="float64")
+  model = moved_instance(
+    dataclasses.replace(config, time=dataclasses.replace(config.time, embedding=embedding)), seed=1
+  )
+  coarse = model.block_weights(model.grid(3))
+  for parts in (2, 5):
+    fine = model.block_weights(model.grid(3 * parts))
+    mean = jax.tree.map(lambda leaf: leaf.reshape(3, parts, *leaf.shape[1:]).mean(1), fine)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
+  uneven = dataclasses.replace(grids.uneven_grid((2.0, 1.0)), weights_at="mean", radians=scale)
+  wide = jax.tree.map(lambda leaf: leaf[0], model.block_weights(uneven))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[:2].mean(0), rtol=0, atol=1e-6), wide, coarse)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "rk4"])
+@pytest.mark.parametrize("place, time", [("end", 1.0), ("middle", 0.5)])
+def test_weights_at_a_place_are_the_same_at_all_nodes(solver, place, time):
+  config = smooth(place, solver=solver)
+  times = Model(config, rngs=nnx.Rngs(0)).times()
+  np.testing.assert_allclose(times.times_U, (np.arange(3) + time) / 3)
+  assert (times.index_SxN == np.arange(3)[:, None]).all() and times.index_SxN.shape == (3, len(SOLVERS[solver].nodes))
+
+
+def logits(model: Model, num_steps=None):
+  return nnx.jit(lambda model: model(jnp.asarray(TOKENS_2x12), num_steps))(model)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("weights_at", ["nodes", "mean"])
+def test_discretized_equals_continuous(solver, weights_at):
+  model = moved_instance(smooth(weights_at, solver=solver, horizon=2.0), seed=3, scale=0.05)
+  stored = diffeq_nnx.discretize(model, 5)
+  np.testing.assert_allclose(logits(stored), logits(model, 5), rtol=0, atol=1e-5)
+  uneven = diffeq_nnx.discretize(model, step_sizes=(0.5, 0.9, 0.6))
+  generated = dataclasses.replace(model.config, step_sizes=(0.5, 0.9, 0.6), num_steps=3, horizon=None)
+  again = build(generated, nnx.to_pure_dict(nnx.state(model)))
+  np.testing.assert_allclose(logits(uneven), logits(again), rtol=0, atol=1e-5)
+
+
+def test_flops_count_the_evaluations():
+  count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), 4) - head
+  head = 3.0 * 2 * 31 * 24 * 4 * 12
+  one = count("euler")
+  assert one == count("sequential") == count("leapfrog") and count("heun") == 2 * one and count("rk4") == 4 * one
+  assert count("strang") + count("strang_mirrored") == pytest.approx(3 * one)
+  block = 2 * (24 * 8 * 6 + 24 * 24 + 2 * 24 * 40) + 4 * 12 * 24
+  assert one == 3.0 * 4 * block * 4 * 12
+  assert flops.generator_flops(small_model(solver="heun"), 4) == 5 / 4 * flops.generator_flops(small_model(), 4)
+
+
+# undoing steps
+
+
+@pytest.mark.parametrize("dtype, sizes", [("float32", None), ("bfloat16", None), ("float32", (0.3, 1.7, 0.9, 1.1))])
+def test_undoing_a_step_gives_the_carry_before_it(dtype, sizes):
+  """Bit for bit: what a state lacks in its dtype is carried beside it."""
+  model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=4, horizon=None, dropout=0.2), seed=1)
+  grid = grids.uneven_grid(sizes) if sizes else model.grid()
+  x = jax.random.normal(KEY, (2, 12, 24), dtype)
+  links = integration.steps_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
+  advance = integration.advance_of(model.solver, grid)
+  field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
+
+  @jax.jit
+  def there_and_back(x):
+    start = model.solver.init(x)
+    last, carries = jax.lax.scan(lambda carry, one: (advance(field, carry, one), carry), start, links)
+    undo = lambda carry, one: (advance.undo(field, carry, one),) * 2
+    return carries, jax.lax.scan(undo, last, links, reverse=True)[1]
+
+  carries, undone = there_and_back(x)
+  for before, after in zip(jax.tree.leaves(carries), jax.tree.leaves(undone), strict=True):
+    np.testing.assert_allclose(np.asarray(before, "float32"), np.asarray(after, "float32"), rtol=0, atol=1e-12)
+  assert all((before[0] == after[0]).all() for before, after in zip(carries, undone))
+
+
+def gradients(model: Model, adjoint: integration.Adjoint):
+  """A function of the weights: (loss, its gradients with respect to them and to the other parameters)."""
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  source = params.pop("weight_source")
+
+  def loss(weights, rest):
+    whole = build(model.config, {**rest, "weight_source": source})
+    hidden = whole.hidden(jnp.asarray(TOKENS_2x12), weights, dropout_key=KEY, adjoint=adjoint)
+    return jnp.square(hidden.astype(jnp.float32)).sum(-1).mean() + hidden[:, :, 0].astype(jnp.float32).sum()
+
+  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (model.block_weights(), params)
+
+
+def relative(a, b) -> float:
+  """The largest relative difference of two trees of gradients, over leaves, by norm."""
+  difference = lambda x, y: jnp.linalg.norm((x - y).astype("float32")) / jnp.linalg.norm(y.astype("float32"))
+  return max(float(difference(x, y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_adjoints_that_a_solver_lacks_are_refused():
+  config = small_config(small_model(), adjoint="reversible")
+  assert told(lambda: integration.make_adjoint(config)) == (
+    "train.adjoint=reversible: the steps of model.solver=euler can't be undone; those of leapfrog can; or set "
+    "train.adjoint=checkpointed"
+  )
+
+
+def test_a_name_can_be_registered_again_for_the_same_solver_only():
+  solvers.register("heun", RungeKutta(((), (1.0,)), (0.5, 0.5), (0.0, 1.0)))
+  assert "heun: is the name of a solver" in told(lambda: solvers.register("heun", Splitting((("attention", 1.0),))))
+
+
+# with the compiler as users have it, from here on
+
+
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_reversible_gradients_are_those_through_stored_states(dtype, bound, optimizations):
+  """At 48 steps; bfloat16 rounds states and gradients to 8 bits, in programs that may order sums differently."""
+  model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.1), scale=0.05)
+  results = []
+  for adjoint in (integration.Checkpointed(), integration.Reversible()):
+    run, arguments = gradients(model, adjoint)
+    results.append(run(*arguments))
+  assert relative(results[1], results[0]) < bound
+
+
+def test_reversible_memory_does_not_grow_with_the_number_of_steps(optimizations):
+  def temporaries(adjoint, num_steps):
+    model = moved_instance(smooth(solver="leapfrog", num_steps=num_steps, horizon=None))
+    run, arguments = gradients(model, adjoint)
+    return run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+  sizes = [temporaries(integration.Reversible(), n) for n in (4, 12, 48)]
+  assert max(sizes) < 1.05 * min(sizes)
+  stored = [temporaries(integration.Checkpointed("full"), n) for n in (4, 48)]
+  assert stored[1] > 2 * stored[0]
