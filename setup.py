@@ -2,6 +2,7 @@
 
 import setuptools
 
+ANALYSIS = ["diffrax>=0.7.2"]
 HARNESS = ["lm_eval>=0.4.13"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
 
@@ -62,6 +63,7 @@ setuptools.setup(
     "tqdm",
   ],
   extras_require={
+    "analysis": ANALYSIS,
     "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
     "gcs": ["gcsfs"],
     "harness": HARNESS,
@@ -81,6 +83,7 @@ setuptools.setup(
       "torch==2.13.0; python_version < '3.12'",
       "torch; python_version >= '3.12'",
       "transformers>=5",
+      *ANALYSIS,
       *HARNESS,
       *TFDS,
     ],

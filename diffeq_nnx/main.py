@@ -24,6 +24,11 @@ flags.DEFINE_integer(
   "other jobs, the model's own.",
 )
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
+flags.DEFINE_float(
+  "tolerance",
+  None,
+  "For discretize: choose the fewest steps whose validation loss is within this, in nats per token, of that of many.",
+)
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_integer("max_tokens", None, "For generate: the largest number of new tokens; default: 128.")
 flags.DEFINE_float("temperature", None, "For generate: divides the logits; 0: greedy; default: 1.")

@@ -39,6 +39,8 @@ class AnalyzedModel:
     times_U: the times of its weights; of a mean over a step, its center.
     step_times_S: of the weights at each step's first node.
     weights: BlockWeights at these times.
+    source: the parameters of its weight source.
+    mesh: the device that all but `source` are on.
     rest: the other parameters.
   """
 
@@ -52,12 +54,12 @@ class AnalyzedModel:
     self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
     times = self.grid.times(solvers.SOLVERS[config.solver].nodes)
     self.times_U, self.step_times_S = times.times_U, times.times_U[times.index_SxN[:, 0]]
-    self._mesh, self._source = ready.mesh, params_of(model)["weight_source"]
+    self.mesh, self.source = ready.mesh, params_of(model)["weight_source"]
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
     """On the model's device, with products in full precision, which TPUs and GPUs don't use by default."""
-    with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
+    with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
       yield
 
   def check_times(self, times_M: Sequence[float]) -> tuple[float, ...]:
@@ -78,8 +80,8 @@ class AnalyzedModel:
 
   def weights_at(self, times_M: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
-    weights = _weights(self.config, self.check_times(times_M), self._source)
-    return jax.device_put(weights, sharding.replicated(self._mesh))
+    weights = _weights(self.config, self.check_times(times_M), self.source)
+    return jax.device_put(weights, sharding.replicated(self.mesh))
 
   def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
     """The tokens as an array [L].

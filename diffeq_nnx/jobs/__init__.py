@@ -38,7 +38,7 @@ JOBS = {
   "prepare": Job("jobs.prepare:prepare_shards", config="file"),
   "discretize": Job(
     "jobs.discretize:discretize",
-    ("from_workdir", "num_steps", "step_sizes"),
+    ("from_workdir", "num_steps", "step_sizes", "tolerance"),
     ("from_workdir",),
     "--from_workdir=runs/tiny --workdir=runs/tiny9",
     "source",

@@ -6,8 +6,9 @@ S solver steps, N nodes of a solver, U weight sets (distinct times), Q points of
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig
@@ -34,9 +35,9 @@ class Times(NamedTuple):
     return self.points_UxQ[:, 0] if len(self.shares_Q) == 1 else self.points_UxQ @ self.shares_Q
 
 
-def at_times(times_U: Sequence[float] | np.ndarray) -> Times:
-  """W at these times, a step for each."""
-  points_UxQ = np.asarray(times_U, np.float64)[:, None]
+def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
+  """W at these times, a step for each; the times may be traced."""
+  points_UxQ: Any = (times_U if isinstance(times_U, jax.Array) else np.asarray(times_U, np.float64))[:, None]
   return Times(points_UxQ, np.ones(1), np.arange(len(points_UxQ))[:, None])
 
 

@@ -89,6 +89,10 @@ class Model(nnx.Module):
     weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
     return self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
 
+  def gathered(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
+    """The weights at one time, from the devices that hold parts of them."""
+    return self._per_leaf(sharding.gather, weights)
+
   def hidden(
     self,
     tokens_BxL: jax.Array,
@@ -138,7 +142,7 @@ class Model(nnx.Module):
       grid or self.grid(),
       key=solve_key,
       adjoint=adjoint,
-      gather=lambda weights: self._per_leaf(sharding.gather, weights),
+      gather=self.gathered,
     )
     return self.normed(x_BxLxD)
 

@@ -1,5 +1,6 @@
 """Validation: the mean loss over a split, in training and as a job."""
 
+from collections.abc import Iterator
 import math
 import time
 
@@ -11,7 +12,7 @@ from diffeq_nnx import data
 from diffeq_nnx.config import Config
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.training.step import make_eval_step, make_generate
+from diffeq_nnx.training.step import Batch, make_eval_step, make_generate
 
 
 class Evaluator:
@@ -28,6 +29,19 @@ class Evaluator:
     # padded to a multiple of the devices, so that the figures don't depend on the mesh
     self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
 
+  def batches(self) -> Iterator[Batch]:
+    """The batches that it evaluates, on the devices."""
+    settings = self._config.eval
+    for batch in data.eval_batches(
+      self._split,
+      seq_len=self._config.model.seq_len,
+      batch_size=settings.batch_size,
+      max_batches=settings.max_batches,
+      rows=self._share.rows,
+      eos_id=self._eos_id,
+    ):
+      yield self._share.place(batch)
+
   def __call__(self, params: Params) -> dict[str, float]:
     """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds.
 
@@ -36,18 +50,9 @@ class Evaluator:
     """
     start = time.perf_counter()
     weights = self._generate(params)
-    settings = self._config.eval
-    batches = data.eval_batches(
-      self._split,
-      seq_len=self._config.model.seq_len,
-      batch_size=settings.batch_size,
-      max_batches=settings.max_batches,
-      rows=self._share.rows,
-      eos_id=self._eos_id,
-    )
     average: clu_metrics.Average | None = None
-    for batch in batches:
-      total, count = self._step(params, weights, self._share.place(batch))
+    for batch in self.batches():
+      total, count = self._step(params, weights, batch)
       part = clu_metrics.Average(total=total, count=count)
       average = part if average is None else average.merge(part)
     assert average is not None  # a split has at least one batch

@@ -1,0 +1,119 @@
+"""Steps of sizes that follow the solver's own estimate of its error: short ones where the state moves unsteadily.
+
+B batch, L positions, M pairs of steps, n steps.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.model import Model
+
+WIDEST = 8.0  # times the mean density of steps: the most, and the inverse of the least
+ORDERS = (1.0, 4.0)  # between which `order` lies
+
+
+def on_grid(config: ModelConfig, steps: int | Sequence[float]) -> ModelConfig:
+  """The model on another grid over its horizon: a number of steps of one size, or the size of each."""
+  if isinstance(steps, int):
+    if steps == config.num_steps and not config.step_sizes:
+      return config
+    return dataclasses.replace(config, num_steps=steps, step_sizes=(), horizon=config.total_time)
+  sizes = tuple(map(float, steps))
+  return dataclasses.replace(config, num_steps=len(sizes), step_sizes=sizes, horizon=None)
+
+
+def local_errors(
+  model: Model,
+  tokens_BxL: jax.Array,
+  num_pairs: int,
+  context: AttentionContext = Packing(),
+  mask_BxL: jax.Array | None = None,
+) -> jax.Array:
+  """The embedded estimate of the error of each of M equal steps, in units of the final state's size, [M].
+
+  The pass takes 2 M steps of one size. At every second state it compares these two steps with one of twice their size,
+  all of them begun at that state: for a step of size h and order p the difference is (2^(p+1) - 2) C (h/2)^(p+1) +
+  O(h^(p+2)), as in Richardson's extrapolation (Hairer, Norsett and Wanner 1993, section II.4).
+
+  Args:
+    model: with weights that are not stored.
+    tokens_BxL: token ids.
+    num_pairs: M.
+    context: the attention context.
+    mask_BxL: 1 where a token counts; None: all do.
+  """
+  solver, dtype = model.solver, jnp.dtype(model.config.dtype)
+  wide = jnp.promote_types(dtype, jnp.float32)
+  fine, coarse = (grids.make_grid(on_grid(model.config, n)) for n in (2 * num_pairs, num_pairs))
+  step, stride = (integration.advance_of(solver, grid, model.gathered) for grid in (fine, coarse))
+  steps, strides = (
+    integration.steps_of(solver, model.block_weights(grid), grid, dtype, jax.random.key(0)) for grid in (fine, coarse)
+  )
+  field = vector_fields.BoundField(model.field, context)
+  mask_BxLx1 = jnp.ones((*tokens_BxL.shape, 1), wide) if mask_BxL is None else mask_BxL[..., None].astype(wide)
+  square = lambda x_BxLxD: (jnp.square(x_BxLxD.astype(wide)) * mask_BxLx1).sum()
+
+  def pair(carry, links):
+    two, whole = links
+    first, second = (jax.tree.map(operator.itemgetter(i), two) for i in range(2))
+    x_BxLxD = solver.read(carry)
+    two_BxLxD = solver.read(step(field, step(field, solver.init(x_BxLxD), first), second))
+    one_BxLxD = solver.read(stride(field, solver.init(x_BxLxD), whole))
+    error = jnp.sqrt(square(one_BxLxD.astype(wide) - two_BxLxD.astype(wide)))
+    return step(field, step(field, carry, first), second), error
+
+  pairs = jax.tree.map(lambda leaf: leaf.reshape(num_pairs, 2, *leaf.shape[1:]), steps)
+  carry = solver.init(model.embed(tokens_BxL, context.positions_BxL))
+  carry, errors_M = jax.lax.scan(pair, carry, (pairs, strides))
+  return errors_M / jnp.sqrt(square(solver.read(carry)))
+
+
+def order(errors_M: np.ndarray, errors_half: np.ndarray) -> float:
+  """p of a method whose errors of one step are C(t) h^(p+1): their sum falls by 2^p where h is halved.
+
+  Limited to `ORDERS`: weights that vary faster than the steps follow, or rounding, hide the order.
+
+  Args:
+    errors_M: of M steps.
+    errors_half: of M / 2 steps.
+  """
+  sums = float(np.sum(errors_half)), float(np.sum(errors_M))
+  if not (min(sums) > 0 and math.isfinite(sum(sums))):
+    return ORDERS[0]
+  return float(np.clip(math.log2(sums[0] / sums[1]), *ORDERS))
+
+
+def graded_sizes(
+  errors_M: np.ndarray, p: float, num_steps: int, horizon: float, grading: float = 1.0
+) -> tuple[float, ...]:
+  """Sizes of n steps that would all have the same error, in the units of the horizon, to which they add up, [n].
+
+  A step of size h at time t has the error C(t) h^(p+1), so equal errors are equal integrals of C^(1/(p+1)) over the
+  steps (de Boor 1973, "Good approximation by splines with variable knots"). C is constant within each of the M steps
+  whose errors are known. This density of steps is first limited to a factor `WIDEST` of its mean, so that sizes differ
+  by its square at most.
+
+  Args:
+    errors_M: from `local_errors`; where they are not all finite, or all 0, the sizes are equal.
+    p: the order, above 0.
+    num_steps: n.
+    horizon: the sum of the sizes.
+    grading: an exponent of the density; below 1 the sizes lie between equal errors and, at 0, equal sizes. The estimate
+      leaves out how later steps damp or amplify an error.
+  """
+  density_M = np.asarray(errors_M, np.float64) ** (grading / (p + 1))
+  if not (np.isfinite(density_M).all() and density_M.any()):
+    density_M = np.ones(len(density_M))
+  density_M = np.clip(density_M / density_M.mean(), 1 / WIDEST, WIDEST)
+  shares = np.concatenate([[0.0], np.cumsum(density_M)]) / density_M.sum()
+  edges = np.interp(np.linspace(0, 1, num_steps + 1), shares, np.linspace(0, 1, len(shares)))
+  return tuple((np.diff(edges) * horizon).tolist())

@@ -1,0 +1,203 @@
+"""Grids that follow the solver's error: short steps where the state moves unsteadily, and the fewest that suffice."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx import jobs
+from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.errors import RunError
+from diffeq_nnx.jobs import discretize
+from diffeq_nnx.model import adaptive, grids, solvers
+from diffeq_nnx.model.attention_context import Packing
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.runs import workdir as workdir_lib
+from tests.conftest import mistake, moved_instance, small_model, told
+
+TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
+HORIZON = 3.0
+
+
+def concentrated(solver: str, center: float = 0.25, width: float = 0.15):
+  """A model whose kernels are 0 but for t within `width` of `center`, between which they are tents: it rests else."""
+  model = moved_instance(
+    small_model(dtype="float64", solver=solver, horizon=HORIZON, time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5)),
+    scale=0.5,
+  )
+  source = params_of(model)["weight_source"]
+  mlp, steep = {name: np.zeros(leaf.shape) for name, leaf in source["time_mlp"].items()}, 400.0
+  for unit, (corner, factor) in enumerate([(center - width, 1), (center, -2), (center + width, 1)]):
+    mlp["kernel1"][:, 0, unit], mlp["bias1"][:, unit] = steep, -steep * corner  # silu(x) is nearly max(x, 0)
+    mlp["kernel2"][:, unit, 0] = factor / (steep * width)
+  without_constant = lambda name, leaf: jnp.asarray(leaf).at[-1].set(0) if name == "kernel" else leaf
+  generator = {
+    group: {name: without_constant(name, leaf) for name, leaf in leaves.items()}
+    for group, leaves in source["generator"].items()
+  }
+  source = {**source, "time_mlp": jax.tree.map(jnp.asarray, mlp), "generator": generator}
+  return build(model.config, {**params_of(model), "weight_source": source})
+
+
+def errors(model, num_pairs, *more):
+  return np.asarray(jax.jit(lambda: adaptive.local_errors(model, TOKENS_2x12, num_pairs, *more))())
+
+
+def end(model, steps):
+  grid = grids.make_grid(adaptive.on_grid(model.config, steps))
+  return np.asarray(jax.jit(lambda: model.hidden(TOKENS_2x12, model.block_weights(grid), grid))())
+
+
+@pytest.mark.parametrize("solver", solvers.SOLVERS)
+def test_steps_are_put_where_the_state_moves(solver, x64):
+  model = concentrated(solver)
+  errors_M = errors(model, 16)
+  assert errors_M.shape == (16,) and errors_M[2:6].min() > 1e6 * errors_M[7:].max()
+  sizes = adaptive.graded_sizes(errors_M, 1.0, 12, HORIZON)
+  edges = np.cumsum(sizes) / HORIZON
+  assert sum(sizes) == pytest.approx(HORIZON, rel=1e-12) and min(sizes) > 0
+  assert ((edges > 0.1) & (edges < 0.4)).sum() >= 8  # of 12 steps, 3.6 if all were alike
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "leapfrog"])
+def test_the_error_at_equal_steps_is_smaller(solver, x64):
+  model = concentrated(solver)
+  sizes = adaptive.graded_sizes(errors(model, 16), 1.0, 16, HORIZON)
+  exact = end(model, 256)
+  even, graded = (np.linalg.norm(end(model, steps) - exact) for steps in (16, sizes))
+  assert graded < even / 2
+
+
+def test_the_estimate_is_that_of_both_steps_by_hand(x64):
+  """Euler's: one step of the pair's size is x + 2 h f(x, W(end)), two are in two halves."""
+  model = moved_instance(small_model(dtype="float64", horizon=HORIZON))
+
+  @jax.jit
+  def by_hand():
+    weights = model.block_weights(grids.make_grid(adaptive.on_grid(model.config, 2)))
+    w1, w2 = (jax.tree.map(lambda leaf: leaf[i], weights) for i in range(2))
+    field = lambda x, w: model.field.attention(x, w) + model.field.feedforward(x, w)
+    x = model.embed(TOKENS_2x12)
+    half = x + 1.5 * field(x, w1)
+    end = half + 1.5 * field(half, w2)
+    return end, x + 3 * field(x, w2) - end
+
+  end, found = map(np.asarray, by_hand())
+  mask = np.ones((2, 12))
+  mask[1, 7:] = 0
+  for mask_BxL in (None, jnp.asarray(mask)):
+    counted = mask[..., None] if mask_BxL is not None else 1.0
+    expected = np.sqrt((found**2 * counted).sum() / (end**2 * counted).sum())
+    np.testing.assert_allclose(errors(model, 1, Packing(), mask_BxL), [expected], rtol=1e-10)
+
+
+@pytest.mark.parametrize("solver,order", [("euler", 1), ("heun", 2)])
+def test_the_order_is_measured(solver, order, x64):
+  smooth = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=1.0)
+  model = moved_instance(small_model(dtype="float64", solver=solver, horizon=0.5, time=smooth))
+  assert adaptive.order(errors(model, 16), errors(model, 8)) == pytest.approx(order, abs=0.2)
+
+
+def test_sizes_have_equal_errors_within_limits():
+  """Of C(t) = t^2 and order 1 the density is t, whose integral is t^2 / 2: edges are square roots."""
+  middles_M = (np.arange(1000) + 0.5) / 1000
+  sizes = adaptive.graded_sizes(middles_M**2, 1.0, 4, 2.0)
+  np.testing.assert_allclose(np.cumsum(sizes) / 2, np.sqrt([0.25, 0.5, 0.75, 1]), atol=5e-3)
+  halved = adaptive.graded_sizes(middles_M**2, 1.0, 4, 2.0, grading=0.5)  # the density is sqrt(t)
+  np.testing.assert_allclose(np.cumsum(halved) / 2, np.array([0.25, 0.5, 0.75, 1]) ** (2 / 3), atol=5e-3)
+  spike_M = np.where(np.arange(100) == 50, 1.0, 1e-12)
+  narrow = adaptive.graded_sizes(spike_M, 1.0, 100, 1.0)
+  assert 10 < max(narrow) / min(narrow) < 1.001 * adaptive.WIDEST**2
+  for flat in ([3.0] * 8, [0.0] * 8, [1.0, math.nan, 2.0]):
+    np.testing.assert_allclose(adaptive.graded_sizes(np.array(flat), 1.0, 5, 2.0), 0.4)
+  assert adaptive.order(np.zeros(4), np.zeros(2)) == adaptive.order(np.ones(4), np.ones(2)) == 1
+
+
+def test_the_fewest_that_fit_are_found_with_few_questions():
+  for most in range(1, 40):
+    for fewest in range(1, most + 1):
+      asked = []
+      fits = lambda n: asked.append(n) or n >= fewest
+      assert discretize.fewest_that_fit(fits, most) == fewest
+      assert len(asked) == len(set(asked)) <= 2 * math.log2(most) + 2
+
+
+def test_the_job_writes_the_fewest_steps_within_the_tolerance(finished, tmp_path, capsys):
+  config, workdir = finished
+  new = str(tmp_path / "new")
+  result = jobs.run("discretize", config, new, from_workdir=str(workdir), tolerance=0.05)
+  printed = capsys.readouterr()
+  assert json.loads(printed.out) == json.loads(json.dumps(result))
+  after, limit = result["after"], result["fine_limit"]
+  assert limit["num_steps"] in (8, 16) and [limit["num_steps"], limit["loss"]] in result["measured"]
+  assert after["loss"] <= limit["loss"] + 0.05 + 1e-5
+  within = [steps for steps, loss in result["measured"] if loss <= limit["loss"] + 0.05]
+  assert after["num_steps"] == min(within) == len(result["step_sizes"])
+  assert sum(result["step_sizes"]) == pytest.approx(config.model.total_time)
+  stored = workdir_lib.config_of(new)
+  assert (stored.model.weights, stored.model.num_steps) == ("stored", after["num_steps"])
+  assert jobs.run("evaluate", stored, new)["loss"] == after["loss"]
+  table = [line.split(" | ") for line in printed.err.splitlines() if line.startswith("| ")]
+  assert [row[0] for row in table[2:]] == ["| own steps", "| fine limit", "| 0.5", "| 0.15", "| 0.05"]
+  assert table[-1][2] == f"{after['loss']:.4f}"
+
+
+def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monkeypatch):
+  """The loss is replaced by one that 2 steps reach if they are uneven."""
+  config, workdir = finished
+
+  def loss(self, model):
+    self.known[model] = 1.0 if model.step_sizes or model.num_steps > 2 else 9.0
+    return self.known[model]
+
+  monkeypatch.setattr(discretize._Losses, "__call__", loss)
+  monkeypatch.setattr(discretize._Losses, "speed", lambda self, model: 1.0)
+  monkeypatch.setattr(discretize._Losses, "errors", lambda self, num_pairs: np.arange(num_pairs) + 1.0)
+  new = str(tmp_path / "new")
+  sizes = jobs.run("discretize", config, new, from_workdir=str(workdir), tolerance=0.1)["step_sizes"]
+  assert len(sizes) == 2 and sizes[0] != sizes[1]
+  assert workdir_lib.config_of(new).model.step_sizes == sizes
+  by_hand = jobs.run("discretize", config, str(tmp_path / "by_hand"), from_workdir=str(workdir), step_sizes=sizes)
+  monkeypatch.undo()
+  assert jobs.run("evaluate", workdir_lib.config_of(new), new)["loss"] == by_hand["after"]["loss"]
+
+
+def test_what_the_job_says_where_there_is_no_limit(finished, tmp_path, monkeypatch, capsys):
+  config, workdir = finished
+  losses = {2: 1.0, 4: 2.0, 8: 3.0, 16: 4.0}
+
+  def loss(self, model):
+    self.known[model] = losses.get(model.num_steps, 9.0)
+    return self.known[model]
+
+  monkeypatch.setattr(discretize._Losses, "__call__", loss)
+  monkeypatch.setattr(discretize._Losses, "speed", lambda self, model: 1.0)
+  monkeypatch.setattr(discretize._Losses, "errors", lambda self, num_pairs: np.arange(num_pairs) + 1.0)
+  jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(workdir), tolerance=0.1)
+  said = capsys.readouterr().err.splitlines()
+  assert sum("did not converge: from 8 to 16 steps the loss changes by 1" in line for line in said) == 1
+  assert sum("own 2 steps is below the fine limit by more than the tolerance" in line for line in said) == 1
+  losses.update({4: math.inf, 8: math.inf, 16: math.inf})
+  with pytest.raises(RunError, match="at 16 steps is not finite"):
+    jobs.run("discretize", config, str(tmp_path / "other"), from_workdir=str(workdir), tolerance=0.1)
+
+
+def test_mistakes_in_a_tolerance_are_one_line(finished, tmp_path, capsys):
+  config, workdir = finished
+  new = str(tmp_path / "new")
+  run = lambda source=workdir, config=config, **options: told(
+    lambda: jobs.run("discretize", config, new, from_workdir=str(source), **options)
+  )
+  assert "tolerance=0: must be above 0" in run(tolerance=0)
+  assert "tolerance=nan: must be above 0" in run(tolerance=math.nan)
+  assert "tolerance and num_steps: a tolerance chooses the steps" in run(tolerance=0.1, num_steps=3)
+  assert "tolerance and step_sizes" in run(tolerance=0.1, step_sizes=(1.0, 1.0))
+  stored = small_model(weights="stored")
+  assert "the weights of this model are stored" in run(config=dataclasses.replace(config, model=stored), tolerance=0.1)
+  code, line = mistake(["--workdir=x", "--job=evaluate", "--tolerance=1"], capsys)
+  assert code == 2 and "--tolerance=1.0: is for --job=discretize" in line
+  assert not (tmp_path / "new").exists()

@@ -1,0 +1,75 @@
+"""The adaptive reference: all solvers approach it, each at its order."""
+
+import builtins
+import functools
+
+import numpy as np
+import pytest
+
+from diffeq_nnx.analysis import flow
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of
+from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.errors import RunError
+from tests.conftest import moved_instance, small_model, told
+
+TOKENS = np.random.default_rng(0).integers(31, size=9)
+
+
+@functools.cache
+def smooth(**changes):
+  """A model in float64 whose weights change little over depth."""
+  time = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=1.0)
+  return moved_instance(small_model(**{"dtype": "float64", "horizon": 0.2, "time": time, **changes}))
+
+
+@functools.cache
+def exact() -> flow.Flow:
+  return flow.integrate(AnalyzedModel(smooth()), TOKENS, rtol=1e-10, atol=1e-10)
+
+
+def test_a_solver_of_high_order_agrees_with_it(x64):
+  assert flow.distances(smooth(solver="rk4"), TOKENS, [128], exact())[0] < 1e-8
+
+
+@pytest.mark.parametrize("solver,order", [("euler", 1), ("sequential", 1), ("heun", 2), ("leapfrog", 2)])
+def test_solvers_approach_it_at_their_order(solver, order, x64):
+  coarse, fine = flow.distances(smooth(solver=solver), TOKENS, [16, 32], exact())
+  assert coarse / fine == pytest.approx(2**order, rel=0.15)
+
+
+def test_what_it_returns(x64):
+  one = AnalyzedModel(smooth())
+  found, rough = exact(), flow.integrate(one, TOKENS, rtol=1e-3, atol=1e-3)
+  assert found.state_1xLxD.shape == (1, 9, 24) and found.state_1xLxD.dtype == np.float64
+  assert found.times[0] == 0 and found.times[-1] == 1 and (np.diff(found.times) > 0).all()
+  assert len(rough.times) < len(found.times) and rough.evaluations < found.evaluations
+  assert found.evaluations >= 6 * (len(found.times) - 1)
+  np.testing.assert_allclose(
+    logits_of(one.config, one.rest, found.state_1xLxD), smooth(solver="rk4")(TOKENS[None], 32), atol=1e-6
+  )
+
+
+def test_shared_weights_are_constant_ones():
+  model = moved_instance(small_model(weights="shared", solver="heun", horizon=0.2))
+  found = flow.integrate(AnalyzedModel(model), TOKENS)
+  assert flow.distances(model, TOKENS, [64], found)[0] < 1e-4
+
+
+def test_mistakes_are_one_line(x64, monkeypatch):
+  one = AnalyzedModel(smooth())
+  stored = AnalyzedModel(moved_instance(small_model(weights="stored")))
+  assert "the weights of this model are stored" in told(lambda: flow.integrate(stored, TOKENS))
+  assert "rtol=0: must be above 0" in told(lambda: flow.integrate(one, TOKENS, rtol=0))
+  assert "max_steps=-1: must be above 0" in told(lambda: flow.integrate(one, TOKENS, max_steps=-1))
+  assert "the model's ids are 0 to 30" in told(lambda: flow.integrate(one, [31]))
+  with pytest.raises(RunError, match=r"^integrate: 3 steps reach t = 0\.\d+ at rtol=1e-10, atol=1e-10; raise[^\n]*$"):
+    flow.integrate(one, TOKENS, rtol=1e-10, atol=1e-10, max_steps=3)
+  imported = builtins.__import__
+
+  def without(name, *more):
+    if name == "diffrax":
+      raise ImportError(name)
+    return imported(name, *more)
+
+  monkeypatch.setattr(builtins, "__import__", without)
+  assert "pip install 'diffeq-nnx[analysis]'" in told(lambda: flow.integrate(one, TOKENS))
