@@ -3,6 +3,8 @@
   python -m launch.benchmarks.step_time --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq \
       [--what=train_step|loss_and_gradients] [--rounds=9] [--set=train.batch_size=8]
 
+Settings of one config follow it: A.py:row@model.solver=heun@train.remat=full.
+
 In each round every config runs once, so that slow periods of the machine affect all of them. Times are medians over
 rounds; a ratio is the median of the rounds' ratios to the first config, with quartiles. Each config runs over all
 devices, by its mesh. Tokens are random; compilation and the first run are not timed. The states of all configs are on
@@ -135,7 +137,10 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's argument may hold commas
-  timed = [Timed(name, config_lib.load(name, args.set), args.what) for name in names]
+  timed = []
+  for name in names:
+    path, *settings = name.split("@")
+    timed.append(Timed(name, config_lib.load(path, [*args.set, *settings]), args.what))
   for _ in range(args.rounds):
     for one in timed:
       one.run()
