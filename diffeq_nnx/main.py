@@ -23,7 +23,7 @@ flags.DEFINE_integer(
   "Number of solver steps. Default: for evaluate, generate and harness eval.num_steps if set; otherwise, and for the "
   "other jobs, the model's own.",
 )
-flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 0.5,0.25,0.25.")
+flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 3,1.5,1.5.")
 flags.DEFINE_float(
   "tolerance",
   None,

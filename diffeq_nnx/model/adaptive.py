@@ -17,7 +17,7 @@ from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model
 
-WIDEST = 8.0  # times the mean density of steps: the most, and the inverse of the least
+MAX_DENSITY = 8.0  # the density of steps stays between 1/8 and 8 times its mean
 ORDERS = (1.0, 4.0)  # between which `order` lies
 
 
@@ -99,7 +99,7 @@ def graded_sizes(
 
   A step of size h at time t has the error C(t) h^(p+1), so equal errors are equal integrals of C^(1/(p+1)) over the
   steps (de Boor 1973, "Good approximation by splines with variable knots"). C is constant within each of the M steps
-  whose errors are known. This density of steps is first limited to a factor `WIDEST` of its mean, so that sizes differ
+  whose errors are known. This density of steps is first limited to a factor `MAX_DENSITY` of its mean, so that sizes differ
   by its square at most.
 
   Args:
@@ -113,7 +113,7 @@ def graded_sizes(
   density_M = np.asarray(errors_M, np.float64) ** (grading / (p + 1))
   if not (np.isfinite(density_M).all() and density_M.any()):
     density_M = np.ones(len(density_M))
-  density_M = np.clip(density_M / density_M.mean(), 1 / WIDEST, WIDEST)
+  density_M = np.clip(density_M / density_M.mean(), 1 / MAX_DENSITY, MAX_DENSITY)
   shares = np.concatenate([[0.0], np.cumsum(density_M)]) / density_M.sum()
   edges = np.interp(np.linspace(0, 1, num_steps + 1), shares, np.linspace(0, 1, len(shares)))
   return tuple((np.diff(edges) * horizon).tolist())

@@ -44,7 +44,7 @@ class Checkpointed:
 
 @dataclasses.dataclass(frozen=True)
 class Reversible:
-  """The backward pass undoes the steps: no states are stored, whatever their number."""
+  """The backward pass undoes the steps, so that the memory of states does not grow with their number."""
 
 
 Adjoint = Checkpointed | Reversible
@@ -96,7 +96,7 @@ def solve(
     return solver.read(_undone(advance, field, carry, per_step))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
-    raise ValueError(f"remat.every={every}: must divide the number of steps, {grid.num_steps}")
+    raise ValueError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
 
   def run(carry, stretch):
     for i in range(every):

@@ -100,17 +100,21 @@ def scaled(dt: jax.Array, x_BxLxD: jax.Array, factor: float = 1.0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class RungeKutta(Solver):
-  """An explicit Runge-Kutta method as its Butcher tableau: k_i = f(x + dt sum_j a_ij k_j, W(t + c_i dt)).
+  """An explicit Runge-Kutta method as its Butcher tableau: k_i = f(x + dt sum_j a_ij k_j, W_i), W_i at c_i.
 
   Attributes:
     a: rows of the matrix, [i][j] for j < i.
     b: x + dt sum_i b_i k_i is the state after the step.
-    c: the node of each stage.
+    c: the node of each stage, from 0 (the start of the step) to 1 (its end).
   """
 
   a: tuple[tuple[float, ...], ...]
   b: tuple[float, ...]
   c: tuple[float, ...]
+
+  def __post_init__(self):
+    if [len(row) for row in self.a] != list(range(len(self.b))) or len(self.c) != len(self.b):
+      raise ValueError(f"a={self.a}, b={self.b}, c={self.c}: row i of a must have i numbers, b and c one for each row")
 
   @property
   def nodes(self) -> tuple[float, ...]:

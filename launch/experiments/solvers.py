@@ -1,18 +1,28 @@
-"""Compares the solvers: errors against the number of evaluations, and losses after the same training.
+"""Compares the solvers: errors by evaluations, reversible gradients, and losses after the same training.
 
   python -m launch.experiments.solvers --what=errors --workdir=runs/solvers [--plot=docs/solvers.png]
+  python -m launch.experiments.solvers --what=gradients --workdir=runs/solvers
   python -m launch.experiments.solvers --what=losses --workdir=runs/solvers --config=configs/english.py:diffeq \
       [--seeds=0,1,2] [--steps=6] [--evaluations=12] [--set=train.steps=300]
 
 errors: of the logits of one model with random weights that are smooth in time, in float64, against 4,096 steps of rk4,
 by numbers of steps; the order is the slope from 64 to 128 steps. Both for the GPT and the Llama block.
 
+gradients: of a model of width 128 with initial weights at 48 steps of leapfrog, against those through stored states:
+the largest relative difference of any array's gradient, for train.adjoint=reversible, for the same where the states are
+carried in the dtype of the computation alone, and for train.remat=full, which shows the effect of rounding alone. And
+the compiler's temporaries by number of steps, without the weights and their gradients.
+
 losses: final validation loss of every solver with `--steps` solver steps, and with as many steps as make
-`--evaluations` evaluations of the block (an evaluation of one branch is half of one). Finished runs are not repeated,
-so the same command continues after an interruption. Results are in results.json of the work directory.
+`--evaluations` evaluations of the block (an evaluation of one branch is half of one). dt is that of the config: 1 by
+default, so that the horizon is the number of steps. Finished runs are not repeated, so the same command continues after
+an interruption.
+
+Errors are in errors.json, losses in results.json, of the work directory.
 """
 
 import argparse
+from collections.abc import Callable
 import dataclasses
 import json
 import os
@@ -20,11 +30,13 @@ import statistics
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
@@ -43,7 +55,7 @@ def evaluations_of(solver: str, num_steps: int) -> float:
 
 
 def model_of(field: str) -> Model:
-  """A small model in float64 whose W(t) turns by 3 radians over depth."""
+  """A small model in float64 whose fastest time feature turns by 3 radians."""
   config = ModelConfig(
     field=field,
     horizon=1.0,
@@ -74,7 +86,7 @@ def errors(field: str) -> dict[str, list[float]]:
 
   reference = logits("rk4", REFERENCE)
   size = np.sqrt(np.square(reference).mean())
-  solved = [name for name, solver in SOLVERS.items() if not solver.specs(1)]  # another equation where it learns
+  solved = [name for name, solver in SOLVERS.items() if not solver.specs(1)]  # learned ones are for one step size
   return {name: [float(np.abs(logits(name, n) - reference).max() / size) for n in STEPS] for name in solved}
 
 
@@ -95,6 +107,74 @@ def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   panels[0].set_ylabel("largest error of the logits / their RMS")
   panels[-1].legend(fontsize=8)
   figure.savefig(path, dpi=120)
+
+
+class Plain(solvers.Solver):
+  """Leapfrog whose states are carried in the dtype of the computation alone."""
+
+  nodes = (0.5,)
+
+  def init(self, x_BxLxD):
+    """The state twice."""
+    return x_BxLxD, x_BxLxD
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Leapfrog`."""
+    before, middle = carry
+    return middle, before + solvers.scaled(dt, middle, 2.0) * field(middle, weights[0], key)
+
+  def undo(self, field, carry, weights, dt, key):
+    """See `Leapfrog`."""
+    middle, after = carry
+    return after - solvers.scaled(dt, middle, 2.0) * field(middle, weights[0], key), middle
+
+  def read(self, carry):
+    """The mean of both."""
+    return (carry[0] + carry[1]) / 2
+
+
+def gradient_of(solver: str, dtype: str, num_steps: int, adjoint: integration.Adjoint) -> tuple[Callable, tuple]:
+  """A function of (block weights, other parameters), jitted, that returns the gradients of a loss; and these."""
+  config = ModelConfig(solver=solver, num_steps=num_steps, embed_dim=128, num_heads=4, vocab_size=256, dtype=dtype)
+  config = dataclasses.replace(config, seq_len=128, time=TimeConfig(sinusoidal_dim=16, time_embed_dim=16))
+  model = Model(config, rngs=nnx.Rngs(0))
+  params, tokens_BxL = params_of(model), np.random.default_rng(0).integers(256, size=(4, 128))
+  source = params.pop("weight_source")
+
+  def loss(weights, rest):
+    whole = build(config, {**rest, "weight_source": source})
+    logits = whole.logits(whole.hidden(tokens_BxL, weights, adjoint=adjoint))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), np.roll(tokens_BxL, -1, 1)[..., None], -1).mean()
+
+  return jax.jit(jax.grad(loss, argnums=(0, 1))), (model.block_weights(), params)
+
+
+def gradients() -> str:
+  """Markdown tables of reversible gradients."""
+  solvers.register("plain_leapfrog", Plain())
+  lines = ["| dtype | reversible | reversible, carried in this dtype alone | remat=full |", "| --- | --- | --- | --- |"]
+  for dtype in ("float32", "bfloat16"):
+    cells = []
+    for solver, adjoint in (
+      ("leapfrog", integration.Reversible()),
+      ("plain_leapfrog", integration.Reversible()),
+      ("leapfrog", integration.Checkpointed("full")),
+    ):
+      found = []
+      for each in (integration.Checkpointed(), adjoint):
+        run, arguments = gradient_of(solver, dtype, 48, each)
+        found.append([np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(run(*arguments))])
+      pairs = list(zip(*found, strict=True))
+      cells.append(max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairs))
+    lines.append(f"| {dtype} | {' | '.join(f'{cell:.2g}' for cell in cells)} |")
+  lines += ["", "| steps | temporaries, reversible, MiB | checkpointed, remat=full, MiB |", "| --- | --- | --- |"]
+  for num_steps in (4, 12, 48):
+    sizes = []
+    for adjoint in (integration.Reversible(), integration.Checkpointed("full")):
+      run, arguments = gradient_of("leapfrog", "float32", num_steps, adjoint)
+      sizes.append(run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 2**20)
+    lines.append(f"| {num_steps} | {sizes[0]:.1f} | {sizes[1]:.1f} |")
+  return "\n".join(lines)
 
 
 def losses(args: argparse.Namespace) -> str:
@@ -139,7 +219,7 @@ def _difference(values: list[float], base: list[float]) -> str:
 def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--what", choices=["errors", "losses"], required=True)
+  parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--plot", metavar="FILE.png")
   parser.add_argument("--config", default="configs/english.py:diffeq")
@@ -148,8 +228,8 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--evaluations", type=int, default=12)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  if args.what == "losses":
-    print(losses(args))
+  if args.what != "errors":
+    print(losses(args) if args.what == "losses" else gradients())
     return
   jax.config.update("jax_enable_x64", True)
   by_field = {field: errors(field) for field in ("gpt", "llama")}
