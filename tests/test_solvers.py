@@ -230,6 +230,29 @@ def test_discretized_equals_continuous(solver, weights_at):
   np.testing.assert_allclose(logits(uneven), logits(again), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", ["heun", "ode_transformer", "leapfrog"])
+def test_held_time_equals_one_shared_set(solver):
+  held = dataclasses.replace(small_model().time, constant=True)
+  model = moved_instance(small_model(solver=solver, time=held))
+  one = jax.tree.map(lambda leaf: leaf[0], model.block_weights())
+  shared = build(
+    small_model(solver=solver, weights="shared"),
+    nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}},
+  )
+  np.testing.assert_allclose(logits(shared), logits(model), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver, sets", [("heun", 4), ("leapfrog", 3)])
+def test_adapters_are_on_every_weight_set(solver, sets):
+  stored = diffeq_nnx.discretize(moved_instance(smooth(solver=solver)))
+  config = dataclasses.replace(stored.config, lora=config_lib.LoraConfig(rank=2))
+  tuned = moved_instance(config)
+  assert {len(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(tuned))["weight_source"])} == {sets}
+  merged = diffeq_nnx.discretize(tuned)
+  assert merged.config == stored.config and set(nnx.to_pure_dict(nnx.state(merged))["weight_source"]) == {"stored"}
+  np.testing.assert_allclose(logits(merged), logits(tuned), rtol=0, atol=1e-5)
+
+
 def test_flops_count_the_evaluations():
   count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), 4) - head
   head = 3.0 * 2 * 31 * 24 * 4 * 12
@@ -292,6 +315,11 @@ def test_adjoints_that_a_solver_lacks_are_refused():
     "train.adjoint=reversible: the steps of model.solver=euler can't be undone; those of leapfrog can; or set "
     "train.adjoint=checkpointed"
   )
+
+
+def test_a_table_of_the_wrong_shape_is_an_error():
+  with pytest.raises(ValueError, match="row i of a must have i numbers"):
+    RungeKutta(((), (0.5, 0.5)), (0.5, 0.5), (0.0, 1.0))
 
 
 def test_a_name_can_be_registered_again_for_the_same_solver_only():

@@ -99,8 +99,8 @@ def graded_sizes(
 
   A step of size h at time t has the error C(t) h^(p+1), so equal errors are equal integrals of C^(1/(p+1)) over the
   steps (de Boor 1973, "Good approximation by splines with variable knots"). C is constant within each of the M steps
-  whose errors are known. This density of steps is first limited to a factor `MAX_DENSITY` of its mean, so that sizes differ
-  by its square at most.
+  whose errors are known. This density of steps is first limited by `MAX_DENSITY`, so that sizes differ by its square at
+  most.
 
   Args:
     errors_M: from `local_errors`; where they are not all finite, or all 0, the sizes are equal.
