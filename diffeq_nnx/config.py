@@ -26,7 +26,7 @@ FROZEN_FOLDER = "frozen"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
-SOLVERS = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
+SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,11 @@ class LoraConfig:
 class ModelConfig:
   """Three independent choices (weights, field, solver) and their sizes."""
 
-  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each step; shared: one set
+  weights: str = one_of(
+    "generated", "stored", "shared"
+  )  # stored: a set for each time that the solver uses; shared: one
   field: str = one_of("gpt", "llama")
-  solver: str = one_of(*SOLVERS)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
+  solver: str = one_of(*SOLVER_NAMES)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
   norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
   num_steps: int = number(12, above=0)

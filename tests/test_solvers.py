@@ -41,7 +41,7 @@ def smooth(weights_at: str = "nodes", scale: float = 3.0, **changes):
 
 def end(model: Model, solver: solvers.Solver, num_steps: int, x_BxLxD: jax.Array) -> jax.Array:
   """The state at the end of `num_steps` steps of a solver."""
-  grid = dataclasses.replace(model.grid(num_steps))
+  grid = model.grid(num_steps)
   weights = model.weight_source(grid.times(solver.nodes), jnp.dtype(model.config.dtype))
   field = vector_fields.BoundField(model.field)
   return integration.solve(solver, field, x_BxLxD, weights, grid, key=jax.random.key(0))
@@ -65,18 +65,23 @@ def reference(field: str) -> tuple[Model, np.ndarray, np.ndarray]:
   return model, x_BxLxD, np.asarray(jax.jit(solve)(x_BxLxD).ys[0])
 
 
-def measured_order(field: str, solver: solvers.Solver, counts=(64, 128)) -> float:
-  """log2 of how much smaller the error is with twice as many steps."""
+COUNTS = (8, 16, 32, 64, 128)
+
+
+def measured_orders(field: str, solver: solvers.Solver) -> np.ndarray:
+  """log2 of how much smaller the error is with twice as many steps, for each of COUNTS but the first."""
   model, x_BxLxD, exact_BxLxD = reference(field)
   run = jax.jit(lambda x, n: end(model, solver, n, x), static_argnums=1)
-  coarse, fine = (np.abs(run(x_BxLxD, n) - exact_BxLxD).max() for n in counts)
-  return float(np.log2(coarse / fine))
+  errors = [np.abs(run(x_BxLxD, n) - exact_BxLxD).max() for n in COUNTS]
+  return np.log2(np.divide(errors[:-1], errors[1:]))
 
 
 @pytest.mark.parametrize("solver", ORDERS)
 @pytest.mark.parametrize("field", ["gpt", "llama"])
 def test_the_error_falls_with_the_solvers_order(field, solver, x64):
-  assert measured_order(field, SOLVERS[solver]) == pytest.approx(ORDERS[solver], abs=0.15)
+  found = measured_orders(field, SOLVERS[solver])
+  assert found[-1] == pytest.approx(ORDERS[solver], abs=0.15)
+  assert found.min() > ORDERS[solver] - 0.5, found
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_the_error_falls_with_the_solvers_order(field, solver, x64):
   [("midpoint", (0.5, 0.6)), ("heun", (0.0, 0.9)), ("ralston", (0.1, 2 / 3)), ("rk4", (0.0, 0.5, 0.6, 1.0))],
 )
 def test_with_a_shifted_node_the_order_is_lost(solver, c, x64):
-  assert measured_order("gpt", dataclasses.replace(SOLVERS[solver], c=c)) < ORDERS[solver] - 0.5
+  assert measured_orders("gpt", dataclasses.replace(SOLVERS[solver], c=c))[-1] < ORDERS[solver] - 0.5
 
 
 def test_the_config_names_the_solvers():
@@ -163,10 +168,23 @@ def test_leapfrog_is_the_two_step_midpoint_rule(x64):
 
 
 @pytest.mark.parametrize(
-  "solver, sets", [("euler", 6), ("midpoint", 6), ("heun", 7), ("ralston", 12), ("rk4", 13), ("leapfrog", 6)]
+  "solver, nodes, sets",
+  [
+    ("euler", (1,), 6),
+    ("sequential", (1,), 6),
+    ("strang", (0.5,), 6),
+    ("strang_mirrored", (0.5,), 6),
+    ("midpoint", (0.5,), 6),
+    ("heun", (0, 1), 7),
+    ("ralston", (0, 2 / 3), 12),
+    ("rk4", (0, 0.5, 1), 13),
+    ("ode_transformer", (1,), 6),
+    ("leapfrog", (0.5,), 6),
+  ],
 )
-def test_times_are_distinct_and_each_node_finds_its_own(solver, sets):
-  nodes, sizes = SOLVERS[solver].nodes, (0.5, 1.0, 0.25, 0.75, 2.0, 1.5)
+def test_times_are_distinct_and_each_node_finds_its_own(solver, nodes, sets):
+  sizes = (0.5, 1.0, 0.25, 0.75, 2.0, 1.5)
+  assert SOLVERS[solver].nodes == nodes
   for grid in (grids.uniform_grid(6, 1.0), grids.uniform_grid(6, 4.0), grids.uneven_grid(sizes)):
     times = grid.times(nodes)
     assert len(times.times_U) == len(set(times.times_U)) == sets and (np.diff(times.times_U) > 0).all()
@@ -178,17 +196,18 @@ def test_times_are_distinct_and_each_node_finds_its_own(solver, sets):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_generator_runs_once_whatever_the_solver(solver):
-  """One product with F of each kernel, for all times of all steps."""
+  """One product with each F, for all times of all steps: as many as there are leaves."""
   config = smooth(solver=solver)
   model = jax.eval_shape(lambda: moved_instance(config))
-  jaxpr = str(jax.make_jaxpr(lambda m: m.block_weights(m.grid(9)))(model))
+  jaxpr = jax.make_jaxpr(lambda m: m.block_weights(m.grid(9)))(model).jaxpr
+  combined = [equation for equation in jaxpr.eqns if equation.primitive.name.startswith("custom_vjp_call")]
+  specs = jax.eval_shape(lambda m: m.block_weights(m.grid(9)), model)
   U = len(model.times(model.grid(9)).times_U)
-  assert jaxpr.count(f"f32[{U},24,40]") and jaxpr.count("name=_combine") + jaxpr.count("custom_vjp_call") > 0
-  kernel = jax.eval_shape(lambda m: m.block_weights(m.grid(9)), model)["up"]["kernel"]
-  assert kernel.shape == (U, 24, 40)
+  assert len(combined) == len(jax.tree.leaves(specs)) and {len(leaf) for leaf in jax.tree.leaves(specs)} == {U}
+  assert sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) == 2  # the MLPs' layers
 
 
-@pytest.mark.parametrize("scale", [3.0, 1000.0])
+@pytest.mark.parametrize("scale", [3.0, 1000.0, 4000.0])
 @pytest.mark.parametrize("embedding", ["fixed", "learned"])
 def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(scale, embedding, x64):
   config = smooth("mean", scale, dtype="float64")
@@ -221,7 +240,8 @@ def logits(model: Model, num_steps=None):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("weights_at", ["nodes", "mean"])
 def test_discretized_equals_continuous(solver, weights_at):
-  model = moved_instance(smooth(weights_at, solver=solver, horizon=2.0), seed=3, scale=0.05)
+  scale = 3000.0 if weights_at == "mean" else 3.0  # above the default, which a stored model's config has
+  model = moved_instance(smooth(weights_at, scale, solver=solver, horizon=2.0), seed=3, scale=0.05)
   stored = diffeq_nnx.discretize(model, 5)
   np.testing.assert_allclose(logits(stored), logits(model, 5), rtol=0, atol=1e-5)
   uneven = diffeq_nnx.discretize(model, step_sizes=(0.5, 0.9, 0.6))
@@ -267,29 +287,6 @@ def test_flops_count_the_evaluations():
 # undoing steps
 
 
-@pytest.mark.parametrize("dtype, sizes", [("float32", None), ("bfloat16", None), ("float32", (0.3, 1.7, 0.9, 1.1))])
-def test_undoing_a_step_gives_the_carry_before_it(dtype, sizes):
-  """Bit for bit: what a state lacks in its dtype is carried beside it."""
-  model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=4, horizon=None, dropout=0.2), seed=1)
-  grid = grids.uneven_grid(sizes) if sizes else model.grid()
-  x = jax.random.normal(KEY, (2, 12, 24), dtype)
-  links = integration.steps_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
-  advance = integration.advance_of(model.solver, grid)
-  field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
-
-  @jax.jit
-  def there_and_back(x):
-    start = model.solver.init(x)
-    last, carries = jax.lax.scan(lambda carry, one: (advance(field, carry, one), carry), start, links)
-    undo = lambda carry, one: (advance.undo(field, carry, one),) * 2
-    return carries, jax.lax.scan(undo, last, links, reverse=True)[1]
-
-  carries, undone = there_and_back(x)
-  for before, after in zip(jax.tree.leaves(carries), jax.tree.leaves(undone), strict=True):
-    np.testing.assert_allclose(np.asarray(before, "float32"), np.asarray(after, "float32"), rtol=0, atol=1e-12)
-  assert all((before[0] == after[0]).all() for before, after in zip(carries, undone))
-
-
 def gradients(model: Model, adjoint: integration.Adjoint):
   """A function of the weights: (loss, its gradients with respect to them and to the other parameters)."""
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -317,17 +314,45 @@ def test_adjoints_that_a_solver_lacks_are_refused():
   )
 
 
-def test_a_table_of_the_wrong_shape_is_an_error():
+def test_tables_and_parts_that_cannot_be_are_errors():
+  with pytest.raises(ValueError, match="must each add up to 1"):
+    Splitting((("attention", 0.5), ("feedforward", 1.0)))
   with pytest.raises(ValueError, match="row i of a must have i numbers"):
     RungeKutta(((), (0.5, 0.5)), (0.5, 0.5), (0.0, 1.0))
 
 
 def test_a_name_can_be_registered_again_for_the_same_solver_only():
   solvers.register("heun", RungeKutta(((), (1.0,)), (0.5, 0.5), (0.0, 1.0)))
-  assert "heun: is the name of a solver" in told(lambda: solvers.register("heun", Splitting((("attention", 1.0),))))
+  assert "heun: is the name of a solver" in told(
+    lambda: solvers.register("heun", Splitting((("feedforward", 1.0), ("attention", 1.0))))
+  )
 
 
 # with the compiler as users have it, from here on
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("even", [True, False])
+def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizations):
+  """48 steps from a small state; what a state lacks in its dtype is carried beside it, so nearly all bits agree."""
+  model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.2), scale=0.05)
+  grid = model.grid() if even else grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
+  x = 0.02 * jax.random.normal(KEY, (2, 12, 24), dtype)
+  links = integration.steps_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
+  advance = integration.advance_of(model.solver, grid)
+  field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
+
+  @jax.jit
+  def there_and_back(x):
+    last, carries = jax.lax.scan(lambda carry, one: (advance(field, carry, one), carry), model.solver.init(x), links)
+    undo = lambda carry, one: (advance.undo(field, carry, one),) * 2
+    return carries, jax.lax.scan(undo, last, links, reverse=True)[1]
+
+  carries, undone = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), there_and_back(x))
+  for (high, low), (high_undone, low_undone) in zip(carries, undone, strict=True):
+    assert (high != high_undone).mean() < 1e-3
+    error = np.linalg.norm(high_undone - high + low_undone - low) / np.linalg.norm(high)
+    assert error < 1e-7 if dtype == "float32" else error < 1e-4
 
 
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 1e-2)])

@@ -73,8 +73,8 @@ class AnalyzedModel:
       raise UserError(f"times={list(times_M)}: must be one or more times from 0 to 1")
     if self.config.weights == "stored":
       raise UserError(
-        f"times={list(times_M)}: the weights of this model are stored, one set for each of its "
-        f"{self.config.num_steps} steps and none between; leave it out"
+        f"times={list(times_M)}: the weights of this model are stored, for the times of its own "
+        f"{self.config.num_steps} steps only; leave it out"
       )
     return tuple(np.unique(np.asarray(times_M, np.float64)).tolist())
 

@@ -63,8 +63,8 @@ def integrate(
     raise UserError("integrate: needs diffrax; pip install 'diffeq-nnx[analysis]'") from None
   if model.config.weights == "stored":
     raise UserError(
-      f"integrate: the weights of this model are stored, one set for each of its {model.config.num_steps} steps and "
-      "none between; use the model with generated weights"
+      f"integrate: the weights of this model are stored, for the times of its own {model.config.num_steps} steps "
+      "only; use the model with generated weights"
     )
   for name, value in (("rtol", rtol), ("atol", atol), ("max_steps", max_steps)):
     if not value > 0:

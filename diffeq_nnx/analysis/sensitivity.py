@@ -30,6 +30,7 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, St
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids
+from diffeq_nnx.model.solvers import SOLVERS
 
 FORMS = ("exact", "per_token")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
@@ -160,7 +161,8 @@ def _per_token(model: AnalyzedModel, passed: Pass, ks: np.ndarray, progress: Pro
 
 def _tangent_bytes(model: AnalyzedModel, length: int) -> int:
   """Of one tangent of all tokens' states, and of its attention over a step."""
-  return 4 * length * (model.config.embed_dim + 3 * model.config.num_heads * length)
+  evaluations = SOLVERS[model.config.solver].evaluations.attention
+  return 4 * length * (model.config.embed_dim + 3 * evaluations * model.config.num_heads * length)
 
 
 def _num_groups(model: AnalyzedModel, length: int, copies: int = 1) -> int:

@@ -98,7 +98,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder) as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
-    factors = make_grid(stored).dts if stored.solver in methods.FOLDED else None
+    factors = make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
     tensors = layouts.to_tensors(architecture, stored, params, factors)
     if wide:
       tensors, eps = layouts.widened(exported, tensors)
@@ -152,7 +152,7 @@ def _why_own(stored: ModelConfig, form: str) -> str:
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
-  folded = {"horizon": None, "step_sizes": ()} if stored.solver in methods.FOLDED else {}
+  folded = {"horizon": None, "step_sizes": ()} if methods.folds(SOLVERS[stored.solver]) else {}
   return dataclasses.replace(stored, norm_eps=stored.block_eps, final_norm_eps=final_eps, **folded)
 
 

@@ -6,8 +6,6 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.grids import make_grid
 
-FOLDED = ("euler", "sequential")  # dt is folded into the weights, which no step shares or scales twice
-
 
 def described(solver: solvers.Solver) -> dict[str, Any] | None:
   """The method as JSON values; None: the modeling file can't run it.
@@ -21,6 +19,11 @@ def described(solver: solvers.Solver) -> dict[str, Any] | None:
     return {"kind": "splitting", "parts": solver.parts}
   kinds = {solvers.ODETransformer: "ode_transformer", solvers.Leapfrog: "leapfrog"}
   return {"kind": kinds[type(solver)]} if type(solver) in kinds else None
+
+
+def folds(solver: solvers.Solver) -> bool:
+  """Whether dt is folded into the weights: those of one evaluation a step are used by that step alone."""
+  return solver.evaluations == (1, 1)
 
 
 def keys(exported: ModelConfig) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
       candidates += [adaptive.graded_sizes(errors_M, order, num_steps, own.total_time, g) for g in GRADINGS]
     return min(losses(adaptive.on_grid(own, steps)) for steps in candidates) <= limit + tolerance
 
-  fewest_that_fit(fits, finest.num_steps)
+  fewest_that_fit(fits, finest.num_steps)  # measures what the rows choose from
   rows = {f"{factor * tolerance:g}": losses.fewest(limit + factor * tolerance) for factor in LOOSER}
   _print_table(losses, {"own steps": own, "fine limit": finest, **rows})
   if losses(own) < limit - tolerance:

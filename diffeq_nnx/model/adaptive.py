@@ -38,11 +38,11 @@ def local_errors(
   context: AttentionContext = Packing(),
   mask_BxL: jax.Array | None = None,
 ) -> jax.Array:
-  """The embedded estimate of the error of each of M equal steps, in units of the final state's size, [M].
+  """An estimate, by step doubling, of the error of each of M equal steps, in units of the final state's size, [M].
 
-  The pass takes 2 M steps of one size. At every second state it compares these two steps with one of twice their size,
-  all of them begun at that state: for a step of size h and order p the difference is (2^(p+1) - 2) C (h/2)^(p+1) +
-  O(h^(p+2)), as in Richardson's extrapolation (Hairer, Norsett and Wanner 1993, section II.4).
+  From each state at a multiple of h it takes one step of size h and two of size h/2, with a fresh carry. For order p they
+  differ by (1 - 2^-p) C h^(p+1) + O(h^(p+2)), as in Richardson's extrapolation (Hairer, Norsett and Wanner 1993,
+  section II.4). The first step of leapfrog is Euler's, so the estimate for leapfrog is that of Euler's method.
 
   Args:
     model: with weights that are not stored.

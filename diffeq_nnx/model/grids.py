@@ -5,6 +5,7 @@ S solver steps, N nodes of a solver, U weight sets (distinct times), Q points of
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 
-MEAN_POINTS = 8  # of a mean over a step, and 2 for each radian that the fastest wave of e(t) turns in it
+MEAN_POINTS = 8  # of each part of a step in a mean, and 2 for each radian that the fastest wave of e(t) turns in it
+PART_RADIANS = 16.0  # that it turns in a part at most
 
 
 class Times(NamedTuple):
@@ -77,17 +79,25 @@ class Grid:
     """
     edges, S, N = np.asarray(self.edges), self.num_steps, len(nodes)
     starts_S, ends_S = edges[:-1], edges[1:]
-    if self.weights_at == "mean":  # Gauss-Legendre: exact for polynomials of degree 2 Q - 1
-      widest = self.radians * (ends_S - starts_S).max()
-      roots_Q, shares_Q = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(2 * widest))
-      points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * (1 + roots_Q) / 2
-      return Times(points_SxQ, shares_Q / 2, np.tile(np.arange(S)[:, None], N))
+    if self.weights_at == "mean":
+      roots_Q, shares_Q = _mean_rule(self.radians * float((ends_S - starts_S).max()))
+      points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * roots_Q
+      return Times(points_SxQ, shares_Q, np.tile(np.arange(S)[:, None], N))
     places = {"nodes": tuple(nodes), "end": (1.0,), "middle": (0.5,)}[self.weights_at]
     # not by the formula at an end, so that the end of a step and the start of the next are the same number
     times_SxN = np.stack([ends_S if c == 1 else starts_S + c * (ends_S - starts_S) for c in places], axis=1)
     times_U, inverse = np.unique(times_SxN, return_inverse=True)
     index_SxN = inverse.reshape(times_SxN.shape)
     return at_times(times_U)._replace(index_SxN=index_SxN if self.weights_at == "nodes" else np.tile(index_SxN, N))
+
+
+@functools.lru_cache(maxsize=64)
+def _mean_rule(radians: float) -> tuple[np.ndarray, np.ndarray]:
+  """Points in [0, 1] and their shares, [Q]: the Gauss-Legendre rule in equal parts of at most `PART_RADIANS`."""
+  parts = max(1, math.ceil(radians / PART_RADIANS))
+  roots, shares = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(2 * radians / parts))
+  points_PxR = (np.arange(parts)[:, None] + (1 + roots) / 2) / parts
+  return points_PxR.reshape(-1), np.tile(shares / (2 * parts), parts)
 
 
 def uniform_grid(num_steps: int, horizon: float) -> Grid:
@@ -110,5 +120,6 @@ def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
     grid = uneven_grid(model.step_sizes)
   else:
     grid = uniform_grid(num_steps or model.num_steps, model.total_time)
-  radians = model.time.scale if model.time.weights_at == "mean" else 0.0
+  varies = model.weights == "generated" and not model.time.constant
+  radians = model.time.scale if varies and model.time.weights_at == "mean" else 0.0
   return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

@@ -80,9 +80,10 @@ def integrate(config, layers, evaluate, x):
   ode_transformer: x + dt (g k_1 + (1 - g) k_2) with k_1 = f(x), k_2 = f(x + dt k_1) and a learned g for each token;
   leapfrog: y_{i+1} = y_{i-1} + 2 dt f(y_i), of which the mean of the last two is the state; both begin as x.
 
-  Sums are in float32. evaluate(part, layer, x) is a branch, "attention" or "feedforward", or their sum f, "slope".
+  Sums are in float32 or wider. evaluate(part, layer, x) is a branch, "attention" or "feedforward", or their sum f,
+  "slope".
   """
-  method, before, middle = config.method, x.float(), x.float()
+  method, before, middle = config.method, wide(x), wide(x)
   kind = method["kind"]
   for dt, sets in zip(config.step_sizes, config.weight_sets):
     used = [layers[u] for u in sets]
@@ -108,8 +109,13 @@ def integrate(config, layers, evaluate, x):
 
 def moved(x, dt, factors, slopes):
   """x + dt sum_j factors_j slopes_j, in the dtype of x; factors are numbers or [B, L, 1]."""
-  terms = [f * slope.float() for f, slope in zip(factors, slopes) if torch.is_tensor(f) or f != 0]
-  return (x.float() + dt * sum(terms)).to(x.dtype) if terms else x
+  terms = [f * wide(slope) for f, slope in zip(factors, slopes) if torch.is_tensor(f) or f != 0]
+  return (wide(x) + dt * sum(terms)).to(x.dtype) if terms else x
+
+
+def wide(x):
+  """In float32, or wider as it is."""
+  return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
