@@ -56,9 +56,7 @@ class LoraConfig:
 class ModelConfig:
   """Three independent choices (weights, field, solver) and their sizes."""
 
-  weights: str = one_of(
-    "generated", "stored", "shared"
-  )  # stored: a set for each time that the solver uses; shared: one
+  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each time; shared: one set
   field: str = one_of("gpt", "llama")
   solver: str = one_of(*SOLVER_NAMES)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
   initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
