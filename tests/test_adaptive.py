@@ -111,7 +111,7 @@ def test_sizes_have_equal_errors_within_limits():
   np.testing.assert_allclose(np.cumsum(halved) / 2, np.array([0.25, 0.5, 0.75, 1]) ** (2 / 3), atol=5e-3)
   spike_M = np.where(np.arange(100) == 50, 1.0, 1e-12)
   narrow = adaptive.graded_sizes(spike_M, 1.0, 100, 1.0)
-  assert 10 < max(narrow) / min(narrow) < 1.001 * adaptive.WIDEST**2
+  assert 10 < max(narrow) / min(narrow) < 1.001 * adaptive.MAX_DENSITY**2
   for flat in ([3.0] * 8, [0.0] * 8, [1.0, math.nan, 2.0]):
     np.testing.assert_allclose(adaptive.graded_sizes(np.array(flat), 1.0, 5, 2.0), 0.4)
   assert adaptive.order(np.zeros(4), np.zeros(2)) == adaptive.order(np.ones(4), np.ones(2)) == 1
