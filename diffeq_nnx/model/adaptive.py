@@ -40,8 +40,8 @@ def local_errors(
 ) -> jax.Array:
   """An estimate, by step doubling, of the error of each of M equal steps, in units of the final state's size, [M].
 
-  From each state at a multiple of h it takes one step of size h and two of size h/2, with a fresh carry. For order p they
-  differ by (1 - 2^-p) C h^(p+1) + O(h^(p+2)), as in Richardson's extrapolation (Hairer, Norsett and Wanner 1993,
+  From each state at a multiple of h it takes one step of size h and two of size h/2, with a fresh carry. For order p
+  they differ by (1 - 2^-p) C h^(p+1) + O(h^(p+2)), as in Richardson's extrapolation (Hairer, Norsett and Wanner 1993,
   section II.4). The first step of leapfrog is Euler's, so the estimate for leapfrog is that of Euler's method.
 
   Args:
