@@ -61,8 +61,13 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   return found
 
 
+LEAPFROG = ("--config.model.solver=leapfrog", "--config.train.adjoint=reversible")
+
+
 @pytest.mark.parametrize(
-  "settings", [(), ("--config.model.solver=leapfrog", "--config.train.adjoint=reversible")], ids=["euler", "leapfrog"]
+  "settings",
+  [(), pytest.param(LEAPFROG, marks=pytest.mark.slow(reason="the same through another solver; euler runs by default"))],
+  ids=["euler", "leapfrog"],
 )
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, settings):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
