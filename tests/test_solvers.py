@@ -339,7 +339,7 @@ def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizati
   model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.2), scale=0.05)
   grid = model.grid() if even else grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
   x = 0.02 * jax.random.normal(KEY, (2, 12, 24), dtype)
-  links = integration.steps_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
+  links = integration.links_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
   advance = integration.advance_of(model.solver, grid)
   field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
 

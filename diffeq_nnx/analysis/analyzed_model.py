@@ -36,8 +36,7 @@ class AnalyzedModel:
   Attributes:
     config: of the model, in the wider dtype.
     grid: the steps.
-    times_U: the times of its weights; of a mean over a step, its center.
-    step_times_S: of the weights at each step's first node.
+    times: of its weights, and which of them each step uses.
     weights: BlockWeights at these times.
     source: the parameters of its weight source.
     mesh: the device that all but `source` are on.
@@ -52,8 +51,7 @@ class AnalyzedModel:
     with jax.default_matmul_precision("highest"):
       ready = make_ready(model, num_steps, config=config)
     self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
-    times = self.grid.times(solvers.SOLVERS[config.solver].nodes)
-    self.times_U, self.step_times_S = times.times_U, times.times_U[times.index_SxN[:, 0]]
+    self.times = solvers.weight_times(config, self.grid)
     self.mesh, self.source = ready.mesh, params_of(model)["weight_source"]
 
   @contextlib.contextmanager
@@ -189,18 +187,18 @@ class Step:
   """
 
   def __init__(self, config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()):
-    self._config, self._grid = config, grid
-    self._field = vector_fields.BoundField(vector_fields.make_field(config), context)
     self.solver = solvers.SOLVERS[config.solver]
+    self._dtype, self._grid = jnp.dtype(config.dtype), grid
+    self._advance = integration.advance_of(self.solver, grid)
+    self._field = vector_fields.BoundField(vector_fields.make_field(config), context)
 
-  def links(self, weights: BlockWeights) -> integration.PerStep:
+  def links(self, weights: BlockWeights) -> integration.Links:
     """What each step reads of the weights [U, ...], with leading axes S, to scan over."""
-    dtype = jnp.dtype(self._config.dtype)
-    return integration.steps_of(self.solver, weights, self._grid, dtype, jax.random.key(0))
+    return integration.links_of(self.solver, weights, self._grid, self._dtype, jax.random.key(0))
 
-  def __call__(self, carry: solvers.Carry, link: integration.PerStep) -> solvers.Carry:
+  def __call__(self, carry: solvers.Carry, link: integration.Links) -> solvers.Carry:
     """The carry after a step, `link` being that step's of `links`."""
-    return integration.advance_of(self.solver, self._grid)(self._field, carry, link)
+    return self._advance(self._field, carry, link)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
-from diffeq_nnx.model import solvers, vector_fields
+from diffeq_nnx.model import vector_fields
 
 NEAR = 0.1  # directions nearer than this, as unit vectors, count as one
 
@@ -116,9 +116,8 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
 
 def constant_weights(model: AnalyzedModel, step: int) -> dict:
   """BlockWeights with those of one step, from 0, at its first node, at every time."""
-  index_SxN = model.grid.times(solvers.SOLVERS[model.config.solver].nodes).index_SxN
   with model.computing():
-    return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), index_SxN[step, 0])], model.weights)
+    return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
 
 
 def depth_spread(

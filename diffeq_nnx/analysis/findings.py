@@ -148,13 +148,13 @@ def find(
     raise UserError(f"leading={leading}: must be 1 or above")
   generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
   leading = None if leading is None else min(leading, analyzed.config.embed_dim)
-  with showing("spectra", len(analyzed.times_U) if times is None else len(times)) as progress:
+  with showing("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
   if generated:
     fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
     with showing("spectra between", len(fine)) as progress:
-      between = spectra(analyzed, np.union1d(fine, analyzed.times_U), feedforward=False, progress=progress)
+      between = spectra(analyzed, np.union1d(fine, analyzed.times.times_U), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
     with showing(f"exponents, {form}", position + 1) as progress:
@@ -170,7 +170,7 @@ def find(
     tuple(pieces),
     tokens_L,
     position,
-    (analyzed.step_times_S, np.asarray(analyzed.grid.dts)),
+    (analyzed.times.times_U[analyzed.times.index_SxN[:, 0]], np.asarray(analyzed.grid.dts)),
     found,
     between,
     attention.prefix_matching(analyzed, half=half) if half >= 2 else None,

@@ -68,10 +68,10 @@ def spectra(
   """
   field = vector_fields.make_field(model.config)
   own = times_S is None
-  times_S = np.asarray(model.times_U if own else model.check_times(times_S), np.float64)
+  times_S = np.asarray(model.times.times_U if own else model.check_times(times_S), np.float64)
   made = []
-  for first in range(0, len(times_S), len(model.times_U)):  # at most as many weights at a time as the model has
-    part_S = times_S[first : first + len(model.times_U)]
+  for first in range(0, len(times_S), len(model.times.times_U)):  # at most as many weights at a time as the model has
+    part_S = times_S[first : first + len(model.times.times_U)]
     kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))

@@ -32,7 +32,7 @@ def keys(exported: ModelConfig) -> dict[str, Any]:
   A model whose dt is folded has steps of size 1.
   """
   solver, grid = solvers.SOLVERS[exported.solver], make_grid(exported)
-  times = grid.times(solver.nodes)
+  times = solvers.weight_times(exported, grid)
   return {
     "num_hidden_layers": grid.num_steps * solver.evaluations.attention,
     "num_steps": grid.num_steps,

@@ -90,10 +90,10 @@ def solve(
     adjoint: how the backward pass gets the states.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
   """
-  advance, per_step = advance_of(solver, grid, gather), steps_of(solver, weights, grid, x_BxLxD.dtype, key)
+  advance, links = advance_of(solver, grid, gather), links_of(solver, weights, grid, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
   if isinstance(adjoint, Reversible):
-    return solver.read(_undone(advance, field, carry, per_step))
+    return solver.read(_undone(advance, field, carry, links))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
     raise ValueError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
@@ -104,21 +104,21 @@ def solve(
     return carry
 
   run = adjoint.wrap(run)
-  stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), per_step)
+  stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), links)
   carry, _ = jax.lax.scan(lambda carry, stretch: (run(carry, stretch), None), carry, stretches)
   return solver.read(carry)
 
 
-PerStep = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of steps; leading axes S
+Links = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of steps; leading axes S
 
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-  """One step of a solver: `advance(field, carry, one)`, where `one` is what `steps_of` returned, at one step.
+  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step.
 
   Attributes:
     solver: the method.
-    which: for each of its nodes, which of the weights of `one` it uses: nodes may share weights.
+    which: for each of its nodes, which of the weights of `link` it uses: nodes may share weights.
     gather: applied to the weights.
   """
 
@@ -126,28 +126,28 @@ class Advance:
   which: tuple[int, ...]
   gather: Gather
 
-  def __call__(self, field: VectorField, carry: Carry, one: PerStep) -> Carry:
+  def __call__(self, field: VectorField, carry: Carry, link: Links) -> Carry:
     """The carry after the step."""
-    return self._moved(self.solver.step, field, carry, one)
+    return self._apply(self.solver.step, field, carry, link)
 
-  def undo(self, field: VectorField, carry: Carry, one: PerStep) -> Carry:
+  def undo(self, field: VectorField, carry: Carry, link: Links) -> Carry:
     """The carry before the step."""
-    return self._moved(self.solver.undo, field, carry, one)
+    return self._apply(self.solver.undo, field, carry, link)
 
-  def _moved(self, method, field, carry, one):
-    weights, dt, key = one
+  def _apply(self, method, field, carry, link):
+    weights, dt, key = link
     gathered = [self.gather(each) for each in weights]
     carry = method(field, carry, [gathered[n] for n in self.which], dt, key)
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, "batch", None, None), carry)
 
 
 def advance_of(solver: Solver, grid: Grid, gather: Gather = lambda weights: weights) -> Advance:
-  """A step of a solver on a grid, to be called with what `steps_of` returns for it."""
+  """A step of a solver on a grid, to be called with what `links_of` returns for it."""
   columns = _columns(solver, grid)
   return Advance(solver, tuple(map(list(dict.fromkeys(columns)).index, columns)), gather)
 
 
-def steps_of(solver: Solver, weights: dict, grid: Grid, dtype: jnp.dtype, key: jax.Array) -> PerStep:
+def links_of(solver: Solver, weights: dict, grid: Grid, dtype: jnp.dtype, key: jax.Array) -> Links:
   """What each step reads, with leading axes S; dt in float32, or wider for a wider `dtype`."""
   distinct = dict.fromkeys(_columns(solver, grid))
   sets = tuple(jax.tree.map(functools.partial(_sets, index_S=index_S), weights) for index_S in distinct)
@@ -170,27 +170,27 @@ def _sets(leaf: jax.Array, index_S: tuple[int, ...]) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _undone(advance: Advance, field: VectorField, carry: Carry, per_step: PerStep) -> Carry:
+def _undone(advance: Advance, field: VectorField, carry: Carry, links: Links) -> Carry:
   """The carry after all steps; the backward pass stores it alone, and undoes the steps."""
-  return jax.lax.scan(lambda carry, one: (advance(field, carry, one), None), carry, per_step)[0]
+  return jax.lax.scan(lambda carry, link: (advance(field, carry, link), None), carry, links)[0]
 
 
-def _undone_forward(advance, field, carry, per_step):
-  last = _undone(advance, field, carry, per_step)
-  return last, (field, last, per_step)
+def _undone_forward(advance, field, carry, links):
+  last = _undone(advance, field, carry, links)
+  return last, (field, last, links)
 
 
 def _undone_backward(advance, residuals, gradient):
-  field, last, per_step = residuals
+  field, last, links = residuals
 
-  def back(state, one):
-    (after, gradient), (weights, dt, key) = state, one
-    before = advance.undo(field, after, one)  # the compiler computes what this and the next line share once
+  def back(state, link):
+    (after, gradient), (weights, dt, key) = state, link
+    before = advance.undo(field, after, link)
     _, pull = jax.vjp(lambda carry, weights: advance(field, carry, (weights, dt, key)), before, weights)
     gradient, weights_gradient = pull(gradient)
     return (before, gradient), weights_gradient
 
-  (_, gradient), weights_gradients = jax.lax.scan(back, (last, gradient), per_step, reverse=True)
+  (_, gradient), weights_gradients = jax.lax.scan(back, (last, gradient), links, reverse=True)
   return None, gradient, (weights_gradients, None, None)
 
 

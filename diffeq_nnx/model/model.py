@@ -62,7 +62,7 @@ class Model(nnx.Module):
 
   def times(self, grid: grids.Grid | None = None) -> grids.Times:
     """The times whose weights the solver uses on a grid; None: on the config's own."""
-    return (grid or self.grid()).times(self.solver.nodes)
+    return solvers.weight_times(self.config, grid)
 
   def grid(self, num_steps: int | None = None) -> grids.Grid:
     """The config's own grid, or a uniform one of `num_steps` steps over the same horizon.

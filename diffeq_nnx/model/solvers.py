@@ -6,6 +6,7 @@ A solver is a `Solver`; `SOLVERS` names them, `register` adds one. Runge-Kutta m
 integrates a whole grid is in `integration`.
 """
 
+import abc
 from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.grids import Grid, Times, make_grid
 from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
 Carry = Any  # what a solver carries from step to step: a tree of arrays [B, L, D]
@@ -46,7 +49,7 @@ class Evaluations(NamedTuple):
   feedforward: int
 
 
-class Solver:
+class Solver(abc.ABC):
   """A method of integration. Subclasses define `step`, and what differs from Euler's method.
 
   Attributes:
@@ -71,6 +74,7 @@ class Solver:
     """The carry at the start of the grid."""
     return x_BxLxD
 
+  @abc.abstractmethod
   def step(self, field: VectorField, carry: Carry, weights: Sequence[dict], dt: jax.Array, key: jax.Array) -> Carry:
     """The carry after a step.
 
@@ -81,7 +85,6 @@ class Solver:
       dt: the size of the step, a scalar in float32 or wider.
       key: to pass to the field; one for each step, so that a step integrates one field.
     """
-    raise NotImplementedError
 
   def read(self, carry: Carry) -> jax.Array:
     """The state that a carry stands for, [B, L, D]."""
@@ -289,6 +292,11 @@ SOLVERS: dict[str, Solver] = {
   "ode_transformer": ODETransformer(),
   "leapfrog": Leapfrog(),
 }
+
+
+def weight_times(model: ModelConfig, grid: Grid | None = None) -> Times:
+  """The times whose weights the model's solver uses on a grid, and which of them each step; None: its own grid."""
+  return (grid or make_grid(model)).times(SOLVERS[model.solver].nodes)
 
 
 def register(name: str, solver: Solver) -> None:

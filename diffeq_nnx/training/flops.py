@@ -90,7 +90,7 @@ def generator_flops(model: ModelConfig, num_steps: int) -> float:
   specs = block_specs(model)
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
-  U, Q = grids.make_grid(model, num_steps).times(solvers.SOLVERS[model.solver].nodes).points_UxQ.shape
+  U, Q = solvers.weight_times(model, grids.make_grid(model, num_steps)).points_UxQ.shape
   return 3.0 * U * (2 * (T + 1) * num_elements(specs, "kernel") + Q * mlps * 2 * (P * T + T * T))
 
 

@@ -24,6 +24,7 @@ Errors are in errors.json, losses in results.json, of the work directory.
 import argparse
 from collections.abc import Callable
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -145,6 +146,13 @@ def gradient_of(solver: str, dtype: str, num_steps: int, adjoint: integration.Ad
   return jax.jit(jax.grad(loss, argnums=(0, 1))), (model.block_weights(), params)
 
 
+@functools.cache
+def gradient_arrays(solver: str, dtype: str, adjoint: integration.Adjoint) -> list[np.ndarray]:
+  """Those gradients at 48 steps, in float64."""
+  run, arguments = gradient_of(solver, dtype, 48, adjoint)
+  return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(run(*arguments))]
+
+
 def gradients() -> str:
   """Markdown tables of reversible gradients."""
   solvers.register("plain_leapfrog", Plain())
@@ -156,12 +164,8 @@ def gradients() -> str:
       ("plain_leapfrog", integration.Reversible()),
       ("leapfrog", integration.Checkpointed("full")),
     ):
-      found = []
-      for each in (integration.Checkpointed(), adjoint):
-        run, arguments = gradient_of(solver, dtype, 48, each)
-        found.append([np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(run(*arguments))])
-      pairs = list(zip(*found, strict=True))
-      cells.append(max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairs))
+      stored, found = (gradient_arrays(solver, dtype, each) for each in (integration.Checkpointed(), adjoint))
+      cells.append(max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(stored, found, strict=True)))
     lines.append(f"| {dtype} | {' | '.join(f'{cell:.2g}' for cell in cells)} |")
   lines += ["", "| steps | temporaries, reversible, MiB | checkpointed, remat=full, MiB |", "| --- | --- | --- |"]
   for num_steps in (4, 12, 48):
