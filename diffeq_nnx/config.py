@@ -18,9 +18,11 @@ from diffeq_nnx import config_fields
 from diffeq_nnx.config_fields import flatten as flatten
 from diffeq_nnx.config_fields import nearest as nearest
 from diffeq_nnx.config_fields import number, one_of
+from diffeq_nnx.config_harness import HarnessConfig as HarnessConfig
 from diffeq_nnx.errors import UserError
 
-CHECKPOINT_FOLDER = "checkpoints"  # folders of a work directory
+RUN_FILE = "run.json"  # of a work directory, as the folders below
+CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
 FROZEN_FOLDER = "frozen"
 REPORT_FOLDER = "report"
@@ -33,12 +35,19 @@ SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk
 class TimeConfig:
   """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
 
-  embedding: str = one_of("fixed", "learned", "shared_mlp")  # learned: frequencies are parameters; shared_mlp: one MLP
+  embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")  # docs/depth.md#the-time-embedding
   sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
   time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
-  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1
+  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1; unless uniform
+  length: float | None = number(None, above=0)  # of e(t), its root sum of squares; None: as the MLP makes it
+  constant_share: float = number(0.0, at_least=0, below=1)  # of W's initial variance, that which is the same at all t
   weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
   constant: bool = False  # hold t at 0: the control that has the parameters but not the time
+
+  @property
+  def radians(self) -> float:
+    """The angle that the fastest wave turns from t = 0 to t = 1."""
+    return math.pi * self.sinusoidal_dim if self.embedding == "uniform" else self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +175,10 @@ class TrainConfig:
   steps: int = number(1000, above=0)
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
   device_batch_size: int | None = number(None, above=0)  # sequences of a micro-batch on a device; None: one micro-batch
-  step_counts: tuple[int, ...] = ()  # solver steps drawn for each train step; (): always model.num_steps
+  step_counts: tuple[int, ...] = ()  # numbers of solver steps to train with; (): always model.num_steps
+  draw: str = one_of("one", "sandwich")  # in a train step: one, drawn; or fewest, most and one drawn, for 1/4, 1/4, 1/2
+  draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
+  distillation: float = number(0.0, at_least=0)  # weight of the distance to the last state of the most steps (sandwich)
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
@@ -200,32 +212,6 @@ class CheckpointConfig:
 
   every: int = number(500, above=0)
   keep: int = number(2, above=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class HarnessConfig:
-  """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
-
-  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
-  num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
-  # else as the tasks say
-  limit: int | None = number(None, above=0)  # questions of each task, and documents of `text`; None: all
-  include_path: str | None = None  # a folder of task files of your own
-  default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
-  batch_size: int = number(8, above=0)  # sequences of model.seq_len tokens on a device at a time (more where shorter)
-  dtype: str = one_of("model", "bfloat16", "float32")  # of the computation; model: as the model says
-  begin_mark: str = one_of("auto", "none", "always")  # before contexts; auto: the tokenizer's begin mark if it has one;
-  # always: that, or else the end mark
-  window: str = one_of("disjoint", "sliding")  # over long texts
-  stride: int | None = number(None, above=0)  # tokens that a sliding window predicts; None: half of model.seq_len
-  text: str | None = None  # a source as in data.source, whose perplexity is measured
-  folder: str = "harness"  # for the results, in the work directory
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """The parts of `tasks`."""
-    names = tuple(filter(None, (name.strip() for name in self.tasks.split(","))))
-    return () if names == ("none",) else names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +260,7 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   _check_mesh(config.mesh)
   _check_model(config.model)
   _check_training(config)
-  _check_harness(config.harness)
+  config.harness.check(RUN_FOLDERS)
   return config
 
 
@@ -359,6 +345,12 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_training(config: Config) -> None:
   model, train = config.model, config.train
+  if not train.step_counts and (train.draw != "one" or train.draw_from):
+    raise UserError("train.draw, train.draw_from: choose among train.step_counts; set that too, or leave them out")
+  if train.draw == "sandwich" and train.batch_size % 4:
+    raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
+  if train.distillation and train.draw != "sandwich":
+    raise UserError(f"train.distillation={train.distillation:g}: needs train.draw=sandwich; set that, or this to 0")
   _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = (
     {"model.num_steps": model.num_steps}
@@ -373,23 +365,6 @@ def _check_training(config: Config) -> None:
     _check_stored_count(model, key, count)
   if config.eval.num_steps is not None:
     _check_stored_count(model, "eval.num_steps", config.eval.num_steps)
-
-
-def _check_harness(harness: HarnessConfig) -> None:
-  for i, count in enumerate(harness.num_fewshot):
-    if count < 0:
-      raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
-  if harness.stride is not None and harness.window != "sliding":
-    raise UserError(
-      f"harness.stride={harness.stride}: applies to sliding windows only; leave it out, or set harness.window=sliding"
-    )
-  first = os.path.normpath(harness.folder).split(os.sep)[0]
-  if os.path.isabs(harness.folder) or first in ("..", ".", *RUN_FOLDERS):
-    raise UserError(
-      f"harness.folder={harness.folder!r}: must be a folder of its own within the work directory, e.g. harness"
-    )
-  if harness.text is None and not harness.names:
-    raise UserError(f"harness.tasks={harness.tasks!r}: there is nothing to do; name tasks, or a harness.text")
 
 
 def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:

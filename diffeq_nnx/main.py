@@ -16,12 +16,12 @@ from diffeq_nnx.jobs import ALIASES, JOBS
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run: checkpoints, metrics, results.")
 JOB = flags.DEFINE_enum("job", "train", [*JOBS, *ALIASES], "What to do.")
-FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For discretize and finetune: the run to start from.")
-flags.DEFINE_integer(
+FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For jobs that make a run from another: that run.")
+flags.DEFINE_list(
   "num_steps",
   None,
-  "Number of solver steps. Default: for evaluate, generate and harness eval.num_steps if set; otherwise, and for the "
-  "other jobs, the model's own.",
+  "Number of solver steps; for evaluate also several, e.g. 4,6,8,12. Default: for evaluate, generate and harness "
+  "eval.num_steps if set; otherwise, and for the other jobs, the model's own.",
 )
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 3,1.5,1.5.")
 flags.DEFINE_float(
@@ -78,7 +78,8 @@ def run(argv: list[str]) -> None:
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  if CONFIG.value is None and job.config == "file":
+  holds_run = os.path.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
+  if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> None:
 
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
-    config = config_lib.changed(workdir.config_of(str(flag.value), flag.name), _overrides)
+    config = config_lib.changed(job.prepared(workdir.config_of(str(flag.value), flag.name)), _overrides)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.leads():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
@@ -119,9 +120,24 @@ def _options(name: str) -> dict[str, Any]:
         given[flag] = tuple(map(float, given[flag]))
       except ValueError:
         raise UserError(f"--{flag}={','.join(given[flag])}: must be numbers, e.g. 0.5,0.25,0.25") from None
+  if given.get("num_steps"):
+    given["num_steps"] = _num_steps(name, given["num_steps"])
   if "prompt" in given:
     given["prompts"] = given.pop("prompt")
   return {flag: value for flag, value in given.items() if value is not None}
+
+
+def _num_steps(job: str, parts: list[str]) -> int | tuple[int, ...]:
+  """The flag's one number, or for evaluate perhaps several."""
+  try:
+    counts = tuple(map(int, parts))
+  except ValueError:
+    raise UserError(f"--num_steps={','.join(parts)}: must be a whole number, e.g. 12") from None
+  if len(counts) == 1:
+    return counts[0]
+  if job != "evaluate":
+    raise UserError(f"--num_steps={','.join(parts)}: several are for --job=evaluate, and this is --job={job}; give one")
+  return counts
 
 
 def parse(argv: list[str]) -> list[str]:

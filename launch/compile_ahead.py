@@ -37,6 +37,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
+from diffeq_nnx.training.depths import possible_counts
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
 from launch.benchmarks import hlo
 
@@ -111,7 +112,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="pallas_tpu"))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = make_train_step(config, mesh).trace(
-      abstract_state(config, mesh), abstract_batch(config, mesh), most_steps(config)
+      abstract_state(config, mesh), abstract_batch(config, mesh), possible_counts(config)[0]
     )
     try:
       compiled = traced.lower(lowering_platforms=("tpu",)).compile()
@@ -120,11 +121,6 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
         raise DoesNotFit(str(error)) from error
       raise
   return Step(config, mesh, compiled)
-
-
-def most_steps(config: Config) -> int:
-  """Solver steps of the largest train step in the config."""
-  return max(config.train.step_counts or (config.model.num_steps,))
 
 
 def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
@@ -206,7 +202,7 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
   fast, slow = max(compute + kernels, sent), compute + kernels + sent
   tokens = config.train.batch_size * config.model.seq_len
-  model = flops.model_flops(config, most_steps(config)) / step.mesh.size / peak_flops(step.device_kind)
+  model = flops.model_flops(config, possible_counts(config)[0]) / step.mesh.size / peak_flops(step.device_kind)
   return [
     "estimated step",
     f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",

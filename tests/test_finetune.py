@@ -75,7 +75,7 @@ def test_new_adapters_change_nothing_and_only_what_learns_moves(x64):
   before = jax.tree.map(np.asarray, (state["params"], state["frozen"]))
   step = make_train_step(config)
   for number in range(3):
-    state, _ = step(state, random_batch(config, number), 3)
+    state, _ = step(state, random_batch(config, number), (3,))
   jax.tree.map(np.testing.assert_array_equal, before[1], state["frozen"])
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before[0], state["params"])
   assert all(jax.tree.leaves(moved))
@@ -88,13 +88,13 @@ def test_gradients_are_those_of_the_whole_model(x64):
   config = lora_config()
   state = start(config)
   batch, grid, key = random_batch(config), uniform_grid(3, 3.0), jax.random.key(0)
-  function = jax.jit(lambda params, frozen: loss_and_gradients(config, grid, params, batch, key, frozen))
+  function = jax.jit(lambda params, frozen: loss_and_gradients(config, [grid], params, batch, key, frozen))
   _, found = function(state["params"], state["frozen"])
   plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
   whole = all_params(state)
   merged = nnx.merge(graph(config.model), whole).block_weights()
   bare = {**whole, "weight_source": {"stored": merged}}
-  _, full = jax.jit(lambda params: loss_and_gradients(plain, grid, params, batch, key))(bare)
+  _, full = jax.jit(lambda params: loss_and_gradients(plain, [grid], params, batch, key))(bare)
   for group, adapter in whole["weight_source"]["lora"].items():
     gradient = full["weight_source"]["stored"][group]["kernel"]
     expected = {

@@ -120,7 +120,7 @@ def losses(field, devices, held=None, make_batch=random_batch, solver="euler", a
     share = sharding.Share(mesh, 8)
     for number in range(10):
       batch = share.place(make_batch(config, number))
-      state, metrics = step(state, batch, 3)
+      state, metrics = step(state, batch, (3,))
       found.append(float(metrics["loss"]))
   return found
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.model.time_embedding import fixed_frequencies, sinusoidal_features
+from diffeq_nnx.model.time_embedding import frequencies, sinusoidal_features
 from tests.conftest import perturb, small_instance, small_model
 
 WIDE = dict(
@@ -90,7 +90,7 @@ def test_norms_and_biases_start_as_a_plain_models():
 def test_features_are_float32_whatever_the_model_computes_in():
   """In bfloat16 neighboring times would share features: 1000 t is distinguished by 4 radians at best."""
   times = (np.arange(24) + 1) / 24
-  features = sinusoidal_features(jnp.asarray(times), fixed_frequencies(128), 1000.0)
+  features = sinusoidal_features(jnp.asarray(times), frequencies(TimeConfig(sinusoidal_dim=128)), 1000.0)
   exact = np.sin(1000.0 * times[:, None] * 10000.0 ** (-np.arange(128) / 128)[None])
   assert features.dtype == jnp.float32 and features.shape == (24, 257)
   np.testing.assert_allclose(features[:, 1:129], exact, atol=2e-4)
@@ -101,7 +101,7 @@ def test_features_are_float32_whatever_the_model_computes_in():
 def test_learned_frequencies_start_at_the_fixed_ones_and_get_a_gradient():
   fixed = small_instance(small_model())
   learned = small_instance(small_model(time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")))
-  np.testing.assert_array_equal(learned.weight_source.frequencies_M[...], fixed_frequencies(6))
+  np.testing.assert_array_equal(learned.weight_source.frequencies_M[...], frequencies(TimeConfig(sinusoidal_dim=6)))
   for a, b in zip(jax.tree.leaves(learned.block_weights()), jax.tree.leaves(fixed.block_weights())):
     np.testing.assert_array_equal(a, b)
   graph, state = nnx.split(learned)

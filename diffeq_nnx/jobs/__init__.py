@@ -16,7 +16,9 @@ class Job:
     required: those that must be given.
     example: what to write after --job=NAME.
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
-      source (of --from_workdir; --config is an error), or optional (--config, or else the defaults).
+      file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
+      or optional (--config, or else the defaults).
+    prepare: module and name of a function of that config, whose result is then changed by --config.KEY=VALUE.
   """
 
   home: str
@@ -24,16 +26,25 @@ class Job:
   required: tuple[str, ...] = ()
   example: str = "--config=configs/tiny.py --workdir=runs/tiny"
   config: str = "run"
+  prepare: str = ""
 
   @property
   def function(self) -> Callable[..., Any]:
     """The function."""
-    module, name = self.home.split(":")
-    return getattr(importlib.import_module(f"diffeq_nnx.{module}"), name)
+    return _named(self.home)
+
+  def prepared(self, config: Any) -> Any:
+    """The config as `prepare` makes it."""
+    return _named(self.prepare)(config) if self.prepare else config
+
+
+def _named(path: str) -> Callable[..., Any]:
+  module, name = path.split(":")
+  return getattr(importlib.import_module(f"diffeq_nnx.{module}"), name)
 
 
 JOBS = {
-  "train": Job("training.loop:train", config="file"),
+  "train": Job("training.loop:train", config="file_or_run"),
   "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
   "prepare": Job("jobs.prepare:prepare_shards", config="file"),
   "discretize": Job(
@@ -42,6 +53,14 @@ JOBS = {
     ("from_workdir",),
     "--from_workdir=runs/tiny --workdir=runs/tiny9",
     "source",
+  ),
+  "continuous": Job(
+    "jobs.continuous:continuous",
+    ("from_workdir",),
+    ("from_workdir",),
+    "--from_workdir=runs/gpt --workdir=runs/gpt_any",
+    "source",
+    "jobs.continuous:config_from",
   ),
   "finetune": Job(
     "jobs.finetune:finetune",

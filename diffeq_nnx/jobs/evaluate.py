@@ -1,17 +1,30 @@
-"""--job=evaluate: validation of a run's newest model."""
+"""--job=evaluate: validation of a run's newest model, at one number of solver steps or at several."""
+
+from collections.abc import Sequence
+import os
+from typing import Any
 
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.files import replacing
+from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs.opening import read_params
+from diffeq_nnx.training import flops
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import checked_mesh, corpus_of_run
 
+PICTURE = "depths.png"
 
-def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> dict:
+
+def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | None = None) -> dict:
   """Evaluates the newest checkpoint and prints one JSON line on stdout.
+
+  With several numbers of solver steps, the line has a list of values, a table of them is printed on stderr, and
+  `depths.png` is drawn in the work directory. Tokens per second are those of a second run over the validation text,
+  when the program is compiled; `flops_per_token` are those of the forward pass.
 
   Args:
     config: of the run.
@@ -20,14 +33,53 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | None = None) -> d
 
   Raises:
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
-      tokenizer, or a mesh that the devices don't make.
+      tokenizer, a mesh that the devices don't make, or a number of steps that the model has no weights for.
   """
   distributed.end_on_sigterm()
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = corpus_of_run(config, workdir)
     params, step = read_params(config, workdir, mesh, corpus.tokenizer.hash)
-    evaluator = Evaluator(config, corpus, mesh, num_steps)
-    return print_result(
-      {"job": "evaluate", "workdir": workdir, "step": step, "num_steps": evaluator.num_steps, **evaluator(params)}
+    result: dict[str, Any] = {"job": "evaluate", "workdir": workdir, "step": step}
+    for count in [num_steps] if num_steps is None or isinstance(num_steps, int) else num_steps:
+      build(config.model, params).grid(count)  # a number that can't be is reported before any work
+    if num_steps is None or isinstance(num_steps, int):
+      evaluator = Evaluator(config, corpus, mesh, num_steps)
+      return print_result({**result, "num_steps": evaluator.num_steps, **evaluator(params)})
+    rows = []
+    for count in num_steps:
+      evaluator = Evaluator(config, corpus, mesh, count)
+      evaluator(params)  # compiles
+      values = evaluator(params)
+      per_token = flops.forward_flops(config.model, count)
+      speed = values["tokens"] / values["seconds"]
+      rows.append({"num_steps": count, **values, "tokens_per_second": speed, "flops_per_token": per_token})
+  say(_table(rows))
+  if distributed.leads():
+    _draw(rows, os.path.join(workdir, PICTURE))
+  return print_result({**result, "by_num_steps": rows})
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+  lines = ["| steps | loss | perplexity | tokens/s | MFLOP a token |", "| --- | --- | --- | --- | --- |"]
+  for row in rows:
+    lines.append(
+      f"| {row['num_steps']} | {row['loss']:.4f} | {row['perplexity']:.2f} | {row['tokens_per_second']:,.0f} | "
+      f"{row['flops_per_token'] / 1e6:,.2f} |"
     )
+  return "\n".join(lines)
+
+
+def _draw(rows: list[dict[str, Any]], path: str) -> None:
+  """Losses and rates against the number of steps."""
+  from matplotlib.figure import Figure  # here, since it takes a second to import
+
+  figure = Figure(figsize=(8, 3.6), layout="constrained")
+  counts = [row["num_steps"] for row in rows]
+  labels = ("validation loss, nats per token", "tokens/s")
+  for axes, key, label in zip(figure.subplots(1, 2), ("loss", "tokens_per_second"), labels, strict=True):
+    axes.plot(counts, [row[key] for row in rows], "o-", markersize=4)
+    axes.set(xlabel="solver steps (layers)", ylabel=label, xticks=counts)
+    axes.grid(alpha=0.3)
+  with replacing(path) as part:
+    figure.savefig(part, dpi=120, format="png")

@@ -19,28 +19,40 @@ PART_RADIANS = 16.0  # that it turns in a part at most
 
 
 class Times(NamedTuple):
-  """The weight sets of one pass: set u is W averaged over `points_UxQ[u]` with `shares_Q`, which sum to 1.
+  """The weight sets of one pass: set u is W averaged over `points_UxQ[u]` with `shares_UxQ[u]`, which sum to 1.
 
   Attributes:
     points_UxQ: times between 0 and 1; Q = 1 where a set is W at one time.
-    shares_Q: the share of each point.
+    shares_UxQ: the share of each point.
     index_SxN: the set that a step uses at each node of its solver.
   """
 
   points_UxQ: np.ndarray
-  shares_Q: np.ndarray
+  shares_UxQ: np.ndarray
   index_SxN: np.ndarray
 
   @property
   def times_U(self) -> np.ndarray:
     """The time of each set; of a mean, its center."""
-    return self.points_UxQ[:, 0] if len(self.shares_Q) == 1 else self.points_UxQ @ self.shares_Q
+    return (self.points_UxQ * self.shares_UxQ).sum(1)
 
 
 def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
   """W at these times, a step for each; the times may be traced."""
   points_UxQ: Any = (times_U if isinstance(times_U, jax.Array) else np.asarray(times_U, np.float64))[:, None]
-  return Times(points_UxQ, np.ones(1), np.arange(len(points_UxQ))[:, None])
+  return Times(points_UxQ, np.ones((len(points_UxQ), 1)), np.arange(len(points_UxQ))[:, None])
+
+
+def joined(each: Sequence[Times]) -> Times:
+  """The sets of several passes as those of one, in order; shares are filled up with zeros."""
+  Q = max(times.points_UxQ.shape[1] for times in each)
+  fill = lambda array, mode: np.pad(array, ((0, 0), (0, Q - array.shape[1])), mode)
+  starts = np.cumsum([0, *(len(times.points_UxQ) for times in each)])
+  return Times(
+    np.concatenate([fill(times.points_UxQ, "edge") for times in each]),
+    np.concatenate([fill(times.shares_UxQ, "constant") for times in each]),
+    np.concatenate([times.index_SxN + start for times, start in zip(each, starts, strict=False)]),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Grid:
     if self.weights_at == "mean":
       roots_Q, shares_Q = _mean_rule(self.radians * float((ends_S - starts_S).max()))
       points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * roots_Q
-      return Times(points_SxQ, shares_Q, np.tile(np.arange(S)[:, None], N))
+      return Times(points_SxQ, np.tile(shares_Q, (S, 1)), np.tile(np.arange(S)[:, None], N))
     places = {"nodes": tuple(nodes), "end": (1.0,), "middle": (0.5,)}[self.weights_at]
     # not by the formula at an end, so that the end of a step and the start of the next are the same number
     times_SxN = np.stack([ends_S if c == 1 else starts_S + c * (ends_S - starts_S) for c in places], axis=1)
@@ -121,5 +133,5 @@ def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
   else:
     grid = uniform_grid(num_steps or model.num_steps, model.total_time)
   varies = model.weights == "generated" and not model.time.constant
-  radians = model.time.scale if varies and model.time.weights_at == "mean" else 0.0
+  radians = model.time.radians if varies and model.time.weights_at == "mean" else 0.0
   return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

@@ -6,11 +6,19 @@ S solver steps, M frequencies, P = 2 M + 1 features.
 import jax
 import jax.numpy as jnp
 
+from diffeq_nnx.config import TimeConfig
 
-def fixed_frequencies(num_frequencies: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-  """Frequencies w_k = 10000^(-k/m) [M], from 1 downwards, as in sinusoidal position embeddings."""
-  k_M = jnp.arange(num_frequencies, dtype=dtype)
-  return jnp.asarray(10000.0, dtype) ** (-k_M / num_frequencies)
+
+def frequencies(time: TimeConfig, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+  """The frequencies w_k [M], in units of the fastest.
+
+  10000^(-k/M), from 1 downwards, as in sinusoidal position embeddings (Tong et al. 2025); or, if `time.embedding` is
+  uniform, k/M for k = 1..M, so that the slowest wave makes half a turn from t = 0 to t = 1.
+  """
+  k_M = jnp.arange(time.sinusoidal_dim, dtype=dtype)
+  if time.embedding == "uniform":
+    return (k_M + 1) / time.sinusoidal_dim
+  return jnp.asarray(10000.0, dtype) ** (-k_M / time.sinusoidal_dim)
 
 
 def sinusoidal_features(times_S: jax.Array, frequencies_M: jax.Array, scale: float) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.model.grids import Times
-from diffeq_nnx.model.time_embedding import fixed_frequencies, sinusoidal_features
+from diffeq_nnx.model.time_embedding import frequencies, sinusoidal_features
 
 BlockWeights = dict[str, dict[str, jax.Array]]
 
@@ -146,7 +146,7 @@ class GeneratedWeights(nnx.Module):
       }
     )
     if time.embedding == "learned":
-      self.frequencies_M = nnx.Param(fixed_frequencies(time.sinusoidal_dim, dtype))
+      self.frequencies_M = nnx.Param(frequencies(time, dtype))
     squares_N = jnp.square(self.mean_vectors(times)).sum(-1).mean(-1)
     self.generator = nnx.data(
       {
@@ -166,9 +166,11 @@ class GeneratedWeights(nnx.Module):
     if name != "kernel":  # published biases start at 1e-4, norms as in a plain model
       std = 1e-4 if published and name == "bias" else 0.0
       return initial_leaf(dataclasses.replace(leaf, std=std, start=0.0), (T,), rngs, dtype)
-    std = 0.02 if published else leaf.std / jnp.sqrt(square)
-    basis = std * jax.random.normal(rngs.params(), (T + 1, *leaf.shape), dtype)
-    return nnx.Param(basis.at[T].set(0.0), axes=(None, *leaf.axes))
+    share = self.time.constant_share
+    std = 0.02 if published else leaf.std * math.sqrt(1 - share) / jnp.sqrt(square)
+    basis = jax.random.normal(rngs.params(), (T + 1, *leaf.shape), dtype)
+    stds_T1 = jnp.full((T + 1,), std).at[T].set(leaf.std * math.sqrt(share))
+    return nnx.Param(basis * stds_T1.reshape(-1, *[1] * len(leaf.shape)).astype(dtype), axes=(None, *leaf.axes))
 
   def time_vectors(self, times_M: jax.typing.ArrayLike) -> jax.Array:
     """e(t) of every group at any times, [N, M, T] (N = 1 with a shared MLP), in the parameters' dtype."""
@@ -177,16 +179,18 @@ class GeneratedWeights(nnx.Module):
     times_M = jnp.asarray(times_M, dtype)
     if self.time.constant:
       times_M = jnp.zeros_like(times_M)
-    if self.time.embedding == "learned":
-      frequencies = self.frequencies_M[...]
-    else:
-      frequencies = fixed_frequencies(self.time.sinusoidal_dim, dtype)
-    features_MxP = sinusoidal_features(times_M, frequencies, self.time.scale)
+    learned = self.time.embedding == "learned"
+    features_MxP = sinusoidal_features(
+      times_M, self.frequencies_M[...] if learned else frequencies(self.time, dtype), self.time.radians
+    )
     highest = jax.lax.Precision.HIGHEST  # the products are small, and their error would affect every weight
     hidden_NxMxT = jnp.einsum("mp,npt->nmt", features_MxP, mlp["kernel1"][...], precision=highest)
     hidden_NxMxT = jax.nn.silu(hidden_NxMxT + mlp["bias1"][...][:, None])
     e_NxMxT = jnp.einsum("nmt,ntu->nmu", hidden_NxMxT, mlp["kernel2"][...], precision=highest)
-    return e_NxMxT + mlp["bias2"][...][:, None]
+    e_NxMxT += mlp["bias2"][...][:, None]
+    if self.time.length is None:
+      return e_NxMxT
+    return e_NxMxT * (self.time.length * jax.lax.rsqrt(jnp.square(e_NxMxT).sum(-1, keepdims=True) + 1e-12))
 
   def mean_vectors(self, times: Times) -> jax.Array:
     """e of every weight set, [N, U, T]: at its time, or its mean over a step."""
@@ -195,8 +199,8 @@ class GeneratedWeights(nnx.Module):
     if Q == 1:
       return e_NxMxT
     e_NxUxQxT = e_NxMxT.reshape(len(e_NxMxT), U, Q, -1)
-    shares_Q = jnp.asarray(times.shares_Q, e_NxMxT.dtype)
-    return jnp.einsum("nuqt,q->nut", e_NxUxQxT, shares_Q, precision=jax.lax.Precision.HIGHEST)
+    shares_UxQ = jnp.asarray(times.shares_UxQ, e_NxMxT.dtype)
+    return jnp.einsum("nuqt,uq->nut", e_NxUxQxT, shares_UxQ, precision=jax.lax.Precision.HIGHEST)
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """W of each set in `dtype`; products are in `dtype`, sums in float32 or wider."""

@@ -13,12 +13,11 @@ import shutil
 from typing import Any
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, Config
+from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import write
 
-RUN_FILE = "run.json"
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
 

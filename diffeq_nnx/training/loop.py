@@ -7,7 +7,6 @@ import time
 import grain
 import jax
 from jax.sharding import Mesh
-import numpy as np
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
@@ -16,6 +15,7 @@ from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training import flops
+from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.report import Reporter, Silent, reporter
 from diffeq_nnx.training.setup import batch_iterator, checked_mesh, claim_workdir, load_corpus, start_state
@@ -57,13 +57,6 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       ) from error
 
 
-def num_solver_steps(config: Config, step: int) -> int:
-  """Number of solver steps in train step `step`: drawn from train.step_counts by seed and step alone."""
-  if not config.train.step_counts:
-    return config.model.num_steps
-  return int(np.random.default_rng((config.seed, step)).choice(config.train.step_counts))
-
-
 @dataclasses.dataclass
 class _Run:
   """What the loop works with, apart from the state."""
@@ -87,13 +80,13 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   start, steps = int(state["step"]), config.train.steps
   values: dict[str, float] = {}
   for step in range(start, steps):
-    num_steps = num_solver_steps(config, step)
+    counts = drawn_counts(config, step)
     with watch.waiting():
       rows_of_batch = next(run.batches)
     batch = run.share.place(rows_of_batch)
     with jax.transfer_guard("disallow"):
-      state, metrics = train_step(state, batch, num_steps)
-    watch.after(step + 1, num_steps, metrics)
+      state, metrics = train_step(state, batch, counts)
+    watch.after(step + 1, counts, metrics)
     preempted = run.preemption.reached(step + 1)  # there may be no time to validate
     validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
     save = preempted or (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
@@ -146,13 +139,13 @@ class _Watch:
     self._compiled = False
     self._restart_clock()
 
-  def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
+  def after(self, step: int, counts: tuple[int, ...], metrics: dict[str, jax.Array]) -> None:
     """Takes the metrics of the step just dispatched; checks and reports those of the step before."""
     self._read()
     self._pending = (step, metrics)
     self._steps += 1
-    self._flops += flops.model_flops(self._config, num_steps)
-    self._generator_flops += flops.generator_flops(self._config.model, num_steps)
+    self._flops += flops.model_flops(self._config, counts)
+    self._generator_flops += flops.generator_flops(self._config.model, counts)
 
   def finish(self) -> None:
     """Waits for the last step's metrics."""

@@ -3,7 +3,7 @@
 B batch, L positions, A micro-batches, S solver steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -11,9 +11,11 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+import numpy as np
 import optax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, parameters
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
@@ -46,33 +48,59 @@ def all_params(state: State) -> Params:
 
 
 def loss_and_gradients(
-  config: Config, grid: grids.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
+  config: Config,
+  parts: Sequence[grids.Grid],
+  params: Params,
+  batch: Batch,
+  key: jax.Array,
+  frozen: Params | None = None,
 ) -> tuple[jax.Array, Params]:
-  """Mean loss in nats per token, and its gradient with respect to `params`; `frozen`: parameters that don't learn.
+  """Mean loss in nats per token, and the gradient of the objective with respect to `params`.
 
-  The weights of all solver steps are generated once, whatever the number of micro-batches; gradients with
-  respect to them add up over micro-batches, and the generator is differentiated once.
+  The batch is split evenly among the grids of `parts`. The weights of all grids are generated in one call, whatever
+  the number of micro-batches; gradients with respect to them add up over micro-batches, and the generator is
+  differentiated once. The objective is the loss, and with `train.distillation` also that times the mean squared
+  distance between the last states of sequences and those of the grid of most steps, which are not differentiated.
+
+  Args:
+    config: the experiment.
+    parts: one grid for each part of the batch; grids may be the same.
+    params: the parameters that learn.
+    batch: the sequences.
+    key: of dropout.
+    frozen: the parameters that don't learn.
   """
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
   merge = lambda learning: parameters.build(config.model, parameters.join(learning, frozen or {}))
   adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
-  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
+  each = tuple(dict.fromkeys(parts))
+  deepest = max(each, key=lambda grid: grid.num_steps)
+  generate = lambda p: merge({**rest, "weight_source": p}).weights_of(each, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_BxLxD = _hidden(
-      config, model, batch, block_weights, grid, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint
-    )
-    mask_BxL = jnp.full(batch["targets"].shape, 1.0 / batch["targets"].size, jnp.float32)
-    return chunked_cross_entropy(
-      hidden_BxLxD, model.unembedding(), batch["targets"], mask_BxL, config.train.loss_chunks
-    )
+    hidden_parts, targets_parts, distance = [], [], jnp.zeros((), jnp.float32)
+    for grid, weights in zip(each, block_weights, strict=True):
+      part = _part(batch, tuple(i for i, of in enumerate(parts) if of == grid), len(parts))
+      drop = {"dropout_key": key, "rows_B": part["rows"]}
+      hidden_BxLxD = _hidden(config, model, part, weights, grid, **drop, adjoint=adjoint)
+      hidden_parts.append(hidden_BxLxD)
+      targets_parts.append(part["targets"])
+      if config.train.distillation and grid != deepest:
+        target_BxLxD = _hidden(config, model, part, block_weights[each.index(deepest)], deepest, **drop)
+        wide = jnp.promote_types(hidden_BxLxD.dtype, jnp.float32)
+        gap_BxLxD = hidden_BxLxD.astype(wide) - jax.lax.stop_gradient(target_BxLxD).astype(wide)
+        distance += jnp.square(gap_BxLxD).mean() * len(gap_BxLxD) / len(batch["rows"])
+    hidden_BxLxD, targets_BxL = _concatenated(hidden_parts), _concatenated(targets_parts)
+    mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
+    loss = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), targets_BxL, mask_BxL, config.train.loss_chunks)
+    return loss + config.train.distillation * distance, loss
 
-  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
-  loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
+  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1), has_aux=True)
+  (_, loss), (weight_gradients, rest_gradients) = _mean_over_microbatches(
     num_microbatches(config),
     functools.partial(gradient, block_weights, rest),
     {**batch, "rows": jnp.arange(len(batch["inputs"]))},
@@ -90,11 +118,42 @@ def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid
   )
 
 
+def _part(batch: Batch, taken: tuple[int, ...], count: int) -> Batch:
+  """Those of `count` parts of a batch whose indices are `taken`; a part has every count-th sequence.
+
+  So no sequence moves between devices.
+  """
+  if len(taken) == count:
+    return batch
+  take = lambda a: a.reshape(-1, count, *a.shape[1:])[:, np.asarray(taken)].reshape(-1, *a.shape[1:])
+  return jax.tree.map(lambda a: sharding.constrain(take(a), "batch", *[None] * (a.ndim - 1)), batch)
+
+
+def _concatenated(arrays: list[jax.Array]) -> jax.Array:
+  """The sequences of several parts of a batch."""
+  if len(arrays) == 1:
+    return arrays[0]
+  R = sharding.num_shards("batch")
+  joined = jnp.concatenate([a.reshape(R, -1, *a.shape[1:]) for a in arrays], 1)  # on each device its own
+  return sharding.constrain(joined.reshape(-1, *joined.shape[2:]), "batch", *[None] * (arrays[0].ndim - 1))
+
+
 def num_microbatches(config: Config) -> int:
-  """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences."""
+  """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences.
+
+  Raises:
+    UserError: with train.draw=sandwich, a device would hold sequences that can't be split into quarters.
+  """
   held = config.train.batch_size // sharding.num_shards("batch")
   most = config.train.device_batch_size or held
-  return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
+  parts = 4 if config.train.draw == "sandwich" else 1
+  for count in range(1, held + 1):
+    if held % (count * parts) == 0 and held // count <= most:
+      return count
+  raise UserError(
+    f"train.draw=sandwich: splits the {min(held, most)} sequences of a device into quarters; make train.batch_size and "
+    "train.device_batch_size multiples of 4 for each device"
+  )
 
 
 def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
@@ -149,12 +208,13 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 @functools.lru_cache(maxsize=32)
 def make_train_step(
   config: Config, mesh: Mesh | None = None
-) -> Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]:
-  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
+) -> Callable[[State, Batch, tuple[int, ...]], tuple[State, dict[str, jax.Array]]]:
+  """A jitted `step(state, batch, counts) -> (state, metrics)`; the old state's buffers are donated.
 
-  `num_steps` is the number of solver steps, a static argument: each number is compiled once. Equal configs and meshes
-  share the compiled step. Metrics are scalars on the device: loss (nats per token), gradient_norm (before clipping),
-  learning_rate. Call it inside `jax.set_mesh(mesh)`; without a mesh, it is for one device.
+  `counts` has the number of solver steps for each equal part of the batch, a static argument: each tuple is compiled
+  once. Equal configs and meshes share the compiled step. Metrics are scalars on the device: loss (nats per token),
+  gradient_norm (before clipping), learning_rate. Call it inside `jax.set_mesh(mesh)`; without
+  a mesh, it is for one device.
   """
   optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
@@ -162,10 +222,10 @@ def make_train_step(
   places = None if mesh is None else (state_shardings(config, mesh), sharding.replicated(mesh))
 
   @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
-  def train_step(state: State, batch: Batch, num_steps: int):
-    grid = grids.make_grid(config.model, num_steps)
+  def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
+    parts = [grids.make_grid(config.model, count) for count in counts]
     key = jax.random.fold_in(state["key"], state["step"])
-    loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
+    loss, gradients = loss_and_gradients(config, parts, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
       "loss": loss,

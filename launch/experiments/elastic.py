@@ -1,0 +1,175 @@
+"""Trains one checkpoint for several depths by several recipes, and models for one depth alone; docs/depth.md.
+
+  python -m launch.experiments.elastic --config=configs/arena.py --workdir=runs/elastic [--recipes=own,late,...] \
+      [--seeds=0,1,2] [--set=KEY=VALUE] [--plot=docs/elastic.png]
+
+Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
+their paired differences from the models of `own`, which are trained at that number of steps alone, with standard
+errors. Each run's result is a file of the work directory: finished runs are not repeated, so the same command continues
+after an interruption, and commands with other recipes or seeds can run beside it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+
+import jax
+import matplotlib
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.runs.opening import read_params
+from diffeq_nnx.training.evaluate import Evaluator
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.setup import checked_mesh, load_corpus
+from launch.experiments.compare import numbers
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # after choosing the backend
+
+COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)  # at which every checkpoint is evaluated
+TRAINED = (3, 4, 6, 8, 12)
+OWN = (3, 6, 12)
+
+_SMOOTH = ["model.time.embedding=uniform", "model.time.weights_at=mean"]
+_UNIFORM = [*_SMOOTH, "model.time.sinusoidal_dim=12"]
+_MIXED = [f"train.step_counts={TRAINED}"]
+_LATE = [*_MIXED, "train.draw_from=0.7"]
+RECIPES: dict[str, list[str]] = {
+  **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
+  **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
+  "slow_mixed": ["model.time.scale=20.0", *_MIXED],
+  "mixed": [*_UNIFORM, *_MIXED],
+  "late": [*_UNIFORM, *_LATE],
+  "late60": [*_UNIFORM, *_MIXED, "train.draw_from=0.6"],
+  "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
+  "late_k6": [*_SMOOTH, "model.time.sinusoidal_dim=6", *_LATE],
+  "late_k24": [*_SMOOTH, "model.time.sinusoidal_dim=24", *_LATE],
+  "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
+  "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
+  "late_sandwich": [*_UNIFORM, *_LATE, "train.draw=sandwich"],
+  "late_distilled": [*_UNIFORM, *_LATE, "train.draw=sandwich", "train.distillation=0.1"],
+  "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
+  "late_share": [*_UNIFORM, *_LATE, "model.time.constant_share=0.3"],
+  "late_unit": [*_UNIFORM, *_LATE, "model.time.length=1.0"],
+}
+
+
+@dataclasses.dataclass
+class Result:
+  """What one run ended with."""
+
+  losses: dict[int, float]  # nats per token of the validation text, by number of solver steps
+  seconds: float  # of training, compilations included
+
+
+def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
+  """Trains and evaluates one run, or reads its result."""
+  name = f"{recipe}_seed{seed}"
+  path = os.path.join(args.workdir, f"{name}.json")
+  if not os.path.exists(path):
+    print(f"-- {name}", flush=True)
+    config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
+    workdir, start = os.path.join(args.workdir, name), time.perf_counter()
+    try:
+      train(config, workdir)
+      losses = evaluated(config, workdir)
+    except RunError as error:
+      print(error, flush=True)
+      losses = dict.fromkeys(COUNTS, float("inf"))
+    result = Result(losses, time.perf_counter() - start)
+    files.write(path, json.dumps(dataclasses.asdict(result)).encode())
+  found = files.read_json(path)
+  return Result({int(n): loss for n, loss in found["losses"].items()}, found["seconds"])
+
+
+def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
+  """Validation losses of a run's newest model at all of COUNTS."""
+  mesh = checked_mesh(config)
+  with jax.set_mesh(mesh):
+    corpus = load_corpus(config)
+    params, _ = read_params(config, workdir, mesh, corpus.tokenizer.hash)
+    return {n: Evaluator(config, corpus, mesh, n)(params)["loss"] for n in COUNTS}
+
+
+def difference(values: list[float], base: list[float]) -> str:
+  """The mean of paired differences, with its standard error where there are several."""
+  differences = np.subtract(values, base)
+  if len(differences) == 1:
+    return f"{differences[0]:+.3f}"
+  return f"{differences.mean():+.3f} ± {differences.std(ddof=1) / len(differences) ** 0.5:.3f}"
+
+
+def tables(found: dict[str, list[Result]], own: str) -> str:
+  """Losses by recipe and number of steps, and the differences from the models trained at one number alone."""
+  head = lambda first, columns: [
+    f"| {' | '.join([first, *columns])} |",
+    f"| {' | '.join(['---'] * (len(columns) + 1))} |",
+  ]
+  lines = head("recipe", [*map(str, COUNTS), "seconds"])
+  for recipe, results in found.items():
+    losses = [f"{statistics.mean(result.losses[n] for result in results):.3f}" for n in COUNTS]
+    lines.append(f"| {' | '.join([recipe, *losses, f'{statistics.mean(r.seconds for r in results):.0f}'])} |")
+  bases = {n: found[f"own{n}{own}"] for n in OWN if f"own{n}{own}" in found}
+  if not bases:
+    return "\n".join(lines)
+  lines += ["", *head("recipe", [f"at {n}, against own{n}{own}" for n in bases])]
+  for recipe, results in found.items():
+    at = lambda of, n: [result.losses[n] for result in of]
+    cells = [difference(at(results, n), at(base, n)) for n, base in bases.items()]
+    lines.append(f"| {' | '.join([recipe, *cells])} |")
+  return "\n".join(lines)
+
+
+def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
+  """Losses against the number of steps: a line for each recipe, a point for each model trained at one number alone."""
+  figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+  mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
+  spread = lambda results, n: np.std([result.losses[n] for result in results])
+  for recipe, results in found.items():
+    if not recipe.startswith("own"):
+      values, errors = ([of(results, n) for n in COUNTS] for of in (mean, spread))
+      axes.errorbar(COUNTS, values, errors, marker="o", markersize=4, linewidth=1.3, capsize=2, label=recipe)
+  bases = [n for n in OWN if f"own{n}{own}" in found]
+  alone = [[of(found[f"own{n}{own}"], n) for n in bases] for of in (mean, spread)]
+  axes.errorbar(bases, *alone, fmt="k*", markersize=10, capsize=2, label="trained at this number alone")
+  axes.set(xlabel="solver steps (layers)", ylabel="validation loss, nats per token", xticks=COUNTS)
+  axes.grid(alpha=0.25)
+  axes.legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Runs what is missing, seed by seed, and prints the tables."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--config", default="configs/arena.py")
+  parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
+  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--own", default="", help="ending of the recipes that differences are against, e.g. _uniform")
+  parser.add_argument("--workdir", required=True)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--plot", metavar="FILE.png")
+  args = parser.parse_args(argv)
+  unknown = set(args.recipes) - set(RECIPES)
+  if unknown:
+    raise UserError(f"--recipes={','.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")
+  os.makedirs(args.workdir, exist_ok=True)
+  found: dict[str, list[Result]] = {recipe: [] for recipe in args.recipes}
+  for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every recipe
+    for recipe in args.recipes:
+      found[recipe].append(run(args, recipe, seed))
+  print(tables(found, args.own))
+  if args.plot:
+    plot(found, args.own, args.plot)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None
