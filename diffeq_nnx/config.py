@@ -178,6 +178,9 @@ class TrainConfig:
   step_counts: tuple[int, ...] = ()  # numbers of solver steps to train with; (): always model.num_steps
   draw: str = one_of("one", "sandwich")  # in a train step: one, drawn; or fewest, most and one drawn, for 1/4, 1/4, 1/2
   draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
+  jitter: float = number(
+    0.0, at_least=0, at_most=1
+  )  # how far edges of steps move at random, in half steps; weights_at=mean
   distillation: float = number(0.0, at_least=0)  # weight of the distance to the last state of the most steps (sandwich)
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept

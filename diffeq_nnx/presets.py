@@ -28,6 +28,17 @@ def _published(config: ml_collections.ConfigDict) -> None:
   config.model.horizon = 1.0
 
 
+def _elastic(config: ml_collections.ConfigDict) -> None:
+  """As diffeq, for use at half to twice its number of steps: smooth W(t), and the last steps at several depths."""
+  n = config.model.num_steps
+  config.model.time.embedding = "uniform"
+  config.model.time.sinusoidal_dim = 2 * n
+  config.model.time.weights_at = "mean"
+  config.train.step_counts = tuple(dict.fromkeys(max(1, round(n * part)) for part in (1 / 2, 2 / 3, 1, 4 / 3, 2)))
+  config.train.draw_from = 0.7
+  config.train.remat_every = 1
+
+
 def _baseline(config: ml_collections.ConfigDict) -> None:
   """An ordinary transformer: stored weights, attention then feed-forward, dt = 1."""
   config.model.weights = "stored"
@@ -51,6 +62,7 @@ def _constant(config: ml_collections.ConfigDict) -> None:
 
 ROWS: dict[str, Change] = {
   "diffeq": _diffeq,
+  "elastic": _elastic,
   "published": _published,
   "baseline": _baseline,
   "parallel": _parallel,

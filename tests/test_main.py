@@ -53,6 +53,8 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
       ["--workdir=x", "--config=configs/tiny.py", "--num_steps=3"],
       "--num_steps=3: is for --job=evaluate or discretize",
     ),
+    (["--workdir=x", "--job=evaluate", "--num_steps=3,b"], "--num_steps=3,b: must be a whole number"),
+    (["--workdir=x", "--job=analyze", "--num_steps=3,4"], "--num_steps=3,4: several are for --job=evaluate"),
     (["--workdir=x", "--job=generate"], "--prompt: missing"),
     (["--workdir=/none", "--job=generate", "--prompt=a"], "--workdir=/none: holds no run"),
     (

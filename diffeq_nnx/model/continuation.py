@@ -17,7 +17,7 @@ from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.model.solvers import weight_times
 
 FINE_TIMES = 16  # where curvature is measured, for each half turn of the fastest wave
-RIDGE = 1e-4  # weight of the size of F beside the curvature of W, for a mean curvature of 1
+RIDGE = 1e-2  # weight of the size of F beside the curvature of W; their mean squares are scaled to 1
 
 
 def continuous_config(model: ModelConfig) -> ModelConfig:

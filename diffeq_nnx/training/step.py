@@ -225,6 +225,9 @@ def make_train_step(
   def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
     parts = [grids.make_grid(config.model, count) for count in counts]
     key = jax.random.fold_in(state["key"], state["step"])
+    if config.train.jitter:
+      moved = {g: grids.jittered(g, config.train.jitter, jax.random.fold_in(key, 3)) for g in dict.fromkeys(parts)}
+      parts = [moved[grid] for grid in parts]
     loss, gradients = loss_and_gradients(config, parts, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {

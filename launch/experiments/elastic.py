@@ -16,13 +16,17 @@ import os
 import statistics
 import time
 
+from flax import nnx
 import jax
 import matplotlib
 import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files
+from diffeq_nnx import files, jobs
+from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
@@ -32,7 +36,7 @@ from launch.experiments.compare import numbers
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
 
-COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)  # at which every checkpoint is evaluated
+COUNTS = (2, 3, 4, 5, 6, 8, 9, 12, 16)  # at which every checkpoint is evaluated
 TRAINED = (3, 4, 6, 8, 12)
 OWN = (3, 6, 12)
 
@@ -56,7 +60,27 @@ RECIPES: dict[str, list[str]] = {
   "late_distilled": [*_UNIFORM, *_LATE, "train.draw=sandwich", "train.distillation=0.1"],
   "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
   "late_share": [*_UNIFORM, *_LATE, "model.time.constant_share=0.3"],
+  "late_jitter": [*_UNIFORM, *_LATE, "train.jitter=0.5"],
   "late_unit": [*_UNIFORM, *_LATE, "model.time.length=1.0"],
+}
+
+
+_STORED = ["model.weights=stored", "model.solver=sequential"]
+RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
+CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
+  "continued": ("stored6", [*_MIXED, "train.steps=300", "eval.every=300", "checkpoint.every=300"])
+}
+RECIPES |= {name: settings for name, (_, settings) in CONTINUED.items()}
+
+EMBEDDINGS = {
+  "fixed, 1000 radians (the paper's)": TimeConfig(sinusoidal_dim=32, time_embed_dim=16),
+  "learned": TimeConfig(embedding="learned", sinusoidal_dim=32, time_embed_dim=16),
+  "shared_mlp": TimeConfig(embedding="shared_mlp", sinusoidal_dim=32, time_embed_dim=16),
+  "fixed, 20 radians": TimeConfig(sinusoidal_dim=32, time_embed_dim=16, scale=20.0),
+  **{
+    f"uniform, {K} frequencies": TimeConfig(embedding="uniform", sinusoidal_dim=K, time_embed_dim=16)
+    for K in (6, 12, 24)
+  },
 }
 
 
@@ -74,8 +98,11 @@ def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
   path = os.path.join(args.workdir, f"{name}.json")
   if not os.path.exists(path):
     print(f"-- {name}", flush=True)
-    config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
     workdir, start = os.path.join(args.workdir, name), time.perf_counter()
+    if recipe in CONTINUED:
+      config = _made_continuous(args, recipe, seed, workdir)
+    else:
+      config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
     try:
       train(config, workdir)
       losses = evaluated(config, workdir)
@@ -88,13 +115,49 @@ def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
   return Result({int(n): loss for n, loss in found["losses"].items()}, found["seconds"])
 
 
+def _made_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: str) -> config_lib.Config:
+  """The config of a run in `workdir` that goes on from another recipe's run; makes both where they are missing."""
+  source, settings = CONTINUED[recipe]
+  run(args, source, seed)
+  from_workdir = os.path.join(args.workdir, f"{source}_seed{seed}")
+  job = jobs.JOBS["continuous"]
+  config = config_lib.changed(job.prepared(workdir_lib.config_of(from_workdir)), settings)
+  if not workdir_lib.holds_run(workdir):
+    jobs.run("continuous", config, workdir, from_workdir=from_workdir)
+  return config
+
+
 def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
-  """Validation losses of a run's newest model at all of COUNTS."""
+  """Validation losses of a run's newest model at all of COUNTS that it has weights for."""
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = load_corpus(config)
     params, _ = read_params(config, workdir, mesh, corpus.tokenizer.hash)
-    return {n: Evaluator(config, corpus, mesh, n)(params)["loss"] for n in COUNTS}
+    counts = (config.model.num_steps,) if config.model.weights == "stored" else COUNTS
+    return {n: Evaluator(config, corpus, mesh, n)(params)["loss"] for n in counts}
+
+
+def correlations() -> str:
+  """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
+  head = [f"{n} steps, {place}" for place in ("end", "mean") for n in OWN]
+  lines = [f"| time embedding | {' | '.join(head)} |", f"| {' | '.join(['---'] * (len(head) + 1))} |"]
+  for label, embedding in EMBEDDINGS.items():
+    cells = []
+    for place in ("end", "mean"):
+      for n in OWN:
+        config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
+        config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
+        cells.append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
+    lines.append(f"| {label} | {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
+def _correlation(config: ModelConfig, seed: int) -> float:
+  """The mean over weights and steps; F is random, so that it is the cosine of the angle of two e(t)."""
+  model = Model(config, rngs=nnx.Rngs(seed))
+  e_NxUxT = np.asarray(model.weight_source.mean_vectors(model.times()))
+  e_NxUxT = e_NxUxT / np.linalg.norm(e_NxUxT, axis=-1, keepdims=True)
+  return float((e_NxUxT[:, 1:] * e_NxUxT[:, :-1]).sum(-1).mean())
 
 
 def difference(values: list[float], base: list[float]) -> str:
@@ -113,15 +176,15 @@ def tables(found: dict[str, list[Result]], own: str) -> str:
   ]
   lines = head("recipe", [*map(str, COUNTS), "seconds"])
   for recipe, results in found.items():
-    losses = [f"{statistics.mean(result.losses[n] for result in results):.3f}" for n in COUNTS]
+    losses = [f"{statistics.mean(r.losses[n] for r in results):.3f}" if n in results[0].losses else "" for n in COUNTS]
     lines.append(f"| {' | '.join([recipe, *losses, f'{statistics.mean(r.seconds for r in results):.0f}'])} |")
-  bases = {n: found[f"own{n}{own}"] for n in OWN if f"own{n}{own}" in found}
+  bases = {n: found[own.format(n)] for n in OWN if own.format(n) in found}
   if not bases:
     return "\n".join(lines)
-  lines += ["", *head("recipe", [f"at {n}, against own{n}{own}" for n in bases])]
+  lines += ["", *head("recipe", [f"at {n}, against {own.format(n)}" for n in bases])]
   for recipe, results in found.items():
     at = lambda of, n: [result.losses[n] for result in of]
-    cells = [difference(at(results, n), at(base, n)) for n, base in bases.items()]
+    cells = [difference(at(results, n), at(base, n)) if n in results[0].losses else "" for n, base in bases.items()]
     lines.append(f"| {' | '.join([recipe, *cells])} |")
   return "\n".join(lines)
 
@@ -132,11 +195,11 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
   mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
   spread = lambda results, n: np.std([result.losses[n] for result in results])
   for recipe, results in found.items():
-    if not recipe.startswith("own"):
+    if not recipe.startswith(("own", "stored")):
       values, errors = ([of(results, n) for n in COUNTS] for of in (mean, spread))
       axes.errorbar(COUNTS, values, errors, marker="o", markersize=4, linewidth=1.3, capsize=2, label=recipe)
-  bases = [n for n in OWN if f"own{n}{own}" in found]
-  alone = [[of(found[f"own{n}{own}"], n) for n in bases] for of in (mean, spread)]
+  bases = [n for n in OWN if own.format(n) in found]
+  alone = [[of(found[own.format(n)], n) for n in bases] for of in (mean, spread)]
   axes.errorbar(bases, *alone, fmt="k*", markersize=10, capsize=2, label="trained at this number alone")
   axes.set(xlabel="solver steps (layers)", ylabel="validation loss, nats per token", xticks=COUNTS)
   axes.grid(alpha=0.25)
@@ -150,11 +213,15 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--config", default="configs/arena.py")
   parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
   parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
-  parser.add_argument("--own", default="", help="ending of the recipes that differences are against, e.g. _uniform")
+  parser.add_argument("--own", default="own{}", help="which recipes differences are against, e.g. stored{}")
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--plot", metavar="FILE.png")
+  parser.add_argument("--correlations", action="store_true", help="print only how W(t) of successive steps correlate")
   args = parser.parse_args(argv)
+  if args.correlations:
+    print(correlations())
+    return
   unknown = set(args.recipes) - set(RECIPES)
   if unknown:
     raise UserError(f"--recipes={','.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")

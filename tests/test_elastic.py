@@ -1,0 +1,263 @@
+"""One checkpoint at every depth: time embedding, drawn depths, stored weights made continuous."""
+
+import dataclasses
+import json
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import jobs
+from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import grids
+from diffeq_nnx.model.continuation import continuous_config, continuous_params
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training import flops
+from diffeq_nnx.training.depths import drawn_counts, possible_counts
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
+from tests.conftest import moved_instance, perturb, random_batch, run_config, small_config, small_instance, small_model
+
+UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
+TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
+
+
+# the time embedding
+
+
+def test_uniform_waves_make_whole_half_turns():
+  time = TimeConfig(embedding="uniform", sinusoidal_dim=3)
+  features = small_instance(small_model(time=dataclasses.replace(UNIFORM, sinusoidal_dim=3))).weight_source
+  assert time.radians == pytest.approx(3 * np.pi)
+  ones = jnp.eye(7)[None]  # Linear1 is the identity
+  features.time_mlp["kernel1"][...] = jnp.tile(ones[:, :, :7], (len(features.groups), 1, 2))[:, :, :8]
+  t = 0.3
+  expected = [t, *np.sin(np.pi * t * np.arange(1, 4)), *np.cos(np.pi * t * np.arange(1, 4)), t]
+  hidden = jax.nn.silu(jnp.asarray(expected))
+  found = features.time_vectors([t])[0, 0]
+  np.testing.assert_allclose(found, hidden @ features.time_mlp["kernel2"][...][0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("length", [None, 1.0])
+def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors(share, length):
+  """share + (1 - share) cos(e(t), e(t')), and with the spread of a plain model's weights."""
+  time = dataclasses.replace(UNIFORM, constant_share=share, length=length)
+  model = small_instance(small_model(time=time, embed_dim=64, mlp_dim=128))
+  if length:
+    e_1xT = model.weight_source.time_vectors([0.3])[0]
+    assert np.linalg.norm(e_1xT) == pytest.approx(length, rel=1e-5)
+  W_UxDxF = np.asarray(model.block_weights()["up"]["kernel"])
+  group = list(model.weight_source.groups).index("up")
+  e_UxT = np.asarray(model.weight_source.mean_vectors(model.times()))[group]
+  square = np.square(e_UxT).sum(1).mean()
+  flat = W_UxDxF.reshape(len(W_UxDxF), -1)
+  std = 0.02  # GPT-2's
+  expected = share + (1 - share) * (e_UxT @ e_UxT.T) / square
+  np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, expected, rtol=0, atol=0.06)
+
+
+def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
+  config = small_config(small_model(time=UNIFORM, dtype="float64"), step_counts=(3, 6), steps=4)
+  state, step = jax.jit(init_state, static_argnums=0)(config), make_train_step(config)
+  before = state["params"]["weight_source"]["time_mlp"]["kernel1"] + 0.0
+  for number in range(4):
+    state, _ = step(state, random_batch(config, number), drawn_counts(config, number))
+  assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
+  model = build(config.model, state["params"])
+  coarse, fine = (model.block_weights(model.grid(n)) for n in (3, 12))
+  mean = jax.tree.map(lambda leaf: leaf.reshape(3, 4, *leaf.shape[1:]).mean(1), fine)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
+
+
+# depths in training
+
+
+def test_depths_are_drawn_late():
+  config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=40)
+  drawn = [drawn_counts(config, step) for step in range(40)]
+  assert set(drawn[:28]) == {(3,)} and set(drawn[28:]) == {(2,), (4,), (6,)}
+  assert possible_counts(config) == [(6,), (4,), (3,), (2,)]
+
+
+def test_a_sandwich_has_the_fewest_the_most_and_one_more():
+  config = small_config(step_counts=(2, 4, 6), draw="sandwich", steps=40)
+  drawn = {drawn_counts(config, step) for step in range(40)}
+  assert drawn == {(2, 6, 2, 2), (2, 6, 4, 4), (2, 6, 6, 6)} == set(possible_counts(config))
+  assert flops.model_flops(config, (2, 6, 4, 4)) == flops.model_flops(config, (4,))
+  assert possible_counts(small_config()) == [(3,)]
+
+
+def of_counts(config, counts, batch, params):
+  parts = [grids.make_grid(config.model, count) for count in counts]
+  return jax.jit(lambda p, b: loss_and_gradients(config, parts, p, b, jax.random.key(0)))(params, batch)
+
+
+@pytest.mark.parametrize("held", [None, 4])
+@pytest.mark.parametrize("weights", ["generated", "shared"])
+def test_a_sandwich_s_gradient_is_the_mean_of_its_parts(weights, held):
+  """Each part of the batch alone, at its number of steps; also under gradient accumulation."""
+  model = small_model(weights=weights, time=UNIFORM)
+  config = small_config(model, batch_size=8, step_counts=(2, 5), draw="sandwich", device_batch_size=held)
+  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
+  batch, counts = random_batch(config), (2, 5, 3, 3)
+  loss, gradients = of_counts(config, counts, batch, params)
+  alone = small_config(model, batch_size=2)
+  rows = [[i, i + 4] if held is None else [2 * i, 2 * i + 1] for i in range(4)]  # of each part, in both micro-batches
+  parts = [of_counts(alone, (n,), {k: v[of] for k, v in batch.items()}, params) for n, of in zip(counts, rows)]
+  mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *parts)
+  assert loss == pytest.approx(mean[0], rel=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), gradients, mean[1])
+
+
+def test_distillation_pulls_last_states_to_those_of_the_most_steps(x64):
+  """Its part of the gradient is that of the mean squared distance to fixed states."""
+  model = small_model(time=UNIFORM, dtype="float64")
+  config = small_config(model, batch_size=4, step_counts=(2, 5), draw="sandwich", distillation=0.5)
+  plain = dataclasses.replace(config, train=dataclasses.replace(config.train, distillation=0.0))
+  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
+  batch, counts = random_batch(config), (2, 5, 5, 5)
+  (loss, gradients), (same, without) = (of_counts(c, counts, batch, params) for c in (config, plain))
+  assert loss == pytest.approx(float(same), rel=1e-12)  # the loss that is reported is that of the tokens
+  row = batch["inputs"][:1]
+
+  def state(params, n):
+    built = build(model, params)
+    return built.hidden(row, built.block_weights(built.grid(n)), built.grid(n))
+
+  target = jax.jit(state, static_argnums=1)(params, 5)
+  pull = jax.jit(jax.grad(lambda p: 0.5 * jnp.square(state(p, 2) - target).mean() / 4))(params)
+  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a - b, c, rtol=0, atol=1e-9), gradients, without, pull)
+
+
+def test_a_device_s_sequences_must_make_quarters():
+  config = small_config(batch_size=8, step_counts=(2, 5), draw="sandwich", device_batch_size=2)
+  with pytest.raises(UserError, match="quarters"):
+    of_counts(config, (2, 5, 5, 5), random_batch(config), jax.jit(init_state, static_argnums=0)(config)["params"])
+
+
+def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
+  """Stopped after the depths began to be drawn, against not stopped."""
+  for i in range(12):
+    (tmp_path / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  config = run_config(tmp_path, steps=16)
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, time=UNIFORM),
+    train=dataclasses.replace(config.train, step_counts=(1, 2, 4), draw="sandwich", draw_from=0.4, log_every=1),
+  )
+  whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
+  train(config, whole)
+
+  class Stop(Exception):
+    pass
+
+  def stopped(step):
+    if step == 10:
+      raise Stop
+    return drawn_counts(config, step)
+
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+    patch.setattr("diffeq_nnx.training.loop.drawn_counts", lambda config, step: stopped(step))
+    train(config, halves)
+  train(config, halves)
+  losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, "train")] for folder in (whole, halves)]
+  assert losses[0] == losses[1] and len(losses[0]) == 16
+
+
+# several depths of one run
+
+
+def test_evaluation_at_several_depths_is_that_of_each(finished, capsys):
+  config, workdir = finished
+  result = jobs.run("evaluate", config, str(workdir), num_steps=(1, 2, 4))
+  printed = capsys.readouterr()
+  assert json.loads(printed.out) == result
+  rows = result["by_num_steps"]
+  assert [row["num_steps"] for row in rows] == [1, 2, 4]
+  for row in rows:
+    assert row["loss"] == jobs.run("evaluate", config, str(workdir), num_steps=row["num_steps"])["loss"]
+    assert f"| {row['num_steps']} | {row['loss']:.4f} |" in printed.err
+    count = config.train.batch_size * config.model.seq_len
+    assert row["flops_per_token"] == flops.model_flops(config, [row["num_steps"]]) / 3 / count
+  assert (workdir / "depths.png").read_bytes().startswith(b"\x89PNG")
+  (workdir / "depths.png").unlink()
+  with pytest.raises(UserError, match="num_steps=0: must be 1 or above"):
+    jobs.run("evaluate", config, str(workdir), num_steps=(2, 0))
+
+
+# from stored weights to W(t)
+
+STORED = [
+  {"solver": "sequential", "num_steps": 6},
+  {"solver": "euler", "field": "llama", "num_steps": 4},
+  {"solver": "euler", "num_steps": 3, "step_sizes": (0.5, 1.5, 1.0)},
+  {"solver": "heun", "num_steps": 4},
+]
+
+
+@pytest.mark.parametrize("changes", STORED)
+def test_continuous_then_discretized_are_the_stored_weights(changes):
+  stored = moved_instance(small_model(weights="stored", **changes))
+  config = continuous_config(stored.config)
+  made = build(config, continuous_params(config, params_of(stored)))
+  tokens = jnp.asarray(TOKENS_2x12)
+  np.testing.assert_allclose(nnx.jit(lambda m: m(tokens))(made), nnx.jit(lambda m: m(tokens))(stored), atol=2e-5)
+  again = diffeq_nnx.discretize(made)
+  assert again.config == dataclasses.replace(stored.config, time=again.config.time, horizon=again.config.horizon)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+    params_of(again)["weight_source"],
+    params_of(stored)["weight_source"],
+  )
+
+
+def test_weights_between_are_smooth():
+  """The weights of twice the steps lie near the stored ones: their means in pairs are these."""
+  stored = moved_instance(small_model(weights="stored", num_steps=6))
+  config = continuous_config(stored.config)
+  made = build(config, continuous_params(config, params_of(stored)))
+  fine = made.block_weights(made.grid(12))["up"]["kernel"]
+  own = stored.block_weights()["up"]["kernel"]
+  np.testing.assert_allclose((fine[::2] + fine[1::2]) / 2, own, rtol=0, atol=1e-6)
+  assert abs(fine).max() < 2 * abs(own).max()
+
+
+def test_what_can_t_become_continuous_is_told():
+  with pytest.raises(UserError, match="only stored weights are made continuous"):
+    continuous_config(small_model())
+  stored = moved_instance(small_model(weights="stored", num_steps=6))
+  config = continuous_config(stored.config)
+  for change, part in (
+    ({"time_embed_dim": 5}, "time_embed_dim=5: must be at least the number of weight sets, 6"),
+    ({"constant": True}, "hardly differs between the steps"),
+  ):
+    changed = dataclasses.replace(config, time=dataclasses.replace(config.time, **change))
+    with pytest.raises(UserError, match=part):
+      continuous_params(changed, params_of(stored))
+
+
+def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_path, capsys):
+  config, workdir = finished
+  stored, new = str(tmp_path / "stored"), str(tmp_path / "new")
+  jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
+  source = workdir_lib.config_of(stored)
+  job = jobs.JOBS["continuous"]
+  elastic = config_lib.changed(job.prepared(source), ["train.step_counts=(2,3,5)"])
+  result = jobs.run("continuous", elastic, new, from_workdir=stored)
+  assert result["largest_difference"] < 1e-6
+  assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
+  own = workdir_lib.config_of(new)
+  assert own == elastic and own.model.weights == "generated"
+  assert train(own, new)["loss"] < result["after"]["loss"]
+  for changes, part in ((["model.embed_dim=32"], "only model.time"), (["seed=3"], "leave out seed and data")):
+    other = config_lib.changed(job.prepared(source), changes)
+    with pytest.raises(UserError, match=part):
+      jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=stored)
