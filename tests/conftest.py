@@ -105,6 +105,7 @@ ROWS = {
   "constant": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, constant=True)},
   "learned": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="learned")},
   "shared_mlp": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="shared_mlp")},
+  "uniform": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="uniform")},
 }
 
 

@@ -32,19 +32,6 @@ TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 # the time embedding
 
 
-def test_uniform_waves_make_whole_half_turns():
-  time = TimeConfig(embedding="uniform", sinusoidal_dim=3)
-  features = small_instance(small_model(time=dataclasses.replace(UNIFORM, sinusoidal_dim=3))).weight_source
-  assert time.radians == pytest.approx(3 * np.pi)
-  ones = jnp.eye(7)[None]  # Linear1 is the identity
-  features.time_mlp["kernel1"][...] = jnp.tile(ones[:, :, :7], (len(features.groups), 1, 2))[:, :, :8]
-  t = 0.3
-  expected = [t, *np.sin(np.pi * t * np.arange(1, 4)), *np.cos(np.pi * t * np.arange(1, 4)), t]
-  hidden = jax.nn.silu(jnp.asarray(expected))
-  found = features.time_vectors([t])[0, 0]
-  np.testing.assert_allclose(found, hidden @ features.time_mlp["kernel2"][...][0], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize("length", [None, 1.0])
 def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors(share, length):

@@ -46,8 +46,11 @@ def reference_weights(model: Model, times) -> dict:
   if config.weights == "shared":
     return jax.tree.map(lambda a: np.stack([a] * len(times)), params["stored"])
   times = np.zeros(len(times)) if config.time.constant else np.asarray(times)
-  frequencies = params.get("frequencies_M", reference.fixed_frequencies(config.time.sinusoidal_dim))
-  e_NxSxT = reference.time_vectors(reference.sinusoidal(times, frequencies, config.time.scale), params["time_mlp"])
+  M, uniform = config.time.sinusoidal_dim, config.time.embedding == "uniform"
+  frequencies = params.get("frequencies_M", np.arange(1, M + 1) / M if uniform else reference.fixed_frequencies(M))
+  e_NxSxT = reference.time_vectors(
+    reference.sinusoidal(times, frequencies, np.pi * M if uniform else config.time.scale), params["time_mlp"]
+  )
   made = {}
   for n, (group, leaves) in enumerate(model.field.specs(config).items()):
     e_SxT = e_NxSxT[n % len(e_NxSxT)]

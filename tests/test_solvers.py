@@ -54,7 +54,7 @@ def reference(field: str) -> tuple[Model, np.ndarray, np.ndarray]:
   bound, x_BxLxD = vector_fields.BoundField(model.field), jax.random.normal(jax.random.key(0), (2, 12, 24), "float64")
 
   def slope(t, x_BxLxD, _):
-    times = grids.Times(t[None, None], np.ones(1), np.zeros((1, 1), int))
+    times = grids.Times(t[None, None], np.ones((1, 1)), np.zeros((1, 1), int))
     weights = jax.tree.map(lambda leaf: leaf[0], model.weight_source(times, jnp.dtype("float64")))
     return bound(x_BxLxD, weights, jax.random.key(0))
 

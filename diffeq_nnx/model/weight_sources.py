@@ -133,9 +133,10 @@ class GeneratedWeights(nnx.Module):
     P, T = 2 * time.sinusoidal_dim + 1, time.time_embed_dim
     published = initialization == "published"
 
+    std = lambda fan_in: 0.02 if published else fan_in**-0.5
+
     def linear(fan_in: int, fan_out: int) -> nnx.Param:
-      std = 0.02 if published else fan_in**-0.5
-      return nnx.Param(std * jax.random.normal(rngs.params(), (N, fan_in, fan_out), dtype))
+      return nnx.Param(std(fan_in) * jax.random.normal(rngs.params(), (N, fan_in, fan_out), dtype))
 
     self.time_mlp = nnx.data(
       {
@@ -147,6 +148,8 @@ class GeneratedWeights(nnx.Module):
     )
     if time.embedding == "learned":
       self.frequencies_M = nnx.Param(frequencies(time, dtype))
+    if time.common:
+      self.time_mlp["bias1"][...] = time.common * std(P) * jax.random.normal(rngs.params(), (N, T), dtype)
     squares_N = jnp.square(self.mean_vectors(times)).sum(-1).mean(-1)
     self.generator = nnx.data(
       {

@@ -41,30 +41,39 @@ TRAINED = (3, 4, 6, 8, 12)
 OWN = (3, 6, 12)
 
 _SMOOTH = ["model.time.embedding=uniform", "model.time.weights_at=mean"]
-_UNIFORM = [*_SMOOTH, "model.time.sinusoidal_dim=12"]
+_BARE = [*_SMOOTH, "model.time.sinusoidal_dim=12"]
+_UNIFORM = [*_BARE, "model.time.common=1.5"]
 _MIXED = [f"train.step_counts={TRAINED}"]
 _LATE = [*_MIXED, "train.draw_from=0.7"]
+_SANDWICH = [*_LATE, "train.draw=sandwich"]
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
+  "own6_bare": _BARE,
+  "own6_k6": [*_UNIFORM, "model.time.sinusoidal_dim=6"],
+  "own6_common3": [*_BARE, "model.time.common=3.0"],
   "slow_mixed": ["model.time.scale=20.0", *_MIXED],
+  "mixed_bare": [*_BARE, *_MIXED],
   "mixed": [*_UNIFORM, *_MIXED],
+  "late_bare": [*_BARE, *_LATE],
   "late": [*_UNIFORM, *_LATE],
   "late60": [*_UNIFORM, *_MIXED, "train.draw_from=0.6"],
   "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
-  "late_k6": [*_SMOOTH, "model.time.sinusoidal_dim=6", *_LATE],
-  "late_k24": [*_SMOOTH, "model.time.sinusoidal_dim=24", *_LATE],
+  "late_k6": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=6"],
+  "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
+  "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
   "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
-  "late_sandwich": [*_UNIFORM, *_LATE, "train.draw=sandwich"],
-  "late_distilled": [*_UNIFORM, *_LATE, "train.draw=sandwich", "train.distillation=0.1"],
-  "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
   "late_share": [*_UNIFORM, *_LATE, "model.time.constant_share=0.3"],
+  "late_length": [*_UNIFORM, *_LATE, "model.time.length=1.5"],
+  "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
   "late_jitter": [*_UNIFORM, *_LATE, "train.jitter=0.5"],
-  "late_unit": [*_UNIFORM, *_LATE, "model.time.length=1.0"],
+  "late_sandwich": [*_UNIFORM, *_SANDWICH],
+  "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
+  "late40_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.4"],
+  "late_distilled": [*_UNIFORM, *_SANDWICH, "train.distillation=0.1"],
+  "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
+  "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
 }
-
-
 _STORED = ["model.weights=stored", "model.solver=sequential"]
 RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
