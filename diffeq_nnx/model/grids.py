@@ -120,6 +120,8 @@ def _mean_rule(radians: float) -> tuple[np.ndarray, np.ndarray]:
 class JitteredGrid(Grid):
   """An even grid whose inner edges were moved at random; edges and dts are traced arrays, equal to themselves alone."""
 
+  __eq__, __hash__ = object.__eq__, object.__hash__
+
 
 def jittered(grid: Grid, amount: float, key: jax.Array) -> JitteredGrid:
   """An even grid with each inner edge moved by up to `amount` of half a step, either way; the mean over each step."""

@@ -119,13 +119,13 @@ def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid
 
 
 def _part(batch: Batch, taken: tuple[int, ...], count: int) -> Batch:
-  """Those of `count` parts of a batch whose indices are `taken`; a part has every count-th sequence.
+  """Those of `count` equal parts of a batch whose indices are `taken`, spread over the devices.
 
-  So no sequence moves between devices.
+  A part has neighboring sequences, so that it is the same whatever the number of devices and micro-batches.
   """
   if len(taken) == count:
     return batch
-  take = lambda a: a.reshape(-1, count, *a.shape[1:])[:, np.asarray(taken)].reshape(-1, *a.shape[1:])
+  take = lambda a: a.reshape(count, -1, *a.shape[1:])[np.asarray(taken)].reshape(-1, *a.shape[1:])
   return jax.tree.map(lambda a: sharding.constrain(take(a), "batch", *[None] * (a.ndim - 1)), batch)
 
 

@@ -69,7 +69,7 @@ RECIPES: dict[str, list[str]] = {
   "late_jitter": [*_UNIFORM, *_LATE, "train.jitter=0.5"],
   "late_sandwich": [*_UNIFORM, *_SANDWICH],
   "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
-  "late40_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.4"],
+  "late50_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.5"],
   "late_distilled": [*_UNIFORM, *_SANDWICH, "train.distillation=0.1"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
   "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
