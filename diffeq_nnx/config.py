@@ -179,10 +179,6 @@ class TrainConfig:
   step_counts: tuple[int, ...] = ()  # numbers of solver steps to train with; (): always model.num_steps
   draw: str = one_of("one", "sandwich")  # in a train step: one, drawn; or fewest, most and one drawn, for 1/4, 1/4, 1/2
   draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
-  jitter: float = number(
-    0.0, at_least=0, at_most=1
-  )  # how far edges of steps move at random, in half steps; weights_at=mean
-  distillation: float = number(0.0, at_least=0)  # weight of the distance to the last state of the most steps (sandwich)
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
@@ -353,8 +349,6 @@ def _check_training(config: Config) -> None:
     raise UserError("train.draw, train.draw_from: choose among train.step_counts; set that too, or leave them out")
   if train.draw == "sandwich" and train.batch_size % 4:
     raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
-  if train.distillation and train.draw != "sandwich":
-    raise UserError(f"train.distillation={train.distillation:g}: needs train.draw=sandwich; set that, or this to 0")
   _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = (
     {"model.num_steps": model.num_steps}

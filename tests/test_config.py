@@ -115,7 +115,6 @@ def test_no_key_that_nothing_reads():
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from", "choose among train.step_counts"]),
     ({"train__draw": "sandwich", "train__step_counts": (6, 12), "train__batch_size": 6}, ["batch_size=6", "quarters"]),
-    ({"train__distillation": 0.1}, ["train.distillation=0.1", "train.draw=sandwich"]),
     ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
     ({"train__device_batch_size": 0}, ["train.device_batch_size=0", "above 0"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),

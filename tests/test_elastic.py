@@ -23,6 +23,7 @@ from diffeq_nnx.training.depths import drawn_counts, possible_counts
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
+from launch.experiments.elastic import RECIPES
 from tests.conftest import moved_instance, perturb, random_batch, run_config, small_config, small_instance, small_model
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
@@ -67,6 +68,12 @@ def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
 # depths in training
 
 
+def test_the_row_elastic_is_the_recipe_that_was_chosen():
+  row = config_lib.load("configs/arena.py:elastic")
+  assert row == config_lib.load("configs/arena.py", RECIPES["slow_late"])
+  assert config_lib.load("configs/gpt_small.py:elastic").train.step_counts == (6, 8, 12, 16, 24)
+
+
 def test_depths_are_drawn_late():
   config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=40)
   drawn = [drawn_counts(config, step) for step in range(40)]
@@ -103,26 +110,6 @@ def test_a_sandwich_s_gradient_is_the_mean_of_its_parts(weights, held):
   mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *parts)
   assert loss == pytest.approx(mean[0], rel=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), gradients, mean[1])
-
-
-def test_distillation_pulls_last_states_to_those_of_the_most_steps(x64):
-  """Its part of the gradient is that of the mean squared distance to fixed states."""
-  model = small_model(time=UNIFORM, dtype="float64")
-  config = small_config(model, batch_size=4, step_counts=(2, 5), draw="sandwich", distillation=0.5)
-  plain = dataclasses.replace(config, train=dataclasses.replace(config.train, distillation=0.0))
-  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  batch, counts = random_batch(config), (2, 5, 5, 5)
-  (loss, gradients), (same, without) = (of_counts(c, counts, batch, params) for c in (config, plain))
-  assert loss == pytest.approx(float(same), rel=1e-12)  # the loss that is reported is that of the tokens
-  row = batch["inputs"][:1]
-
-  def state(params, n):
-    built = build(model, params)
-    return built.hidden(row, built.block_weights(built.grid(n)), built.grid(n))
-
-  target = jax.jit(state, static_argnums=1)(params, 5)
-  pull = jax.jit(jax.grad(lambda p: 0.5 * jnp.square(state(p, 2) - target).mean() / 4))(params)
-  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a - b, c, rtol=0, atol=1e-9), gradients, without, pull)
 
 
 def test_a_device_s_sequences_must_make_quarters():

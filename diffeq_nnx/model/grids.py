@@ -10,7 +10,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig
@@ -47,12 +46,11 @@ def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
 def joined(each: Sequence[Times]) -> Times:
   """The sets of several passes as those of one, in order; shares are filled up with zeros."""
   Q = max(times.points_UxQ.shape[1] for times in each)
-  xp: Any = jnp if any(isinstance(times.points_UxQ, jax.Array) for times in each) else np
-  fill = lambda array, mode: xp.pad(array, ((0, 0), (0, Q - array.shape[1])), mode)
+  fill = lambda array, mode: np.pad(array, ((0, 0), (0, Q - array.shape[1])), mode)
   starts = np.cumsum([0, *(len(times.points_UxQ) for times in each)])
   return Times(
-    xp.concatenate([fill(times.points_UxQ, "edge") for times in each]),
-    xp.concatenate([fill(times.shares_UxQ, "constant") for times in each]),
+    np.concatenate([fill(times.points_UxQ, "edge") for times in each]),
+    np.concatenate([fill(times.shares_UxQ, "constant") for times in each]),
     np.concatenate([times.index_SxN + start for times, start in zip(each, starts, strict=False)]),
   )
 
@@ -74,7 +72,7 @@ class Grid:
   radians: float = 0.0
 
   def __post_init__(self):
-    if not len(self.dts) or len(self.edges) != len(self.dts) + 1:
+    if not self.dts or len(self.edges) != len(self.dts) + 1:
       raise ValueError(
         f"a grid needs at least one step, and one edge more than steps; got {len(self.edges)} edges and "
         f"{len(self.dts)} steps"
@@ -91,12 +89,10 @@ class Grid:
     Args:
       nodes: places in a step, from 0 (its start) to 1 (its end), [N].
     """
-    edges: Any = self.edges if isinstance(self.edges, jax.Array) else np.asarray(self.edges)
-    S, N = self.num_steps, len(nodes)
+    edges, S, N = np.asarray(self.edges), self.num_steps, len(nodes)
     starts_S, ends_S = edges[:-1], edges[1:]
     if self.weights_at == "mean":
-      widest = 2 / S if isinstance(edges, jax.Array) else float((ends_S - starts_S).max())
-      roots_Q, shares_Q = _mean_rule(self.radians * widest)
+      roots_Q, shares_Q = _mean_rule(self.radians * float((ends_S - starts_S).max()))
       points_SxQ = starts_S[:, None] + (ends_S - starts_S)[:, None] * roots_Q
       return Times(points_SxQ, np.tile(shares_Q, (S, 1)), np.tile(np.arange(S)[:, None], N))
     places = {"nodes": tuple(nodes), "end": (1.0,), "middle": (0.5,)}[self.weights_at]
@@ -114,21 +110,6 @@ def _mean_rule(radians: float) -> tuple[np.ndarray, np.ndarray]:
   roots, shares = np.polynomial.legendre.leggauss(MEAN_POINTS + math.ceil(2 * radians / parts))
   points_PxR = (np.arange(parts)[:, None] + (1 + roots) / 2) / parts
   return points_PxR.reshape(-1), np.tile(shares / (2 * parts), parts)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class JitteredGrid(Grid):
-  """An even grid whose inner edges were moved at random; edges and dts are traced arrays, equal to themselves alone."""
-
-  __eq__, __hash__ = object.__eq__, object.__hash__
-
-
-def jittered(grid: Grid, amount: float, key: jax.Array) -> JitteredGrid:
-  """An even grid with each inner edge moved by up to `amount` of half a step, either way; the mean over each step."""
-  S = grid.num_steps
-  moves = amount * jax.random.uniform(key, (S - 1,), minval=-0.5, maxval=0.5) / S
-  edges = jnp.asarray(grid.edges).at[1:-1].add(moves)
-  return JitteredGrid(edges, jnp.diff(edges) * sum(grid.dts), grid.weights_at, grid.radians)
 
 
 def uniform_grid(num_steps: int, horizon: float) -> Grid:

@@ -151,8 +151,7 @@ def links_of(solver: Solver, weights: dict, grid: Grid, dtype: jnp.dtype, key: j
   """What each step reads, with leading axes S; dt in float32, or wider for a wider `dtype`."""
   distinct = dict.fromkeys(_columns(solver, grid))
   sets = tuple(jax.tree.map(functools.partial(_sets, index_S=index_S), weights) for index_S in distinct)
-  dts: Any = grid.dts if isinstance(grid.dts, jax.Array) else np.asarray(grid.dts)
-  dts_S = jnp.asarray(dts, jnp.promote_types(dtype, jnp.float32))
+  dts_S = jnp.asarray(np.asarray(grid.dts), jnp.promote_types(dtype, jnp.float32))
   return sets, dts_S, jax.random.split(key, grid.num_steps)
 
 

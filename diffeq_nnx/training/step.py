@@ -55,12 +55,11 @@ def loss_and_gradients(
   key: jax.Array,
   frozen: Params | None = None,
 ) -> tuple[jax.Array, Params]:
-  """Mean loss in nats per token, and the gradient of the objective with respect to `params`.
+  """Mean loss in nats per token, and its gradient with respect to `params`.
 
   The batch is split evenly among the grids of `parts`. The weights of all grids are generated in one call, whatever
   the number of micro-batches; gradients with respect to them add up over micro-batches, and the generator is
-  differentiated once. The objective is the loss, and with `train.distillation` also that times the mean squared
-  distance between the last states of sequences and those of the grid of most steps, which are not differentiated.
+  differentiated once.
 
   Args:
     config: the experiment.
@@ -75,32 +74,25 @@ def loss_and_gradients(
   merge = lambda learning: parameters.build(config.model, parameters.join(learning, frozen or {}))
   adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
   each = tuple(dict.fromkeys(parts))
-  deepest = max(each, key=lambda grid: grid.num_steps)
   generate = lambda p: merge({**rest, "weight_source": p}).weights_of(each, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_parts, targets_parts, distance = [], [], jnp.zeros((), jnp.float32)
+    hidden_parts, targets_parts = [], []
     for grid, weights in zip(each, block_weights, strict=True):
       part = _part(batch, tuple(i for i, of in enumerate(parts) if of == grid), len(parts))
-      drop = {"dropout_key": key, "rows_B": part["rows"]}
-      hidden_BxLxD = _hidden(config, model, part, weights, grid, **drop, adjoint=adjoint)
-      hidden_parts.append(hidden_BxLxD)
+      hidden_parts.append(
+        _hidden(config, model, part, weights, grid, dropout_key=key, rows_B=part["rows"], adjoint=adjoint)
+      )
       targets_parts.append(part["targets"])
-      if config.train.distillation and grid != deepest:
-        target_BxLxD = _hidden(config, model, part, block_weights[each.index(deepest)], deepest, **drop)
-        wide = jnp.promote_types(hidden_BxLxD.dtype, jnp.float32)
-        gap_BxLxD = hidden_BxLxD.astype(wide) - jax.lax.stop_gradient(target_BxLxD).astype(wide)
-        distance += jnp.square(gap_BxLxD).mean() * len(gap_BxLxD) / len(batch["rows"])
     hidden_BxLxD, targets_BxL = _concatenated(hidden_parts), _concatenated(targets_parts)
     mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
-    loss = chunked_cross_entropy(hidden_BxLxD, model.unembedding(), targets_BxL, mask_BxL, config.train.loss_chunks)
-    return loss + config.train.distillation * distance, loss
+    return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), targets_BxL, mask_BxL, config.train.loss_chunks)
 
-  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1), has_aux=True)
-  (_, loss), (weight_gradients, rest_gradients) = _mean_over_microbatches(
+  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+  loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
     num_microbatches(config),
     functools.partial(gradient, block_weights, rest),
     {**batch, "rows": jnp.arange(len(batch["inputs"]))},
@@ -225,9 +217,6 @@ def make_train_step(
   def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
     parts = [grids.make_grid(config.model, count) for count in counts]
     key = jax.random.fold_in(state["key"], state["step"])
-    if config.train.jitter:
-      moved = {g: grids.jittered(g, config.train.jitter, jax.random.fold_in(key, 3)) for g in dict.fromkeys(parts)}
-      parts = [moved[grid] for grid in parts]
     loss, gradients = loss_and_gradients(config, parts, state["params"], batch, key, state["frozen"])
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {

@@ -43,6 +43,7 @@ OWN = (3, 6, 12)
 _SMOOTH = ["model.time.embedding=uniform", "model.time.weights_at=mean"]
 _BARE = [*_SMOOTH, "model.time.sinusoidal_dim=12"]
 _UNIFORM = [*_BARE, "model.time.common=1.5"]
+_SLOW = ["model.time.scale=20.0", "model.time.weights_at=mean"]
 _MIXED = [f"train.step_counts={TRAINED}"]
 _LATE = [*_MIXED, "train.draw_from=0.7"]
 _SANDWICH = [*_LATE, "train.draw=sandwich"]
@@ -52,6 +53,10 @@ RECIPES: dict[str, list[str]] = {
   "own6_bare": _BARE,
   "own6_k6": [*_UNIFORM, "model.time.sinusoidal_dim=6"],
   "own6_common3": [*_BARE, "model.time.common=3.0"],
+  "slow_late50": [*_SLOW, *_MIXED, "train.draw_from=0.5"],
+  "slow_late": [*_SLOW, *_LATE],
+  "slow_sandwich": [*_SLOW, *_SANDWICH],
+  "slow_mixed_mean": [*_SLOW, *_MIXED],
   "slow_mixed": ["model.time.scale=20.0", *_MIXED],
   "mixed_bare": [*_BARE, *_MIXED],
   "mixed": [*_UNIFORM, *_MIXED],
@@ -63,33 +68,33 @@ RECIPES: dict[str, list[str]] = {
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
   "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
   "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "late_share": [*_UNIFORM, *_LATE, "model.time.constant_share=0.3"],
-  "late_length": [*_UNIFORM, *_LATE, "model.time.length=1.5"],
+  "slow_share": [*_SLOW, *_LATE, "model.time.constant_share=0.3"],
+  "slow_length": [*_SLOW, *_LATE, "model.time.length=1.5"],
   "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
-  "late_jitter": [*_UNIFORM, *_LATE, "train.jitter=0.5"],
   "late_sandwich": [*_UNIFORM, *_SANDWICH],
   "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
   "late50_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.5"],
-  "late_distilled": [*_UNIFORM, *_SANDWICH, "train.distillation=0.1"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
   "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
 }
 _STORED = ["model.weights=stored", "model.solver=sequential"]
 RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
+_GOES_ON = [*_MIXED, "train.steps=300", "eval.every=300", "checkpoint.every=300"]
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
-  "continued": ("stored6", [*_MIXED, "train.steps=300", "eval.every=300", "checkpoint.every=300"])
+  "continued": ("stored6", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
+  "continued_rate5e-4": ("stored6", [*_GOES_ON, "optimizer.peak_rate=5e-4"]),
+  "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
 }
 RECIPES |= {name: settings for name, (_, settings) in CONTINUED.items()}
 
+_UNIFORM_TIME = TimeConfig(embedding="uniform", time_embed_dim=16)
 EMBEDDINGS = {
   "fixed, 1000 radians (the paper's)": TimeConfig(sinusoidal_dim=32, time_embed_dim=16),
   "learned": TimeConfig(embedding="learned", sinusoidal_dim=32, time_embed_dim=16),
   "shared_mlp": TimeConfig(embedding="shared_mlp", sinusoidal_dim=32, time_embed_dim=16),
   "fixed, 20 radians": TimeConfig(sinusoidal_dim=32, time_embed_dim=16, scale=20.0),
-  **{
-    f"uniform, {K} frequencies": TimeConfig(embedding="uniform", sinusoidal_dim=K, time_embed_dim=16)
-    for K in (6, 12, 24)
-  },
+  **{f"uniform, {K} frequencies": dataclasses.replace(_UNIFORM_TIME, sinusoidal_dim=K) for K in (6, 12, 24)},
+  "uniform, 12 frequencies, common 1.5": dataclasses.replace(_UNIFORM_TIME, sinusoidal_dim=12, common=1.5),
 }
 
 
