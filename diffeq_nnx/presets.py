@@ -29,9 +29,10 @@ def _published(config: ml_collections.ConfigDict) -> None:
 
 
 def _elastic(config: ml_collections.ConfigDict) -> None:
-  """As diffeq, for half to twice its number of steps: W(t) varies slowly, and the last train steps draw their depth."""
+  """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth."""
   n = config.model.num_steps
-  config.model.time.scale = 10 * n / 3  # radians: about a half turn for each step
+  config.model.time.embedding = "uniform"
+  config.model.time.sinusoidal_dim = 2 * n
   config.model.time.weights_at = "mean"
   config.train.step_counts = tuple(dict.fromkeys(max(1, round(n * part)) for part in (1 / 2, 2 / 3, 1, 4 / 3, 2)))
   config.train.draw_from = 0.7

@@ -60,7 +60,7 @@ RECIPES: dict[str, list[str]] = {
   "slow_mixed": ["model.time.scale=20.0", *_MIXED],
   "mixed_bare": [*_BARE, *_MIXED],
   "mixed": [*_UNIFORM, *_MIXED],
-  "late_bare": [*_BARE, *_LATE],
+  "elastic": [*_BARE, *_LATE],
   "late": [*_UNIFORM, *_LATE],
   "late60": [*_UNIFORM, *_MIXED, "train.draw_from=0.6"],
   "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
@@ -79,9 +79,11 @@ RECIPES: dict[str, list[str]] = {
 }
 _STORED = ["model.weights=stored", "model.solver=sequential"]
 RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
+RECIPES["stored6_first"] = [*RECIPES["stored6"], "train.steps=1200", "eval.every=1200", "checkpoint.every=1200"]
 _GOES_ON = [*_MIXED, "train.steps=300", "eval.every=300", "checkpoint.every=300"]
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
   "continued": ("stored6", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
+  "stored_then_elastic": ("stored6_first", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
   "continued_rate5e-4": ("stored6", [*_GOES_ON, "optimizer.peak_rate=5e-4"]),
   "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
 }

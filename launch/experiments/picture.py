@@ -1,8 +1,7 @@
 """The picture at the top of README.md: W(t) of a trained model, its spectra over depth, perplexity by number of steps.
 
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny
-  python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/any --config.model.time.scale=20 \
-      --config.train.step_counts='(3, 4, 6, 8, 12)'
+  python -m diffeq_nnx.main --config=configs/tiny.py:elastic --workdir=runs/any
   python -m launch.experiments.picture --workdirs=runs/any,runs/tiny [--steps=2,3,4,5,6,7,8,10,12,14,16] \
       [--out=docs/depth.png]
 
