@@ -16,9 +16,10 @@ from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
+from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.training import flops
+from diffeq_nnx.training import flops, starting
 from diffeq_nnx.training.depths import drawn_counts, possible_counts
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
@@ -145,6 +146,13 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   train(config, halves)
   losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, "train")] for folder in (whole, halves)]
   assert losses[0] == losses[1] and len(losses[0]) == 16
+
+
+def test_an_elastic_run_can_be_discretized():
+  """Stored weights exist for one depth, so that nothing is drawn."""
+  config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), draw="sandwich", draw_from=0.5)
+  stored = starting.derived(config, discretized_config(config.model, 2))
+  assert possible_counts(stored) == [(2,)]
 
 
 # several depths of one run

@@ -46,7 +46,7 @@ PEAK_TFLOPS = {
 
 
 def model_flops(config: Config, counts: Sequence[int]) -> float:
-  """FLOPs of one optimizer step, without those of the generator; `counts` as of `step.drawn_counts`."""
+  """FLOPs of one optimizer step, without those of the generator; `counts` as of `depths.drawn_counts`."""
   tokens = config.train.batch_size * config.model.seq_len
   return 3.0 * tokens * sum(forward_flops(config.model, count) for count in counts) / len(counts)
 
