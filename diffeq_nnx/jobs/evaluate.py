@@ -41,9 +41,10 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     corpus = corpus_of_run(config, workdir)
     params, step = read_params(config, workdir, mesh, corpus.tokenizer.hash)
     result: dict[str, Any] = {"job": "evaluate", "workdir": workdir, "step": step}
-    for count in [num_steps] if num_steps is None or isinstance(num_steps, int) else num_steps:
-      build(config.model, params).grid(count)  # a number that can't be is reported before any work
-    if num_steps is None or isinstance(num_steps, int):
+    model = build(config.model, params)
+    for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
+      model.grid(count)  # a number that can't be is reported before any work
+    if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)
       return print_result({**result, "num_steps": evaluator.num_steps, **evaluator(params)})
     rows = []
