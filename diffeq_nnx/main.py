@@ -10,6 +10,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.jobs import ALIASES, JOBS
 
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> None:
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  holds_run = os.path.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
+  holds_run = files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":

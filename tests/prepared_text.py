@@ -62,5 +62,5 @@ def prepared(text, small_tasks, tmp_path_factory):
 
 
 def shard_file(directory, start):
-  (found,) = directory.glob(f"{start}-of-*.array_record")
+  (found,) = directory.glob(f"{start}-of-*.tokens")
   return found

@@ -44,14 +44,20 @@ class _Batches:
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     start = self._start + int(index) * self._batch_size
-    tokens_BxL1 = np.stack([self._window(start + row) for row in self._rows]).astype(np.int32)
+    tokens_BxL1 = self._windows([start + row for row in self._rows])
     inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
     return {"inputs": inputs_BxL, "targets": targets_BxL, **packing(inputs_BxL, self._eos_id)}
 
-  def _window(self, index: int) -> np.ndarray:
-    split, index = take_turns(index, self._shares)
-    start = self._orders[split][index] * self._seq_len
-    return self._tokens[split][start : start + self._seq_len + 1]
+  def _windows(self, indices: list[int]) -> np.ndarray:
+    """These windows [len(indices), seq_len + 1] int32; those of one split are read at the same time."""
+    turns = [take_turns(index, self._shares) for index in indices]
+    windows = np.empty((len(indices), self._seq_len + 1), np.int32)
+    for split, tokens in enumerate(self._tokens):
+      places = [place for place, (its, _) in enumerate(turns) if its == split]
+      starts = [self._orders[split][turns[place][1]] * self._seq_len for place in places]
+      for place, window in zip(places, tokens.read([slice(start, start + self._seq_len + 1) for start in starts])):
+        windows[place] = window
+    return windows
 
   def __repr__(self) -> str:
     return f"Batches(splits={len(self._tokens)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
@@ -195,12 +201,10 @@ def eval_batches(
   total = num_eval_batches(split, seq_len, batch_size)
   for number in range(total if max_batches is None else min(total, max_batches)):
     inputs_BxL, targets_BxL, mask_BxL = np.zeros((3, len(rows), seq_len), np.int32)
-    for place, row in enumerate(rows):
-      start = (number * batch_size + int(row)) * seq_len
-      tokens = np.asarray(split.tokens[start : start + seq_len + 1], np.int32)
-      if row >= batch_size or len(tokens) < 2:
-        continue
+    starts = [(number * batch_size + int(row)) * seq_len if row < batch_size else len(split.tokens) for row in rows]
+    for place, tokens in enumerate(split.tokens.read([slice(start, start + seq_len + 1) for start in starts])):
       count = len(tokens) - 1
-      inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
+      if count > 0:
+        inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
     mask_BxL = mask_BxL.astype(np.float32)
     yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL, **packing(inputs_BxL, eos_id)}

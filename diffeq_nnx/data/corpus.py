@@ -1,16 +1,12 @@
 """Opens the corpus that a config names: prepared shards, a mixture of them, or text that is prepared in a cache."""
 
-import contextlib
 import dataclasses
-import glob
 import hashlib
 import json
 import os
 import re
-import shutil
-import time
-import uuid
 
+from diffeq_nnx import files
 from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.shards import Split
@@ -60,8 +56,8 @@ class Corpus:
 def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Opens prepared shards, or text that it prepares at the first call and caches under `config.cache_dir`.
 
-  A cache entry appears atomically: neither killed nor simultaneous runs leave a partial one, and one whose files have
-  the wrong size is replaced. Neither text nor tokens are held in memory.
+  A cache entry is whole or not used: a killed run's is completed by the next, simultaneous runs wait for one of them,
+  and an entry whose files have the wrong size is made again. Neither text nor tokens are held in memory.
 
   Args:
     config: The keys of `data` in a config; what each of them means stands there.
@@ -95,7 +91,7 @@ def _terms(source: str) -> dict[str, float]:
     weight = float(found[1]) if found and found[1].count(".") < 2 else -1.0
     kind, _, directory = found[2].partition(":") if found else ("", "", "")
     directory = directory.strip()
-    path = os.path.realpath(os.path.expanduser(directory))
+    path = os.path.realpath(files.absolute(directory))
     valid = kind == "shards" and directory and "shards:" not in directory
     if not (valid and 0 < weight < 1e100 and path not in known):
       raise UserError(
@@ -180,9 +176,9 @@ def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> Non
 
 def _directory(directory: str, key: str) -> shards.Directory:
   """Opens a directory of shards."""
-  label, path = f"{key}=shards:{directory}", os.path.expanduser(directory)
+  label, path = f"{key}=shards:{directory}", files.absolute(directory)
   manifest = shards.read_manifest(path, label)
-  if manifest is None and os.path.isdir(os.path.join(path, preparation.UNFINISHED)):
+  if manifest is None and files.is_folder(os.path.join(path, preparation.UNFINISHED)):
     raise UserError(f"{label}: is not finished; run the same --job=prepare again to complete it")
   if manifest is None:
     raise UserError(f"{label}: holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}")
@@ -192,26 +188,22 @@ def _directory(directory: str, key: str) -> shards.Directory:
 def _cached(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """The corpus of text, from the cache or prepared now."""
   recipe = preparation.recipe(config, vocab_size, seed)
-  cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
-  final = os.path.join(cache_dir, key)
-  corpus = _open(final)
+  folder = os.path.join(files.absolute(config.cache_dir), key)
+  corpus = _open(folder)
   if corpus is not None:
     return corpus
-  part = os.path.join(cache_dir, f".{key}.{uuid.uuid4().hex}")
   try:
-    try:
-      os.makedirs(part)
-      _remove_abandoned(cache_dir, key)
-      preparation.prepare(part, recipe, config.num_processes or preparation.num_cores())
-      return _publish(part, final)
-    finally:
-      shutil.rmtree(part, ignore_errors=True)
+    preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
+  except UserError:
+    files.remove(folder)
+    raise
   except OSError as error:  # those of the sources are UserErrors by now
     raise UserError(
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"
     ) from error
+  return _corpus([found := _directory(folder, "data.cache_dir")], [1.0], [found])
 
 
 def _open(directory: str) -> Corpus | None:
@@ -221,33 +213,3 @@ def _open(directory: str) -> Corpus | None:
   except UserError:
     return None
   return _corpus([found], [1.0], [found])
-
-
-def _remove_abandoned(cache_dir: str, key: str) -> None:
-  """Deletes temporary directories of killed runs for this cache entry: those unchanged for a day."""
-  for directory in glob.glob(os.path.join(glob.escape(cache_dir), f".{key}.*")):
-    with contextlib.suppress(OSError):
-      paths = glob.glob(f"{glob.escape(directory)}/**", recursive=True, include_hidden=True)
-      if time.time() - max(os.path.getmtime(path) for path in paths) > 86400:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _publish(part: str, final: str) -> Corpus:
-  """Renames a finished directory to its final name, unless another run was first."""
-  while True:
-    try:
-      os.rename(part, final)
-    except OSError:
-      if not os.path.lexists(final):
-        raise
-    corpus = _open(final)
-    if corpus is not None:
-      return corpus
-    # A damaged entry is in the way: move it aside first, since renaming is atomic and deleting isn't.
-    broken = f"{part}.broken"
-    with contextlib.suppress(FileNotFoundError):
-      os.rename(final, broken)
-    if os.path.isdir(broken):
-      shutil.rmtree(broken, ignore_errors=True)
-    elif os.path.lexists(broken):
-      os.remove(broken)

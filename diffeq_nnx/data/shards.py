@@ -1,35 +1,31 @@
-"""Prepared tokens on disk: shards in ArrayRecord files, and the manifest that describes them.
+"""Prepared tokens: shards, and the manifest that describes them, in a directory or under a URL of a bucket.
 
-The manifest is written last: a directory without one is incomplete, and nothing in it is read. A shard is a sequence of
-records of `RECORD_TOKENS` tokens, the last of them shorter, little-endian; the shards of a split in order are its
-tokens.
+The manifest is written last: a directory without one is incomplete, and nothing in it is read. A shard is its tokens,
+little-endian, then a CRC-32 (uint32) of each record of `RECORD_TOKENS` tokens, the last of which may be shorter; the
+shards of a split in order are its tokens.
 """
 
 import bisect
 from collections.abc import Sequence
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
 import os
-import resource
-import threading
 from typing import Any
+import zlib
 
-from array_record.python import array_record_module
 import numpy as np
 
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.files import read_json
+from diffeq_nnx.files import file_system, read_json, sizes
 
-VERSION = 1  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
+VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
 MANIFEST = "manifest.json"
 RECORD_TOKENS = 16384  # the smallest read: a window of 1024 tokens lies in 1.06 records on average
-_READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access
-_WRITE_OPTIONS = "group_size:1,uncompressed"
+_CHECKSUM = np.dtype("<u4")
 _RESTORE = "restore it, or prepare the directory again"
 
 
@@ -55,13 +51,13 @@ class Split:
   """One side of a corpus.
 
   Attributes:
-    tokens: [num_tokens] uint16 or uint32, an array or `Tokens`: the documents, each followed by the end-of-text id and,
-      where the tokenizer has one (`bos_id`), preceded by the begin mark.
+    tokens: [num_tokens] uint16 or uint32: the documents, each followed by the end-of-text id and, where the tokenizer
+      has one (`bos_id`), preceded by the begin mark.
     num_bytes: UTF-8 bytes of the text, marks excluded.
     num_documents: Number of documents.
   """
 
-  tokens: "np.ndarray | Tokens"
+  tokens: "Tokens"
   num_bytes: int
   num_documents: int
 
@@ -78,15 +74,13 @@ class Tokens:
     """Opens no file yet.
 
     Args:
-      paths: The shards' files, in order.
+      paths: The shards' files, in order, all in a file system or all in a bucket.
       sizes: Numbers of tokens of the shards.
       dtype: Type of the tokens.
     """
     self.paths, self.sizes, self.dtype = paths, sizes, np.dtype(dtype)
     self._ends = list(itertools.accumulate(sizes))
-    self._readers: list[Any] = [None] * len(paths)
-    self._lock = threading.Lock()
-    _allow_open_files(len(paths))
+    self._checksums: dict[int, np.ndarray] = {}  # by shard, [records] uint32
 
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0
@@ -98,6 +92,21 @@ class Tokens:
       UserError: If a shard is missing or damaged.
       IndexError: For anything but a slice of step 1.
     """
+    return self.read([part])[0]
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """All tokens, in memory."""
+    del copy
+    return self[:].astype(dtype or self.dtype, copy=False)
+
+  def read(self, parts: Sequence[slice]) -> list[np.ndarray]:
+    """Several slices, fetched from a bucket at the same time; raises as `__getitem__`."""
+    pieces = [self._pieces(part) for part in parts]
+    found = iter(self._fetch([piece for of_part in pieces for piece in of_part]))
+    return [np.concatenate([np.zeros(0, self.dtype), *itertools.islice(found, len(one))]) for one in pieces]
+
+  def _pieces(self, part: slice) -> list[tuple[int, int, int]]:
+    """What a slice has of each shard: its number, and the first token there and the last one plus 1."""
     if not isinstance(part, slice) or part.step not in (None, 1):
       raise IndexError(f"{part}: only slices of step 1 can be read")
     start, stop, _ = part.indices(len(self))
@@ -106,57 +115,51 @@ class Tokens:
     while start < stop:
       offset = self._ends[number] - self.sizes[number]
       end = min(stop, self._ends[number])
-      pieces.append(self._read(number, start - offset, end - offset))
+      pieces.append((number, start - offset, end - offset))
       start, number = end, number + 1
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, self.dtype)])
+    return pieces
 
-  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """All tokens, in memory."""
-    del copy
-    return self[:].astype(dtype or self.dtype, copy=False)
+  def _fetch(self, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    """Pieces as of `_pieces`, at least one token each, checked."""
+    self._fetch_checksums({number for number, _, _ in pieces} - self._checksums.keys())
+    records = [(number, start // RECORD_TOKENS, -(-stop // RECORD_TOKENS)) for number, start, stop in pieces]
+    size = self.dtype.itemsize
+    ranges = [
+      (number, first * RECORD_TOKENS * size, min(last * RECORD_TOKENS, self.sizes[number]) * size)
+      for number, first, last in records
+    ]
+    found = []
+    for (number, start, stop), (_, first, last), data in zip(pieces, records, self._read_ranges(ranges)):
+      step = RECORD_TOKENS * size
+      sums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
+      if sums != self._checksums[number][first:last].tolist():
+        raise UserError(f"{self.paths[number]}: damaged in records {first} to {last - 1}; {_RESTORE}")
+      tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
+      found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
+    return found
 
-  def _read(self, number: int, start: int, stop: int) -> np.ndarray:
-    """Tokens start to stop - 1 of one shard, at least one token."""
-    first, last = start // RECORD_TOKENS, (stop - 1) // RECORD_TOKENS
-    offset = first * RECORD_TOKENS
-    num_bytes = (min((last + 1) * RECORD_TOKENS, self.sizes[number]) - offset) * self.dtype.itemsize
-    try:
-      data = b"".join((self._readers[number] or self._open(number)).read(range(first, last + 1)))
-      problem = None if len(data) == num_bytes else f"{len(data)} bytes, expected {num_bytes}"
-    except UserError:
-      raise
-    except Exception as error:  # array_record raises bare RuntimeError
-      if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        raise UserError(
-          f"{self.paths[number]}: can't be opened (too many open files); every shard stays open: raise the limit, for "
-          "example with ulimit -n 4096"
-        ) from error
-      problem = first_line(error, 200)
-    if problem:
-      raise UserError(f"{self.paths[number]}: record {first} can't be read ({problem}): damaged or missing; {_RESTORE}")
-    return np.frombuffer(data, self.dtype.newbyteorder("<"))[start - offset : stop - offset]
+  def _fetch_checksums(self, numbers: set[int]) -> None:
+    wanted = sorted(numbers)
+    counts = [-(-self.sizes[number] // RECORD_TOKENS) for number in wanted]
+    starts = [self.sizes[number] * self.dtype.itemsize for number in wanted]
+    ranges = [
+      (number, start, start + count * _CHECKSUM.itemsize) for number, start, count in zip(wanted, starts, counts)
+    ]
+    for number, data in zip(wanted, self._read_ranges(ranges)):
+      self._checksums[number] = np.frombuffer(data, _CHECKSUM)
 
-  def _open(self, number: int) -> Any:
-    with self._lock:
-      if self._readers[number] is None:
-        with open(self.paths[number], "rb"):
-          pass  # array_record reports no error for a file that it can't open
-        reader = array_record_module.ArrayRecordReader(self.paths[number], _READ_OPTIONS)
-        expected = -(-self.sizes[number] // RECORD_TOKENS)
-        if reader.num_records() != expected:  # 0 for a truncated file
-          raise UserError(
-            f"{self.paths[number]}: holds {reader.num_records()} records, expected {expected}: damaged; {_RESTORE}"
-          )
-        self._readers[number] = reader
-      return self._readers[number]
-
-
-def _allow_open_files(number: int) -> None:
-  """Raises this process's limit of open files for so many shards, as far as permitted."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  limit = number + 512  # the rest of the process needs some too
-  if resource.RLIM_INFINITY not in (soft, hard) and soft < limit:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, hard), hard))
+  def _read_ranges(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
+    """Bytes start to stop - 1 of each shard named by its number."""
+    if not ranges:
+      return []
+    numbers, starts, stops = (list(column) for column in zip(*ranges))
+    paths = [self.paths[number] for number in numbers]
+    found = file_system(paths[0]).cat_ranges(paths, starts, stops, on_error="return")
+    for path, start, stop, data in zip(paths, starts, stops, found):
+      if isinstance(data, Exception) or len(data) != stop - start:
+        problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
+        raise UserError(f"{path}: bytes from {start} can't be read ({problem}): damaged or missing; {_RESTORE}")
+    return found
 
 
 def join(splits: Sequence[Split]) -> Split:
@@ -173,19 +176,17 @@ def join(splits: Sequence[Split]) -> Split:
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
   """Writes tokens [num_tokens] to a file that will be renamed to `name`; raises OSError if it fails."""
   tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-  try:
-    writer = array_record_module.ArrayRecordWriter(path, _WRITE_OPTIONS)
-    for start in range(0, len(tokens), RECORD_TOKENS):
-      writer.write(tokens[start : start + RECORD_TOKENS].tobytes())
-    writer.close()
-  except Exception as error:  # array_record raises bare RuntimeError
-    raise OSError(first_line(error, 200)) from error
+  starts = range(0, len(tokens), RECORD_TOKENS)
+  sums = [zlib.crc32(tokens[start : start + RECORD_TOKENS].tobytes()) for start in starts]
+  with open(path, "wb") as file:
+    tokens.tofile(file)
+    np.array(sums, _CHECKSUM).tofile(file)
   return Shard(name, len(tokens), os.path.getsize(path), sha256(path))
 
 
 def sha256(path: str) -> str:
   """The SHA-256 of a file, in hex."""
-  with open(path, "rb") as file:
+  with file_system(path).open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -251,17 +252,15 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
   Raises:
     UserError: For a missing shard, one of another size, or another tokenizer.
   """
-  splits = {}
+  splits, found = {}, sizes(directory)
   for name, info in manifest["splits"].items():
     shards = [Shard(**shard) for shard in info["shards"]]
     paths = [os.path.join(directory, shard.file) for shard in shards]
     for path, shard in zip(paths, shards):
-      try:
-        size = os.path.getsize(path)
-      except OSError as error:
-        raise UserError(f"{label}: {path} is not there ({error.strerror}); {_RESTORE}") from error
-      if size != shard.size:
-        raise UserError(f"{label}: {path} has {size} bytes, expected {shard.size}: damaged; {_RESTORE}")
+      if shard.file not in found:
+        raise UserError(f"{label}: {path} is not there; {_RESTORE}")
+      if found[shard.file] != shard.size:
+        raise UserError(f"{label}: {path} has {found[shard.file]} bytes, expected {shard.size}: damaged; {_RESTORE}")
     tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]

@@ -7,27 +7,26 @@ import os
 import shutil
 from typing import Any
 
+from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import replacing_folder
 
 
 def check_new(folder: str) -> None:
   """Raises UserError if the folder exists and is not empty."""
-  if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+  if files.exists(folder) and (not files.is_folder(folder) or files.sizes(folder)):
     raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one", everywhere=True)
 
 
 @contextlib.contextmanager
-def new_folder(folder: str) -> Iterator[str]:
-  """A temporary folder, renamed to `folder` once everything is written.
+def new_folder(folder: str, last: str) -> Iterator[str]:
+  """A temporary folder, which becomes `folder` once everything is written; `last` as for `files.replacing_folder`.
 
   Raises:
     UserError: the folder is not empty, or can't be written.
   """
   check_new(folder)
-  folder = os.path.abspath(folder)
   try:
-    with replacing_folder(folder) as place:
+    with files.replacing_folder(folder, last) as place:
       yield place
   except OSError as error:
     raise UserError(

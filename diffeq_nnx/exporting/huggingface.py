@@ -96,7 +96,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
   exported = exported_config(stored, layouts.OWN if wide else architecture)
   notes, params = [], jax.device_get(params)
-  with folders.new_folder(folder) as place:
+  with folders.new_folder(folder, "config.json") as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
     factors = make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
     tensors = layouts.to_tensors(architecture, stored, params, factors)

@@ -1,7 +1,7 @@
 """Hugging Face folders of GPT-2 and Llama as models with stored weights and sequential steps."""
 
 import dataclasses
-import glob
+import fnmatch
 import os
 import re
 from typing import Any
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from diffeq_nnx import data
+from diffeq_nnx import data, files
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
@@ -79,7 +79,7 @@ def tokenizer_of(
   """
   model = os.path.join(folder, "tokenizer.model")
   return data.load_tokenizer(
-    model if os.path.exists(model) else folder,
+    model if files.exists(model) else folder,
     begin_mark=begin_mark,
     begin_token=begin_token,
     end_token=end_token,
@@ -90,7 +90,7 @@ def tokenizer_of(
 def read(folder: str) -> tuple[ModelConfig, Params]:
   """`import_hf` as a config and float32 parameters in NumPy."""
   opened = _Folder(folder)
-  if not os.path.isdir(folder):
+  if not files.is_folder(folder):
     raise opened.error(f"there is no such folder; name one with config.json and {_WEIGHTS}")
   config = opened.json("config.json")
   kind = config.get("model_type")
@@ -115,8 +115,7 @@ class _Folder:
   def json(self, name: str) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-      with open(os.path.join(self.path, name), "rb") as file:
-        values = parse_json(file.read(), name, f"from_hf={self.path}")
+      values = parse_json(files.read(os.path.join(self.path, name)), name, f"from_hf={self.path}")
     except OSError as error:
       raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
     if not isinstance(values, dict):
@@ -125,11 +124,12 @@ class _Folder:
 
   def tensors(self) -> layouts.Tensors:
     """All arrays of model.safetensors, or of the files that its index names, as float32."""
-    if os.path.exists(os.path.join(self.path, _WEIGHTS)):
-      files = [_WEIGHTS]
-    elif os.path.exists(os.path.join(self.path, _INDEX)):
-      files = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
-    elif glob.glob(os.path.join(glob.escape(self.path), "pytorch_model*.bin")):
+    there = files.sizes(self.path)
+    if _WEIGHTS in there:
+      names = [_WEIGHTS]
+    elif _INDEX in there:
+      names = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
+    elif fnmatch.filter(there, "pytorch_model*.bin"):
       raise self.error(
         "holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
@@ -137,9 +137,14 @@ class _Folder:
     else:
       raise self.error(f"holds no {_WEIGHTS}; restore the folder")
     tensors = {}
-    for name in files:
+    for name in names:
+      if os.path.basename(name) != name:
+        raise self.error(f"{_INDEX} names {name!r}, which is no file of the folder; restore the folder")
       try:
-        with safetensors.safe_open(os.path.join(self.path, name), "flax") as file:  # NumPy has no bfloat16
+        with (
+          files.local(os.path.join(self.path, name)) as path,
+          safetensors.safe_open(path, "flax") as file,  # NumPy has no bfloat16
+        ):
           keys = file.keys()
           tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
       except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:

@@ -54,7 +54,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   portable = dataclasses.replace(stored, attention="reference")
   weights = {name: np.asarray(array) for name, array in traverse_util.flatten_dict(params, sep=".").items()}
   program = _program(portable, weights)
-  with folders.new_folder(folder) as place:
+  with folders.new_folder(folder, "model.json") as place:
     with open(os.path.join(place, PROGRAM), "wb") as file:
       file.write(program.serialize())
     safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))

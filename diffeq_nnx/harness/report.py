@@ -1,7 +1,7 @@
 """Results as a Markdown table and a bar chart, beside those of a baseline."""
 
 from collections.abc import Sequence
-import glob
+import fnmatch
 import io
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import read_json
 
 NAME = "results.json"
 BARS = ("acc", "exact_match", "f1")  # metrics shown as bars, a task's first of these; shares, the larger the better
@@ -51,8 +51,9 @@ def read(path: str, folder: str) -> list[Results]:
     UserError: no such file, or no results in it.
   """
   paths = [path]
-  if os.path.isdir(path):
-    paths = sorted(glob.glob(os.path.join(glob.escape(path), folder, "results*.json")))
+  if files.is_folder(path):
+    place = os.path.join(path, folder)
+    paths = [os.path.join(place, name) for name in sorted(files.sizes(place)) if fnmatch.fnmatch(name, "results*.json")]
     if not paths:
       raise UserError(
         f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "
@@ -61,7 +62,7 @@ def read(path: str, folder: str) -> list[Results]:
   found = []
   for one in paths:
     try:
-      found.append(read_json(one))
+      found.append(files.read_json(one))
       estimates(found)
     except FileNotFoundError as error:
       raise UserError(f"--baseline={one}: there is no such file or directory") from error

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from diffeq_nnx import files
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.figures import sections
 from diffeq_nnx.analysis.findings import Findings, find, showing
@@ -17,7 +18,6 @@ from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.files import replacing_folder
 from diffeq_nnx.inference.generation import encoded
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.parallel import distributed
@@ -65,8 +65,10 @@ def analyze(
   start = time.perf_counter()
   workdir_lib.require(workdir, config)
   folder = os.path.join(workdir, REPORT_FOLDER)
-  if os.path.exists(folder) and not os.path.isdir(folder) or not os.access(workdir, os.W_OK):
-    raise RunError(f"{folder}: can't be written; make room for it")  # before the work
+  try:
+    files.check_writable(folder)  # before the work
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror}); make room for it") from error
   config, tokenizer = opening.described(workdir, config)
   ids = text_ids(tokenizer, TEXT if text is None else text)
   if text is None:
@@ -81,7 +83,7 @@ def analyze(
   )
   model = config.model
   facts = [
-    ("Run", os.path.basename(os.path.abspath(workdir))),
+    ("Run", os.path.basename(files.absolute(workdir))),
     ("Optimizer steps", str(step)),
     ("Field", model.field),
     ("Weights", model.weights),
@@ -90,7 +92,7 @@ def analyze(
     ("Tokens of the text", str(len(ids))),
   ]
   try:
-    write_report(found, folder, f"Inside {os.path.basename(os.path.abspath(workdir))}", facts)
+    write_report(found, folder, f"Inside {os.path.basename(files.absolute(workdir))}", facts)
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
   return print_result(
@@ -126,7 +128,7 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   """
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  with replacing_folder(folder) as place, showing("pictures", len(pictures)) as progress:
+  with files.replacing_folder(folder, "index.html") as place, showing("pictures", len(pictures)) as progress:
     np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
     for picture in pictures:
       draw(picture, os.path.join(place, f"{picture.name}.png"))

@@ -6,6 +6,7 @@ import os
 
 import jax
 
+from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.discretization import discretized_config
@@ -62,7 +63,7 @@ def finetune(
     with distributed.together():
       if distributed.leads():
         workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: its source may go
-    own = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
+    own = os.path.join(files.absolute(workdir), tokenizer.file_name)
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
   config = starting.derived(config, model, data_config)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
@@ -70,7 +71,7 @@ def finetune(
   with jax.set_mesh(mesh):
     corpus = load_corpus(config)
     if corpus.tokenizer.hash != tokenizer.hash:
-      own = os.path.join(os.path.abspath(from_workdir), tokenizer.file_name)
+      own = os.path.join(files.absolute(from_workdir), tokenizer.file_name)
       raise UserError(
         f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
         f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
@@ -83,7 +84,7 @@ def finetune(
     before = Evaluator(config, corpus, mesh)(params)
     with distributed.together():
       if distributed.leads():
-        os.makedirs(workdir, exist_ok=True)
+        files.make_folder(workdir)
     with reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
     starting.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))

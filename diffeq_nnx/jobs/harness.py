@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
+from diffeq_nnx import files
 from diffeq_nnx.config import Config, HarnessConfig
 from diffeq_nnx.data import sources
 from diffeq_nnx.errors import RunError, UserError, first_line
-from diffeq_nnx.files import write
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
@@ -95,17 +95,18 @@ def evaluate_downstream(
   info = lm.get_model_info()
   with distributed.together():
     if distributed.leads():
-      files = {
+      written = {
         report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
         for count, one in zip(shots, ours)
       }
       if text is not None:
         conditions = {name: info[name] for name in CONDITIONS}
-        files["perplexity.json"] = (json.dumps({"text": settings.text, **text, **conditions}, indent=1) + "\n").encode()
+        record = {"text": settings.text, **text, **conditions}
+        written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
       notes = _notes(info, shots, ours, theirs, text, settings)
-      files["table.md"] = report.table(ours, theirs, notes).encode()
-      name = lambda path: os.path.basename(os.path.abspath(path)) if path else ""
-      _write(folder, {**files, "bars.png": report.bar_chart(ours, theirs, (name(workdir), name(baseline)))})
+      written["table.md"] = report.table(ours, theirs, notes).encode()
+      name = lambda path: os.path.basename(files.absolute(path)) if path else ""
+      _write(folder, {**written, "bars.png": report.bar_chart(ours, theirs, (name(workdir), name(baseline)))})
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -209,19 +210,19 @@ def _notes(
   return notes
 
 
-def _write(folder: str, files: dict[str, bytes | None]) -> None:
+def _write(folder: str, written: dict[str, bytes | None]) -> None:
   """Writes the files that have content, and removes those of an earlier job.
 
   Raises:
     RunError: they can't be written.
   """
   try:
-    os.makedirs(folder, exist_ok=True)
-    for name, content in files.items():
+    files.make_folder(folder)
+    for name, content in written.items():
       if content is not None:
-        write(os.path.join(folder, name), content)
-    for name in os.listdir(folder):
-      if files.get(name) is None and re.fullmatch(r"results(_\d+shot)?\.json|bars\.png|perplexity\.json", name):
-        os.remove(os.path.join(folder, name))
+        files.write(os.path.join(folder, name), content)
+    for name in files.sizes(folder):
+      if written.get(name) is None and re.fullmatch(r"results(_\d+shot)?\.json|bars\.png|perplexity\.json", name):
+        files.remove(os.path.join(folder, name))
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.parallel import distributed
@@ -31,7 +32,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)
   tokenizer = importing.tokenizer_of(from_hf, config.data.begin_mark, config.data.begin_token, config.data.end_token)
-  path = os.path.join(os.path.abspath(workdir), tokenizer.file_name)
+  path = os.path.join(files.absolute(workdir), tokenizer.file_name)
   config = starting.derived(
     config,
     dataclasses.replace(model, attention=config.model.attention),

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, Config
 from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.model import parameters
@@ -28,8 +28,10 @@ class Checkpoints:
   the batches) and run (config and tokenizer hash) as JSON.
   """
 
-  def __init__(self, workdir: str, config: Config, tokenizer_hash: str):
-    self._workdir = os.path.abspath(workdir)
+  def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
+    """`read_only`: nothing is written to the directory, and a damaged checkpoint stays where it is."""
+    self._read_only = read_only
+    self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
     self._config = config
     self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
@@ -41,6 +43,8 @@ class Checkpoints:
     return ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
+        create=not self._read_only,
+        read_only=self._read_only,
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
           [checkpoint_managers.LatestN(self._config.checkpoint.keep), best]
@@ -69,7 +73,8 @@ class Checkpoints:
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
 
-    A damaged checkpoint is moved to the folder checkpoints_damaged, and the one before is tried.
+    A damaged checkpoint is moved to the folder checkpoints_damaged, unless this is `read_only`, and the one before is
+    tried.
 
     Args:
       abstract: the state's shapes, from `jax.eval_shape`, with shardings where they matter.
@@ -78,7 +83,7 @@ class Checkpoints:
       UserError: there are checkpoints, and none can be read.
       RunError: some processes can read it, and others can't.
     """
-    items = self._restore(
+    items, _ = self._restore(
       {
         "data": ocp.args.JsonRestore(),
         **{name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()},
@@ -95,13 +100,13 @@ class Checkpoints:
       abstract: shapes of the parameters, with shardings where they matter.
     """
     learning, frozen = parameters.split(self._config.model, abstract)
-    items = self._restore({"params": ocp.args.StandardRestore(learning)})
+    items, step = self._restore({"params": ocp.args.StandardRestore(learning)})
     if items is None:
       return None
-    return parameters.join(items["params"], self._restore_frozen(frozen)), self.steps()[-1]
+    return parameters.join(items["params"], self._restore_frozen(frozen)), step
 
-  def _restore(self, wanted: dict[str, Any]) -> Any:
-    """These items of the newest readable checkpoint; None if there is none."""
+  def _restore(self, wanted: dict[str, Any]) -> tuple[Any, int]:
+    """These items of the newest readable checkpoint, and its step; (None, 0) if there is none."""
     found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # the directory as process 0 sees it
     for step in reversed(found):
       problem = ""
@@ -111,15 +116,19 @@ class Checkpoints:
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
       if problem is None:
-        return items
-      self._set_aside(step, problem)
+        return items, step
+      if self._read_only:
+        say(f"the checkpoint of step {step} is damaged ({problem}); trying the one before")
+      else:
+        self._set_aside(step, problem)
     if found:
+      moved = "" if self._read_only else f"; they were moved to {DAMAGED_FOLDER}"
       raise UserError(
-        f"workdir={self._workdir}: none of its checkpoints {found} can be read; they were moved to "
-        f"{DAMAGED_FOLDER}; to start again, choose another workdir or remove this one",
+        f"workdir={self._workdir}: none of its checkpoints {found} can be read{moved}; to start again, choose another "
+        "workdir or remove this one",
         everywhere=True,
       )
-    return None
+    return None, 0
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
     """Saves the parameters that don't learn, once for all checkpoints; {}: none.
@@ -163,9 +172,7 @@ class Checkpoints:
   def _set_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
     if distributed.leads():
-      os.makedirs(os.path.join(self._workdir, DAMAGED_FOLDER), exist_ok=True)
-      shutil.rmtree(target, ignore_errors=True)
-      shutil.move(os.path.join(self._folder, str(step)), target)
+      files.move_folder(os.path.join(self._folder, str(step)), target)
     say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
     distributed.exchange("moved")
     self._manager.reload()
@@ -196,7 +203,7 @@ class _Reported:
   def __exit__(self, kind, error, traceback):
     if isinstance(error, Exception) and not distributed.is_process_death(error):
       folder = self._checkpoints._folder
-      kept = sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+      kept = sorted(int(name) for name in files.sizes(folder) if name.isdigit())
       raise RunError(
         f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"

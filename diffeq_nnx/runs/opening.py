@@ -81,7 +81,8 @@ def read_params(
   Raises:
     UserError: there is none, or none that can be read.
   """
-  found = Checkpoints(workdir, config, tokenizer_hash).restore_params(abstract_params(config.model, mesh))
+  checkpoints = Checkpoints(workdir, config, tokenizer_hash, read_only=True)
+  found = checkpoints.restore_params(abstract_params(config.model, mesh))
   if found is None:
     raise UserError(
       f"{flag}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True

@@ -4,19 +4,17 @@ run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the dir
 model, tokenizer or text is rejected.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from typing import Any
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import write
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
@@ -58,22 +56,20 @@ def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = Non
   """
   tokenizer = corpus.tokenizer
   try:
-    os.makedirs(workdir, exist_ok=True)
+    files.make_folder(workdir)
     known = _read(workdir)
     if known is None:
-      write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+      files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
       record = {
         "config": config_lib.to_dict(config),
         "tokenizer_hash": tokenizer.hash,
         "corpus": corpus.fingerprint,
         "source": source,
       }
-      write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
-      with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(workdir, STARTING))
+      files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+      files.remove(os.path.join(workdir, STARTING))
     else:
-      write(os.path.join(workdir, ".writable"), b"")
-      os.remove(os.path.join(workdir, ".writable"))
+      files.check_writable(workdir)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   if known is not None:
@@ -88,24 +84,23 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   """
   mark = os.path.join(workdir, STARTING)
   folders = [os.path.join(workdir, name) for name in (CHECKPOINT_FOLDER, FROZEN_FOLDER)]
-  if not os.path.exists(mark) and any(map(os.path.exists, folders)):
+  if not files.exists(mark) and any(map(files.exists, folders)):
     raise UserError(
       f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one"
     )
   try:
-    os.makedirs(workdir, exist_ok=True)
-    write(mark, b"")
+    files.make_folder(workdir)
+    files.write(mark, b"")
     for folder in folders:
-      shutil.rmtree(folder, ignore_errors=True)
-    write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+      files.remove(folder)
+    files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 
 
 def run_hash(workdir: str) -> str:
   """A hash that identifies a run wherever its directory is, in hex."""
-  with open(os.path.join(workdir, RUN_FILE), "rb") as file:
-    return hashlib.sha256(file.read()).hexdigest()
+  return hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
@@ -146,7 +141,7 @@ def require_none(workdir: str) -> None:
 
 def holds_run(workdir: str) -> bool:
   """Whether a work directory holds a run."""
-  return os.path.exists(os.path.join(workdir, RUN_FILE))
+  return files.exists(os.path.join(workdir, RUN_FILE))
 
 
 def config_of(workdir: str, flag: str = "workdir") -> Config:
@@ -160,8 +155,9 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
   config = config_lib.from_dict(known["config"])
   path = os.path.expanduser(config.data.tokenizer)
-  own = os.path.join(os.path.abspath(workdir), os.path.basename(path))
-  if os.path.isabs(path) and not os.path.exists(path) and os.path.exists(own):  # the directory was moved
+  own = os.path.join(files.absolute(workdir), os.path.basename(path))
+  whole = path == files.absolute(path)
+  if whole and not files.exists(path) and files.exists(own):  # the directory was moved
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
   return config
 
@@ -176,7 +172,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   if known is None:
     raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
-    for begin_mark in (config.data.begin_mark, False, True) if os.path.exists(path) else ():
+    for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
         tokenizer = load_tokenizer(path, begin_mark=begin_mark)
         if tokenizer.hash == known["tokenizer_hash"]:
@@ -213,14 +209,15 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
 
 def _read(workdir: str) -> dict[str, Any] | None:
   path = os.path.join(workdir, RUN_FILE)
-  if not os.path.exists(path):
-    return None
   try:
-    with open(path, encoding="utf-8") as file:
-      known = json.load(file)
+    known = files.read_json(path)
     known["config"], known["tokenizer_hash"], known["corpus"]
     return known
-  except (json.JSONDecodeError, KeyError, TypeError) as error:
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  except OSError as error:
+    raise UserError(f"{path}: can't be read ({error.strerror}); check the name and the permissions") from error
+  except (ValueError, KeyError, TypeError) as error:
     raise UserError(
       f"{path}: damaged; if the directory is this run's, remove the file and run again, or choose another"
     ) from error

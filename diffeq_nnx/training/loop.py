@@ -97,6 +97,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
           values = evaluator(all_params(state))
           run.report.validation(step + 1, values)
         if save:
+          run.report.upload()
           windows = run.windows + (step + 1 - start) * config.train.batch_size
           run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
     if preempted:

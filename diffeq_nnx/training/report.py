@@ -11,8 +11,8 @@ from clu import parameter_overview
 import tensorboardX
 from tqdm import tqdm
 
+from diffeq_nnx import files
 from diffeq_nnx.config import TENSORBOARD_FOLDER
-from diffeq_nnx.files import write
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
 
@@ -38,6 +38,9 @@ class Silent:
   def validation(self, step: int, values: dict[str, float]) -> None:
     """Nothing."""
 
+  def upload(self) -> None:
+    """Nothing."""
+
   def __enter__(self):
     return self
 
@@ -52,9 +55,11 @@ class Reporter:
     """Opens the files; records after step `start`, left by a killed run, are dropped."""
     self._workdir = workdir
     self._start, self._steps, self._started = start, steps, time.perf_counter()
-    _truncate(os.path.join(workdir, METRICS_FILE), start)
-    self._file = open(os.path.join(workdir, METRICS_FILE), "a", encoding="utf-8")
-    self._tensorboard = tensorboardX.SummaryWriter(os.path.join(workdir, TENSORBOARD_FOLDER), purge_step=start + 1)
+    self._growing = files.Growing(workdir, (METRICS_FILE,))
+    folder = self._growing.folder
+    _truncate(os.path.join(folder, METRICS_FILE), start)
+    self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
+    self._tensorboard = tensorboardX.SummaryWriter(os.path.join(folder, TENSORBOARD_FOLDER), purge_step=start + 1)
     self._bar = (
       tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
       if (sys.stderr.isatty())
@@ -91,7 +96,8 @@ class Reporter:
     try:
       self._file.close()
       self._tensorboard.close()
-      plot_losses(self._workdir)
+      plot_losses(self._growing.folder)
+      self._growing.close()
     except OSError as error:
       say(f"workdir={self._workdir}: the last records or loss.png can't be written ({error.strerror or error})")
     finally:
@@ -104,6 +110,16 @@ class Reporter:
     self._file.flush()
     for name, value in values.items():
       self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    self._growing.grown()
+
+  def upload(self) -> None:
+    """Copies what a bucket lacks of metrics and TensorBoard files, before a checkpoint that they lead up to.
+
+    Raises:
+      OSError: they can't be written.
+    """
+    self._tensorboard.flush()
+    self._growing.upload()
 
 
 def _truncate(path: str, last_step: int) -> None:
@@ -111,16 +127,15 @@ def _truncate(path: str, last_step: int) -> None:
   if not os.path.exists(path):
     return
   kept = [line for line, record in _lines(path) if record["step"] <= last_step]
-  write(path, "".join(kept).encode())
+  files.write(path, "".join(kept).encode())
 
 
 def _lines(path: str):
-  with open(path, encoding="utf-8") as file:
-    for line in file:
-      try:
-        yield line, json.loads(line)
-      except json.JSONDecodeError:  # a run killed while it wrote
-        return
+  for line in files.read(path).decode().splitlines(keepends=True):
+    try:
+      yield line, json.loads(line)
+    except json.JSONDecodeError:  # a run killed while it wrote
+      return
 
 
 def read_metrics(workdir: str, split: str) -> list[dict[str, Any]]:

@@ -13,23 +13,27 @@ from typing import Any
 
 from absl import logging
 
+from diffeq_nnx import files
 from diffeq_nnx.data import shards
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import write_json
 
 UNFINISHED = ".unfinished"
-_OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\d+-of-\d+\.array_record|\..*")
+_OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\d+-of-\d+\.tokens|\..*")
 
 
 @contextlib.contextmanager
-def locked(directory: str, label: str) -> Iterator[None]:
-  """Keeps a second process out of a directory; raises UserError if there is one."""
+def locked(directory: str, label: str, wait: bool = False) -> Iterator[None]:
+  """Keeps a second process out of a directory; raises UserError if there is one, or waits for it."""
   descriptor = os.open(directory, os.O_RDONLY)
   try:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-      raise UserError(f"{label}: another process is preparing it; wait for it, or stop it") from error
+      if wait:
+        logging.warning("%s: another process is preparing it; waiting", label)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+      else:
+        raise UserError(f"{label}: another process is preparing it; wait for it, or stop it") from error
     except OSError as error:
       logging.warning("%s: can't be locked (%s); make sure that no other process prepares it", label, error.strerror)
     yield
@@ -52,14 +56,14 @@ def complete(directory: str, recipe: dict[str, Any], label: str) -> dict[str, An
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
   elif problem is None:
-    if foreign := [name for name in sorted(os.listdir(directory)) if not _OURS.fullmatch(name)]:
+    if foreign := [name for name in sorted(files.sizes(directory)) if not _OURS.fullmatch(name)]:
       raise UserError(
         f"{label}: holds {foreign[0]}, which is no part of prepared shards; name an empty or a new directory"
       )
     return None
   if problem is not None:
     logging.warning("%s; preparing it again", problem)
-    os.remove(os.path.join(directory, shards.MANIFEST))
+    files.remove(os.path.join(directory, shards.MANIFEST))
   _remove_unfinished(directory)
   return manifest if problem is None else None
 
@@ -111,11 +115,12 @@ def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
     if _OURS.fullmatch(other):  # of an earlier state of the files
       path = os.path.join(directory, other)
       shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-  write_json(os.path.join(directory, shards.MANIFEST), manifest, os.path.join(unfinished, shards.MANIFEST))
+  files.write_json(os.path.join(directory, shards.MANIFEST), manifest, os.path.join(unfinished, shards.MANIFEST))
   _remove_unfinished(directory)
 
 
 def _remove_unfinished(directory: str) -> None:
+  """A bucket holds none."""
   for folder in glob.glob(os.path.join(glob.escape(directory), UNFINISHED, "*")):
     os.rename(folder, f"{folder}.removed")  # so that half of it is never taken for work
   shutil.rmtree(os.path.join(directory, UNFINISHED), ignore_errors=True)

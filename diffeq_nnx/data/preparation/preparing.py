@@ -13,6 +13,7 @@ import numpy as np
 import sentencepiece
 import tokenizers as huggingface
 
+from diffeq_nnx import files
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, complete, finish, locked
@@ -20,7 +21,6 @@ from diffeq_nnx.data.preparation.passes import KEY_BITS, count, dtype_of, gather
 from diffeq_nnx.data.sources import Counts, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import read_json, write
 
 TASK_BYTES = 32 << 20  # of text that is tokenized as one task, which is what a kill loses
 SHARD_BYTES = 64 << 20  # of text in a shard, each document counted as `_DOCUMENT_BYTES` more
@@ -113,16 +113,18 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
     )
 
 
-def prepare(directory: str, recipe: Recipe, num_processes: int = 1) -> dict[str, Any]:
+def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool = False) -> dict[str, Any]:
   """Fills a directory with shards and their manifest, or continues an interrupted call.
 
   In a complete directory the files are compared with their SHA-256, and damaged ones are prepared again. Memory stays
   flat: each process holds a batch of documents or a shard. The disk holds the tokens twice for a time.
 
   Args:
-    directory: A directory of its own; created if it doesn't exist; `~` expands.
+    directory: A directory of its own; created if it doesn't exist; `~` expands. Shards for a bucket are made in a
+      folder of `data.cache_dir` and then copied.
     recipe: What is to be in it.
     num_processes: How many processes work at the same time; with 1, this one alone.
+    wait: Whether to wait while another process prepares the directory.
 
   Returns:
     The manifest.
@@ -132,21 +134,26 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1) -> dict[str,
     RunError: If a process dies.
     OSError: If the directory can't be written.
   """
-  label, directory = f"workdir={directory}", os.path.abspath(os.path.expanduser(directory))
+  label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  os.makedirs(directory, exist_ok=True)
-  with locked(directory, label):
-    manifest = complete(directory, recipe.record, label)
+  with files.built(directory, cache_folder(recipe.config)) as place, locked(place, label, wait):
+    manifest = complete(directory, recipe.record, label) or complete(place, recipe.record, label)
     if manifest is None:
-      unfinished = claim(directory, work, label)
+      unfinished = claim(place, work, label)
       try:
-        manifest = _Preparation(directory, unfinished, recipe, num_processes).run()
+        manifest = _Preparation(place, unfinished, recipe, num_processes).run()
       except sqlite3.OperationalError as error:  # such as a full disk
         raise OSError(str(error)) from error
       if dataclasses.replace(recipe).record != recipe.record:
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
-      finish(directory, unfinished, manifest)
+      finish(place, unfinished, manifest)
+    files.publish(place, directory, shards.MANIFEST)
   return manifest
+
+
+def cache_folder(config: Any) -> str:
+  """`data.cache_dir`; where that is in a bucket, a local folder for what is on its way there."""
+  return files.absolute(config.cache_dir if not files.is_url(config.cache_dir) else "~/.cache/diffeq_nnx")
 
 
 @dataclasses.dataclass
@@ -225,11 +232,11 @@ class _Preparation:
     """The tokenizer, given or trained, its file in place."""
     tokenizer = self.recipe.tokenizer
     if tokenizer is not None:
-      write(self._path(tokenizer.file_name), tokenizer.model_bytes)
+      files.write(self._path(tokenizer.file_name), tokenizer.model_bytes)
       return tokenizer
     path = self._path(tokenizers.SentencePieceTokenizer.file_name)
     if not os.path.exists(path):
-      write(path, tokenizers.train(_sample(train), self.recipe.vocab_size))
+      files.write(path, tokenizers.train(_sample(train), self.recipe.vocab_size))
     return tokenizers.load(path)
 
   def _tokenize(self, counted: dict[str, _Counted], tokenizer: Tokenizer) -> list[str]:
@@ -260,9 +267,9 @@ class _Preparation:
     tasks = {}
     for place in range(number):
       done = self._path(f"{split}-{place:05}.json")
-      path = os.path.join(self.directory, f"{split}-{place:05}-of-{number:05}.array_record")
+      path = os.path.join(self.directory, f"{split}-{place:05}-of-{number:05}.tokens")
       size_now = os.path.getsize(path) if os.path.exists(path) else None
-      if os.path.exists(done) and size_now != read_json(done)["shard"]["size"]:  # it was lost or cut short
+      if os.path.exists(done) and size_now != files.read_json(done)["shard"]["size"]:  # it was lost or cut short
         os.remove(done)
       low, high = keys * place // number, keys * (place + 1) // number
       tasks[done] = functools.partial(gather, databases, side, low, high, dtype, path, done)

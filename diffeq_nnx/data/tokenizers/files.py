@@ -5,14 +5,14 @@ import json
 import os
 from typing import Any
 
+from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
 
 
 def read_bytes(path: str, label: str) -> bytes:
   """A file's content; raises UserError if it can't be read."""
   try:
-    with open(path, "rb") as file:
-      return file.read()
+    return files.read(path)
   except OSError as error:
     problem = f"{os.path.basename(path)} can't be read ({error.strerror})"
     raise UserError(f"{label}: {problem}; give a tokenizer's file or directory, 'bytes' or 'train'") from error

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import os
 from typing import Any
 
+from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers import byte_pairs
 from diffeq_nnx.data.tokenizers.base import END_OF_TEXT, Stated, Tokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer, Spec
@@ -45,7 +46,7 @@ def load(
   }
   if name == "bytes":
     return _byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, label)
-  found = _in_directory(path, label) if os.path.isdir(path) else [path]
+  found = _in_directory(path, label) if files.is_folder(path) else [path]
   directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
   beside = _beside(directory, label)
   if len(found) == 2:
@@ -75,12 +76,12 @@ def _byte_pairs(read: tuple[Spec, Stated], configured: Stated, beside: Stated, l
 
 def _in_directory(directory: str, label: str) -> list[str]:
   """The files in a directory that make its tokenizer: one, or a vocabulary and its merges."""
-  names = [name for kind in _KINDS for name in kind if os.path.exists(os.path.join(directory, name))]
+  names = [name for kind in _KINDS for name in kind if files.exists(os.path.join(directory, name))]
   chosen = [name for name in names if name.startswith("tokenizer.")] or names  # a tokenizer.json includes the others
   if tuple(chosen) not in _KINDS:
     rule = f"the directory must hold one of {', '.join(map(' and '.join, _KINDS))}"
     raise UserError(f"{label}: {rule}, not {' and '.join(chosen) or 'none'}; give both of a pair, or name one file")
-  if len(chosen) == 2 and os.path.exists(os.path.join(directory, "added_tokens.json")):
+  if len(chosen) == 2 and files.exists(os.path.join(directory, "added_tokens.json")):
     raise UserError(f"{label}: holds added_tokens.json, which vocab.json lacks; give the model's tokenizer.json")
   return [os.path.join(directory, name) for name in chosen]
 
@@ -89,7 +90,7 @@ def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
   """Raises UserError if a vocabulary and merges beside a `tokenizer.json` are not the same as in it."""
   for pair in _KINDS[2:]:
     paths = [os.path.join(directory, name) for name in pair]
-    if all(map(os.path.exists, paths)):
+    if all(map(files.exists, paths)):
       other, _ = byte_pairs.from_pair_of_files(*paths, label)
       same = other["model"]["vocab"].items() <= byte_pairs.ids_of(spec).items()
       if not same or other["model"]["merges"] != spec["model"]["merges"]:
@@ -99,7 +100,7 @@ def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
 def _beside(directory: str, label: str) -> Stated:
   """What Hugging Face's files in a directory say about marks; raises UserError for one that can't be read."""
   stated: Stated = {what: {} for what in _KEYS}
-  for path in filter(os.path.exists, (os.path.join(directory, name) for name in _FILES)):
+  for path in filter(files.exists, (os.path.join(directory, name) for name in _FILES)):
     content = parse_json(read_bytes(path, label), path, label)
     if not isinstance(content, dict):
       raise UserError(f"{label}: {os.path.basename(path)} must be a JSON object; restore the file, or remove it")
