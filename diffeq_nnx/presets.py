@@ -28,13 +28,18 @@ def _published(config: ml_collections.ConfigDict) -> None:
   config.model.horizon = 1.0
 
 
+def around(num_steps: int) -> tuple[int, ...]:
+  """The numbers of steps that an elastic run draws from: half to twice `num_steps`."""
+  return tuple(dict.fromkeys(max(1, round(num_steps * part)) for part in (1 / 2, 2 / 3, 1, 4 / 3, 2)))
+
+
 def _elastic(config: ml_collections.ConfigDict) -> None:
   """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth."""
   n = config.model.num_steps
   config.model.time.embedding = "uniform"
   config.model.time.sinusoidal_dim = 2 * n
   config.model.time.weights_at = "mean"
-  config.train.step_counts = tuple(dict.fromkeys(max(1, round(n * part)) for part in (1 / 2, 2 / 3, 1, 4 / 3, 2)))
+  config.train.step_counts = around(n)
   config.train.draw_from = 0.7
   config.train.remat_every = 1
 

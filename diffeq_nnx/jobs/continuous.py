@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+from diffeq_nnx import presets
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
@@ -16,10 +17,25 @@ from diffeq_nnx.training import starting
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import corpus_of_run
 
+PART = 4  # the new run is to train for 1/PART of the source's steps, with 1/PART of its peak rate
+
 
 def config_from(source: Config) -> Config:
-  """The config of the new run: the source's with generated weights, as of `continuation.continuous_config`."""
-  return dataclasses.replace(source, model=continuous_config(source.model))
+  """The config of the new run: generated weights, as of `continuation.continuous_config`, to be trained elastically.
+
+  That is for half to twice the source's number of solver steps. docs/depth.md has the measurements behind `PART`.
+  """
+  steps = max(1, source.train.steps // PART)
+  return dataclasses.replace(
+    source,
+    model=continuous_config(source.model),
+    optimizer=dataclasses.replace(source.optimizer, peak_rate=source.optimizer.peak_rate / PART),
+    train=dataclasses.replace(
+      source.train, steps=steps, step_counts=presets.around(source.model.num_steps), remat_every=1
+    ),
+    eval=dataclasses.replace(source.eval, every=min(source.eval.every, steps)),
+    checkpoint=dataclasses.replace(source.checkpoint, every=min(source.checkpoint.every, steps)),
+  )
 
 
 def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:

@@ -74,16 +74,23 @@ RECIPES: dict[str, list[str]] = {
   "late_sandwich": [*_UNIFORM, *_SANDWICH],
   "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
   "late50_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.5"],
+  "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
+  "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
+  "slow12_k12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0", "model.time.sinusoidal_dim=12"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
   "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
 }
 _STORED = ["model.weights=stored", "model.solver=sequential"]
 RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
-RECIPES["stored6_first"] = [*RECIPES["stored6"], "train.steps=1200", "eval.every=1200", "checkpoint.every=1200"]
-_GOES_ON = [*_MIXED, "train.steps=300", "eval.every=300", "checkpoint.every=300"]
+_until = lambda steps: [f"{key}={steps}" for key in ("train.steps", "eval.every", "checkpoint.every")]
+RECIPES["stored6_first"] = [*RECIPES["stored6"], *_until(1200)]
+RECIPES["stored6_1050"] = [*RECIPES["stored6"], *_until(1050)]
+_GOES_ON = [*_MIXED, *_until(300)]
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
   "continued": ("stored6", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
-  "stored_then_elastic": ("stored6_first", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
+  "stored_then_elastic": ("stored6_first", []),
+  "stored_then_threes": ("stored6_first", ["train.step_counts=(3, 3, 4, 6, 12)"]),
+  "stored_then_elastic450": ("stored6_1050", [*_MIXED, *_until(450), "optimizer.peak_rate=1e-3"]),
   "continued_rate5e-4": ("stored6", [*_GOES_ON, "optimizer.peak_rate=5e-4"]),
   "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
 }
@@ -211,7 +218,7 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
   mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
   spread = lambda results, n: np.std([result.losses[n] for result in results])
   for recipe, results in found.items():
-    if not recipe.startswith(("own", "stored")):
+    if set(results[0].losses) == set(COUNTS) and not recipe.startswith("own"):
       values, errors = ([of(results, n) for n in COUNTS] for of in (mean, spread))
       axes.errorbar(COUNTS, values, errors, marker="o", markersize=4, linewidth=1.3, capsize=2, label=recipe)
   bases = [n for n in OWN if own.format(n) in found]
