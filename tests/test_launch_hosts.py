@@ -116,6 +116,15 @@ def test_the_manifest_says_what_was_asked_for(bench):
   assert (mistakes["containerName"], mistakes["values"]) == (container["name"], [2])
 
 
+def test_a_bucket_needs_no_volume(bench):
+  start = ["start", *(word for word in GKE if not word.startswith("--volume")), "--", "--config=a.py"]
+  done = bench.script("gke.sh", *start, "--workdir=gs://bucket/run")
+  assert (done.returncode, done.stderr) == (0, "")
+  pod = bench.job()["template"]["spec"]
+  assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
+  assert pod["containers"][0]["args"] == ["--config=a.py", "--workdir=gs://bucket/run"]
+
+
 @pytest.mark.parametrize("topology,chips,hosts", [("2x4", 8, 1), ("16x16", 4, 64), ("1x1", 1, 1)])
 def test_hosts_of_a_slice(topology, chips, hosts, bench):
   size = [f"--topology={topology}", f"--chips-per-host={chips}"]

@@ -243,7 +243,7 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("tpu_pod.sh", ["start", *POD], "--config: missing"),
     ("tpu_pod.sh", ["start", *POD, "--", "--workdir=/runs/a"], "--config: missing"),
     ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py"], "--workdir: missing"),
-    ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py", "--workdir=gs://a"], "--workdir: must be an "),
+    ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py", "--workdir=runs/a"], "--workdir: must be gs://BUCKET/DIR, "),
     ("gke.sh", ["begin"], "begin: not one of start, follow, status, stop"),
     ("gke.sh", ["stop"], "--name: missing"),
     ("gke.sh", ["stop", "--name=Llama_1"], "--name=Llama_1: must be up to 40 of a-z"),
@@ -256,7 +256,7 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
       "--topology=3x3: its 9 chips are not a multiple of --chips-per-host=4",
     ),
     ("gke.sh", ["start", *GKE, "--chips-per-host=none", "--", *PROGRAM], "--chips-per-host=none: must "),
-    ("gke.sh", ["start", *GKE, "--", "--config=a.py", "--workdir=/tmp/a"], "--workdir: must be below /runs"),
+    ("gke.sh", ["start", *GKE, "--", "--config=a.py", "--workdir=/tmp/a"], "--workdir: must be gs://BUCKET/DIR, "),
     ("gke.sh", ["start", *GKE, "--", *PROGRAM, "a\nb"], "a line break or tab in an argument"),
     ("slurm.sbatch", ["--workdir=/runs/a"], "--config: missing"),
     ("slurm.sbatch", ["--dry-run", "--config=a.py"], "--workdir: missing"),
@@ -340,7 +340,7 @@ def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench
   shutil.copy(archive, bench.home / "diffeq-nnx.tar.gz")
   folder = bench.home / "diffeq-nnx"
   write_tool(bench.bin / "uv", RECORDER)
-  install = ["uv", "pip", "install", "--python=venv/bin/python", "jax[tpu]", "--editable", "src"]
+  install = ["uv", "pip", "install", "--python=venv/bin/python", "jax[tpu]", "--editable", "src[gcs]"]
   for first in (True, False):  # the second time over the first
     assert bench.bash("-c", unpack[-1].removeprefix("--command=")).returncode == 0
     assert (folder / "src" / "changed").read_text() == "new"

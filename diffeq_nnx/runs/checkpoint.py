@@ -38,13 +38,15 @@ class Checkpoints:
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
+    if not self._read_only:
+      self._set_aside_without_metrics()
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     return ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
         create=not self._read_only,
-        read_only=self._read_only,
+        lightweight_initialize=self._read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
           [checkpoint_managers.LatestN(self._config.checkpoint.keep), best]
@@ -169,13 +171,28 @@ class Checkpoints:
         "again"
       ) from error
 
-  def _set_aside(self, step: int, problem: str) -> None:
-    target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
+  def _set_aside_without_metrics(self) -> None:
+    """Moves checkpoints whose loss can't be read, which would keep orbax from opening the others."""
     if distributed.leads():
-      files.move_folder(os.path.join(self._folder, str(step)), target)
-    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
+      for name in filter(str.isdigit, files.sizes(self._folder)):
+        try:
+          files.read_json(os.path.join(self._folder, name, "metrics", "metrics"))
+        except FileNotFoundError:
+          pass  # not finished, as orbax sees too
+        except ValueError as error:
+          self._move_aside(int(name), first_line(error, 200))
+    distributed.exchange("looked at")
+
+  def _set_aside(self, step: int, problem: str) -> None:
+    if distributed.leads():
+      self._move_aside(step, problem)
     distributed.exchange("moved")
     self._manager.reload()
+
+  def _move_aside(self, step: int, problem: str) -> None:
+    target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
+    files.move_folder(os.path.join(self._folder, str(step)), target)
+    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
 
   def close(self) -> None:
     """Waits for the current save.

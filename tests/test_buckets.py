@@ -1,0 +1,258 @@
+"""Runs, shards, caches and exports in a bucket: the same as on a disk, whole or not at all, and through faults."""
+
+import dataclasses
+import itertools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data, files, jobs
+from diffeq_nnx.data import shards
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.runs import opening
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.report import read_metrics
+from launch.object_store import BUCKET, ObjectStore
+from tests.conftest import told
+from tests.test_distributed import job
+
+ROOT = f"gs://{BUCKET}"
+pytestmark = pytest.mark.filterwarnings(  # gcsfs and orbax leave coroutines unfinished
+  "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+  """One store for the file, since gcsfs keeps its connection."""
+  with ObjectStore() as store, pytest.MonkeyPatch.context() as patch:
+    for name, value in store.environment.items():
+      patch.setenv(name, value)
+    yield store
+
+
+@pytest.fixture
+def store(server, request):
+  """The store without faults, and the URL of a folder of its own."""
+  server.fault = lambda method, path: None
+  server.requests.clear()
+  yield server, f"{ROOT}/{request.node.name.replace('[', '_').rstrip(']')}"
+  server.fault = lambda method, path: None
+
+
+def every(count, fault):
+  """Fails each `count`-th request."""
+  numbers = itertools.count(1)
+  return lambda method, path: fault if next(numbers) % count == 0 else None
+
+
+def at(config, steps):
+  return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
+def test_files_and_folders(store, tmp_path):
+  _, root = store
+  path = f"{root}/a/b.json"
+  assert not files.exists(path) and files.sizes(f"{root}/a") == {}
+  files.write_json(path, {"x": 1})
+  assert files.read_json(path) == {"x": 1} and files.exists(path) and files.is_folder(f"{root}/a")
+  assert files.sizes(f"{root}/a") == {"b.json": len(files.read(path))}
+  with files.replacing_folder(f"{root}/a", "last") as place:
+    for name in ("last", "first"):
+      with open(os.path.join(place, name), "w") as file:
+        file.write(name)
+  assert set(files.sizes(f"{root}/a")) == {"first", "last"}  # what was there is gone
+  with files.local(f"{root}/a") as place:
+    assert sorted(os.listdir(place)) == ["first", "last"]
+  files.remove(f"{root}/a")
+  files.remove(f"{root}/a")
+  assert not files.exists(f"{root}/a")
+  with pytest.raises(FileNotFoundError, match="no such bucket or object"):
+    files.read(path)
+  with pytest.raises(UserError, match="this kind of URL can't be used"):
+    files.exists("xyz://bucket/a")
+
+
+def test_a_folder_is_whole_or_lacks_its_last_file(store):
+  """However many requests go through before the bucket refuses."""
+  server, root = store
+
+  def make(content):
+    with files.replacing_folder(root, "last") as folder:
+      for name in ("first", "second", "last"):
+        with open(os.path.join(folder, name), "w") as file:
+          file.write(content)
+
+  for limit in range(20):
+    make("old")
+    numbers = itertools.count()
+    server.fault = lambda method, path, numbers=numbers, limit=limit: "403" if next(numbers) >= limit else None
+    try:
+      make("new")
+      break
+    except OSError:
+      server.fault = lambda method, path: None
+    if files.exists(f"{root}/last"):
+      assert {files.read(f"{root}/{name}") for name in ("first", "second", "last")} == {b"old"}
+  server.fault = lambda method, path: None
+  assert 4 < limit < 19 and files.read(f"{root}/last") == b"new"
+
+
+def told_on_stderr(call, capsys):
+  capsys.readouterr()
+  call()
+  return capsys.readouterr().err
+
+
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(store, finished, capsys):
+  _, root = store
+  config, local = finished
+  config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep=5))
+  train(config, root)
+  files.remove(f"{root}/checkpoints/16")
+  files.remove(f"{root}/checkpoints/20/commit_success.txt")  # as if it was killed while it saved
+  assert "continuing from the checkpoint of step 12" in told_on_stderr(lambda: train(config, root), capsys)
+  for split in ("train", "validation"):
+    here, there = ([(r["step"], r["loss"]) for r in read_metrics(place, split)] for place in (root, str(local)))
+    assert here == there
+  ours, theirs = (opening.load(place) for place in (root, str(local)))
+  assert ours.step == theirs.step == 20
+  jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(one.model) for one in (ours, theirs)))
+  assert files.read(f"{root}/loss.png").startswith(b"\x89PNG")
+  events = files.sizes(f"{root}/tensorboard")
+  assert len(events) == 2 and min(events.values()) > 0
+
+
+@pytest.mark.slow(reason="gcsfs waits before it repeats a request")
+@pytest.mark.parametrize("fault", ["503", "reset"])
+def test_a_run_outlives_faults_and_is_the_same(store, finished, fault):
+  server, root = store
+  config, local = finished
+  server.fault = every(29, fault)
+  train(config, root)
+  server.fault = lambda method, path: None
+  losses = [[r["loss"] for r in read_metrics(place, "validation")] for place in (root, str(local))]
+  assert losses[0] == losses[1] and opening.load(root).step == 20
+
+
+def test_shards_in_a_bucket_are_read_by_ranges_and_give_the_same_batches(store, tmp_path, capsys):
+  server, root = store
+  config = config_lib.Config(
+    model=config_lib.ModelConfig(vocab_size=300),
+    data=config_lib.DataConfig(tokenizer="bytes", num_processes=1, cache_dir=str(tmp_path / "cache")),
+  )
+  for place in (f"{root}/shards", str(tmp_path / "shards")):
+    jobs.run("prepare", config, place)
+  assert os.listdir(tmp_path / "cache") == []  # where the bucket's were made
+  jobs.run("prepare", config, f"{root}/shards")  # they are complete
+  found = []
+  for place in (f"{root}/shards", str(tmp_path / "shards")):
+    corpus = data.load(config_lib.DataConfig(source=f"shards:{place}"), 300, seed=0)
+    batches = data.train_batches(corpus.train, seq_len=64, batch_size=4, seed=0)
+    server.requests.clear()
+    server.fault = every(9, "503")
+    found.append([batches[step]["inputs"] for step in range(4)])
+  np.testing.assert_array_equal(*found)
+  corpus = data.load(config_lib.DataConfig(source=f"shards:{root}/shards"), 300, seed=0)
+  server.requests.clear()
+  corpus.train.splits[0].tokens[10:20]
+  ranges = [header for method, path, header in server.requests if method == "GET" and ".tokens" in path]
+  assert ranges and all(header.startswith("bytes=") for header in ranges)
+  sizes = [int(stop) + 1 - int(start) for start, stop in (one[6:].split("-") for one in ranges)]
+  assert max(sizes) <= 2 * shards.RECORD_TOKENS
+
+
+def test_prepared_text_can_be_cached_in_a_bucket(store, tmp_path):
+  server, root = store
+  config = config_lib.DataConfig(tokenizer="bytes", num_processes=1, cache_dir=f"{root}/cache")
+  first = data.load(config, 300, seed=0)
+  server.requests.clear()
+  second = data.load(config, 300, seed=0)
+  assert first.fingerprint == second.fingerprint
+  assert not [path for method, path, _ in server.requests if method in ("POST", "PUT")]
+
+
+@pytest.mark.slow(reason="several jobs")
+def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
+  _, root = store
+  config, workdir = finished
+  for path in workdir.rglob("*"):
+    if path.is_file():
+      files.write(f"{root}/run/{path.relative_to(workdir)}", path.read_bytes())
+  own = config.model.num_steps
+  result = jobs.run("evaluate", config, f"{root}/run", num_steps=(own, own + 1))
+  assert files.exists(f"{root}/run/depths.png")
+  made = jobs.run("discretize", config, f"{root}/stored", from_workdir=f"{root}/run")
+  assert made["after"]["loss"] == pytest.approx(result["by_num_steps"][0]["loss"], abs=1e-5)
+  jobs.run("export", workdir_lib.config_of(f"{root}/stored"), f"{root}/stored", out=f"{root}/exported")
+  jobs.run("export", workdir_lib.config_of(f"{root}/stored"), f"{root}/stored", out=str(tmp_path / "exported"))
+  assert set(files.sizes(f"{root}/exported")) == set(os.listdir(tmp_path / "exported"))
+  for name in os.listdir(tmp_path / "exported"):
+    assert files.read(f"{root}/exported/{name}") == (tmp_path / "exported" / name).read_bytes()
+  assert "holds something already" in told(lambda: jobs.run("export", config, f"{root}/run", out=f"{root}/exported"))
+
+
+@pytest.mark.parametrize(
+  ("url", "fault", "part"),
+  [("gs://no-such-bucket/run", None, "no such bucket"), (f"{ROOT}/forbidden", "403", "Forbidden")],
+)
+def test_what_can_t_be_used_is_one_line(server, finished, url, fault, part):
+  server.fault = (lambda method, path: fault) if fault else (lambda method, path: None)
+  message = told(lambda: train(finished[0], url))
+  assert url in message and part in message
+
+
+def test_a_bucket_that_refuses_ends_the_run_and_loses_nothing(store, finished):
+  server, root = store
+  config, _ = finished
+  train(at(config, 4), root)
+  before = {name for name in server.objects() if "/checkpoints/4/" in name}
+  server.fault = lambda method, path: "403" if method in ("POST", "PUT", "DELETE") else None
+  with pytest.raises((RunError, UserError), match="can't be written|could not"):
+    train(at(config, 12), root)
+  server.fault = lambda method, path: None
+  assert before and before <= set(server.objects())
+  train(at(config, 8), root)
+  assert opening.load(root).step == 8
+
+
+def test_jobs_that_read_write_nothing_even_beside_a_damaged_checkpoint(store, finished, capsys):
+  server, root = store
+  config, workdir = finished
+  for path in workdir.rglob("*"):
+    if path.is_file():
+      content = path.read_bytes()
+      files.write(
+        f"{root}/{path.relative_to(workdir)}", content[: len(content) // 2] if "/20/" in str(path) else content
+      )
+  before = server.objects()
+  result = jobs.run("evaluate", config, root)
+  assert result["step"] == 16 and "trying the one before" in capsys.readouterr().err
+  assert server.objects() == before
+  train(config, root)  # moves it, and trains the steps again
+  assert opening.load(root).step == 20 and files.is_folder(f"{root}/checkpoints_damaged/20")
+
+
+@pytest.mark.slow(reason="three jobs of processes")
+def test_of_two_processes_on_a_bucket_one_is_killed_and_another_mesh_goes_on(store, tmp_path):
+  """With the losses of a run that was never interrupted, on a disk."""
+  server, root = store
+  more = ("--config.checkpoint.every=4",)
+  with job(tmp_path / "cache", tmp_path / "whole", 1, more=more) as (alone,):
+    assert alone.end() == 0, alone.lines[-20:]
+  environment = lambda process: server.environment
+  with job(tmp_path / "cache", root, 2, more=more, environment=environment) as (first, second):
+    first.wait_for("step 10/20")
+    second.send(signal.SIGKILL)
+    assert first.end() != 0
+  with job(tmp_path / "cache", root, 1, devices=2, more=more, environment=environment) as (alone,):
+    assert alone.end() == 0, alone.lines[-20:]
+    assert any(line.startswith("continuing from the checkpoint of step ") for line in alone.lines)
+  here, there = ([r["loss"] for r in read_metrics(place, "train")] for place in (root, str(tmp_path / "whole")))
+  assert len(here) == len(there) == 20
+  np.testing.assert_allclose(here, there, rtol=2e-6)
