@@ -316,7 +316,7 @@ def _check_mesh(mesh: MeshConfig) -> None:
 
 def _check_divides(key: str, value: int, of_key: str, of: int) -> None:
   if of % value:
-    divisors = ", ".join(str(divisor) for divisor in range(1, of + 1) if of % divisor == 0)
+    divisors = ", ".join(str(divisor) for divisor in range(1, min(of, 10**5) + 1) if of % divisor == 0)
     raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {divisors}")
 
 

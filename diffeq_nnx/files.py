@@ -184,27 +184,20 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def built(path: str, cache: str) -> Iterator[str]:
-  """The folder to build what belongs at `path`: that itself, or for a bucket a local one, kept in the folder `cache`.
-
-  After the block `publish` copies it.
-  """
-  if not is_url(path):
-    make_folder(path)
-    yield path
-    return
-  place = os.path.join(cache, f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}")
+def place_to_build(path: str, cache: str) -> str:
+  """A folder to build what belongs at `path`: that itself, or for a bucket a local one in the folder `cache`."""
+  name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+  place = os.path.join(cache, name) if is_url(path) else path
   make_folder(place)
-  yield place
+  return place
 
 
-def publish(built: str, path: str, last: str) -> None:
-  """Copies what `built` gave to its place in a bucket, where the file named `last` was finished, and removes it."""
-  if built != path:
-    if exists(os.path.join(built, last)):
-      copy_folder(built, path, last)
-    remove(built)
+def publish(place: str, path: str, last: str) -> None:
+  """Copies what was built in a `place_to_build` to its bucket, if the file named `last` is there, and removes it."""
+  if place != path:
+    if exists(os.path.join(place, last)):
+      copy_folder(place, path, last)
+    remove(place)
 
 
 def copy_folder(folder: str, path: str, last: str) -> None:
@@ -275,7 +268,6 @@ class Growing:
     self._lock = threading.Lock()
     self._thread: threading.Thread | None = None
     self._since = time.monotonic()
-    self.problem: OSError | None = None  # of the last copy beside the work
     if is_url(path):
       for name in first:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, name), "wb") as file:
@@ -290,11 +282,8 @@ class Growing:
       self._thread.start()
 
   def _beside(self) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the next `upload` raises what lasts
       self.upload()
-      self.problem = None
-    except OSError as error:
-      self.problem = error
 
   def upload(self) -> None:
     """Copies what has changed; raises OSError."""

@@ -263,6 +263,14 @@ def truncate_a_file(checkpoint):
   os.truncate(largest, largest.stat().st_size // 2)
 
 
+def change_a_byte(checkpoint):
+  """In the middle of the parameters, where no format checks it."""
+  largest = max((checkpoint / "params").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 64
+  largest.write_bytes(content)
+
+
 def remove_an_item(checkpoint):
   """The position in the data is gone."""
   shutil.rmtree(checkpoint / "data")
@@ -274,7 +282,7 @@ def empty(checkpoint):
   checkpoint.mkdir()
 
 
-@pytest.mark.parametrize("damage", [remove_a_file, truncate_a_file, remove_an_item, empty])
+@pytest.mark.parametrize("damage", [remove_a_file, truncate_a_file, change_a_byte, remove_an_item, empty])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage, capfd):
   config, workdir = run
   damage(workdir / "checkpoints" / "20")

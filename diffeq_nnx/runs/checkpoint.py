@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -19,13 +21,14 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
 
 State = dict[str, Any]  # a training state: see `training.step`
+BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
 
 
 class Checkpoints:
   """The checkpoints of one work directory.
 
-  Each holds five items: params, optimizer and counters (step, random key) as arrays; data (the position in
-  the batches) and run (config and tokenizer hash) as JSON.
+  Each holds five items: params, optimizer and counters (step, random key) as arrays; data (the position in the batches,
+  and sums over the bits of the arrays) and run (config and tokenizer hash) as JSON.
   """
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
@@ -64,13 +67,16 @@ class Checkpoints:
     Raises:
       RunError: this save or the one before could not be written.
     """
-    step = int(state["step"])
+    step, items = int(state["step"]), _items(state)
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
-    items = ocp.args.Composite(
-      data=json_save(data_state), run=json_save(self._run), **{name: save(item) for name, item in _items(state).items()}
+    sums = {name: _bit_sums(item) for name, item in items.items()}
+    args = ocp.args.Composite(
+      data=json_save({**data_state, BIT_SUMS: sums}),
+      run=json_save(self._run),
+      **{name: save(item) for name, item in items.items()},
     )
     with self._reported("save", step):
-      self._manager.save(step, args=items, metrics={"loss": math.inf if validation_loss is None else validation_loss})
+      self._manager.save(step, args=args, metrics={"loss": math.inf if validation_loss is None else validation_loss})
 
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
@@ -85,12 +91,7 @@ class Checkpoints:
       UserError: there are checkpoints, and none can be read.
       RunError: some processes can read it, and others can't.
     """
-    items, _ = self._restore(
-      {
-        "data": ocp.args.JsonRestore(),
-        **{name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()},
-      }
-    )
+    items, _ = self._restore({name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()})
     if items is None:
       return None
     return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
@@ -108,12 +109,15 @@ class Checkpoints:
     return parameters.join(items["params"], self._restore_frozen(frozen)), step
 
   def _restore(self, wanted: dict[str, Any]) -> tuple[Any, int]:
-    """These items of the newest readable checkpoint, and its step; (None, 0) if there is none."""
+    """These items and `data` of the newest readable checkpoint, and its step; (None, 0) if there is none."""
     found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # the directory as process 0 sees it
     for step in reversed(found):
       problem = ""
       try:
-        items = self._manager.restore(step, args=ocp.args.Composite(**wanted))
+        items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **wanted))
+        sums = items["data"].pop(BIT_SUMS, {})  # older checkpoints have none
+        changed = [name for name in wanted if name in sums and _bit_sums(items[name]) != sums[name]]
+        problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
       problem = next(filter(None, self._problems(step, problem)), None)
@@ -226,6 +230,18 @@ class _Reported:
         "untouched; make room or repair the directory, and run the same command to continue from there"
       ) from error
     return False
+
+
+def _bit_sums(tree: Any) -> list[int]:
+  """The sum of each array's bits, taken as integers, modulo 2^32: the same on any mesh."""
+  return np.asarray(_summed(tree)).tolist()
+
+
+@jax.jit
+def _summed(tree: Any) -> jax.Array:
+  integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+  bits = (jax.lax.bitcast_convert_type(leaf, integers[leaf.dtype.itemsize]) for leaf in jax.tree.leaves(tree))
+  return jnp.stack([jnp.sum(one, dtype=jnp.uint32) for one in bits])
 
 
 def _items(state: State) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  with files.built(directory, cache_folder(recipe.config)) as place, locked(place, label, wait):
+  place = files.place_to_build(directory, cache_folder(recipe.config))
+  with locked(place, label, wait):
     manifest = complete(directory, recipe.record, label) or complete(place, recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
