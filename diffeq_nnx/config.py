@@ -215,6 +215,13 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReportConfig:
+  """Where metrics go beside the work directory."""
+
+  wandb: str | None = None  # a project of Weights & Biases; WANDB_MODE=offline keeps its files in the work directory
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """One experiment."""
 
@@ -226,6 +233,7 @@ class Config:
   mesh: MeshConfig = MeshConfig()
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  report: ReportConfig = ReportConfig()
   harness: HarnessConfig = HarnessConfig()
 
 

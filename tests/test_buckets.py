@@ -207,6 +207,7 @@ def test_what_can_t_be_used_is_one_line(server, finished, url, fault, part):
   assert url in message and part in message
 
 
+@pytest.mark.slow(reason="trains three times over the network of this machine")
 def test_a_bucket_that_refuses_ends_the_run_and_loses_nothing(store, finished):
   server, root = store
   config, _ = finished
@@ -221,6 +222,7 @@ def test_a_bucket_that_refuses_ends_the_run_and_loses_nothing(store, finished):
   assert opening.load(root).step == 8
 
 
+@pytest.mark.slow(reason="trains over the network of this machine")
 def test_jobs_that_read_write_nothing_even_beside_a_damaged_checkpoint(store, finished, capsys):
   server, root = store
   config, workdir = finished

@@ -47,7 +47,8 @@ def records(workdir) -> list[dict]:
   """metrics.jsonl without the figures that depend on the clock."""
   clock = {"seconds", "tokens_per_second", "waiting_for_data", "utilization", "utilization_with_generator"}
   with open(workdir / "metrics.jsonl", encoding="utf-8") as file:
-    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in file if line.endswith("\n")]
+    found = [json.loads(line) for line in file if line.endswith("\n")]
+  return [{k: v for k, v in one.items() if k not in clock} for one in found if one["split"] != "time"]
 
 
 def arrays(workdir, step) -> dict[str, np.ndarray]:

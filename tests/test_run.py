@@ -89,9 +89,26 @@ def test_what_a_run_leaves_behind(finished):
   assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
   assert 0 < last["utilization"] < last["utilization_with_generator"] and 0 < last["waiting_for_data"] < 1
   assert {"loss", "bits_per_byte", "gradient_norm", "learning_rate", "tokens_per_second"} < last.keys()
+  (time,) = read_metrics(workdir, "time")
+  shares = {name: share for name, share in time.items() if name not in ("step", "split", "seconds")}
+  assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0 and time["step"] == 20
+  assert shares["compiling"] > 0 and shares["validating"] > 0 and shares["saving"] > 0
   assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
   assert any("tfevents" in name for name in os.listdir(workdir / "tensorboard"))
   assert json.loads((workdir / "run.json").read_text())["tokenizer_hash"]
+
+
+def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
+  pytest.importorskip("wandb")
+  config, workdir = run
+  for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
+    monkeypatch.setenv(name, value)
+  config = dataclasses.replace(config, report=config_lib.ReportConfig(wandb="rivers"))
+  train(config, str(workdir))
+  (folder,) = (workdir / "wandb").glob("offline-run-*")
+  (log,) = folder.glob("*.wandb")
+  assert folder.name.endswith(workdir_lib.run_hash(workdir)[:16])
+  assert b"validation/loss" in log.read_bytes() and b"rivers" in log.read_bytes()
 
 
 def test_a_run_is_loaded_as_it_was_left(finished):
@@ -292,6 +309,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
   assert (workdir / DAMAGED_FOLDER / "20").is_dir()
   assert kept(workdir)[-1] == 28
   assert [r["step"] for r in read_metrics(workdir, "validation")] == [4, 8, 12, 16, 20, 24, 28]
+
+
+def test_a_job_that_only_reads_leaves_a_damaged_checkpoint_where_it_is(run, capfd):
+  config, workdir = run
+  change_a_byte(workdir / "checkpoints" / "20")
+  contents = lambda: {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+  before = contents()
+  assert jobs.run("evaluate", config, str(workdir))["step"] == 16
+  assert "the checkpoint of step 20 is damaged" in capfd.readouterr().err and contents() == before
 
 
 def test_no_checkpoint_that_can_be_read_is_told(run):

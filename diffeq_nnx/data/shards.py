@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from typing import Any
 import zlib
 
@@ -20,8 +21,9 @@ import numpy as np
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.files import file_system, read_json, sizes
+from diffeq_nnx.files import file_system, is_url, read_json, sizes
 
+OLD_VERSION = 1  # ArrayRecord files, which are still read
 VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
 MANIFEST = "manifest.json"
 RECORD_TOKENS = 16384  # the smallest read: a window of 1024 tokens lies in 1.06 records on average
@@ -74,7 +76,7 @@ class Tokens:
     """Opens no file yet.
 
     Args:
-      paths: The shards' files, in order, all in a file system or all in a bucket.
+      paths: The shards' files, in order; those in buckets, in buckets of one cloud.
       sizes: Numbers of tokens of the shards.
       dtype: Type of the tokens.
     """
@@ -154,7 +156,12 @@ class Tokens:
       return []
     numbers, starts, stops = (list(column) for column in zip(*ranges))
     paths = [self.paths[number] for number in numbers]
-    found = file_system(paths[0]).cat_ranges(paths, starts, stops, on_error="return")
+    found: list[Any] = [None] * len(paths)
+    for url in {is_url(path) for path in paths}:  # a mixture may have both
+      those = [place for place, path in enumerate(paths) if is_url(path) == url]
+      columns = ([column[place] for place in those] for column in (paths, starts, stops))
+      for place, data in zip(those, file_system(paths[those[0]]).cat_ranges(*columns, on_error="return")):
+        found[place] = data
     for path, start, stop, data in zip(paths, starts, stops, found):
       if isinstance(data, Exception) or len(data) != stop - start:
         problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
@@ -162,14 +169,62 @@ class Tokens:
     return found
 
 
+class ArrayRecordTokens(Tokens):
+  """Tokens in shards of `OLD_VERSION`, on a local disk; every shard that was read stays open."""
+
+  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
+    """As `Tokens`."""
+    super().__init__(paths, sizes, dtype)
+    self._readers: dict[int, Any] = {}
+    self._lock = threading.Lock()
+
+  def _fetch(self, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    found = []
+    for number, start, stop in pieces:
+      first, last = start // RECORD_TOKENS, -(-stop // RECORD_TOKENS)
+      expected = (min(last * RECORD_TOKENS, self.sizes[number]) - first * RECORD_TOKENS) * self.dtype.itemsize
+      try:
+        data = b"".join(self._reader(number).read(range(first, last)))
+        problem = None if len(data) == expected else f"{len(data)} bytes, not {expected}"
+      except Exception as error:  # array_record raises bare RuntimeError
+        problem = first_line(error, 200)
+      if problem:
+        raise UserError(
+          f"{self.paths[number]}: record {first} can't be read ({problem}): damaged or missing; {_RESTORE}"
+        )
+      tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
+      found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
+    return found
+
+  def _reader(self, number: int) -> Any:
+    from array_record.python import array_record_module
+
+    with self._lock:
+      if number not in self._readers:
+        with open(self.paths[number], "rb"):
+          pass  # array_record reports no error for a file that it can't open
+        options = "readahead_buffer_size:0,max_parallelism:0"  # for random access
+        self._readers[number] = array_record_module.ArrayRecordReader(self.paths[number], options)
+      return self._readers[number]
+
+
 def join(splits: Sequence[Split]) -> Split:
-  """The concatenation of splits whose `Tokens` have one type."""
+  """The concatenation of splits whose tokens have one dtype.
+
+  Raises:
+    UserError: If some are of `OLD_VERSION`.
+  """
   first = splits[0]
   if len(splits) == 1:
     return first
+  if len({type(split.tokens) for split in splits}) > 1:
+    raise UserError(
+      "data.source: names shards of two formats, whose validation splits can't be joined; prepare the older ones "
+      "again, or name one of them with data.validation=shards:DIR"
+    )
   paths = [path for split in splits for path in split.tokens.paths]
   sizes = [size for split in splits for size in split.tokens.sizes]
-  tokens = Tokens(paths, sizes, first.tokens.dtype)
+  tokens = type(first.tokens)(paths, sizes, first.tokens.dtype)
   return Split(tokens, sum(split.num_bytes for split in splits), sum(split.num_documents for split in splits))
 
 
@@ -200,7 +255,7 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   try:
     manifest = read_json(path)
     version = manifest["version"]
-    if version == VERSION:
+    if version in (OLD_VERSION, VERSION):
       _check_fields(manifest)
   except (FileNotFoundError, NotADirectoryError):
     return None
@@ -208,7 +263,7 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
     raise UserError(f"{label}: {path} can't be read ({error.strerror}); make it readable") from error
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise UserError(f"{label}: {path} is damaged; {_RESTORE}") from error
-  if version != VERSION:
+  if version not in (OLD_VERSION, VERSION):
     raise UserError(f"{label}: {path} has version {version}, this program reads {VERSION}; prepare it again")
   return manifest
 
@@ -261,7 +316,8 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
         raise UserError(f"{label}: {path} is not there; {_RESTORE}")
       if found[shard.file] != shard.size:
         raise UserError(f"{label}: {path} has {found[shard.file]} bytes, expected {shard.size}: damaged; {_RESTORE}")
-    tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
+    kind = Tokens if manifest["version"] == VERSION else ArrayRecordTokens
+    tokens = kind(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])

@@ -1,5 +1,6 @@
 """The train loop: from a config and a work directory to a trained model."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -17,6 +18,7 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
+from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.report import Reporter, Silent, reporter
 from diffeq_nnx.training.setup import batch_iterator, checked_mesh, claim_workdir, load_corpus, start_state
 from diffeq_nnx.training.step import State, all_params, make_train_step
@@ -37,19 +39,25 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
     RunError: a loss or gradient that is not finite, or a file that can't be written.
   """
+  goodput = Goodput()
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
-    corpus = load_corpus(config)
+    with goodput.spending("reading the text"):
+      corpus = load_corpus(config)
     claim_workdir(config, workdir, corpus)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
-    state, windows = start_state(config, checkpoints, mesh)
+    with goodput.spending("starting"):
+      state, windows = start_state(config, checkpoints, mesh)
     with distributed.together():
       batches = batch_iterator(config, corpus, share, windows)
     try:
-      with reporter(workdir, int(state["step"]), config.train.steps) as report, distributed.Preemption() as preemption:
-        return _loop(_Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption), state)
+      start, steps, project = int(state["step"]), config.train.steps, config.report.wandb
+      with reporter(workdir, start, steps, project) as report, distributed.Preemption() as preemption:
+        return _loop(
+          _Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption, goodput), state
+        )
     except OSError as error:
       raise RunError(
         f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
@@ -70,6 +78,7 @@ class _Run:
   checkpoints: Checkpoints
   report: Reporter | Silent
   preemption: distributed.Preemption
+  goodput: Goodput
 
 
 def _loop(run: _Run, state: State) -> dict[str, float]:
@@ -79,13 +88,16 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
   start, steps = int(state["step"]), config.train.steps
   values: dict[str, float] = {}
+  compiled: set[tuple[int, ...]] = set()
   for step in range(start, steps):
     counts = drawn_counts(config, step)
-    with watch.waiting():
+    with watch.waiting(), run.goodput.spending("waiting for data"):
       rows_of_batch = next(run.batches)
     batch = run.share.place(rows_of_batch)
-    with jax.transfer_guard("disallow"):
+    compiles = run.goodput.spending("compiling") if counts not in compiled else contextlib.nullcontext()
+    with jax.transfer_guard("disallow"), compiles:
       state, metrics = train_step(state, batch, counts)
+    compiled.add(counts)
     watch.after(step + 1, counts, metrics)
     preempted = run.preemption.reached(step + 1)  # there may be no time to validate
     validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
@@ -94,17 +106,19 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       watch.finish()  # a step that was not finite must not be saved
       with watch.paused():
         if validate:
-          values = evaluator(all_params(state))
+          with run.goodput.spending("validating"):
+            values = evaluator(all_params(state))
           run.report.validation(step + 1, values)
         if save:
-          run.report.upload()
-          windows = run.windows + (step + 1 - start) * config.train.batch_size
-          run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
+          with run.goodput.spending("saving"):
+            run.report.upload()
+            windows = run.windows + (step + 1 - start) * config.train.batch_size
+            run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
     if preempted:
-      run.checkpoints.close()
+      _finish(run, step + 1)
       say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to continue from there")
       return values
-  run.checkpoints.close()
+  _finish(run, max(start, steps))
   if start >= steps:
     say(
       f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
@@ -112,6 +126,13 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     )
     values = evaluator(all_params(state))
   return values
+
+
+def _finish(run: _Run, step: int) -> None:
+  """Waits for the last checkpoint, and reports where the time went."""
+  with run.goodput.spending("saving"):
+    run.checkpoints.close()
+  run.report.goodput(step, run.goodput.shares())
 
 
 @dataclasses.dataclass

@@ -11,10 +11,14 @@ from clu import parameter_overview
 import tensorboardX
 from tqdm import tqdm
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import TENSORBOARD_FOLDER
+from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training import goodput
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -24,9 +28,9 @@ def parameter_table(params: dict[str, Any]) -> str:
   return parameter_overview.get_parameter_overview(params, include_stats="global")
 
 
-def reporter(workdir: str, start: int, steps: int) -> "Reporter | Silent":
+def reporter(workdir: str, start: int, steps: int, project: str | None = None) -> "Reporter | Silent":
   """A `Reporter` in process 0, a `Silent` one in the others."""
-  return Reporter(workdir, start, steps) if distributed.leads() else Silent()
+  return Reporter(workdir, start, steps, project) if distributed.leads() else Silent()
 
 
 class Silent:
@@ -36,6 +40,9 @@ class Silent:
     """Nothing."""
 
   def validation(self, step: int, values: dict[str, float]) -> None:
+    """Nothing."""
+
+  def goodput(self, step: int, shares: dict[str, float]) -> None:
     """Nothing."""
 
   def upload(self) -> None:
@@ -51,8 +58,14 @@ class Silent:
 class Reporter:
   """Writes the metrics of a run to disk, and shows progress: a bar on a terminal, otherwise a line per log."""
 
-  def __init__(self, workdir: str, start: int, steps: int):
-    """Opens the files; records after step `start`, left by a killed run, are dropped."""
+  def __init__(self, workdir: str, start: int, steps: int, project: str | None = None):
+    """Opens the files; records after step `start`, left by a killed run, are dropped.
+
+    `project`: of Weights & Biases, which gets the metrics too.
+
+    Raises:
+      UserError: its package is not installed, or it can't be reached.
+    """
     self._workdir = workdir
     self._start, self._steps, self._started = start, steps, time.perf_counter()
     self._growing = files.Growing(workdir, (METRICS_FILE,))
@@ -60,6 +73,7 @@ class Reporter:
     _truncate(os.path.join(folder, METRICS_FILE), start)
     self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
     self._tensorboard = tensorboardX.SummaryWriter(os.path.join(folder, TENSORBOARD_FOLDER), purge_step=start + 1)
+    self._wandb = _wandb_run(project, workdir, folder) if project else None
     self._bar = (
       tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
       if (sys.stderr.isatty())
@@ -88,6 +102,11 @@ class Reporter:
       f"{values['bits_per_byte']:.4f} bits per byte"
     )
 
+  def goodput(self, step: int, shares: dict[str, float]) -> None:
+    """Records and shows the `shares` of `Goodput` when training ends after `step`."""
+    self._record(step, "time", shares)
+    say(goodput.line(shares))
+
   def __enter__(self):
     return self
 
@@ -96,6 +115,8 @@ class Reporter:
     try:
       self._file.close()
       self._tensorboard.close()
+      if self._wandb is not None:
+        self._wandb.finish()
       plot_losses(self._growing.folder)
       self._growing.close()
     except OSError as error:
@@ -110,6 +131,8 @@ class Reporter:
     self._file.flush()
     for name, value in values.items():
       self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    if self._wandb is not None:
+      self._wandb.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
     self._growing.grown()
 
   def upload(self) -> None:
@@ -120,6 +143,24 @@ class Reporter:
     """
     self._tensorboard.flush()
     self._growing.upload()
+
+
+def _wandb_run(project: str, workdir: str, folder: str) -> Any:
+  """The run of Weights & Biases that belongs to a work directory: the same one when training goes on."""
+  label = f"report.wandb={project}"
+  try:
+    import wandb
+  except ImportError as error:
+    raise UserError(f"{label}: needs a package; pip install wandb, or set it to None") from error
+  name = os.path.basename(files.absolute(workdir))
+  identity = workdir_lib.run_hash(workdir)[:16]
+  config = config_lib.to_dict(workdir_lib.config_of(workdir))
+  try:
+    return wandb.init(project=project, name=name, id=identity, resume="allow", dir=folder, config=config)
+  except wandb.Error as error:
+    raise UserError(
+      f"{label}: can't be reached ({first_line(error, 200)}); log in with wandb login, or set WANDB_MODE=offline"
+    ) from error
 
 
 def _truncate(path: str, last_step: int) -> None:

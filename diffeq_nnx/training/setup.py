@@ -43,7 +43,7 @@ def load_corpus(config: Config) -> data.Corpus:
   sizes = [
     (len(split.tokens), split.num_bytes, split.num_documents) for split in (*corpus.train.splits, corpus.validation)
   ]
-  reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[:12], sizes]))
+  reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[-12:], sizes]))
   other = next((process for process, one in enumerate(reports) if one != reports[0]), None)
   if other is not None:
     raise UserError(
