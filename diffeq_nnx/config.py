@@ -210,7 +210,8 @@ class EvalConfig:
 class CheckpointConfig:
   """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss."""
 
-  every: int = number(500, above=0)
+  every: int = number(500, above=0)  # train steps
+  minutes: float | None = number(None, above=0)  # also when so many have passed; looked at when a step is logged
   keep: int = number(2, above=0)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 from absl import flags
 from flax import nnx
@@ -24,6 +25,7 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import opening  # main defines the flags
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.report import plot_losses, read_metrics
@@ -54,22 +56,26 @@ def run(finished, tmp_path):
   return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=28)), tmp_path / "run"
 
 
-def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch):
-  """With a SIGTERM at step 22 the losses are those without one."""
+@pytest.mark.parametrize("moment", ["training", "validation", "last validation"])
+def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch, moment):
+  """It ends at once, in a validation too, and the run then has the records of one that was not interrupted."""
   config, workdir = run
   whole = shutil.copytree(workdir, workdir.parent / "whole")
   train(config, str(whole))
   reached, before = distributed.Preemption.reached, signal.getsignal(signal.SIGTERM)
 
-  def told(self, step):
-    if step == 22:
+  step, call = {"training": (22, 2), "validation": (24, 6), "last validation": (28, 12)}[moment]
+
+  def told(self):
+    if self._calls + 1 == call:
       os.kill(os.getpid(), signal.SIGTERM)
-    return reached(self, step)
+    return reached(self)
 
   with monkeypatch.context() as patch:
     patch.setattr(distributed.Preemption, "reached", told)
-    assert train(config, str(workdir)) == {}
-  assert kept(workdir)[-1] == 22 and signal.getsignal(signal.SIGTERM) == before
+    assert bool(train(config, str(workdir))) == (moment == "last validation")
+  assert kept(workdir)[-1] == step and read_metrics(workdir, "validation")[-1]["step"] < step
+  assert signal.getsignal(signal.SIGTERM) == before
   train(config, str(workdir))
   losses = [
     [(r["step"], r["loss"]) for r in read_metrics(folder, split)]
@@ -77,6 +83,27 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch)
     for split in ("train", "validation")
   ]
   assert losses[:2] == losses[2:] and losses[0][-1][0] == 25 and losses[1][-1][0] == 28
+
+
+def test_a_checkpoint_is_also_saved_after_minutes(run):
+  """Checked where a step is logged, here every 5."""
+  config, workdir = run
+  config = dataclasses.replace(config, checkpoint=config_lib.CheckpointConfig(every=100, minutes=1e-6, keep=9))
+  train(config, str(workdir))
+  assert kept(workdir)[-2:] == [25, 28]
+
+
+def test_health_lines_tell_progress_and_a_stall(capfd, monkeypatch):
+  monkeypatch.setattr(goodput, "HEALTH_SECONDS", 0.01)
+  times = goodput.Goodput()
+  times.moved(7)
+  with times.watched(), times.spending("saving"):
+    time.sleep(0.1)
+    monkeypatch.setattr(goodput, "STALLED_SECONDS", 0.0)
+    time.sleep(0.1)
+  lines = capfd.readouterr().err.splitlines()
+  assert lines[0].startswith("health: step 7, goodput")
+  assert lines[-1].startswith("health: stalled: process 0 has not moved for 0 s (saving after step 7)")
 
 
 def test_what_a_run_leaves_behind(finished):
@@ -89,9 +116,9 @@ def test_what_a_run_leaves_behind(finished):
   assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
   assert 0 < last["utilization"] < last["utilization_with_generator"] and 0 < last["waiting_for_data"] < 1
   assert {"loss", "bits_per_byte", "gradient_norm", "learning_rate", "tokens_per_second"} < last.keys()
-  (time,) = read_metrics(workdir, "time")
-  shares = {name: share for name, share in time.items() if name not in ("step", "split", "seconds")}
-  assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0 and time["step"] == 20
+  (spent,) = read_metrics(workdir, "time")
+  shares = {name: share for name, share in spent.items() if name not in ("step", "split", "seconds")}
+  assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0 and spent["step"] == 20
   assert shares["compiling"] > 0 and shares["validating"] > 0 and shares["saving"] > 0
   assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
   assert any("tfevents" in name for name in os.listdir(workdir / "tensorboard"))

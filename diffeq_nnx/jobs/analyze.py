@@ -61,7 +61,6 @@ def analyze(
     RunError: the report can't be written.
   """
   distributed.require_one_process("analyze")
-  distributed.end_on_sigterm()
   start = time.perf_counter()
   workdir_lib.require(workdir, config)
   folder = os.path.join(workdir, REPORT_FOLDER)

@@ -53,7 +53,6 @@ def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
     UserError: weights that are not stored, a time embedding that can't hold them, another model than the run's, no
       checkpoint, or a directory that holds a run.
   """
-  distributed.end_on_sigterm()
   distributed.require_one_process("continuous")
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   _check_same(config, config_from(source))

@@ -57,7 +57,6 @@ def discretize(
       run.
     RunError: the loss at many steps is not finite.
   """
-  distributed.end_on_sigterm()
   if tolerance is not None:
     _check_tolerance(config.model, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)

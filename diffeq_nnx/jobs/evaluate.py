@@ -35,7 +35,6 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
       tokenizer, a mesh that the devices don't make, or a number of steps that the model has no weights for.
   """
-  distributed.end_on_sigterm()
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     corpus = corpus_of_run(config, workdir)

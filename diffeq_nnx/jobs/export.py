@@ -35,7 +35,6 @@ def export_run(
   Raises:
     UserError: a model that the format can't hold, a folder that holds something, no checkpoint, several processes.
   """
-  distributed.end_on_sigterm()
   distributed.require_one_process("export")
   model = discretized_config(config.model, num_steps)
   folders.check_new(out)

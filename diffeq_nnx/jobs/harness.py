@@ -53,7 +53,6 @@ def evaluate_downstream(
     UserError: lm_eval is missing, an unknown task, unavailable data, no checkpoint, or no such baseline.
     RunError: the results can't be written.
   """
-  distributed.end_on_sigterm()
   start, settings = time.perf_counter(), config.harness
   try:
     from diffeq_nnx.harness import adapter, perplexity, tasks  # they need an extra that other jobs don't

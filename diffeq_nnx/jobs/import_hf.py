@@ -27,7 +27,6 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   Raises:
     UserError: a folder that can't be held (see `importing.import_hf`), or a directory that holds a run.
   """
-  distributed.end_on_sigterm()
   distributed.require_one_process("import")
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)

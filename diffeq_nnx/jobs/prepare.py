@@ -5,7 +5,6 @@ import jax
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 
 
@@ -23,7 +22,6 @@ def prepare_shards(config: Config, workdir: str) -> dict:
     raise UserError(
       "--job=prepare: runs on one host, with data.num_processes processes; start it on one", everywhere=True
     )
-  distributed.end_on_sigterm()
   recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
   try:
     manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())

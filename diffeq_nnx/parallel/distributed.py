@@ -5,6 +5,7 @@ Every process runs the same command. `jax.distributed` joins them, and notifies 
 
 from collections.abc import Iterator
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ LEAVE_SECONDS = 60  # for all processes to end after the first
 _DEATH_WORDS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
 
 _joined = False  # whether `start` has found other processes
+_handler: int | None = None  # jax.distributed's for SIGTERM, which notifies all processes
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
@@ -61,7 +63,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
     if not coordinator.rpartition(":")[2].isdigit():
       raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
-  global _joined
+  global _joined, _handler
   try:
     with _limit(join_seconds):
       jax.distributed.initialize(
@@ -82,7 +84,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       f"the processes could not be joined ({first_line(error)}); start the same "
       "command on every host, or give --num_processes=1 for a single process"
     ) from error
-  _joined = True
+  _joined, _handler = True, _set_sigterm_handler(None)
 
 
 @contextlib.contextmanager
@@ -211,35 +213,48 @@ def code_version() -> str:
 class Preemption:
   """Whether the job was asked to end, by SIGTERM to any of its processes.
 
-  A context: after it, SIGTERM ends a single process immediately again.
+  A context: outside it, SIGTERM ends a process immediately. When it ends one of several, the others end too.
   """
 
   def __init__(self) -> None:
-    self._asked = False
+    self._asked, self._calls = False, 0
     self._before: Any = None  # the handler to restore
 
   def __enter__(self) -> "Preemption":
-    # with several processes the service of jax.distributed receives the signal, and notifies all
-    if not _joined and threading.current_thread() is threading.main_thread():
+    if _joined:
+      _set_sigterm_handler(_handler)
+    elif threading.current_thread() is threading.main_thread():
       self._before = signal.signal(signal.SIGTERM, self._ask)
     return self
 
   def __exit__(self, *unused: Any) -> None:
-    if self._before is not None:
+    if _joined:
+      _set_sigterm_handler(None)
+    elif self._before is not None:
       signal.signal(signal.SIGTERM, self._before)
 
   def _ask(self, *unused: Any) -> None:
     self._asked = True
 
-  def reached(self, step: int) -> bool:
-    """Whether to stop after this step: the same answer in all processes. Call it after every step."""
-    return multihost_utils.reached_preemption_sync_point(step) if _joined else self._asked
+  def reached(self) -> bool:
+    """Whether to stop here: the same answer in all processes, which must call it at the same places, and often."""
+    self._calls += 1
+    return multihost_utils.reached_preemption_sync_point(self._calls) if _joined else self._asked
 
 
-def end_on_sigterm() -> None:
-  """For a job with nothing to save: SIGTERM ends this process, where jax.distributed would only record it."""
-  if _joined:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _set_sigterm_handler(handler: int | None) -> int | None:
+  """Sets the address of the C function that handles SIGTERM, None: the default, and returns the one before.
+
+  Python's signal module can't restore a handler that C++ has set.
+  """
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+  return libc.signal(signal.SIGTERM, handler)
+
+
+def of_process_0(flag: bool) -> bool:
+  """The flag of process 0, in all processes; all of them must call it."""
+  return bool(multihost_utils.broadcast_one_to_all(np.bool_(flag)))
 
 
 def is_process_death(error: BaseException) -> bool:

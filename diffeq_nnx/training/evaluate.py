@@ -1,6 +1,6 @@
 """Validation: the mean loss over a split, in training and as a job."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import math
 import time
 
@@ -42,8 +42,8 @@ class Evaluator:
     ):
       yield self._share.place(batch)
 
-  def __call__(self, params: Params) -> dict[str, float]:
-    """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds.
+  def __call__(self, params: Params, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds; {} if `stop` before a batch.
 
     Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
     eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
@@ -52,6 +52,8 @@ class Evaluator:
     weights = self._generate(params)
     average: clu_metrics.Average | None = None
     for batch in self.batches():
+      if stop():
+        return {}
       total, count = self._step(params, weights, batch)
       part = clu_metrics.Average(total=total, count=count)
       average = part if average is None else average.merge(part)

@@ -1,10 +1,17 @@
-"""Where the wall time of a run goes."""
+"""Where the wall time of a run goes, and whether the run still moves."""
 
 from collections.abc import Iterator
 import contextlib
+import sys
+import threading
 import time
 
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import say
+
 ACTIVITIES = ("reading the text", "starting", "compiling", "waiting for data", "validating", "saving")
+HEALTH_SECONDS = 60.0  # how often process 0 prints a health line
+STALLED_SECONDS = 300.0  # without a train step, or another activity, after which any process prints one
 
 
 class Goodput:
@@ -17,21 +24,53 @@ class Goodput:
   def __init__(self) -> None:
     self._start = time.perf_counter()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+    self._activity, self._step, self._moved = "training", 0, self._start
 
   @contextlib.contextmanager
   def spending(self, activity: str) -> Iterator[None]:
     """A context whose time is that of one of `ACTIVITIES`."""
     start = time.perf_counter()
+    self._activity, self._moved = activity, start
     try:
       yield
     finally:
-      self._seconds[activity] += time.perf_counter() - start
+      self._activity, self._moved = "training", time.perf_counter()
+      self._seconds[activity] += self._moved - start
+
+  def moved(self, step: int) -> None:
+    """Tells that a train step was started."""
+    self._step, self._moved = step, time.perf_counter()
 
   def shares(self) -> dict[str, float]:
     """The share of each activity in the time so far, and that of training, which is called goodput."""
     total = time.perf_counter() - self._start
     shares = {name.replace(" ", "_"): seconds / total for name, seconds in self._seconds.items()}
     return {"goodput": max(0.0, 1 - sum(shares.values())), **shares, "seconds": total}
+
+  @contextlib.contextmanager
+  def watched(self) -> Iterator[None]:
+    """A context in which a thread prints lines that begin with `health:`.
+
+    Process 0 prints one a minute, unless it shows a progress bar; any process does while it has not moved for five.
+    """
+    end = threading.Event()
+    thread = threading.Thread(target=self._watch, args=(end,), daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      end.set()
+      thread.join()
+
+  def _watch(self, end: threading.Event) -> None:
+    while not end.wait(HEALTH_SECONDS):
+      seconds = time.perf_counter() - self._moved
+      if seconds > STALLED_SECONDS:
+        process = f"process {distributed.whoami()[0]}"
+        where = f"{self._activity} after step {self._step}"
+        print(f"health: stalled: {process} has not moved for {seconds:.0f} s ({where})", file=sys.stderr, flush=True)
+      elif not sys.stderr.isatty():
+        say(f"health: step {self._step}, {line(self.shares())}")
 
 
 def line(shares: dict[str, float]) -> str:

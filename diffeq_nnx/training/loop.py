@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from typing import Any
 
 import grain
 import jax
@@ -49,14 +50,18 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):
-      state, windows = start_state(config, checkpoints, mesh)
+      state, position = start_state(config, checkpoints, mesh)
     with distributed.together():
-      batches = batch_iterator(config, corpus, share, windows)
+      batches = batch_iterator(config, corpus, share, position["windows"])
     try:
       start, steps, project = int(state["step"]), config.train.steps, config.report.wandb
-      with reporter(workdir, start, steps, project) as report, distributed.Preemption() as preemption:
+      with (
+        reporter(workdir, start, steps, project) as report,
+        distributed.Preemption() as preemption,
+        goodput.watched(),
+      ):
         return _loop(
-          _Run(config, mesh, corpus, share, batches, windows, checkpoints, report, preemption, goodput), state
+          _Run(config, mesh, corpus, share, batches, start, position, checkpoints, report, preemption, goodput), state
         )
     except OSError as error:
       raise RunError(
@@ -74,11 +79,31 @@ class _Run:
   corpus: data.Corpus
   share: sharding.Share
   batches: grain.DatasetIterator
-  windows: int  # trained on before the first of these batches
+  start: int  # the step before the first of these batches
+  position: dict[str, Any]  # there; of `start_state`
   checkpoints: Checkpoints
   report: Reporter | Silent
   preemption: distributed.Preemption
   goodput: Goodput
+  saved: float = dataclasses.field(default_factory=time.monotonic)  # when the last checkpoint was, or this run began
+
+  def must_save(self, step: int) -> bool:
+    """Whether a checkpoint is due after this step."""
+    settings = self.config.checkpoint
+    if step % settings.every == 0 or step == self.config.train.steps:
+      return True
+    if settings.minutes is None or step % self.config.train.log_every:
+      return False
+    return distributed.of_process_0(time.monotonic() - self.saved > 60 * settings.minutes)
+
+  def save(self, state: State, loss: float | None, validate: bool) -> None:
+    """Starts to save a checkpoint; `validate`: its step was not validated, though it is one to be."""
+    step = int(state["step"])
+    with self.goodput.spending("saving"):
+      self.report.upload()
+      windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
+      self.checkpoints.save(state, {"windows": windows, "validate": validate}, loss)
+    self.saved = time.monotonic()
 
 
 def _loop(run: _Run, state: State) -> dict[str, float]:
@@ -86,9 +111,17 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   train_step = make_train_step(config, mesh)
   evaluator = Evaluator(config, run.corpus, mesh)
   watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
-  start, steps = int(state["step"]), config.train.steps
-  values: dict[str, float] = {}
+  start, steps = run.start, config.train.steps
   compiled: set[tuple[int, ...]] = set()
+
+  def validated(step: int) -> dict[str, float]:
+    with run.goodput.spending("validating"):
+      found = evaluator(all_params(state), run.preemption.reached)
+    if found:
+      run.report.validation(step, found)
+    return found
+
+  values = validated(start) if run.position.get("validate") else {}
   for step in range(start, steps):
     counts = drawn_counts(config, step)
     with watch.waiting(), run.goodput.spending("waiting for data"):
@@ -99,21 +132,18 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       state, metrics = train_step(state, batch, counts)
     compiled.add(counts)
     watch.after(step + 1, counts, metrics)
-    preempted = run.preemption.reached(step + 1)  # there may be no time to validate
-    validate = not preempted and ((step + 1) % config.eval.every == 0 or step + 1 == steps)
-    save = preempted or (step + 1) % config.checkpoint.every == 0 or step + 1 == steps
-    if validate or save:
+    run.goodput.moved(step + 1)
+    validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
+    save, preempted = run.must_save(step + 1), run.preemption.reached()
+    if validate or save or preempted:
       watch.finish()  # a step that was not finite must not be saved
       with watch.paused():
-        if validate:
-          with run.goodput.spending("validating"):
-            values = evaluator(all_params(state))
-          run.report.validation(step + 1, values)
-        if save:
-          with run.goodput.spending("saving"):
-            run.report.upload()
-            windows = run.windows + (step + 1 - start) * config.train.batch_size
-            run.checkpoints.save(state, {"windows": windows}, values["loss"] if validate else None)
+        found = {}
+        if validate and not preempted:
+          found = validated(step + 1)
+          values, preempted = found or values, not found
+        if save or preempted:
+          run.save(state, found.get("loss"), validate=validate and not found)
     if preempted:
       _finish(run, step + 1)
       say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to continue from there")
@@ -124,7 +154,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       f"nothing to train: the newest checkpoint is of step {start}, and train.steps={steps}; "
       "raise train.steps to continue"
     )
-    values = evaluator(all_params(state))
+    values = values or evaluator(all_params(state))
   return values
 
 

@@ -1,6 +1,7 @@
 """What a run needs before its first step: mesh, text, work directory, batches, state."""
 
 import json
+from typing import Any
 
 import grain
 import jax
@@ -103,8 +104,11 @@ def batch_iterator(
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, int]:
-  """(state, windows): the newest checkpoint's, or those of step 0; windows were trained on so far.
+def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, dict[str, Any]]:
+  """(state, position): the newest checkpoint's, or those of step 0.
+
+  In the position, `windows` counts the windows trained on so far, and `validate` is whether SIGTERM kept the step of
+  the checkpoint from its validation.
 
   Raises:
     UserError: no checkpoint can be read, or adapters without a trained model.
@@ -119,10 +123,10 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(all_params(state)))
-    return state, 0
-  state, data_state = restored
+    return state, {"windows": 0}
+  state, position = restored
   say(f"continuing from the checkpoint of step {int(state['step'])}")
-  return state, data_state["windows"]
+  return state, position
 
 
 def corpus_of_run(config: Config, workdir: str, flag: str = "workdir") -> data.Corpus:

@@ -79,7 +79,7 @@ def start(
   state = jax.jit(state_of, static_argnums=0, out_shardings=places)(config, params)
   checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
   checkpoints.save_frozen(state["frozen"])
-  checkpoints.save(state, {"windows": 0}, loss)
+  checkpoints.save(state, {"windows": 0, "validate": False}, loss)
   checkpoints.close()
   claim_workdir(config, workdir, corpus, source)
 
