@@ -99,6 +99,7 @@ def run(argv: list[str]) -> None:
   with distributed.in_one_line():
     distributed.agree(config, name, WORKDIR.value, options)
     job.function(config, WORKDIR.value, **options)
+  distributed.finish()
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -232,9 +233,11 @@ def main(argv: list[str]) -> int:
     traceback.print_exc()
     error = RunError(f"{type(found).__name__}: {found}; unexpected: the lines above say where, please report them")
     code = fail(error, 1)
-  if _whoami()[1] > 1 and not getattr(error, "everywhere", False):
-    sys.stderr.flush()
-    os._exit(code)  # at once, so that the processes that wait for this one notice
+  if _whoami()[1] > 1:
+    sys.modules["diffeq_nnx.parallel.distributed"].finish()
+    if not getattr(error, "everywhere", False):
+      sys.stderr.flush()
+      os._exit(code)  # at once, so that the processes that wait for this one notice
   return code
 
 

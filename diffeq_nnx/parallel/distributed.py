@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -32,6 +33,7 @@ _DEATH_WORDS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "
 
 _joined = False  # whether `start` has found other processes
 _handler: int | None = None  # jax.distributed's for SIGTERM, which notifies all processes
+_shell: subprocess.Popen[bytes] | None = None  # of `_explain_a_sudden_end`
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
@@ -85,6 +87,25 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       "command on every host, or give --num_processes=1 for a single process"
     ) from error
   _joined, _handler = True, _set_sigterm_handler(None)
+  _explain_a_sudden_end()
+
+
+def _explain_a_sudden_end() -> None:
+  """Has a shell print one line when this process is killed or aborted: JAX aborts it, with a stack dump, when another
+  process or the connection to it is lost."""
+  global _shell
+  line = (
+    "error: this process ended before its work did, killed from outside or since another process was lost (the lines "
+    "above say which); run the same command on every host to continue from the newest checkpoint"
+  )
+  command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', line]
+  _shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def finish() -> None:
+  """Call it when the work is done, or an error was reported."""
+  if _shell is not None:
+    _shell.communicate(b"\n")
 
 
 @contextlib.contextmanager
