@@ -1,0 +1,195 @@
+"""Real processes: signals at random moments and in each phase of a run; one of several that is lost; odd configs."""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from launch import local
+from launch.faults.table import SETTINGS, STEPS, Row, Suite, losses
+
+# Sends itself a signal after a delay from the first call of a function; then as `python -m diffeq_nnx.main`.
+SIGNALED = """
+import importlib, os, sys, threading
+from absl import app
+from diffeq_nnx import main
+name, number, delay = sys.argv[1:4]
+del sys.argv[1:4]
+module, _, path = name.partition(":")
+owner = importlib.import_module(module)
+*parents, last = path.split(".")
+for parent in parents:
+  owner = getattr(owner, parent)
+original = getattr(owner, last)
+def called(*args, **kwargs):
+  setattr(owner, last, original)
+  timer = threading.Timer(float(delay), os.kill, (os.getpid(), int(number)))
+  timer.daemon = True
+  timer.start()
+  return original(*args, **kwargs)
+setattr(owner, last, called)
+app.run(main.main, flags_parser=main.parse)
+"""
+PHASES = {  # where each begins, and the longest delay in seconds
+  "tokenizing": ("diffeq_nnx.training.loop:load_corpus", 1.0),
+  "restoring": ("diffeq_nnx.runs.checkpoint:Checkpoints.restore", 0.2),
+  "compiling": ("diffeq_nnx.training.loop:make_train_step", 2.0),
+  "validating": ("diffeq_nnx.training.evaluate:Evaluator.__call__", 0.5),
+  "saving": ("diffeq_nnx.runs.checkpoint:Checkpoints.save", 0.3),
+}
+LOST_SECONDS = 120  # for the others to end
+
+
+def command(suite: Suite, place: str, cache: str | None = None) -> list[str]:
+  """The command line that trains the run in a place."""
+  settings = [*SETTINGS, f"data.cache_dir={cache or suite.cache}"]
+  words = [f"--config.{setting}" for setting in settings]
+  return [sys.executable, "-m", "diffeq_nnx.main", "--config=configs/tiny.py", *words, f"--workdir={place}"]
+
+
+def kill(suite: Suite) -> Iterator[Row]:
+  """SIGKILL at random moments of a process, and in each phase."""
+  yield _at_random(suite, Row("SIGKILL at a random moment"), signal.SIGKILL, suite.tries)
+  yield _in_phases(suite, "SIGKILL", signal.SIGKILL)
+
+
+def term(suite: Suite) -> Iterator[Row]:
+  """SIGTERM likewise."""
+  yield _at_random(suite, Row("SIGTERM at a random moment"), signal.SIGTERM, suite.tries // 2)
+  yield _in_phases(suite, "SIGTERM", signal.SIGTERM)
+
+
+def _at_random(suite: Suite, row: Row, number: signal.Signals, tries: int) -> Row:
+  start = time.monotonic()
+  subprocess.run(command(suite, suite.place("timed")), capture_output=True, check=True)
+  whole = time.monotonic() - start
+  for _ in range(tries):
+    place, after = suite.place("signaled"), suite.random.uniform(0, whole)
+    process = subprocess.Popen(command(suite, place), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(after)
+    process.send_signal(number)
+    _finish(suite, row, process, place, f"after {after:.2f} s")
+  return row
+
+
+def _in_phases(suite: Suite, name: str, number: signal.Signals) -> Row:
+  row = Row(f"{name} while {', '.join(PHASES)}")
+  for phase, (where, longest) in PHASES.items():
+    for _ in range(max(1, suite.tries // 5)):
+      place = suite.unfinished("signaled") if phase == "restoring" else suite.place("signaled")
+      cache = suite.place("cache_of_signaled") if phase == "tokenizing" else None
+      delay = suite.random.uniform(0, longest)
+      words = [where, str(int(number)), str(delay), *command(suite, place, cache)[3:]]
+      process = subprocess.Popen(
+        [sys.executable, "-c", SIGNALED, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+      )
+      _finish(suite, row, process, place, f"{phase}, {delay:.2f} s", cache)
+  return row
+
+
+def _finish(
+  suite: Suite, row: Row, process: subprocess.Popen[bytes], place: str, detail: str, cache: str | None = None
+) -> None:
+  """Waits for a process that got a signal, runs the same command again, and counts the try."""
+  start = time.monotonic()
+  _, told = process.communicate(timeout=LOST_SECONDS)
+  reached = len(losses(place))
+  done = subprocess.run(command(suite, place, cache), capture_output=True, text=True)
+  restored = [line for line in done.stderr.splitlines() if "from the checkpoint of step" in line]
+  lost = reached - (int(restored[0].split("step ")[1]) if restored else 0)
+  good = done.returncode == 0 and losses(place) == suite.losses and b"Traceback" not in told
+  row.add(good, time.monotonic() - start, lost if reached < STEPS else 0, f"{detail}: {_last(done.stderr)}")
+
+
+def several(suite: Suite) -> Iterator[Row]:
+  """Each of 2 and of 4 processes is killed, stopped, or cut off from the others; the same command then goes on."""
+  for count in (2, 4):
+    whole = suite.place(f"whole{count}")
+    if any(process.wait() for process in _start(suite, whole, count)):
+      raise RuntimeError(f"{count} processes don't train")
+    for how in ("killed", "stopped", "cut off"):
+      row = Row(f"each of {count} processes is {how}")
+      for victim in range(count):
+        _lose_one(suite, row, count, victim, how, losses(whole))
+      yield row
+
+
+def _start(suite: Suite, place: str, count: int, group: int | None = None, victim: int = 0) -> list[subprocess.Popen]:
+  """The processes of a job; the user group of one of them may be set."""
+  lines = local.commands(count, local.free_port(), command(suite, place)[3:])
+  variables = {**os.environ, **local.environment(1)}
+  folder = suite.place("output")
+  os.makedirs(folder)
+  return [
+    subprocess.Popen(
+      line,
+      env=variables,
+      stdout=subprocess.DEVNULL,
+      stderr=open(os.path.join(folder, str(number)), "wb"),
+      group=group if number == victim else None,
+    )
+    for number, line in enumerate(lines)
+  ]
+
+
+def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expected: list[float]) -> None:
+  place, group, after = suite.place("several"), os.getpid() % 10_000 + 20_000, suite.random.randrange(1, STEPS - 5)
+  rule = ["OUTPUT", "-m", "owner", "--gid-owner", str(group), "-j", "DROP"]  # everything that the process sends
+  running = _start(suite, place, count, group if how == "cut off" else None, victim)
+  while len(losses(place)) < after and all(process.poll() is None for process in running):
+    time.sleep(0.05)
+  start = time.monotonic()
+  if how == "cut off":
+    subprocess.run(["iptables", "-A", *rule], check=True)
+  else:
+    running[victim].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+  waited = [process for number, process in enumerate(running) if number != victim or how == "cut off"]
+  hang = False
+  for process in waited:
+    try:
+      process.wait(max(0.1, LOST_SECONDS + start - time.monotonic()))
+    except subprocess.TimeoutExpired:
+      hang = True
+  seconds = time.monotonic() - start
+  if how == "cut off":
+    subprocess.run(["iptables", "-D", *rule], check=True)
+  for process in running:
+    process.kill()
+    process.wait()
+  time.sleep(0.5)  # for the last lines
+  lines = [_last(open(os.path.join(suite.folder, "output", str(number))).read()) for number in range(count)]
+  told = all(line.startswith("error: ") for line in lines)
+  reached = len(losses(place))
+  codes = [process.wait() for process in _start(suite, place, count)]
+  text = open(os.path.join(suite.folder, "output", "0")).read()
+  restored = [line for line in text.splitlines() if "from the checkpoint of step" in line]
+  lost = reached - (int(restored[0].split("step ")[1]) if restored else 0)
+  good = not hang and told and codes == [0] * count and losses(place) == expected
+  detail = f"process {victim} after step {after}: hang {hang}, last lines {lines}, then {codes}, {_last(text)}"
+  row.add(good, seconds, lost if reached < STEPS else 0, detail)
+
+
+def try_config(suite: Suite, row: Row, setting: str) -> None:
+  """Trains one step with a setting, within 12 GB and a minute; a longer run must end in order when asked."""
+  words = [*command(suite, suite.place("odd")), "--config.train.steps=1", f"--config.{setting}"]
+  start = time.monotonic()
+  process = subprocess.Popen(
+    ["sh", "-c", 'ulimit -v 12000000; exec "$@"', "sh", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+  )
+  try:
+    _, told = process.communicate(timeout=60)
+    good = process.returncode == 0 or process.returncode in (1, 2) and _last(told.decode()).startswith("error:")
+  except subprocess.TimeoutExpired:
+    process.terminate()
+    _, told = process.communicate(timeout=LOST_SECONDS)
+    good = process.returncode in (0, -signal.SIGTERM)
+  good = good and b"Traceback" not in told
+  row.add(good, time.monotonic() - start, 0, f"{setting}: {process.returncode}: {told.decode()[-500:]}")
+
+
+def _last(text: str) -> str:
+  return text.strip().splitlines()[-1] if text.strip() else ""
