@@ -1,7 +1,7 @@
 # Sourced by tpu_pod.sh and gke.sh: parses options, reports errors, runs or prints commands.
 # shellcheck shell=bash
 
-dry_run=
+dry_run='' num_slices=1
 program=()  # the program's arguments, given after --
 
 # fail CODE MESSAGE: prints one line on stderr and exits.
@@ -60,17 +60,18 @@ require() {
   done
 }
 
-# require_count OPTION: checks that it is an integer of at least 1.
+# require_count OPTION [LEAST]: checks that it is an integer of at least LEAST, by default 1.
 require_count() {
-  local variable=${1//-/_}
-  [[ ${!variable} =~ ^[1-9][0-9]{0,5}$ ]] || mistake "--$1=${!variable}: must be an integer of at least 1"
+  local variable=${1//-/_} least=${2-1}
+  [[ ${!variable} =~ ^(0|[1-9][0-9]{0,5})$ && ${!variable} -ge $least ]] ||
+    mistake "--$1=${!variable}: must be an integer of at least $least"
 }
 
-# require_program SUBCOMMAND: checks that start, and no other subcommand, has the program's arguments.
+# require_program SUBCOMMAND: checks that start and keep, and no other subcommand, have the program's arguments.
 require_program() {
   local flag
-  if [ "$1" != start ]; then
-    [ ${#program[@]} -eq 0 ] || mistake "${program[0]}: only start takes the program's arguments"
+  if [[ $1 != start && $1 != keep ]]; then
+    [ ${#program[@]} -eq 0 ] || mistake "${program[0]}: $1 takes none of the program's arguments"
     return
   fi
   for flag in --config --workdir; do
@@ -94,6 +95,25 @@ quote() {
     line+="${line:+ }$word"
   done
   printf '%s\n' "$line"
+}
+
+# creates WHAT: one line on stderr before anything is created.
+creates() {
+  echo "creates: $1" >&2
+}
+
+# count NUMBER WORD: "1 chip", "2 chips".
+count() {
+  if [ "$1" = 1 ]; then echo "1 $2"; else echo "$1 ${2}s"; fi
+}
+
+# slices TYPE CHIPS HOSTS: what --num-slices slices are together; '' for what is not known.
+slices() {
+  local text
+  text="$(count "$num_slices" slice) of $1"
+  [ -z "$2" ] || text+=", $(count $((num_slices * $2)) chip)"
+  [ -z "$3" ] || text+=" on $(count $((num_slices * $3)) host)"
+  echo "$text"
 }
 
 # run COMMAND...: runs it, or with --dry-run prints it in a form that can be pasted.

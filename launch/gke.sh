@@ -3,9 +3,9 @@
 #
 #   docker build --file=launch/Dockerfile --tag=IMAGE . && docker push IMAGE
 #   launch/gke.sh start  --name=NAME --image=IMAGE --accelerator=tpu-v5p-slice --topology=2x2x2
-#                        [--volume=CLAIM] [--num-slices=N] [--chips-per-host=4] [--max-restarts=10]
+#                        [--volume=CLAIM] [--num-slices=N] [--chips-per-host=4] [--spot] [--max-restarts=10]
 #                        -- --config=CONFIG --workdir=gs://BUCKET/DIR [--job=evaluate]
-#   launch/gke.sh follow --name=NAME    # the log of host 0, the only one that prints
+#   launch/gke.sh follow --name=NAME [--host=0] [--slice=0]
 #   launch/gke.sh status --name=NAME
 #   launch/gke.sh stop   --name=NAME    # SIGTERM: writes a checkpoint, then the JobSet is deleted
 #
@@ -18,16 +18,21 @@
 # --workdir=/runs/DIR: --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be
 # ReadWriteMany (Filestore, Lustre). Text other than `builtin` is in the same places.
 #
-# A job that loses a host or is preempted restarts automatically and resumes, up to --max-restarts times. After
-# stop the same start resumes. Exit codes: 2 for an error in the command, 1 if kubectl fails.
+# start first prints what it creates. --spot asks for nodes of Spot node pools, which without it are not used if they
+# have the taint cloud.google.com/gke-spot. A job that loses a host or is preempted restarts automatically, on new
+# nodes, and resumes, up to --max-restarts times; processes wait half an hour for each other, as nodes may. A host that
+# ends with exit code 2 (an error in the command) ends the job. After stop the same start resumes.
+#
+# Host 0 of slice 0 prints all; the other hosts print only errors. Exit codes: 2 for an error in the command, 1 if
+# kubectl fails. JobSet must be 0.7 or later.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
 source "$here/common.sh"
 
-name='' namespace='' image='' volume='' accelerator='' topology=''
-num_slices=1 chips_per_host=4 max_restarts=10
+name='' namespace='' image='' volume='' accelerator='' topology='' spot=''
+chips_per_host=4 max_restarts=10 host=0 slice=0
 
 # json WORD...: JSON strings, which are also YAML, separated by commas.
 json() {
@@ -50,12 +55,13 @@ hosts_of_slice() {
   echo $((chips / chips_per_host))
 }
 
-# manifest HOSTS: jobset.yaml with its placeholders replaced.
+# manifest HOSTS: jobset.yaml with its placeholders replaced, and without the lines marked for options not given.
 # shellcheck disable=SC2016  # placeholders look like variables
 manifest() {
-  local text
-  text=$(<"$here/jobset.yaml")
-  [ -n "$volume" ] || text=${text%%              volumeMounts:*}
+  local text omitted=none
+  [ -n "$volume" ] || omitted+='|volume'
+  [ -n "$spot" ] || omitted+='|spot'
+  text=$(grep -vE "# --($omitted)\$" "$here/jobset.yaml")
   text=${text//'${name}'/"$(json "$name")"}
   text=${text//'${image}'/"$(json "$image")"}
   text=${text//'${volume}'/"$(json "$volume")"}
@@ -76,6 +82,8 @@ start() {
     *[[:cntrl:]]*) mistake "a line break or tab in an argument: not supported" ;;
   esac
   hosts=$(hosts_of_slice)
+  creates "JobSet $name${spot:+, spot}: $(slices "$accelerator $topology" $((hosts * chips_per_host)) "$hosts"), at most\
+ $max_restarts restarts"
   filled=$(manifest "$hosts")
   if [ -n "$dry_run" ]; then
     printf "%s <<'EOF'\n%s\nEOF\n" "$(quote "${kubectl[@]}" create --filename=-)" "$filled"
@@ -86,8 +94,8 @@ start() {
 }
 
 follow() {
-  local job="jobset.sigs.k8s.io/jobset-name=$name,jobset.sigs.k8s.io/job-index=0"
-  run "${kubectl[@]}" logs --follow --tail=20 --selector="$job,batch.kubernetes.io/job-completion-index=0"
+  local job="jobset.sigs.k8s.io/jobset-name=$name,jobset.sigs.k8s.io/job-index=$slice"
+  run "${kubectl[@]}" logs --follow --tail=20 --selector="$job,batch.kubernetes.io/job-completion-index=$host"
 }
 
 status() {
@@ -103,9 +111,10 @@ subcommand=${1-}
 case $subcommand in
   start)
     options='name namespace image volume accelerator topology num-slices chips-per-host max-restarts'
-    parse "$options" dry-run "${@:2}"
+    parse "$options" 'spot dry-run' "${@:2}"
     ;;
-  follow | status | stop) parse 'name namespace' dry-run "${@:2}" ;;
+  follow) parse 'name namespace host slice' dry-run "${@:2}" ;;
+  status | stop) parse 'name namespace' dry-run "${@:2}" ;;
   -h | --help)
     usage
     exit
@@ -116,11 +125,13 @@ require name
 [[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
   mistake "--name=$name: must be up to 40 of a-z, 0-9 and -, starting with a letter"
 require_program "$subcommand"
+require_count host 0
+require_count slice 0
 if [ "$subcommand" = start ]; then
   require image accelerator topology
   require_count num-slices
   require_count chips-per-host
-  require_count max-restarts
+  require_count max-restarts 0
   [[ -n $volume && " ${program[*]}" == *' --workdir=/runs/'* || " ${program[*]}" == *' --workdir=gs://'* ]] ||
     mistake "--workdir: must be gs://BUCKET/DIR, or below /runs with --volume; other files are lost with the pod"
 fi

@@ -33,10 +33,12 @@ install() {
   uv pip install --python=venv/bin/python 'jax[tpu]' --editable 'src[gcs]'
 }
 
-# start ARGUMENT...: starts the program, detached; its output and exit code go to run.log.
+# start ARGUMENT...: starts the program, detached; its output and exit code go to run.log. A host that shuts down ends
+# this shell too, so that a program ended by that has no exit code.
 start() {
   idle
   rm -f run.pid
+  echo "start: $*" >>run.log
   trap '' HUP  # inherited by the program: it survives the end of the connection
   (
     cd src
@@ -50,12 +52,19 @@ start() {
   echo "$(hostname): started process $(cat run.pid)"
 }
 
+# status: one line: running or the exit code, and the newest line of this start that begins with health: or error:
 status() {
-  if running; then
-    echo "$(hostname): running, process $(cat run.pid)"
-  else
-    echo "$(hostname): not running; the log ends: $(tail -n 1 run.log 2>/dev/null || echo 'no log')"
-  fi
+  local state=''
+  ! running || state="running, process $(cat run.pid)"
+  touch run.log
+  awk -v state="$(hostname): $state" '
+    /^start: / { code = "no exit code"; said = "" }
+    /^exit code / { code = $0 }
+    /^(health|error): / { said = "; " $0 }
+    END {
+      if (state ~ /: $/) state = state "not running, " (code ? code : "never started")
+      print state said
+    }' run.log
 }
 
 # stop: sends SIGTERM and waits while the checkpoint is written.

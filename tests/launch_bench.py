@@ -21,6 +21,7 @@ POD = ["--name=pod", "--zone=us-east5-a"]
 GKE = ["--name=llama", "--image=gcr.io/p/diffeq:1", "--volume=runs", "--accelerator=tpu-v5p-slice", "--topology=2x2x4"]
 TPUS = ["gcloud", "compute", "tpus"]
 HOST = "bash diffeq-nnx/src/launch/tpu_host.sh"
+ALIVE = "--ssh-flag=-oServerAliveInterval=30"
 
 RECORDER = f"""#!{sys.executable} -IS
 import json, os, sys

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.launch_bench import (
+  ALIVE,
   GKE,
   HOST,
   LAUNCH,
@@ -28,7 +29,7 @@ from tests.launch_bench import (
 
 def remote(worker: str, text: str) -> list[str]:
   """The call that runs a shell command on TPU VM hosts."""
-  return [*TPUS, "tpu-vm", "ssh", "pod", "--zone=us-east5-a", f"--worker={worker}", f"--command={text}"]
+  return [*TPUS, "tpu-vm", "ssh", "pod", "--zone=us-east5-a", f"--worker={worker}", ALIVE, f"--command={text}"]
 
 
 # script, arguments, the calls that they lead to; fill is tested by itself
@@ -98,6 +99,7 @@ CASES = [
         "--zone=us-east5-a",
         "--worker=all",
         "--node=all",
+        ALIVE,
         f"--command={HOST} {rest}",
       ]
       for rest in ("idle", f"start {' '.join(PROGRAM)}")
@@ -106,7 +108,7 @@ CASES = [
   ("tpu_pod.sh", ["follow", *POD], [remote("0", "tail -n 20 -F diffeq-nnx/run.log")]),
   (
     "tpu_pod.sh",
-    ["follow", *POD, "--queued"],
+    ["follow", *POD, "--queued", "--host=3", "--slice=1"],
     [
       [
         *TPUS,
@@ -114,8 +116,9 @@ CASES = [
         "ssh",
         "pod",
         "--zone=us-east5-a",
-        "--worker=0",
-        "--node=0",
+        "--worker=3",
+        "--node=1",
+        ALIVE,
         "--command=tail -n 20 -F diffeq-nnx/run.log",
       ]
     ],
@@ -138,7 +141,7 @@ CASES = [
   ("gke.sh", ["start", *GKE, "--", *PROGRAM], [["kubectl", "create", "--filename=-"]]),
   (
     "gke.sh",
-    ["follow", "--name=llama", "--namespace=ml"],
+    ["follow", "--name=llama", "--namespace=ml", "--host=3", "--slice=1"],
     [
       [
         "kubectl",
@@ -147,7 +150,7 @@ CASES = [
         "--follow",
         "--tail=20",
         "--selector=jobset.sigs.k8s.io/jobset-name=llama,"
-        "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0",
+        "jobset.sigs.k8s.io/job-index=1,batch.kubernetes.io/job-completion-index=3",
       ]
     ],
   ),
@@ -180,6 +183,11 @@ CASES = [
 IDS = [f"{script}-{index}-{arguments[0].split('=')[0]}" for index, (script, arguments, _) in enumerate(CASES)]
 
 
+def said(script: str, arguments: list[str]) -> str:
+  """What stands on stderr when nothing fails: the line about what will be created."""
+  return r"creates: .*\n" if arguments[0] == "create" or (script, arguments[0]) == ("gke.sh", "start") else ""
+
+
 def dry(script: str, arguments: list[str]) -> list[str]:
   """The arguments with --dry-run where the script takes it."""
   place = 0 if script == "slurm.sbatch" else 1
@@ -189,12 +197,12 @@ def dry(script: str, arguments: list[str]) -> list[str]:
 @pytest.mark.parametrize("script,arguments,calls", CASES, ids=IDS)
 def test_a_subcommand_calls_its_tool_and_a_dry_run_prints_just_that(script, arguments, calls, bench):
   done = bench.script(script, *arguments, SLURM_JOB_ID="7")
-  assert (done.returncode, done.stderr) == (0, "")
+  assert done.returncode == 0 and re.fullmatch(said(script, arguments), done.stderr)
   assert bench.calls() == calls
   stdin = pathlib.Path(f"{bench.record}.stdin")
   manifest = stdin.read_text() if stdin.exists() else None
   shown = bench.script(script, *dry(script, arguments))
-  assert (shown.returncode, shown.stderr) == (0, "")
+  assert (shown.returncode, shown.stderr) == (0, done.stderr)
   assert bench.calls() == []
   if manifest is None:
     assert [shlex.split(line) for line in shown.stdout.splitlines()] == calls
@@ -211,8 +219,35 @@ def test_a_subcommand_calls_its_tool_and_a_dry_run_prints_just_that(script, argu
 def test_a_tool_that_fails_is_one_line_and_ends_the_script(script, arguments, bench):
   done = bench.script(script, *arguments, CODE="3")
   assert done.returncode == 1
-  assert re.fullmatch(r"error: '(gcloud|kubectl) [^\n]*' ended with exit code 3\n", done.stderr)
+  assert re.fullmatch(
+    said(script, arguments) + r"error: '(gcloud|kubectl) [^\n]*' ended with exit code 3\n", done.stderr
+  )
   assert len(bench.calls()) == 1
+
+
+@pytest.mark.parametrize(
+  "script,arguments,what",
+  [
+    ("tpu_pod.sh", ["--type=v5p-8"], "TPU pod in us-east5-a: 1 slice of v5p-8, 4 chips on 1 host"),
+    (
+      "tpu_pod.sh",
+      ["--type=v4-32", "--queued", "--num-slices=2"],
+      "queued TPU pod in us-east5-a: 2 slices of v4-32, 32 chips on 8 hosts",
+    ),
+    ("tpu_pod.sh", ["--type=v6e-256", "--spot"], "TPU pod in us-east5-a, spot: 1 slice of v6e-256, 256 chips"),
+    ("tpu_pod.sh", ["--type=v5litepod-16"], "TPU pod in us-east5-a: 1 slice of v5litepod-16, 16 chips"),
+    ("tpu_pod.sh", ["--type=v9-16", "--version=mine"], "TPU pod in us-east5-a: 1 slice of v9-16"),
+    (
+      "gke.sh",
+      ["--num-slices=2", "--spot", "--", *PROGRAM],
+      "JobSet llama, spot: 2 slices of tpu-v5p-slice 2x2x4, 32 chips on 8 hosts",
+    ),
+  ],
+)
+def test_what_will_be_created_is_said_first(script, arguments, what, bench):
+  subcommand = ["start", *GKE] if script == "gke.sh" else ["create", *POD]
+  first, second = bench.script(script, *subcommand, *arguments, CODE="3").stderr.splitlines()
+  assert re.fullmatch(f"creates: {what}[;,] .+", first) and second.startswith("error: ")
 
 
 def test_status_does_not_look_for_hosts_before_they_are_there(bench):
@@ -235,11 +270,16 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("tpu_pod.sh", ["stop", *POD, "--queued=yes"], "--queued: takes no value"),
     ("tpu_pod.sh", ["stop", *POD, "--spot"], "--spot: no option of this subcommand"),
     ("tpu_pod.sh", ["stop", *POD, "now"], "now: not an option"),
-    ("tpu_pod.sh", ["stop", *POD, "--", "--config=a.py"], "--config=a.py: only start takes "),
+    ("tpu_pod.sh", ["stop", *POD, "--", "--config=a.py"], "--config=a.py: stop takes none of the program"),
     ("tpu_pod.sh", ["create", *POD], "--type: missing"),
     ("tpu_pod.sh", ["create", *POD, "--type=v9-16"], "--type=v9-16: no runtime version known for it"),
     ("tpu_pod.sh", ["create", *POD, "--type=v5p-16", "--num-slices=2"], "--num-slices=2: needs --queued"),
     ("tpu_pod.sh", ["create", *POD, "--type=v5p-16", "--num-slices=0", "--queued"], "--num-slices=0: must "),
+    ("tpu_pod.sh", ["follow", *POD, "--host=x"], "--host=x: must be an integer of at least 0"),
+    ("tpu_pod.sh", ["follow", *POD, "--slice=1"], "--slice=1: needs --queued"),
+    ("tpu_pod.sh", ["keep", *POD, "--", *PROGRAM], "--type: missing"),
+    ("tpu_pod.sh", ["keep", *POD, "--type=v5p-16", "--poll-seconds=0", "--", *PROGRAM], "--poll-seconds=0: must "),
+    ("tpu_pod.sh", ["keep", *POD, "--type=v5p-16", "--", *PROGRAM], "--workdir: must be gs://BUCKET/DIR with keep"),
     ("tpu_pod.sh", ["start", *POD], "--config: missing"),
     ("tpu_pod.sh", ["start", *POD, "--", "--workdir=/runs/a"], "--config: missing"),
     ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py"], "--workdir: missing"),
@@ -284,7 +324,7 @@ def test_a_tool_that_is_not_installed_is_a_mistake(script, arguments, tool, benc
 @pytest.mark.parametrize(
   "script,subcommands",
   [
-    ("tpu_pod.sh", ["create", "fill", "start", "follow", "status", "stop", "delete"]),
+    ("tpu_pod.sh", ["create", "fill", "start", "follow", "status", "stop", "delete", "keep"]),
     ("gke.sh", ["start", "follow", "status", "stop"]),
   ],
 )
