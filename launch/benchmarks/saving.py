@@ -1,0 +1,84 @@
+"""What a checkpoint costs: how long training is held up, and how long writing and reading take.
+
+  python -m launch.benchmarks.saving --config=configs/llama1b.py --set=model.time.time_embed_dim=1 \
+      --folders=/tmp/saving,gs://bucket/saving [--rounds=3] [--minutes=10]
+
+Saves and restores a training state through the code of a run, on each folder in turn. `held up` is the time until `save` returns, when
+the arrays are copied and training goes on; the last column divides it by an interval of --minutes. `written` is the time
+until all of it is there. Medians of the rounds, quartiles in parentheses.
+"""
+
+import argparse
+import time
+
+import jax
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.setup import checked_mesh
+from diffeq_nnx.training.step import abstract_state, init_state, state_shardings
+
+GIB = 2**30
+
+
+def measure(config: config_lib.Config, folders: list[str], rounds: int) -> tuple[int, dict[str, np.ndarray]]:
+  """Bytes of the state, and for each folder the seconds [round, (held up, written, read)]."""
+  mesh = checked_mesh(config)
+  with jax.set_mesh(mesh):
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    abstract = abstract_state(config, mesh)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state["params"], state["opt_state"])))
+    seconds: dict[str, list[list[float]]] = {folder: [] for folder in folders}
+    for number in range(rounds + 1):  # the first one warms up
+      for folder in folders:
+        place = f"{files.absolute(folder)}/round{number}"
+        checkpoints = Checkpoints(place, config, "")
+        times = [time.perf_counter()]
+        checkpoints.save(state, {"windows": 0}, None)
+        times.append(time.perf_counter())
+        checkpoints.close()
+        times.append(time.perf_counter())
+        del checkpoints
+        reading = Checkpoints(place, config, "", read_only=True)
+        begin = time.perf_counter()
+        restored = reading.restore(abstract)
+        assert restored is not None
+        jax.block_until_ready(restored[0])
+        read = time.perf_counter() - begin
+        del restored
+        reading.close()
+        files.remove(place)
+        if number:
+          seconds[folder].append([times[1] - times[0], times[2] - times[0], read])
+  return size, {folder: np.array(values) for folder, values in seconds.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Prints a Markdown table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--config", required=True)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--folders", type=lambda text: text.split(","), required=True)
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--minutes", type=float, default=10)
+  args = parser.parse_args(argv)
+  config = config_lib.load(args.config, args.set)
+  size, seconds = measure(config, args.folders, args.rounds)
+  print(f"state of {size / GIB:.2f} GiB; {args.rounds} rounds; seconds")
+  print(f"| folder | held up | written | read | GiB/s written | share of {args.minutes:g} minutes, % |")
+  print("| --- | --- | --- | --- | --- | --- |")
+  for folder, values in seconds.items():
+    low, middle, high = np.percentile(values, (25, 50, 75), axis=0)
+    cells = [f"{middle[i]:.2f} ({low[i]:.2f} to {high[i]:.2f})" for i in range(3)]
+    share = 100 * middle[0] / (60 * args.minutes)
+    print(f"| {folder} | {' | '.join(cells)} | {size / GIB / middle[1]:.2f} | {share:.2f} |")
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None
