@@ -19,7 +19,7 @@ import pytest
 import safetensors.numpy
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data, files
+from diffeq_nnx import data, files, jobs
 from diffeq_nnx.analysis.pages import page
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Table
 from diffeq_nnx.config import Config, DataConfig
@@ -31,6 +31,7 @@ from diffeq_nnx.jobs import generate
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.report import _wandb_run
 from tests.conftest import mistake, small_config, told
 
 TAG = "<img src=x onerror=alert(1)></script><script>alert(1)</script>"
@@ -214,6 +215,46 @@ def test_task_files_that_a_run_names_are_not_run(tmp_path, marker, capsys, monke
 def test_a_run_copies_no_text_to_another_bucket(tmp_path, cache):
   give_run(tmp_path, data={"cache_dir": cache})
   assert workdir_lib.config_of(str(tmp_path)).data.cache_dir == DataConfig().cache_dir
+
+
+def tree(folder):
+  """Every file and folder in a folder, with contents."""
+  return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def theirs(tmp_path):
+  """The work directory of a trained run, whose run.json names a file and a cache outside."""
+  shutil.copytree(ROOT / "tests" / "data" / "v0_1" / "run", tmp_path / "run")
+  (tmp_path / "secret.txt").write_text("It rains. " * 300)
+  record = json.loads((tmp_path / "run" / "run.json").read_text())
+  source = f"text:{tmp_path}/secret.txt"
+  record["config"]["data"] |= {"source": source, "validation": source, "cache_dir": str(tmp_path / "cache")}
+  write_json(tmp_path / "run" / "run.json", record)
+  return tmp_path / "run"
+
+
+def test_jobs_on_the_model_alone_neither_read_nor_write_what_run_json_names(theirs, tmp_path, capsys):
+  (tmp_path / "secret.txt").unlink()
+  before = tree(tmp_path)
+  jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompts=["It"], max_tokens=1)
+  assert tree(tmp_path) == before
+
+
+def test_a_job_on_the_text_writes_one_folder_of_the_cache_beside_the_run(theirs, tmp_path):
+  before = tree(tmp_path)
+  jobs.run("evaluate", workdir_lib.config_of(str(theirs)), str(theirs))
+  new = tree(tmp_path).keys() - before.keys()
+  assert {name.partition("/")[0] for name in new} == {"cache"}
+  assert len(os.listdir(tmp_path / "cache")) == 1 and len(os.listdir(tmp_path / "cache")[0]) == 64
+
+
+def test_a_run_names_no_account_of_weights_and_biases(tmp_path, monkeypatch):
+  """A project is one of the user's own."""
+  pytest.importorskip("wandb")
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  give_run(tmp_path)
+  assert "Invalid project name" in told(lambda: _wandb_run("theirs/open", str(tmp_path), str(tmp_path)))
 
 
 def test_a_run_in_a_bucket_keeps_its_cache_there():
