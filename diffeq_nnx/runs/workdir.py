@@ -171,7 +171,7 @@ def _own(workdir: str, config: Config) -> Config:
   to which text of this machine would be copied.
   """
   cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
-  if files.is_url(cache) and cache.split("/")[:3] != bucket:
+  if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=DataConfig().cache_dir))
     logging.warning("workdir=%s: its data.cache_dir=%s is not used; name it yourself", workdir, printable(cache))
   if config.harness.include_path is not None:
