@@ -285,7 +285,12 @@ def from_dict(nested: dict[str, Any]) -> Config:
 def completed(nested: dict[str, Any]) -> dict[str, Any]:
   """A config from `to_dict`, perhaps of an older version; keys that it lacks keep the older behavior."""
   model = nested.get("model", {})
-  if "norm_shift" in model or model.get("initialization") != "published" or model.get("field", "gpt") == "gpt":
+  if (
+    not isinstance(model, dict)
+    or "norm_shift" in model
+    or model.get("initialization") != "published"
+    or model.get("field", "gpt") == "gpt"
+  ):
     return nested
   return {**nested, "model": {**model, "norm_shift": False}}  # before this key a published Llama had no shift
 

@@ -147,10 +147,20 @@ def to_config_dict(section: Any) -> ml_collections.ConfigDict:
 
 
 def merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
-  """The ConfigDict with these nested values in place of its own."""
+  """The ConfigDict with these nested values in place of its own.
+
+  Raises:
+    UserError: a section where a value belongs, the other way round, or a value of another type.
+  """
   with section.unlocked():
     for name, value in values.items():
-      section[name] = merged(section[name], value) if isinstance(value, dict) and name in section else value
+      nested = isinstance(section.get(name), ml_collections.ConfigDict)
+      if name in section and nested != isinstance(value, dict):
+        raise UserError(f"{name}={value!r}: must be {'a section of keys' if nested else 'a value, not a section'}")
+      try:
+        section[name] = merged(section[name], value) if nested else value
+      except (TypeError, KeyError) as error:  # another type, or the name of a method
+        raise UserError(f"{name}={value!r}: can't be set ({error}); correct it, or leave it out") from error
   return section
 
 

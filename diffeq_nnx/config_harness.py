@@ -43,7 +43,7 @@ class HarnessConfig:
         f"harness.stride={self.stride}: applies to sliding windows only; leave it out, or set harness.window=sliding"
       )
     first = os.path.normpath(self.folder).split(os.sep)[0]
-    if os.path.isabs(self.folder) or first in ("..", ".", *taken):
+    if os.path.isabs(self.folder) or first in ("..", ".", *taken) or "::" in self.folder or "://" in self.folder:
       raise UserError(
         f"harness.folder={self.folder!r}: must be a folder of its own within the work directory, e.g. harness"
       )

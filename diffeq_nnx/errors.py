@@ -1,10 +1,20 @@
-"""The two exceptions that are reported in one line: errors that a user can correct, and errors that end a run."""
+"""The two exceptions that are reported in one line: errors that a user can correct, and errors that end a run.
+
+Their texts quote files and names that may be a stranger's, so they are printed by `printable`.
+"""
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
   """The first line of another library's error, or its type if the message is empty; at most `most` characters."""
   lines = str(error).strip().splitlines()
   return (lines[0] if lines else type(error).__name__)[:most]
+
+
+def printable(text: str) -> str:
+  """The text with escapes in place of what a terminal would act on: control characters, but for line feeds and tabs."""
+  return "".join(
+    char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+  )
 
 
 class _OneLine(Exception):

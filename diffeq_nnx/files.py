@@ -43,12 +43,24 @@ def is_url(path: str) -> bool:
   return "://" in path
 
 
+def is_name(value: Any) -> bool:
+  """Whether a value, read from a file, is the name of a file in the same folder."""
+  return isinstance(value, str) and os.path.basename(value) == value and value not in ("", os.curdir, os.pardir)
+
+
+def check_url(path: str) -> None:
+  """Raises UserError for a URL through fsspec's `reference`: it names a file of templates, which can compute."""
+  if any(link.partition("://")[0] == "reference" for link in path.split("::")):
+    raise UserError(f"{path}: URLs through reference:: are not read; name the files themselves")
+
+
 def file_system(path: str) -> fsspec.AbstractFileSystem:
   """The file system that holds a path.
 
   Raises:
-    UserError: fsspec knows no such protocol, or its package is not installed.
+    UserError: fsspec knows no such protocol, its package is not installed, or `check_url`.
   """
+  check_url(path)
   if not is_url(path):
     return LocalFileSystem()
   for name in ("gcsfs", "s3fs", "fsspec"):
@@ -108,8 +120,15 @@ def read(path: str) -> bytes:
 
 
 def read_json(path: str) -> Any:
-  """The content of a JSON file."""
-  return json.loads(read(path))
+  """The content of a JSON file.
+
+  Raises:
+    ValueError: it is no JSON.
+  """
+  try:
+    return json.loads(read(path))
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
 
 
 def make_folder(path: str) -> None:

@@ -11,7 +11,7 @@ from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.jobs import ALIASES, JOBS
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
@@ -202,7 +202,7 @@ def fail(error: BaseException | str, code: int) -> int:
   everywhere = getattr(error, "everywhere", False)
   if not everywhere or process == 0:
     prefix = "" if everywhere or count == 1 else f"process {process}: "
-    print(f"error: {prefix}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    print(f"error: {prefix}" + printable(" ".join(str(error).split())), file=sys.stderr, flush=True)
   return code
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.files import file_system, is_url, read_json, sizes
+from diffeq_nnx.files import file_system, is_name, is_url, read_json, sizes
 
 OLD_VERSION = 1  # ArrayRecord files, which are still read
 VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
@@ -259,6 +259,8 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
       _check_fields(manifest)
   except (FileNotFoundError, NotADirectoryError):
     return None
+  except UserError:  # a URL that can't be used
+    raise
   except OSError as error:
     raise UserError(f"{label}: {path} can't be read ({error.strerror}); make it readable") from error
   except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -269,16 +271,24 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
 
 
 def _check_fields(manifest: dict[str, Any]) -> None:
-  """Raises ValueError, KeyError or TypeError unless a manifest has all that is used later."""
+  """Raises ValueError, KeyError or TypeError unless a manifest has all that is used later, and names its own files."""
   manifest["recipe"]["source"]
-  [manifest["tokenizer"][name] for name in ("file", "hash", "bos_id")]
-  if manifest["dtype"] not in ("uint16", "uint32"):
+  tokenizer, splits = manifest["tokenizer"], manifest["splits"]
+  shards = {name: [Shard(**shard) for shard in info["shards"]] for name, info in splits.items()}
+  every = [shard for some in shards.values() for shard in some]
+  tokenizer["bos_id"]
+  counts = [one for shard in every for one in (shard.tokens, shard.size)]
+  counts += [info[key] for info in splits.values() for key in ("tokens", "bytes", "documents")]
+  fits = (
+    manifest["dtype"] in ("uint16", "uint32"),
+    shards.keys() == {"train", "validation"},
+    all(type(count) is int and count >= 0 for count in counts),
+    all(splits[name]["tokens"] == sum(shard.tokens for shard in some) for name, some in shards.items()),
+    all(map(is_name, [tokenizer["file"], *(shard.file for shard in every)])),
+    all(isinstance(text, str) for text in [tokenizer["hash"], *(shard.sha256 for shard in every)]),
+  )
+  if not all(fits):
     raise ValueError
-  for name in ("train", "validation"):
-    info = manifest["splits"][name]
-    [info[key] for key in ("bytes", "documents")]
-    if info["tokens"] != sum(Shard(**shard).tokens for shard in info["shards"]):
-      raise ValueError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,12 @@ def read(folder: str) -> tuple[ModelConfig, Params]:
     raise opened.error(f"model_type is {kind!r}; gpt2 and llama can be imported")
   if config.get("quantization_config") is not None:
     raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
-  model = _model_config(kind, _Values(opened, config))
+  try:
+    model = _model_config(kind, _Values(opened, config))
+  except UserError:
+    raise
+  except (TypeError, ValueError, AttributeError, OverflowError) as error:  # values of other types
+    raise opened.error(f"config.json can't be used ({first_line(error, 200)}); restore the file") from error
   return model, _params(kind, model, bool(config.get("tie_word_embeddings")), opened)
 
 
@@ -128,7 +133,8 @@ class _Folder:
     if _WEIGHTS in there:
       names = [_WEIGHTS]
     elif _INDEX in there:
-      names = sorted(set(self.json(_INDEX).get("weight_map", {}).values()))
+      weight_map = self.json(_INDEX).get("weight_map")
+      names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     elif fnmatch.filter(there, "pytorch_model*.bin"):
       raise self.error(
         "holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
@@ -136,10 +142,11 @@ class _Folder:
       )
     else:
       raise self.error(f"holds no {_WEIGHTS}; restore the folder")
-    tensors = {}
     for name in names:
-      if os.path.basename(name) != name:
+      if not files.is_name(name):
         raise self.error(f"{_INDEX} names {name!r}, which is no file of the folder; restore the folder")
+    tensors = {}
+    for name in sorted(set(names)):
       try:
         with (
           files.local(os.path.join(self.path, name)) as path,

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 import fnmatch
+import html
 import io
 import json
 import os
+import re
 from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diffeq_nnx import files
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, printable
 
 NAME = "results.json"
 BARS = ("acc", "exact_match", "f1")  # metrics shown as bars, a task's first of these; shares, the larger the better
@@ -63,7 +66,7 @@ def read(path: str, folder: str) -> list[Results]:
   for one in paths:
     try:
       found.append(files.read_json(one))
-      estimates(found)
+      differences(found, found)  # reads all that is used later
     except FileNotFoundError as error:
       raise UserError(f"--baseline={one}: there is no such file or directory") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,6 +105,16 @@ def _of_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
   return found
 
 
+def _line(text: str) -> str:
+  """A text in one line, without control characters."""
+  return printable(" ".join(text.split()))
+
+
+def _cell(text: str) -> str:
+  """A text in one line of Markdown, none of which is HTML, a link, code or the end of a cell."""
+  return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(_line(text), quote=False))
+
+
 def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[str]) -> str:
   """Markdown: a row for each metric, with standard errors, the baseline's estimate and the difference; then notes."""
   other = estimates(baseline)
@@ -109,15 +122,15 @@ def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[
   for key, one in estimates(ours).items():
     rows.append(
       [
-        key.task,
+        _cell(key.task),
         "" if key.shots is None else str(key.shots),
-        key.metric if key.filter == "none" else f"{key.metric} ({key.filter})",
+        _cell(key.metric if key.filter == "none" else f"{key.metric} ({key.filter})"),
         str(one),
         *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""]),
       ]
     )
   lines = ["| " + " | ".join(row if baseline else row[:4]) + " |" for row in rows]
-  return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
+  return "\n".join([*lines, "", *(f"- {_cell(note)}" for note in notes)]) + "\n"
 
 
 def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
@@ -141,6 +154,7 @@ def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[st
   return notes + (["with another number of questions for the baseline: " + ", ".join(tasks)] if tasks else [])
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # names may have a $
 def bar_chart(ours: Sequence[Results], baseline: Sequence[Results], names: tuple[str, str]) -> bytes | None:
   """A PNG with a bar and its standard error for each task, a panel for each number of shots; None: nothing to show."""
   sides = [(estimates(ours), names[0], "C0"), *([(estimates(baseline), names[1], "0.6")] if baseline else [])]
@@ -171,8 +185,10 @@ def bar_chart(ours: Sequence[Results], baseline: Sequence[Results], names: tuple
       )
     axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
     axes.grid(axis="y", alpha=0.3)
-  all_axes[-1].set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
-  handles = [Patch(color=color, label=label) for _, label, color in sides]
+  all_axes[-1].set_xticks(
+    range(len(tasks)), map(_line, tasks), rotation=35, ha="right", rotation_mode="anchor", fontsize=8
+  )
+  handles = [Patch(color=color, label=_line(label)) for _, label, color in sides]
   figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=2, frameon=False)
   file = io.BytesIO()
   figure.savefig(file, dpi=130, format="png")

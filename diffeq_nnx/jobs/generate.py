@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.errors import printable
 from diffeq_nnx.inference.generation import Decoder, generate_texts, prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.parallel import distributed
@@ -21,8 +22,8 @@ def generate(
 ) -> list[dict]:
   """Continues prompts with the newest model of a run, and prints on stdout.
 
-  For one prompt its text, on a terminal as it comes; for several a JSON line each: prompt, text, tokens, stopped
-  (eos or length).
+  For one prompt its text, on a terminal as it comes and with control characters escaped; for several a JSON line each:
+  prompt, text, tokens, stopped (eos or length).
 
   Args:
     config: of the run.
@@ -49,7 +50,7 @@ def generate(
   del run  # the decoder has what it needs
   alone = len(prompts) == 1
   streams = alone and sys.stdout.isatty()
-  show = (lambda _, piece: print(piece, end="", flush=True)) if streams else None
+  show = (lambda _, piece: print(printable(piece), end="", flush=True)) if streams else None
   try:
     found = generate_texts(decoder, tokenizer, prompts, on_text=show, **sampling)
   except KeyboardInterrupt:  # how a text that has been read far enough is ended

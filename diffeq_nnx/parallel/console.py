@@ -6,13 +6,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from diffeq_nnx.errors import printable
 from diffeq_nnx.parallel import distributed
 
 
 def say(line: str) -> None:
   """Prints one line on stderr, from process 0 only; stdout is for results."""
   if distributed.leads():
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(printable(line), file=sys.stderr)
 
 
 def print_result(result: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from absl import logging
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config
+from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config, DataConfig
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, printable
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
@@ -147,7 +147,7 @@ def holds_run(workdir: str) -> bool:
 
 
 def config_of(workdir: str, flag: str = "workdir") -> Config:
-  """The config that a run was started with.
+  """The config that a run was started with, but for what `_own` leaves out.
 
   Raises:
     UserError: the directory holds no run, or one of another version of this program; the line names `flag`.
@@ -155,12 +155,27 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   known = _read(workdir)
   if known is None:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
-  config = config_lib.from_dict(known["config"])
+  config = _own(workdir, config_lib.from_dict(known["config"]))
   path = os.path.expanduser(config.data.tokenizer)
   own = os.path.join(files.absolute(workdir), os.path.basename(path))
   whole = path == files.absolute(path)
   if whole and not files.exists(path) and files.exists(own):  # the directory was moved
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
+  return config
+
+
+def _own(workdir: str, config: Config) -> Config:
+  """A run's config without what must not come from a run of someone else's.
+
+  That is `harness.include_path`, since task files can run code, and a `data.cache_dir` in another bucket than the run,
+  to which text of this machine would be copied.
+  """
+  cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
+  if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=DataConfig().cache_dir))
+    logging.warning("workdir=%s: its data.cache_dir=%s is not used; name it yourself", workdir, printable(cache))
+  if config.harness.include_path is not None:
+    config = dataclasses.replace(config, harness=dataclasses.replace(config.harness, include_path=None))
   return config
 
 
@@ -215,7 +230,8 @@ def _read(workdir: str) -> dict[str, Any] | None:
   path = os.path.join(workdir, RUN_FILE)
   try:
     known = files.read_json(path)
-    known["config"], known["tokenizer_hash"], known["corpus"]
+    if not (isinstance(known["config"], dict) and all(type(known[key]) is str for key in ("tokenizer_hash", "corpus"))):
+      raise ValueError
     return known
   except (FileNotFoundError, NotADirectoryError):
     return None

@@ -206,4 +206,5 @@ def plot_losses(workdir: str) -> None:
   if axes.lines:
     axes.legend()
   axes.grid(alpha=0.3)
-  figure.savefig(os.path.join(workdir, "loss.png"), dpi=120)
+  with files.replacing(os.path.join(workdir, "loss.png")) as part:
+    figure.savefig(part, dpi=120, format="png")

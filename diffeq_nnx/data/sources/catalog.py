@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import sys
@@ -57,8 +58,7 @@ class Records:
       indices = list(range(start, min(start + _RECORDS_PER_READ, self.stop)))
       try:
         if data_source is None:
-          import tensorflow_datasets as tfds
-
+          tfds = _tfds()
           data_source = tfds.builder_from_directory(self.directory).as_data_source(self.split)
         examples = data_source.__getitems__(indices)
       except Exception as error:  # array_record and protobuf have errors of their own
@@ -75,6 +75,23 @@ class Records:
     except UnicodeDecodeError as error:
       where = f"{self.dataset}:{self.split} record {index}"
       return BadRecord("not UTF-8", where, f"{self.text_key!r} is not UTF-8 ({error.reason}); repair the data set")
+
+
+@functools.cache
+def _tfds() -> Any:
+  """TFDS, which here refuses to import whatever module the features.json of a data set names."""
+  import tensorflow_datasets as tfds
+
+  connector = tfds.features.FeatureConnector
+  class_of = connector.cls_from_name
+
+  def checked(cls: Any, name: str) -> Any:
+    if name not in cls._registered_features and not name.startswith("tensorflow_datasets."):
+      raise ValueError(f"features.json names the class {name!r}, which is none of TFDS")
+    return class_of(name)
+
+  connector.cls_from_name = classmethod(checked)
+  return tfds
 
 
 def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], list]:
@@ -94,7 +111,7 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
       format, or it can't be downloaded.
   """
   try:
-    import tensorflow_datasets as tfds
+    tfds = _tfds()
   except ImportError as error:
     raise UserError(
       f"{prefix} needs {error.name}, which is not installed; run pip install 'diffeq-nnx[tfds]'"

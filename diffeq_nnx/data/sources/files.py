@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import check_url
 
 if sys.version_info >= (3, 14):
   from compression import zstd
@@ -172,6 +173,7 @@ def _local(pattern: str) -> dict[str, tuple]:
 def _remote(pattern: str, prefix: str) -> dict[str, tuple]:
   """The URLs that match, each with its version."""
   protocol = pattern.partition("://")[0]
+  check_url(pattern)
   try:
     fs, path = fsspec.core.url_to_fs(pattern)
     fs.invalidate_cache()  # an old listing would hide changes

@@ -1,0 +1,295 @@
+"""Folders, runs and checkpoints of a stranger run no code, and neither read nor write where they should not.
+
+Each test attacks. A marker is a file that code of the stranger's would make.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import data, files, jobs
+from diffeq_nnx.config import Config, DataConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.exporting import folders, importing
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.report import _wandb_run
+from tests.attacks import ROOT, TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
+from tests.conftest import mistake, small_config, told
+
+pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
+  "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+# ---- code that is part of this package
+
+
+def test_the_package_reads_no_pickle_and_runs_no_text():
+  """A config file is the one thing that is run, by `config.load`."""
+  risky = ("pickle", "torch.load", "np.load(", "allow_pickle", "eval(", "exec(", "yaml.", "marshal", "run_path")
+  found = set()
+  for path in [*ROOT.glob("diffeq_nnx/**/*.py"), *ROOT.glob("launch/**/*.py")]:
+    text = path.read_text().replace("literal_eval(", "").replace("can be pickled", "")
+    found |= {(path.relative_to(ROOT).as_posix(), word) for word in risky if word in text}
+  assert found == {("diffeq_nnx/config.py", "run_path")}
+
+
+# ---- Hugging Face folders
+
+SIZES = {"model_type": "gpt2", "vocab_size": 31, "n_positions": 12, "n_embd": 24, "n_layer": 1, "n_head": 4}
+
+
+@pytest.fixture
+def folder(tmp_path, marker):
+  """A Hugging Face folder whose every file that could be run is a bomb."""
+  folder = tmp_path / "theirs"
+  folder.mkdir()
+  for name in ("modeling_theirs.py", "configuration_theirs.py", "tokenization_theirs.py", "setup.py", "__init__.py"):
+    (folder / name).write_text(program(marker))
+  for name in ("pytorch_model.bin", "training_args.bin", "model.pkl", "optimizer.pt", "tokenizer.pkl"):
+    (folder / name).write_bytes(bomb(marker))
+  code = {"AutoConfig": "configuration_theirs.C", "AutoModelForCausalLM": "modeling_theirs.M"}
+  write_json(folder / "config.json", {**SIZES, "auto_map": code, "trust_remote_code": True})
+  tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_theirs.T", None]}, "tokenizer_class": "T"}
+  write_json(folder / "tokenizer_config.json", tokenizer)
+  return folder
+
+
+def import_job(folder, capsys):
+  """The line that --job=import ends with."""
+  workdir = folder.parent / "imported"
+  code, line = mistake(["--job=import", f"--from_hf={folder}", f"--workdir={workdir}", "--num_processes=1"], capsys)
+  assert code == 2 and not (workdir / "run.json").exists()
+  return line
+
+
+def test_pickled_weights_are_not_read(folder, capsys):
+  assert "holds pytorch_model.bin, which can run code when it is read" in import_job(folder, capsys)
+
+
+def test_a_pickle_under_a_safe_name_is_not_read(folder, marker, capsys):
+  (folder / "model.safetensors").write_bytes(bomb(marker))
+  assert "model.safetensors can't be read" in import_job(folder, capsys)
+
+
+@pytest.mark.parametrize(
+  "outside", ["../secret.safetensors", "ABSOLUTE", "", ".", "..", "memory://x/w", 5, ["a"], None]
+)
+def test_an_index_names_files_of_its_folder_alone(folder, capsys, outside):
+  """The file outside is one that would fit, were it read."""
+  secret = folder.parent / "secret.safetensors"
+  safetensors.numpy.save_file({"wte.weight": np.zeros((31, 24), np.float32)}, secret)
+  outside = str(secret) if outside == "ABSOLUTE" else outside
+  write_json(folder / "model.safetensors.index.json", {"weight_map": {"wte.weight": outside}})
+  assert f"model.safetensors.index.json names {outside!r}, which is no file of the folder" in import_job(folder, capsys)
+
+
+@pytest.mark.parametrize("weight_map", [None, 5, [], "x", {}, [["a", "b"]]])
+def test_an_index_of_another_shape_is_one_line(folder, capsys, weight_map):
+  write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+  assert import_job(folder, capsys).startswith("error: from_hf=")
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [{"layer_norm_epsilon": TAG}, {"layer_norm_epsilon": []}, {"dtype": []}, {"resid_pdrop": {}, "embd_pdrop": {}}]
+  + [{"model_type": []}, {"model_type": "llama", "rope_scaling": 5}, {"n_inner": "\x1b[2J"}],
+)
+def test_values_of_other_types_are_one_line(folder, capsys, changes):
+  write_json(folder / "config.json", {**SIZES, **changes})
+  line = import_job(folder, capsys)
+  assert line.startswith("error: from_hf=") and line.isprintable()
+
+
+def test_the_tokenizer_that_names_code_is_read_as_data(folder):
+  """With the folder's tokenizer in place, the names of code are not followed, and the folder is not imported from."""
+  (folder / "tokenizer.json").write_bytes(data.load_tokenizer("bytes").model_bytes)
+  before = set(sys.modules)
+  assert importing.tokenizer_of(str(folder)).vocab_size == 257
+  assert not [name for name in set(sys.modules) - before if "theirs" in name]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "config.json", "tokenizer_config.json"])
+def test_a_pickle_in_place_of_a_tokenizer_file_is_one_line(folder, marker, name):
+  (folder / "tokenizer.json").write_bytes(data.load_tokenizer("bytes").model_bytes)
+  (folder / name).write_bytes(bomb(marker))
+  told(lambda: importing.tokenizer_of(str(folder)))
+
+
+def test_an_export_writes_beside_nothing_of_a_stranger(folder):
+  """A folder that holds something is left as it is."""
+  before = {path.name: path.read_bytes() for path in folder.iterdir()}
+  assert "holds something already" in told(lambda: folders.check_new(str(folder)))
+  with pytest.raises(UserError, match="holds something already"), folders.new_folder(str(folder), "config.json"):
+    pytest.fail("the block must not run")
+  assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---- work directories
+
+
+@pytest.mark.filterwarnings("default")  # of lm_eval
+def test_task_files_that_a_run_names_are_not_run(tmp_path, marker, capsys, monkeypatch):
+  """Task files of lm_eval may name Python functions; only the user's command line or config names a folder of them."""
+  pytest.importorskip("lm_eval")
+  for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    monkeypatch.setenv(name, "1")
+  (tmp_path / "theirs.py").write_text(program(marker) + "def shown(doc):\n  return 'x'\n")
+  (tmp_path / "data.jsonl").write_text('{"question": "x"}\n')
+  (tmp_path / "theirs.yaml").write_text(
+    f"task: theirs\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\n"
+    "test_split: test\noutput_type: loglikelihood\ndoc_to_text: !function theirs.shown\ndoc_to_target: x\n"
+  )
+  harness = {"tasks": "theirs", "include_path": str(tmp_path), "default_tasks": False}
+  give_run(tmp_path / "run", harness=harness)
+  code, line = mistake(["--job=harness", f"--workdir={tmp_path}/run", "--num_processes=1"], capsys)
+  assert code == 2 and "there is no such task" in line
+
+
+@pytest.mark.parametrize("cache", ["gs://theirs/cache", "ftp://theirs/cache", "memory://cache", "file:///tmp/cache"])
+def test_a_run_copies_no_text_to_another_bucket(tmp_path, cache):
+  give_run(tmp_path, data={"cache_dir": cache})
+  assert workdir_lib.config_of(str(tmp_path)).data.cache_dir == DataConfig().cache_dir
+
+
+def tree(folder):
+  """Every file and folder in a folder, with contents."""
+  return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def theirs(tmp_path):
+  """The work directory of a trained run, whose run.json names a file and a cache outside."""
+  shutil.copytree(ROOT / "tests" / "data" / "v0_1" / "run", tmp_path / "run")
+  (tmp_path / "secret.txt").write_text("It rains. " * 300)
+  record = json.loads((tmp_path / "run" / "run.json").read_text())
+  source = f"text:{tmp_path}/secret.txt"
+  record["config"]["data"] |= {"source": source, "validation": source, "cache_dir": str(tmp_path / "cache")}
+  write_json(tmp_path / "run" / "run.json", record)
+  return tmp_path / "run"
+
+
+def test_jobs_on_the_model_alone_neither_read_nor_write_what_run_json_names(theirs, tmp_path, capsys):
+  (tmp_path / "secret.txt").unlink()
+  before = tree(tmp_path)
+  jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompts=["It"], max_tokens=1)
+  assert tree(tmp_path) == before
+
+
+def test_a_job_on_the_text_writes_one_folder_of_the_cache_beside_the_run(theirs, tmp_path):
+  before = tree(tmp_path)
+  jobs.run("evaluate", workdir_lib.config_of(str(theirs)), str(theirs))
+  new = tree(tmp_path).keys() - before.keys()
+  assert {name.partition("/")[0] for name in new} == {"cache"}
+  assert len(os.listdir(tmp_path / "cache")) == 1 and len(os.listdir(tmp_path / "cache")[0]) == 64
+
+
+def test_a_run_names_no_account_of_weights_and_biases(tmp_path, monkeypatch):
+  """A project is one of the user's own."""
+  pytest.importorskip("wandb")
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  give_run(tmp_path)
+  assert "Invalid project name" in told(lambda: _wandb_run("theirs/open", str(tmp_path), str(tmp_path)))
+
+
+def test_a_run_in_a_bucket_keeps_its_cache_there():
+  run = Config(data=DataConfig(cache_dir="memory://bucket/cache"))
+  files.write(
+    "memory://bucket/run/run.json",
+    json.dumps({"config": config_lib.to_dict(run), "tokenizer_hash": "", "corpus": "", "source": None}).encode(),
+  )
+  assert workdir_lib.config_of("memory://bucket/run").data.cache_dir == "memory://bucket/cache"
+
+
+@pytest.mark.parametrize(
+  "outside", ["/tmp/x", "../x", "a/../../x", "..", ".", "", "checkpoints", "report/x", "gs://x/y", "a::gs://x"]
+)
+def test_results_stay_in_the_work_directory(tmp_path, outside):
+  give_run(tmp_path, harness={"folder": outside})
+  assert "must be a folder of its own within the work directory" in told(lambda: workdir_lib.config_of(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"config": []},
+    {"config": {"model": []}},
+    {"config": {"model": 5}},
+    {"config": {"seed": "x"}},
+    {"config": {"data": {"source": 5}}},
+    {"config": {"__class__": 1}},
+    {"config": {"to_yaml": 1}},
+    {"config": {"model": {"__init__": {"x": 1}}}},
+    {"config": {"\x1b[2J": 1}},
+    {"config": {"model": {"num_steps": {"x": 1}}}},
+    {"tokenizer_hash": 5},
+    {"corpus": None},
+    "[" * 100_000,
+    "[]",
+    "null",
+    b"\xff\xfe",
+    "pickle",
+  ],
+)
+def test_a_run_json_of_any_shape_is_one_line(tmp_path, marker, capsys, change):
+  workdir = tmp_path / "run"
+  record = give_run(workdir)
+  content = json.dumps({**record, **change}) if isinstance(change, dict) else change
+  content = bomb(marker) if content == "pickle" else content if isinstance(content, bytes) else content.encode()
+  (workdir / "run.json").write_bytes(content)
+  code, line = mistake(["--job=evaluate", f"--workdir={workdir}", "--num_processes=1"], capsys)
+  assert code == 2 and line.isprintable()
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """(work directory, state) with a checkpoint and frozen parameters."""
+  workdir = tmp_path_factory.mktemp("checkpoints")
+  array = jnp.arange(6, dtype=jnp.float32)
+  state = {"params": {"a": array}, "opt_state": {"m": array}, "step": jnp.asarray(4), "key": jax.random.key(0)}
+  checkpoints = Checkpoints(str(workdir), small_config(), "")
+  checkpoints.save_frozen({"b": array})
+  checkpoints.save(state, {"windows": 4}, 1.0)
+  checkpoints.close()
+  return workdir, {**state, "frozen": {"b": array}}
+
+
+def restored(workdir, state):
+  """What a stranger's checkpoint gives: its state, or None with a line that says that it is damaged."""
+  try:
+    return Checkpoints(str(workdir), small_config(), "", read_only=True).restore(jax.eval_shape(lambda: state))
+  except UserError as error:
+    assert "can be read" in str(error) or "can't be read" in str(error)
+    return None
+
+
+def test_no_file_of_a_checkpoint_is_read_as_a_pickle(saved, tmp_path, marker, capsys):
+  """Each file in turn is a bomb, then all; older formats' names too. What is read in spite of that is as it was."""
+  workdir, state = saved
+  names = sorted(path.relative_to(workdir) for path in workdir.rglob("*") if path.is_file())
+  assert len(names) > 20 and restored(workdir, state)
+  items = ("checkpoints/4/params", "checkpoints/4/optimizer", "checkpoints/4/counters", "frozen")
+  extra = [pathlib.Path(item, name) for item in items for name in ("aggregate", "checkpoint", "msgpack", "state.pkl")]
+  unread = 0
+  for number, attacked in enumerate([*([name] for name in names), names, extra, [*names, *extra]]):
+    place = tmp_path / str(number)
+    shutil.copytree(workdir, place)
+    for name in attacked:
+      (place / name).write_bytes(bomb(marker))
+    found = restored(place, state)
+    unread += found is None
+    if found is not None:
+      jax.tree.map(np.testing.assert_array_equal, found[0]["params"], state["params"])
+    assert not marker.exists(), attacked
+  assert unread > 10

@@ -1,0 +1,255 @@
+"""Prepared text of a stranger runs no code and leads nowhere else; texts stay texts in reports and on terminals."""
+
+import html.parser
+import json
+import os
+import shutil
+import sys
+import types
+
+import jax
+import pytest
+
+from diffeq_nnx import data, files
+from diffeq_nnx.analysis.pages import page
+from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Table
+from diffeq_nnx.config import Config, DataConfig
+from diffeq_nnx.data import sources
+from diffeq_nnx.errors import printable
+from diffeq_nnx.harness import report
+from diffeq_nnx.jobs import generate
+from diffeq_nnx.parallel.console import say
+from tests.attacks import TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
+from tests.conftest import mistake, told
+
+# ---- prepared text and its sources
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  """A directory of shards."""
+  folder = tmp_path_factory.mktemp("prepared")
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers. " * 20)
+  config = DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, tokenizer="bytes", num_processes=1)
+  data.prepare(str(folder / "shards"), data.recipe(config, 257, 0), 1)
+  return folder / "shards"
+
+
+def load_shards(directory):
+  return data.load(DataConfig(source=f"shards:{directory}"), 257, 0)
+
+
+def read_all(corpus):
+  """All tokens of both splits."""
+  return [split.tokens[:] for split in (*corpus.train.splits, corpus.validation)]
+
+
+def changed_manifest(prepared, tmp_path, change):
+  """A copy of the shards whose manifest was changed by a function, under tmp_path/theirs/shards."""
+  directory = tmp_path / "theirs" / "shards"
+  shutil.copytree(prepared, directory)
+  manifest = json.loads((directory / "manifest.json").read_text())
+  change(manifest)
+  write_json(directory / "manifest.json", manifest)
+  return directory
+
+
+@pytest.mark.parametrize(
+  "outside", ["../{}", "ABSOLUTE", "../../theirs/shards/{}", "./{}", "memory://{}", "", ".", ".."]
+)
+@pytest.mark.parametrize("what", ["shard", "tokenizer"])
+def test_a_manifest_names_files_of_its_folder_alone(prepared, tmp_path, outside, what):
+  """What it names is there, and fits."""
+
+  def change(manifest):
+    entry = manifest["tokenizer"] if what == "tokenizer" else manifest["splits"]["train"]["shards"][0]
+    name = entry["file"]
+    shutil.copy(prepared / name, tmp_path / "theirs" / name)
+    files.write(f"memory://{name}", (prepared / name).read_bytes())
+    entry["file"] = str(prepared / name) if outside == "ABSOLUTE" else outside.format(name)
+
+  directory = changed_manifest(prepared, tmp_path, change)
+  assert "manifest.json is damaged" in told(lambda: load_shards(directory))
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    lambda one: one["splits"].update(other={}),
+    lambda one: one["splits"].update(other=one["splits"]["train"]),
+    lambda one: one["splits"]["train"]["shards"][0].update(size="x"),
+    lambda one: one["splits"]["train"]["shards"][0].update(sha256=5),
+    lambda one: one["splits"]["train"].update(bytes=-1),
+    lambda one: one["tokenizer"].update(hash=5),
+    lambda one: one["tokenizer"].update(file=5),
+    lambda one: one.update(splits=[]),
+  ],
+)
+def test_a_manifest_of_any_shape_is_one_line(prepared, tmp_path, change):
+  assert "manifest.json is damaged" in told(lambda: load_shards(changed_manifest(prepared, tmp_path, change)))
+
+
+def test_no_file_of_prepared_text_is_read_as_a_pickle(prepared, tmp_path, marker):
+  for name in sorted(os.listdir(prepared)):
+    directory = tmp_path / name
+    shutil.copytree(prepared, directory)
+    content = (bomb(marker) + bytes((prepared / name).stat().st_size))[: (prepared / name).stat().st_size]
+    (directory / name).write_bytes(content)
+    told(lambda: read_all(load_shards(directory)))
+
+
+def test_what_a_cache_names_outside_it_is_not_read(prepared, tmp_path):
+  """An entry of the cache whose manifest leaves its folder is made again."""
+  config = DataConfig(
+    source=f"text:{prepared.parent}/*.txt",
+    validation_fraction=0.3,
+    tokenizer="bytes",
+    num_processes=1,
+    cache_dir=str(tmp_path / "cache"),
+  )
+  before = data.load(config, 257, 0)
+  (entry,) = (tmp_path / "cache").iterdir()
+  manifest = json.loads((entry / "manifest.json").read_text())
+  shard = manifest["splits"]["train"]["shards"][0]
+  shutil.copy(entry / shard["file"], tmp_path / "cache" / "outside")
+  shard["file"] = "../outside"
+  write_json(entry / "manifest.json", manifest)
+  assert data.load(config, 257, 0).fingerprint == before.fingerprint
+  again = json.loads((entry / "manifest.json").read_text())["splits"]["train"]["shards"][0]
+  assert again["file"] != "../outside"
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "shards"])
+def test_urls_that_compute_are_refused(tmp_path, kind):
+  """fsspec fills templates in the file that a reference:: URL names."""
+  write_json(tmp_path / "refs.json", {"version": 1, "templates": {"x": "{{ 6 * 7 }}"}, "refs": {"a": ["{{x}}"]}})
+  for url in (f"reference::file://{tmp_path}/refs.json", f"simplecache::reference::file://{tmp_path}/refs.json"):
+    line = told(lambda: data.load(DataConfig(source=f"{kind}:{url}", tokenizer="bytes", num_processes=1), 257, 0))
+    assert "URLs through reference:: are not read" in line
+
+
+def test_a_tfds_data_set_imports_no_module(tmp_path, marker, monkeypatch):
+  """TFDS imports the module of each class that features.json names; the working directory is on Python's path."""
+  pytest.importorskip("tensorflow_datasets")
+  (tmp_path / "theirs.py").write_text(program(marker))
+  monkeypatch.syspath_prepend(tmp_path)
+  folder = tmp_path / "sets" / "theirs" / "1.0.0"
+  folder.mkdir(parents=True)
+  write_json(folder / "dataset_info.json", {"name": "theirs", "version": "1.0.0", "fileFormat": "array_record"})
+  write_json(folder / "features.json", {"pythonClassName": "theirs.Feature", "jsonFeature": {"json": "{}"}})
+  options = sources.Options(tfds_dir=str(tmp_path / "sets"))
+  line = told(lambda: sources.open_source("tfds:theirs", options=options))
+  assert "features.json names the class 'theirs.Feature'" in line
+
+
+# ---- reports
+
+
+class Tags(html.parser.HTMLParser):
+  """Which elements a page has, with their attributes' names and the text of each."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.tags, self.scripts, self.texts = [], [], []
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, tuple(name for name, _ in attrs)))
+
+  def handle_data(self, text):
+    (self.scripts if self.tags and self.lasttag == "script" else self.texts).append(text)
+
+
+def whole_page(path, text):
+  """A page whose every text is this one."""
+  points = Points([0, 1], [1, 2], label=text, hover=[text, text + "2"], color=[0, 1])
+  panels = [
+    Panel(text, text, text, [points, Line([0, 1], [1, 2], label=text)], color_label=text),
+    Panel(text, text, text, heatmap=Heatmap([text], [text], [[1.0]]), color_label=text),
+  ]
+  items = [
+    Chart("chart", text, text, panels),
+    ColoredText("text", text, text, [text, text], [0.0, 1.0], text),
+    Table(text, text, [text], [[text]]),
+  ]
+  page.write_page(str(path), text, [(text, text)], [(text, text, items)])
+  return Tags(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+  "text", [TAG, '" onmouseover=alert(1) x="', "' onload='alert(1)", "<!--", "]]>{{ 7*7 }}{% x %}"]
+)
+def test_a_page_has_no_element_or_attribute_from_a_text(tmp_path, text):
+  plain, hostile = whole_page(tmp_path / "plain.html", "plain"), whole_page(tmp_path / "hostile.html", text)
+  assert plain.tags == hostile.tags
+  assert any(text in shown for shown in hostile.texts)
+  own = [script for script in hostile.scripts if script not in plain.scripts]
+  assert len(own) == 2  # the data of the charts
+  for script in own:
+    json.loads(script)
+    assert "<" not in script
+
+
+def results(task, **config):
+  entry = {"acc,none": 0.5, "acc_stderr,none": 0.1, f"{task},<b>": 1.0}
+  return [{"results": {task: entry}, "config": config, "n-samples": {task: {"effective": 1}}}]
+
+
+@pytest.mark.parametrize("text", [TAG, "a | b\n\n# c", "[x](javascript:alert(1))", "`$\\frac{$`\x1b[2J", "_$x^{"])
+def test_the_table_and_the_bars_of_the_harness_show_texts_as_texts(text):
+  ours, theirs = results(text, dtype="a"), results(text, dtype=text)
+  table = report.table(ours, theirs, [text, *report.differences(ours, theirs)])
+  lines = table.splitlines()
+  assert "<" not in table and "\x1b" not in table and len(lines) == 2 + 2 + 1 + 2
+  for line in lines[:4]:
+    assert line.replace("\\|", "").count("|") == 7, line
+  assert "](" not in table.replace("\\]", "")
+  assert report.bar_chart(ours, theirs, (text, text))[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+  "content", ["bomb", "[" * 100_000, '{"results": {}, "config": 5}', '{"results": {"a": {"acc,none": 1}}}']
+)
+def test_a_baseline_of_any_shape_is_one_line(tmp_path, marker, content):
+  (tmp_path / "results.json").write_bytes(bomb(marker) if content == "bomb" else content.encode())
+  assert "is no results.json of lm_eval" in told(lambda: report.read(str(tmp_path / "results.json"), "harness"))
+
+
+# ---- terminals
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;title\x07", "\x1b[2J", "\x9b2J", "\u202e", "\r", "\ud800"])
+def test_control_characters_do_not_reach_a_terminal(text, capsys, tmp_path):
+  assert printable(f"a\tb\n{text}").replace("\n", "").replace("\t", "").isprintable()
+  say(f"a {text}")
+  give_run(tmp_path, harness={"folder": "harness"}, model={f"x{text}": 1})
+  code, line = mistake(["--job=evaluate", f"--workdir={tmp_path}"], capsys)
+  assert code == 2 and "unknown key" in line and line.isprintable()
+
+
+def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
+  """A model is a stranger's as its text is; what is written to a file or a pipe is exact."""
+  hostile = "a\x1b]0;title\x07\n"
+  done = types.SimpleNamespace(prompt="p", text=hostile, ids=[1], stopped="eos")
+
+  def fake(*args, on_text, **unused):
+    if on_text:
+      on_text(0, hostile)
+    return [done]
+
+  run = types.SimpleNamespace(model=None, mesh=jax.make_mesh((1,), ("x",)))
+  for module, name, value in (
+    (generate.workdir_lib, "require", lambda *args: None),
+    (generate.opening, "described", lambda workdir, config: (config, None)),
+    (generate.opening, "read", lambda *args: run),
+    (generate, "prompt_ids", lambda *args: None),
+    (generate, "Decoder", lambda *args: None),
+    (generate, "generate_texts", fake),
+  ):
+    monkeypatch.setattr(module, name, value)
+  for terminal, expected in ((True, "a\\x1b]0;title\\x07\n\n"), (False, hostile + "\n")):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+    capsys.readouterr()
+    generate.generate(Config(), str(tmp_path), prompts=["p"])
+    assert capsys.readouterr().out == expected
