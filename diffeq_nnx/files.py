@@ -135,9 +135,14 @@ def remove(path: str) -> None:
 def move_folder(path: str, to: str) -> None:
   """Moves a folder, in a bucket object by object; what was at `to` is removed."""
   remove(to)
-  make_folder(posixpath.dirname(to))
+  if not is_url(path):
+    os.makedirs(os.path.dirname(to), exist_ok=True)
+    shutil.move(path, to)
+    return
   with _accessing(path) as fs:
-    fs.mv(path, to, recursive=True)
+    names = [os.path.relpath(name, fs._strip_protocol(path)) for name in fs.find(path)]
+    fs.copy(*([posixpath.join(place, name) for name in names] for place in (path, to)), batch_size=TRANSFERS)
+    fs.rm(path, recursive=True)
 
 
 @contextlib.contextmanager

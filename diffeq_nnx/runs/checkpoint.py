@@ -19,6 +19,7 @@ from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import buckets
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
@@ -33,6 +34,7 @@ class Checkpoints:
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
     """`read_only`: nothing is written to the directory, and a damaged checkpoint stays where it is."""
+    buckets.check(workdir)
     self._read_only = read_only
     self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
