@@ -109,6 +109,7 @@ class ObjectStore:
     if self._server is not None:
       self._server.kill()
       self._server.wait()
+    self._log.close()
 
   def __enter__(self) -> "ObjectStore":
     return self.start()
