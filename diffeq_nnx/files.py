@@ -54,29 +54,24 @@ def check_url(path: str) -> None:
     raise UserError(f"{path}: URLs through reference:: are not read; name the files themselves")
 
 
-def file_system(path: str) -> fsspec.AbstractFileSystem:
-  """The file system that holds a path.
+@contextlib.contextmanager
+def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+  """The file system that holds a path, and the path without the protocol.
 
   Raises:
     UserError: fsspec knows no such protocol, its package is not installed, or `check_url`.
+    OSError: for every error within; its strerror says what it was.
   """
   check_url(path)
-  if not is_url(path):
-    return LocalFileSystem()
-  for name in ("gcsfs", "s3fs", "fsspec"):
+  for name in ("gcsfs", "s3fs", "fsspec") if is_url(path) else ():
     logging.getLogger(name).setLevel(logging.CRITICAL)  # they print a traceback of what they then raise
   try:
-    return fsspec.core.url_to_fs(path)[0]
-  except (ImportError, ValueError) as error:
-    raise UserError(f"{path}: this kind of URL can't be used ({first_line(error, 200)})") from error
-
-
-@contextlib.contextmanager
-def _accessing(path: str) -> Iterator[fsspec.AbstractFileSystem]:
-  """The file system of a path; every error becomes an OSError whose strerror says what it was."""
-  try:
-    yield file_system(path)
-  except (UserError, KeyboardInterrupt):
+    try:
+      found = fsspec.core.url_to_fs(path) if is_url(path) else (LocalFileSystem(), path)
+    except (ImportError, ValueError) as error:
+      raise UserError(f"{path}: this kind of URL can't be used ({first_line(error, 200)})") from error
+    yield found
+  except UserError:
     raise
   except OSError as error:
     if not is_url(path):
@@ -90,33 +85,48 @@ def _accessing(path: str) -> Iterator[fsspec.AbstractFileSystem]:
 
 def exists(path: str) -> bool:
   """Whether there is a file or folder."""
-  with _accessing(path) as fs:
-    return fs.exists(path)
+  with _accessing(path) as (fs, place):
+    return fs.exists(place)
 
 
 def is_folder(path: str) -> bool:
   """Whether there is a folder; in a bucket, whether there are objects below the path."""
-  with _accessing(path) as fs:
-    return fs.isdir(path)
+  with _accessing(path) as (fs, place):
+    return fs.isdir(place)
 
 
 def sizes(folder: str) -> dict[str, int]:
   """Bytes of each file in a folder, and 0 for a folder in it, by name; one request. {} if the folder is not there."""
-  with _accessing(folder) as fs:
+  with _accessing(folder) as (fs, root):
     try:
-      found = fs.ls(folder, detail=True)
+      found = {one["name"].rstrip("/"): one["size"] or 0 for one in fs.ls(root, detail=True)}
     except (FileNotFoundError, NotADirectoryError):
       return {}
-    root = fs._strip_protocol(folder).rstrip("/")  # which some buckets list too
-    return {
-      posixpath.basename(one["name"].rstrip("/")): one["size"] or 0 for one in found if one["name"].rstrip("/") != root
-    }
+    return {posixpath.basename(name): size for name, size in found.items() if name != root}  # some buckets list it too
 
 
 def read(path: str) -> bytes:
   """The content of a file."""
-  with _accessing(path) as fs:
-    return fs.cat_file(path)
+  with _accessing(path) as (fs, place):
+    return fs.cat_file(place)
+
+
+def read_ranges(paths: list[str], starts: list[int], stops: list[int]) -> list[bytes | Exception]:
+  """Bytes `start` to `stop` - 1 of files on disks and in buckets of one cloud, at the same time, or what it raised."""
+  found: list[Any] = [None] * len(paths)
+  for url in set(map(is_url, paths)):
+    those = [number for number, path in enumerate(paths) if is_url(path) == url]
+    columns = ([column[number] for number in those] for column in (paths, starts, stops))
+    with _accessing(paths[those[0]]) as (fs, _):
+      for number, data in zip(those, fs.cat_ranges(*columns, on_error="return")):
+        found[number] = data
+  return found
+
+
+def sha256(path: str) -> str:
+  """The SHA-256 of a file, in hex."""
+  with _accessing(path) as (fs, place), fs.open(place, "rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: str) -> Any:
@@ -147,16 +157,21 @@ def check_writable(folder: str) -> None:
 
 def remove(path: str) -> None:
   """Removes a file, or a folder with what is in it; nothing happens if it is not there."""
-  with _accessing(path) as fs, contextlib.suppress(FileNotFoundError):
-    fs.rm(path, recursive=fs.isdir(path))
+  with _accessing(path) as (fs, place), contextlib.suppress(FileNotFoundError):
+    fs.rm(place, recursive=fs.isdir(place))
 
 
 def move_folder(path: str, to: str) -> None:
   """Moves a folder, in a bucket object by object; what was at `to` is removed."""
   remove(to)
-  make_folder(posixpath.dirname(to))
-  with _accessing(path) as fs:
-    fs.mv(path, to, recursive=True)
+  if not is_url(path):
+    os.makedirs(os.path.dirname(to), exist_ok=True)
+    shutil.move(path, to)
+    return
+  with _accessing(path) as (fs, place):
+    found = fs.find(place)
+    fs.copy(found, [posixpath.join(to, os.path.relpath(name, place)) for name in found], batch_size=TRANSFERS)
+    fs.rm(place, recursive=True)
 
 
 @contextlib.contextmanager
@@ -166,8 +181,8 @@ def replacing(path: str, at: str | None = None) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
       part = os.path.join(folder, posixpath.basename(path))
       yield part
-      with _accessing(path) as fs:
-        fs.put_file(part, path)
+      with _accessing(path) as (fs, place):
+        fs.put_file(part, place)
     return
   part = f"{at or path}.{os.getpid()}"
   try:
@@ -189,7 +204,7 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
       yield folder
-      copy_folder(folder, path, last)
+      _copy_folder(folder, path, last)
     return
   temporary = path + ".unfinished"
   try:
@@ -204,9 +219,10 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
 
 
 def place_to_build(path: str, cache: str) -> str:
-  """A folder to build what belongs at `path`: that itself, or for a bucket a local one in the folder `cache`."""
+  """A folder to build what belongs at `path`: that itself; for a bucket a local one, in `cache` unless in a bucket."""
   name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
-  place = os.path.join(cache, name) if is_url(path) else path
+  parent = absolute("~/.cache/diffeq_nnx" if is_url(cache) else cache)
+  place = os.path.join(parent, name) if is_url(path) else path
   make_folder(place)
   return place
 
@@ -215,31 +231,32 @@ def publish(place: str, path: str, last: str) -> None:
   """Copies what was built in a `place_to_build` to its bucket, if the file named `last` is there, and removes it."""
   if place != path:
     if exists(os.path.join(place, last)):
-      copy_folder(place, path, last)
+      _copy_folder(place, path, last)
     remove(place)
 
 
-def copy_folder(folder: str, path: str, last: str) -> None:
+def _below(folder: str) -> list[str]:
+  """The files in a local folder and the folders in it, named from it, in order."""
+  return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
+
+
+def _copy_folder(folder: str, path: str, last: str) -> None:
   """Copies a local folder to a bucket, and removes what is there beside.
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
-  names = [os.path.relpath(os.path.join(place, name), folder) for place, _, files in os.walk(folder) for name in files]
-  early = sorted(set(names) - {last})
-  with _accessing(path) as fs:
-    root = fs._strip_protocol(path).rstrip("/")
-    there = {os.path.relpath(name, root) for name in fs.find(path)} if fs.exists(path) else set()
-    if last in there and read(posixpath.join(path, last)) != pathlib.Path(folder, last).read_bytes():
-      fs.rm(posixpath.join(path, last))
+  names = _below(folder)
+  early = [name for name in names if name != last]
+  with _accessing(path) as (fs, root):
+    place = lambda name: posixpath.join(root, name)
+    there = {os.path.relpath(name, root) for name in fs.find(root)} if fs.exists(root) else set()
+    if last in there and fs.cat_file(place(last)) != pathlib.Path(folder, last).read_bytes():
+      fs.rm(place(last))
     for name in there - set(names):
-      fs.rm(posixpath.join(path, name))
-    fs.put(
-      [os.path.join(folder, name) for name in early],
-      [posixpath.join(path, name) for name in early],
-      batch_size=TRANSFERS,
-    )
+      fs.rm(place(name))
+    fs.put([os.path.join(folder, name) for name in early], list(map(place, early)), batch_size=TRANSFERS)
     if last in names:
-      fs.put_file(os.path.join(folder, last), posixpath.join(path, last))
+      fs.put_file(os.path.join(folder, last), place(last))
 
 
 @contextlib.contextmanager
@@ -250,16 +267,16 @@ def local(path: str) -> Iterator[str]:
     return
   with tempfile.TemporaryDirectory() as folder:
     target = os.path.join(folder, posixpath.basename(path.rstrip("/")))
-    with _accessing(path) as fs:
-      fs.get(path, target, recursive=fs.isdir(path), batch_size=TRANSFERS)
+    with _accessing(path) as (fs, place):
+      fs.get(place, target, recursive=fs.isdir(place), batch_size=TRANSFERS)
     yield target
 
 
 def write(path: str, content: bytes) -> None:
   """Writes a file, whole or not at all."""
   if is_url(path):
-    with _accessing(path) as fs:
-      fs.pipe_file(path, content)
+    with _accessing(path) as (fs, place):
+      fs.pipe_file(place, content)
     return
   with replacing(path) as part, open(part, "wb") as file:
     file.write(content)
@@ -281,21 +298,20 @@ class Growing:
 
   def __init__(self, path: str, first: tuple[str, ...] = ()):
     """`first`: names of files that are copied from a bucket before."""
-    self._path = path
-    self.folder = tempfile.mkdtemp() if is_url(path) else path
+    self._bucket = path if is_url(path) else None
+    self.folder = path if self._bucket is None else tempfile.mkdtemp()
     self._uploaded: dict[str, tuple[int, float]] = {}
     self._lock = threading.Lock()
     self._thread: threading.Thread | None = None
     self._since = time.monotonic()
-    if is_url(path):
-      for name in first:
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, name), "wb") as file:
-          file.write(read(posixpath.join(path, name)))
+    for name in first if self._bucket else ():
+      with contextlib.suppress(FileNotFoundError):
+        pathlib.Path(self.folder, name).write_bytes(read(posixpath.join(path, name)))
 
   def grown(self) -> None:
     """Tells that files have grown; starts to copy them if it is time."""
     busy = self._thread is not None and self._thread.is_alive()
-    if is_url(self._path) and not busy and time.monotonic() - self._since > UPLOAD_SECONDS:
+    if self._bucket and not busy and time.monotonic() - self._since > UPLOAD_SECONDS:
       self._since = time.monotonic()
       self._thread = threading.Thread(target=self._beside, daemon=True)
       self._thread.start()
@@ -306,21 +322,19 @@ class Growing:
 
   def upload(self) -> None:
     """Copies what has changed; raises OSError."""
-    if not is_url(self._path):
+    if self._bucket is None:
       return
-    with self._lock, _accessing(self._path) as fs:
-      for place, _, files in os.walk(self.folder):
-        for name in files:
-          path = os.path.join(place, name)
-          stat = os.stat(path)
-          if self._uploaded.get(path) != (stat.st_size, stat.st_mtime):
-            fs.put_file(path, posixpath.join(self._path, os.path.relpath(path, self.folder)))
-            self._uploaded[path] = (stat.st_size, stat.st_mtime)
+    with self._lock, _accessing(self._bucket) as (fs, root):
+      for name in _below(self.folder):
+        stat = os.stat(path := os.path.join(self.folder, name))
+        if self._uploaded.get(name) != (stat.st_size, stat.st_mtime):
+          fs.put_file(path, posixpath.join(root, name))
+          self._uploaded[name] = (stat.st_size, stat.st_mtime)
 
   def close(self) -> None:
     """Copies the rest; raises OSError."""
     try:
       self.upload()
     finally:
-      if is_url(self._path):
+      if self._bucket:
         shutil.rmtree(self.folder, ignore_errors=True)

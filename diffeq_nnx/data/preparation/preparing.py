@@ -136,7 +136,7 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  place = files.place_to_build(directory, cache_folder(recipe.config))
+  place = files.place_to_build(directory, recipe.config.cache_dir)
   with locked(place, label, wait):
     manifest = complete(directory, recipe.record, label) or complete(place, recipe.record, label)
     if manifest is None:
@@ -150,11 +150,6 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
       finish(place, unfinished, manifest)
     files.publish(place, directory, shards.MANIFEST)
   return manifest
-
-
-def cache_folder(config: Any) -> str:
-  """`data.cache_dir`; where that is in a bucket, a local folder for what is on its way there."""
-  return files.absolute(config.cache_dir if not files.is_url(config.cache_dir) else "~/.cache/diffeq_nnx")
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import check_url
+from diffeq_nnx.files import check_url, is_url
 
 if sys.version_info >= (3, 14):
   from compression import zstd
@@ -55,10 +55,10 @@ class File:
 
   def read(self) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
-    errors = Exception if _is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
+    errors = Exception if is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
       # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
-      opener = fsspec.open if _is_url(self.name) else LocalFileSystem().open
+      opener = fsspec.open if is_url(self.name) else LocalFileSystem().open
       with opener(self.name, "rb", compression=None if self.name.endswith(".zip") else "infer") as file:
         yield from self._text(file) if self.kind == "text" else self._jsonl(file)
     except UserError:
@@ -72,7 +72,7 @@ class File:
     Raises:
       UserError: If a local file can't be accessed.
     """
-    if _is_url(self.name):
+    if is_url(self.name):
       return [self.name, *self.version]
     try:
       stat = os.stat(self.name)
@@ -149,18 +149,14 @@ def resolve(kind: str, globs: str, prefix: str, options: Options) -> list[File]:
   """
   files: dict[str, tuple] = {}
   for pattern in filter(None, (part.strip() for part in globs.split(","))):
-    matches = _remote(pattern, prefix) if _is_url(pattern) else _local(pattern)
+    matches = _remote(pattern, prefix) if is_url(pattern) else _local(pattern)
     if not matches:
-      place = "" if _is_url(pattern) else f" (from {os.getcwd()})"
+      place = "" if is_url(pattern) else f" (from {os.getcwd()})"
       raise UserError(f"{prefix} no file matches {pattern}{place}; give a path that exists")
     files |= matches
   if not files:
     raise UserError(f"{prefix} no file matches an empty glob; write for example {kind}:~/corpus/*.{kind}")
   return [File(kind, name, prefix, options.text_key, files[name]) for name in sorted(files)]
-
-
-def _is_url(name: str) -> bool:
-  return "://" in name
 
 
 def _local(pattern: str) -> dict[str, tuple]:
@@ -210,5 +206,5 @@ def _unreadable(prefix: str, name: str, error: BaseException) -> str:
     return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
-  action = "check the network, or restore the file" if _is_url(name) else "it is damaged or truncated: restore it"
+  action = "check the network, or restore the file" if is_url(name) else "it is damaged or truncated: restore it"
   return f"{prefix} {name} can't be read ({_reason(error)}); {action}"
