@@ -45,11 +45,12 @@ class ObjectStore:
     requests: (method, path, header Range or "") of all requests so far.
   """
 
-  def __init__(self, port: int = 0, kind: str = "gs"):
+  def __init__(self, port: int = 0, kind: str = "gs", delay: float = 0.0):
+    """`delay`: seconds that every request waits."""
     self.kind, self.root = kind, f"{kind}://{BUCKET}"
     self.fault: Fault = lambda method, path: None
     self.requests: list[tuple[str, str, str]] = []
-    self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+    self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler(delay))
     self._proxy.daemon_threads = True
     self._inner = _free_port()
     self._server: subprocess.Popen[bytes] | None = None
@@ -126,7 +127,7 @@ class ObjectStore:
         return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", response.read().decode()))
       return {one["name"]: one["md5Hash"] for one in json.load(response).get("items", [])}
 
-  def _handler(store) -> type[http.server.BaseHTTPRequestHandler]:  # noqa: N805, since `self` is the handler's
+  def _handler(store, delay: float) -> type[http.server.BaseHTTPRequestHandler]:  # noqa: N805, since `self` is the handler's
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = "HTTP/1.1"
 
@@ -161,8 +162,7 @@ class ObjectStore:
           body = f"<Error><Code>{code}</Code></Error>" if store.kind == "s3" else '{"error": {"message": "as told"}}'
           self._answer(int(fault), {}, body.encode())
           return
-        if fault == "slow":
-          time.sleep(SLOW_SECONDS)
+        time.sleep(delay + (SLOW_SECONDS if fault == "slow" else 0))
         connection = http.client.HTTPConnection("127.0.0.1", store._inner, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _SKIPPED}
         connection.request(self.command, self.path, body, headers)
@@ -200,8 +200,9 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--port", type=int, default=9023)
   parser.add_argument("--kind", choices=["gs", "s3"], default="gs")
+  parser.add_argument("--delay", type=float, default=0.0, help="seconds that every request waits")
   args = parser.parse_args(argv)
-  with ObjectStore(args.port, args.kind) as store, contextlib.suppress(KeyboardInterrupt):
+  with ObjectStore(args.port, args.kind, args.delay) as store, contextlib.suppress(KeyboardInterrupt):
     print("export " + " ".join(f"{name}={value}" for name, value in store.environment.items()), flush=True)
     threading.Event().wait()
 

@@ -101,7 +101,9 @@ def batch_iterator(
     start=windows,
     eos_id=data.document_end(config.data, corpus.tokenizer),
   )
-  return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+  iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+  iterator.start_prefetch()  # the first batches of shards in a bucket take a second
+  return iterator
 
 
 def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, dict[str, Any]]:
