@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import urllib.parse
 
 import jax
 import numpy as np
@@ -115,6 +116,7 @@ def told_on_stderr(call, capsys):
   return capsys.readouterr().err
 
 
+@pytest.mark.slow(reason="trains and resumes over the network of this machine")
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(store, finished, capsys):
   _, root = store
   config, local = finished
@@ -185,14 +187,18 @@ def test_prepared_text_can_be_cached_in_a_bucket(store, tmp_path):
 
 @pytest.mark.slow(reason="several jobs")
 def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
-  _, root = store
+  server, root = store
   config, workdir = finished
   for path in workdir.rglob("*"):
     if path.is_file():
       files.write(f"{root}/run/{path.relative_to(workdir)}", path.read_bytes())
   own = config.model.num_steps
+  server.requests.clear()
   result = jobs.run("evaluate", config, f"{root}/run", num_steps=(own, own + 1))
   assert files.exists(f"{root}/run/depths.png")
+  downloads = [path for method, path, _ in server.requests if method == "GET" and "list" not in path]
+  arrays = lambda item: [path for path in downloads if "/d/" in urllib.parse.unquote(path) and item in path]
+  assert arrays("params") and not arrays("optimizer")  # the larger part of a checkpoint
   made = jobs.run("discretize", config, f"{root}/stored", from_workdir=f"{root}/run")
   assert made["after"]["loss"] == pytest.approx(result["by_num_steps"][0]["loss"], abs=1e-5)
   jobs.run("export", workdir_lib.config_of(f"{root}/stored"), f"{root}/stored", out=f"{root}/exported")

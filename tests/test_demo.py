@@ -38,6 +38,7 @@ def kinds(cell) -> set[str]:
   }
 
 
+@pytest.mark.slow(reason="a minute; each part of the demo has tests of its own")
 @pytest.mark.timeout(900)
 def test_the_demo_runs_whole_and_shows_what_the_file_shows(notebook, tmp_path, monkeypatch):
   for name, value in {**SHORT, "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path)}.items():

@@ -54,9 +54,9 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with distributed.together():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
-      start, steps, project = int(state["step"]), config.train.steps, config.report.wandb
+      start, validate = int(state["step"]), position.get("validate", False)  # a run of 0.1.0 has no such key
       with (
-        reporter(workdir, start, steps, project) as report,
+        reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
         goodput.watched(),
       ):

@@ -28,9 +28,11 @@ def parameter_table(params: dict[str, Any]) -> str:
   return parameter_overview.get_parameter_overview(params, include_stats="global")
 
 
-def reporter(workdir: str, start: int, steps: int, project: str | None = None) -> "Reporter | Silent":
+def reporter(
+  workdir: str, start: int, steps: int, project: str | None = None, validate: bool = False
+) -> "Reporter | Silent":
   """A `Reporter` in process 0, a `Silent` one in the others."""
-  return Reporter(workdir, start, steps, project) if distributed.leads() else Silent()
+  return Reporter(workdir, start, steps, project, validate) if distributed.leads() else Silent()
 
 
 class Silent:
@@ -58,10 +60,10 @@ class Silent:
 class Reporter:
   """Writes the metrics of a run to disk, and shows progress: a bar on a terminal, otherwise a line per log."""
 
-  def __init__(self, workdir: str, start: int, steps: int, project: str | None = None):
+  def __init__(self, workdir: str, start: int, steps: int, project: str | None = None, validate: bool = False):
     """Opens the files; records after step `start`, left by a killed run, are dropped.
 
-    `project`: of Weights & Biases, which gets the metrics too.
+    `project`: of Weights & Biases, which gets the metrics too. `validate`: `start` will be validated, again perhaps.
 
     Raises:
       UserError: its package is not installed, or it can't be reached.
@@ -70,7 +72,7 @@ class Reporter:
     self._start, self._steps, self._started = start, steps, time.perf_counter()
     self._growing = files.Growing(workdir, (METRICS_FILE,))
     folder = self._growing.folder
-    _truncate(os.path.join(folder, METRICS_FILE), start)
+    _truncate(os.path.join(folder, METRICS_FILE), start, validate)
     self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
     self._tensorboard = tensorboardX.SummaryWriter(os.path.join(folder, TENSORBOARD_FOLDER), purge_step=start + 1)
     self._wandb = _wandb_run(project, workdir, folder) if project else None
@@ -163,11 +165,16 @@ def _wandb_run(project: str, workdir: str, folder: str) -> Any:
     ) from error
 
 
-def _truncate(path: str, last_step: int) -> None:
-  """Drops the records after `last_step` and a half-written line."""
+def _truncate(path: str, last_step: int, validate: bool) -> None:
+  """Drops the records after `last_step`, its validation if that will be repeated, and a half-written line."""
   if not os.path.exists(path):
     return
-  kept = [line for line, record in _lines(path) if record["step"] <= last_step]
+  repeated = (last_step, "validation") if validate else None
+  kept = [
+    line
+    for line, record in _lines(path)
+    if record["step"] <= last_step and (record["step"], record["split"]) != repeated
+  ]
   files.write(path, "".join(kept).encode())
 
 
