@@ -34,6 +34,7 @@ SUMMARIZED = (
   "diffeq_nnx/exporting/templates/",
   "diffeq_nnx/harness/",
   "launch/benchmarks/",
+  "launch/breaking/",
 )
 SHORT_CONFIG = """import importlib.util
 

@@ -6,12 +6,12 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
+from launch import faults
 from launch.benchmarks import analysis as benchmark_analysis
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
 from launch.experiments import compare, finetune_depths
-from launch.faults import __main__ as faults
 
 SMALL = [
   "--set=model.num_steps=2",

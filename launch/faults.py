@@ -14,8 +14,8 @@ import subprocess
 import sys
 
 from diffeq_nnx.errors import UserError
-from launch.faults import inputs, processes, storage
-from launch.faults.table import HEADER, Suite
+from launch.breaking import inputs, processes, storage
+from launch.breaking.table import HEADER, Suite
 
 KINDS = {
   "kill": processes.kill,

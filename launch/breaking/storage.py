@@ -10,8 +10,8 @@ import time
 from diffeq_nnx import jobs
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
-from launch.faults import processes
-from launch.faults.table import EVERY, STEPS, Row, Suite, losses, problem_of, quiet, tree
+from launch.breaking import processes
+from launch.breaking.table import EVERY, STEPS, Row, Suite, losses, problem_of, quiet, tree
 from launch.object_store import BUCKET, ObjectStore
 
 

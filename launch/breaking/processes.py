@@ -9,7 +9,7 @@ import sys
 import time
 
 from launch import local
-from launch.faults.table import SETTINGS, STEPS, Row, Suite, losses
+from launch.breaking.table import SETTINGS, STEPS, Row, Suite, losses
 
 # Sends itself a signal after a delay from the first call of a function; then as `python -m diffeq_nnx.main`.
 SIGNALED = """

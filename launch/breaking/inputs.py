@@ -9,8 +9,8 @@ import shutil
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
 from diffeq_nnx.runs import workdir as workdir_lib
-from launch.faults import processes
-from launch.faults.table import Row, Suite, problem_of
+from launch.breaking import processes
+from launch.breaking.table import Row, Suite, problem_of
 
 JUNK = ["", "0", "-1", "1e9", "nan", "inf", "None", "True", "()", "(1,)", "[]", "{}", "x", "é\x00", "../..", "1" * 40]
 JUNK += ["1", "2", "3", "7", "0.5", "1e-3", "100000", "False", "(2, 3)"]
