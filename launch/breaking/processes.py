@@ -95,14 +95,24 @@ def _finish(
   suite: Suite, row: Row, process: subprocess.Popen[bytes], place: str, detail: str, cache: str | None = None
 ) -> None:
   """Waits for a process that got a signal, runs the same command again, and counts the try."""
-  start = time.monotonic()
-  _, told = process.communicate(timeout=LOST_SECONDS)
+  start, hangs = time.monotonic(), False
+  try:
+    _, told = process.communicate(timeout=LOST_SECONDS)
+  except subprocess.TimeoutExpired:
+    hangs = True
+    process.kill()
+    _, told = process.communicate()
   reached = len(losses(place))
   done = subprocess.run(command(suite, place, cache), capture_output=True, text=True)
-  restored = [line for line in done.stderr.splitlines() if "from the checkpoint of step" in line]
-  lost = reached - (int(restored[0].split("step ")[1]) if restored else 0)
-  good = done.returncode == 0 and losses(place) == suite.losses and b"Traceback" not in told
-  row.add(good, time.monotonic() - start, lost if reached < STEPS else 0, f"{detail}: {_last(done.stderr)}")
+  good = not hangs and done.returncode == 0 and losses(place) == suite.losses and b"Traceback" not in told
+  detail = f"{detail}: hangs {hangs}, {_last(done.stderr)}"
+  row.add(good, time.monotonic() - start, _lost(reached, done.stderr), detail)
+
+
+def _lost(reached: int, told: str) -> int:
+  """Train steps that were repeated, of so many: what a resumed run tells of its start."""
+  restored = [line for line in told.splitlines() if "from the checkpoint of step" in line]
+  return reached - (int(restored[0].split("step ")[1]) if restored else 0) if reached < STEPS else 0
 
 
 def several(suite: Suite) -> Iterator[Row]:
@@ -143,34 +153,35 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
   while len(losses(place)) < after and all(process.poll() is None for process in running):
     time.sleep(0.05)
   start = time.monotonic()
-  if how == "cut off":
-    subprocess.run(["iptables", "-A", *rule], check=True)
-  else:
-    running[victim].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-  waited = [process for number, process in enumerate(running) if number != victim or how == "cut off"]
-  hang = False
-  for process in waited:
-    try:
-      process.wait(max(0.1, LOST_SECONDS + start - time.monotonic()))
-    except subprocess.TimeoutExpired:
-      hang = True
-  seconds = time.monotonic() - start
-  if how == "cut off":
-    subprocess.run(["iptables", "-D", *rule], check=True)
-  for process in running:
-    process.kill()
-    process.wait()
+  try:
+    if how == "cut off":
+      subprocess.run(["iptables", "-A", *rule], check=True)
+    else:
+      running[victim].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    waited = [process for number, process in enumerate(running) if number != victim or how == "cut off"]
+    hangs = not _all_end(waited, start + LOST_SECONDS)
+  finally:
+    seconds = time.monotonic() - start
+    if how == "cut off":
+      subprocess.run(["iptables", "-D", *rule])
+    for process in running:
+      process.kill()
+      process.wait()
   time.sleep(0.5)  # for the last lines
   lines = [_last(open(os.path.join(suite.folder, "output", str(number))).read()) for number in range(count)]
   told = all(line.startswith("error: ") for line in lines)
   reached = len(losses(place))
   codes = [process.wait() for process in _start(suite, place, count)]
   text = open(os.path.join(suite.folder, "output", "0")).read()
-  restored = [line for line in text.splitlines() if "from the checkpoint of step" in line]
-  lost = reached - (int(restored[0].split("step ")[1]) if restored else 0)
-  good = not hang and told and codes == [0] * count and losses(place) == expected
-  detail = f"process {victim} after step {after}: hang {hang}, last lines {lines}, then {codes}, {_last(text)}"
-  row.add(good, seconds, lost if reached < STEPS else 0, detail)
+  good = not hangs and told and codes == [0] * count and losses(place) == expected
+  detail = f"process {victim} after step {after}: hangs {hangs}, last lines {lines}, then {codes}, {_last(text)}"
+  row.add(good, seconds, _lost(reached, text), detail)
+
+
+def _all_end(processes: list[subprocess.Popen], deadline: float) -> bool:
+  while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  return all(process.poll() is not None for process in processes)
 
 
 def try_config(suite: Suite, row: Row, setting: str) -> None:
