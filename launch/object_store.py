@@ -27,8 +27,7 @@ from typing import Any
 import urllib.request
 
 BUCKET = "bucket"
-SLOW_SECONDS = 1.0
-FAULTS = ("503", "403", "reset", "slow")
+FAULTS = ("503", "403", "reset")
 _SKIPPED = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # headers of one connection
 
 # (method, path, query included) -> one of FAULTS, or None
@@ -162,7 +161,7 @@ class ObjectStore:
           body = f"<Error><Code>{code}</Code></Error>" if store.kind == "s3" else '{"error": {"message": "as told"}}'
           self._answer(int(fault), {}, body.encode())
           return
-        time.sleep(delay + (SLOW_SECONDS if fault == "slow" else 0))
+        time.sleep(delay)
         connection = http.client.HTTPConnection("127.0.0.1", store._inner, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _SKIPPED}
         connection.request(self.command, self.path, body, headers)
