@@ -264,7 +264,7 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
     ("jsonl:memory://bucket/*.jsonl", "no file matches memory://bucket/*.jsonl; give"),
     ("text:memory://bucket/deep", "memory:///bucket/deep is a directory"),
     ("text:foo://bucket/a", "foo:// is not a known protocol (Protocol not known: foo)"),
-    ("text:s3://bucket/a", "s3:// needs a package that is not installed (Install s3fs"),
+    ("text:abfs://bucket/a", "abfs:// needs a package that is not installed (Install adlfs"),
     ("", "unknown kind"),
     ("text:", "no file matches"),
     ("text:{}", "{} is a directory"),
@@ -274,7 +274,7 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
   ],
 )
 def test_errors_in_sources_name_key_value_and_rule(tmp_path, bucket, monkeypatch, source, part):
-  monkeypatch.setitem(sys.modules, "s3fs", None)
+  monkeypatch.setitem(sys.modules, "adlfs", None)
   MEMORY.pipe("/bucket/deep/a.txt", b"x")
   (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
   (tmp_path / "loop").symlink_to(tmp_path / "loop")
