@@ -160,6 +160,7 @@ app.run(main.main, flags_parser=main.parse)
 """
 
 
+@pytest.mark.slow(reason="processes that wait for a time-out")
 def test_a_checkpoint_that_one_process_can_t_read_ends_all_and_stays(cache, tmp_path):
   with job(cache, tmp_path / "run", 1, more=("--config.train.steps=1",)) as (alone,):
     assert alone.end() == 0

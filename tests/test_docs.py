@@ -166,7 +166,12 @@ def project(tmp_path_factory):
     yield made
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG = pytest.mark.slow(reason="half a minute or more; the commands that they run have tests of their own")
+
+
+@pytest.mark.parametrize(
+  "page", [pytest.param(page, marks=LONG if page in ("docs/depth.md", "docs/evaluation.md") else ()) for page in PAGES]
+)
 def test_blocks_run(page, project):
   for block in blocks(page):
     if block.language == "sh":
