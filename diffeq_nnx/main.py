@@ -243,5 +243,15 @@ def main(argv: list[str]) -> int:
   return code
 
 
+def _program(argv: list[str]) -> int:
+  """As `main`; after a failure it ends at once, so that no thread of a library prints a traceback after the line."""
+  code = main(argv)
+  if code == 1:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  return code
+
+
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse)
+  app.run(_program, flags_parser=parse)

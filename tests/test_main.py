@@ -97,3 +97,19 @@ print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transform
 """
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
   assert done.stdout == "[]\n"
+
+
+def test_no_thread_prints_after_the_line_of_a_failure():
+  program = """
+import sys, threading, time
+from diffeq_nnx import main
+
+def fails(argv):
+  threading.Thread(target=lambda: (time.sleep(0.3), 1 / 0)).start()
+  return main.fail("the disk is full", 1)
+
+main.main = fails
+sys.exit(main._program([]))
+"""
+  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert done.returncode == 1 and done.stderr == "error: the disk is full\n"
