@@ -182,7 +182,7 @@ class TrainConfig:
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
-  loss_chunks: int = number(32, above=0)  # slices of the sequence whose logits exist at one time
+  loss_chunks: int | None = number(None, above=0)  # slices of the sequence that have logits at one time
   log_every: int = number(10, above=0)
   peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 
@@ -363,7 +363,8 @@ def _check_training(config: Config) -> None:
     raise UserError("train.draw, train.draw_from: choose among train.step_counts; set that too, or leave them out")
   if train.draw == "sandwich" and train.batch_size % 4:
     raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
-  _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
+  if train.loss_chunks is not None:
+    _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = (
     {"model.num_steps": model.num_steps}
     if not train.step_counts

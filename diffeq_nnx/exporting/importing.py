@@ -17,9 +17,9 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
+from diffeq_nnx.kernels.rotary.reference import BASE as ROPE_BASE
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
-from diffeq_nnx.model.vector_fields import ROPE_BASE
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables saved by old versions

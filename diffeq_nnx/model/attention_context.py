@@ -3,7 +3,7 @@
 B batch, L positions, D embed_dim, H query heads, K key/value heads, C head_dim, P slots of a cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.kernels.rotary import rotate
 from diffeq_nnx.parallel import sharding
 
 
@@ -53,13 +54,38 @@ def sharded_attention(
   segment_ids_BxL: jax.Array | None,
   implementation: str,
 ) -> jax.Array:
-  """Causal attention, each device with its own sequences and heads: the compiler can't partition a fused kernel."""
+  """Causal attention, each device with its own sequences and heads."""
 
   def run(q, k, v, segment_ids=None):
     return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
 
-  segments = () if segment_ids_BxL is None else (segment_ids_BxL,)
-  return sharding.per_device(run, ("batch", None, "heads", None), q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, *segments)
+  return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), segment_ids_BxL)
+
+
+def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, implementation: str) -> jax.Array:
+  """Rotary position embedding, each device with its own sequences and heads; positions None: 0 to L-1."""
+
+  def run(x, positions=None):
+    return rotate(x, jnp.arange(x.shape[1]) if positions is None else positions, implementation)
+
+  return per_device(run, (x_BxLxHxC,), positions_BxL)
+
+
+def per_device(function: Callable, by_head: tuple[jax.Array, ...], by_token: jax.Array | None) -> jax.Array:
+  """function(*by_head, by_token) on each device for its sequences and heads: the compiler can't partition a kernel.
+
+  Arrays [B, L, H, C] cross the boundary as [B, L, H C]. Otherwise the TPU compiler folds the reshape into the product
+  before it, and copies the result into the layout that the kernel reads.
+  """
+  C = by_head[0].shape[-1]
+
+  def run(first, *rest):
+    split = [x.reshape(*x.shape[:2], -1, C) for x in (first, *rest[: len(by_head) - 1])]
+    return function(*split, *rest[len(by_head) - 1 :]).reshape(first.shape)
+
+  merged = [x.reshape(*x.shape[:2], -1) for x in by_head]
+  tokens = () if by_token is None else (by_token,)
+  return sharding.per_device(run, ("batch", None, "heads"), *merged, *tokens).reshape(by_head[0].shape)
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each

@@ -11,17 +11,20 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotated
 from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
 Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
 
 STD = 0.02  # standard deviation of a plain model's kernels and embeddings (GPT-2)
-ROPE_BASE = 10000.0
+
+
+def _once(x: jax.Array) -> jax.Array:
+  """x, which XLA then computes once, and not again inside each product that reads it."""
+  return jax.lax.optimization_barrier(x)
 
 
 def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
@@ -38,25 +41,6 @@ def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float, shift_D: jax.Ar
   normed_BxLxD = wide_BxLxD * jax.lax.rsqrt(jnp.square(wide_BxLxD).mean(-1, keepdims=True) + eps)
   scaled_BxLxD = normed_BxLxD * scale_D[None, None]
   return (scaled_BxLxD if shift_D is None else scaled_BxLxD + shift_D[None, None]).astype(x_BxLxD.dtype)
-
-
-def rotate(x_BxLxHxC: jax.Array, positions: jax.Array) -> jax.Array:
-  """Rotary position embedding (Su et al. 2021), base 10000: channel i turns with channel i + C/2.
-
-  Positions are [B, L], or [L] for all sequences.
-  """
-  wide = jnp.promote_types(x_BxLxHxC.dtype, jnp.float32)
-  C = x_BxLxHxC.shape[-1]
-  frequencies_R = ROPE_BASE ** (-jnp.arange(C // 2, dtype=wide) * 2 / C)  # R = C / 2
-  angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies_R, range(positions.ndim))
-  cos, sin = (jnp.concatenate([half] * 2, -1) for half in (jnp.cos(angles), jnp.sin(angles)))  # [L, C] or [B, L, C]
-  cos, sin = (table[:, :, None] if table.ndim == 3 else table[None, :, None] for table in (cos, sin))  # for all heads
-  # (first, second) -> (-second, first) as a matrix product, which is exact since each sum has one term: slicing a head
-  # of 128 in halves would cost a TPU several copies
-  swap_CxC = jnp.asarray(np.eye(C, k=C // 2) - np.eye(C, k=-(C // 2)), x_BxLxHxC.dtype)
-  swapped = jnp.einsum("blhc,ce->blhe", x_BxLxHxC, swap_CxC, precision=jax.lax.Precision.HIGHEST)
-  turned = x_BxLxHxC.astype(wide) * cos + swapped.astype(wide) * sin
-  return turned.astype(x_BxLxHxC.dtype)
 
 
 def _out_std(model: config_lib.ModelConfig) -> float:
@@ -140,7 +124,7 @@ class GPTField:
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention, projection: [B, L, D] -> [B, L, D]."""
     B, L, D = x_BxLxD.shape
-    normed_BxLxD = layer_norm(x_BxLxD, w["attention_norm"]["scale"], w["attention_norm"]["shift"], self.norm_eps)
+    normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
     kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
 
@@ -155,10 +139,13 @@ class GPTField:
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
-    normed_BxLxD = layer_norm(x_BxLxD, w["mlp_norm"]["scale"], w["mlp_norm"]["shift"], self.norm_eps)
+    normed_BxLxD = self._block_norm(x_BxLxD, w["mlp_norm"])
     hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"][None, None]
-    hidden_BxLxF = jax.nn.gelu(hidden_BxLxF, approximate=True)
+    hidden_BxLxF = _once(jax.nn.gelu(hidden_BxLxF, approximate=True))
     return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
+
+  def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    return _once(layer_norm(x_BxLxD, w["scale"], w["shift"], self.norm_eps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +209,9 @@ class LlamaField:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     B, L, _ = x_BxLxD.shape
-    positions = jnp.arange(L) if context.positions_BxL is None else context.positions_BxL
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
-    q_BxLxHxC = rotate(project("query", self.num_heads), positions)
-    k_BxLxKxC = rotate(project("key", self.num_kv_heads), positions)
+    q_BxLxHxC = rotated(project("query", self.num_heads), context.positions_BxL, self.implementation)
+    k_BxLxKxC = rotated(project("key", self.num_kv_heads), context.positions_BxL, self.implementation)
     out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
 
@@ -233,10 +219,10 @@ class LlamaField:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["mlp_norm"])
     gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
-    return (gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
+    return _once(gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
 
   def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    return rms_norm(x_BxLxD, w["scale"], self.norm_eps, w.get("shift"))
+    return _once(rms_norm(x_BxLxD, w["scale"], self.norm_eps, w.get("shift")))
 
 
 @jax.tree_util.register_dataclass
@@ -253,14 +239,22 @@ class Dropout:
   rows_B: jax.Array | None = None
 
   def __call__(self, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-    """[B, L, D] -> [B, L, D]; the elements that stay are divided by 1 - rate."""
+    """[B, L, D] -> [B, L, D]; the elements that stay are divided by the share that does.
+
+    Each random number of 32 bits decides for two elements, so that share is 1 - rate rounded to a multiple of 2^-16.
+    """
     if not self.rate:
       return x_BxLxD
-    keep = 1.0 - self.rate
-    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), keep, x_BxLxD.shape[1:])
+    L, D = x_BxLxD.shape[1:]
+    kept = round((1.0 - self.rate) * 2**16)
+
+    def draw(row):
+      bits = jax.random.bits(jax.random.fold_in(key, row), (-(-L // 2), D), jnp.uint32)
+      return jnp.concatenate([bits & 0xFFFF < kept, bits >> 16 < kept])[:L]
+
     # the barrier keeps random numbers out of the fusions of matrix products, which they would slow down
     kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(self.rows_B))
-    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(keep, x_BxLxD.dtype), 0)
+    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(kept / 2**16, x_BxLxD.dtype), 0)
 
 
 @jax.tree_util.register_dataclass

@@ -12,10 +12,16 @@ import jax.numpy as jnp
 
 from diffeq_nnx.parallel import sharding
 
+LOGITS_BYTES = 2**30  # of a chunk in float32
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_cross_entropy(
-  hidden_BxLxD: jax.Array, head_VxD: jax.Array, targets_BxL: jax.Array, mask_BxL: jax.Array, num_chunks: int
+  hidden_BxLxD: jax.Array,
+  head_VxD: jax.Array,
+  targets_BxL: jax.Array,
+  mask_BxL: jax.Array,
+  num_chunks: int | None = None,
 ) -> jax.Array:
   """Sum over positions of mask * -log softmax(hidden head^T)[target], a scalar in float32 or wider, nats.
 
@@ -29,12 +35,13 @@ def chunked_cross_entropy(
     head_VxD: the output head.
     targets_BxL: token ids.
     mask_BxL: weight of each position, usually 0 or 1; not differentiated.
-    num_chunks: must divide L.
+    num_chunks: must divide L; None: the fewest whose logits take at most `LOGITS_BYTES` on a device, since each
+      chunk reads and writes the whole gradient of the head.
 
   Raises:
     ValueError: num_chunks does not divide L.
   """
-  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks)
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks, len(head_VxD))
 
   def chunk(total_R, args):
     loss_R, _, _ = _chunk_loss(head_VxD, *args)
@@ -51,13 +58,16 @@ def _zeros(hidden_NxRxbxCxD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return sharding.constrain(zeros, "batch", *(("vocab", None) if shape else ()))
 
 
-def _chunks(arrays, num_chunks: int):
+def _chunks(arrays, num_chunks: int | None, V: int):
   """[B, L, ...] -> [N, R, b, C, ...] for each array."""
   B, L = arrays[0].shape[:2]
-  if L % num_chunks:
-    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {L}")
   R = sharding.num_shards("batch")
   R = R if B % R == 0 else 1
+  if num_chunks is None:
+    most = LOGITS_BYTES // (B // R * V * 4)  # positions
+    num_chunks = next(n for n in range(1, L + 1) if L % n == 0 and (L // n <= most or n == L))
+  if L % num_chunks:
+    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {L}")
 
   def split(a):
     a = jnp.moveaxis(a.reshape(R, B // R, num_chunks, -1, *a.shape[2:]), 2, 0)
@@ -77,7 +87,7 @@ def _chunk_loss(head_VxD, hidden_RxbxCxD, targets_RxbxC, mask_RxbxC):
 
 def _forward(hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks):
   wide = jnp.promote_types(hidden_BxLxD.dtype, jnp.float32)
-  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks)
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks, len(head_VxD))
 
   def chunk(carry, args):
     total_R, head_gradient_RxVxD = carry

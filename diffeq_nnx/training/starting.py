@@ -37,7 +37,7 @@ def derived(config: Config, model: ModelConfig, data_config: config_lib.DataConf
           step_counts=(),
           draw="one",
           draw_from=0.0,
-          loss_chunks=math.gcd(train.loss_chunks, model.seq_len),
+          loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
           remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
         ),
         eval=dataclasses.replace(config.eval, num_steps=None),

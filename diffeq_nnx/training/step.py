@@ -25,6 +25,9 @@ from diffeq_nnx.training.loss import chunked_cross_entropy
 
 # params (those that learn), opt_state, step [], key: what a checkpoint holds; frozen: the parameters that don't learn
 State = dict[str, Any]
+# a product whose gradient is then reduce-scattered is not cut into one product a device: these are small, and cost more
+# than the communication that they hide
+TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
 
 
@@ -212,8 +215,11 @@ def make_train_step(
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
 
   places = None if mesh is None else (state_shardings(config, mesh), sharding.replicated(mesh))
+  on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
 
-  @functools.partial(jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places)
+  @functools.partial(
+    jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places, compiler_options=TPU_OPTIONS if on_tpu else None
+  )
   def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
     parts = [grids.make_grid(config.model, count) for count in counts]
     key = jax.random.fold_in(state["key"], state["step"])

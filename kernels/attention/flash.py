@@ -23,12 +23,13 @@ class Kernel(Protocol):
   soft_cap: float | None
 
   def forward(self, q, k, v, q_segments, kv_segments) -> tuple[jax.Array, jax.Array]:
-    """out [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S], float32, -inf for a row without keys."""
+    """out in the shape and dtype of q, and the log-sum-exp [B, H, S], float32, -inf for a row without keys."""
 
-  def backward(self, q, k, v, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout) -> tuple[jax.Array, ...]:
+  def backward(self, q, k, v, q_segments, kv_segments, out, lse_BxHxS, dout, dlse_BxHxS) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v. With p the softmax's weights, a score's gradient is p (dout v^T - delta).
 
-    `lse` is in units of log2 e, and EMPTY_ROW_LSE for a row without keys.
+    delta is dout's product with out, summed over a head's width, minus `dlse`. `lse` is in units of log2 e, and
+    EMPTY_ROW_LSE for a row without keys.
     """
 
 
@@ -54,6 +55,11 @@ def pad(x, axis: int, multiple: int, value=0):
   return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
 
 
+def delta(out_BxSxHxD: jax.Array, dout_BxSxHxD: jax.Array, dlse_BxHxS: jax.Array) -> jax.Array:
+  """What `Kernel.backward` calls delta, [B, H, S]."""
+  return jnp.einsum("bshd,bshd->bhs", dout_BxSxHxD.astype(jnp.float32), out_BxSxHxD.astype(jnp.float32)) - dlse_BxHxS
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention(q, k, v, q_segments, kv_segments, kernel: Kernel) -> tuple[jax.Array, jax.Array]:
   """The result of `kernel.forward`, differentiable once in reverse mode with respect to q, k and v.
@@ -72,9 +78,8 @@ def _forward(q, k, v, q_segments, kv_segments, kernel):
 def _backward(kernel, residuals, gradients):
   q, k, v, q_segments, kv_segments, out, lse_BxHxS = residuals
   dout, dlse_BxHxS = gradients
-  delta_BxHxS = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32))
   lse_BxHxS = jnp.where(jnp.isneginf(lse_BxHxS), EMPTY_ROW_LSE, lse_BxHxS * LOG2_E)
-  return *kernel.backward(q, k, v, q_segments, kv_segments, lse_BxHxS, delta_BxHxS - dlse_BxHxS, dout), None, None
+  return *kernel.backward(q, k, v, q_segments, kv_segments, out, lse_BxHxS, dout, dlse_BxHxS), None, None
 
 
 flash_attention.defvjp(_forward, _backward)

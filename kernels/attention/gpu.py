@@ -67,8 +67,9 @@ class GPUKernel:
     """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, T, K, D]."""
     return _forward(q, k, v, q_segments, kv_segments, self)
 
-  def backward(self, q, k, v, q_segments, kv_segments, lse, delta, dout):
+  def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
     """Gradients of q, k and v."""
+    delta = flash.delta(out, dout, dlse)
     return _backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
 
 

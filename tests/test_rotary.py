@@ -1,0 +1,48 @@
+"""Rotary position embedding: its definition, and the TPU kernel in the interpreter against plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx.kernels.rotary import rotate
+from diffeq_nnx.kernels.rotary.reference import rotate_reference
+from diffeq_nnx.kernels.rotary.tpu import rotate_tpu
+
+
+def inputs(C: int, H: int = 4, L: int = 300, B: int = 2, dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  x, gradient = (jax.random.normal(key, (B, L, H, C), dtype) for key in keys[:2])
+  return x, gradient, jax.random.randint(keys[2], (B, L), 0, L)
+
+
+def test_each_pair_of_channels_turns_by_its_angle():
+  C, position = 8, 7
+  x = np.random.default_rng(0).normal(size=(1, 1, 1, C))
+  with jax.enable_x64(True):
+    turned = rotate(jnp.asarray(x), jnp.array([position]))[0, 0, 0]
+  as_complex = x[0, 0, 0, : C // 2] + 1j * x[0, 0, 0, C // 2 :]
+  expected = as_complex * np.exp(1j * position * 10000.0 ** (-np.arange(C // 2) * 2 / C))
+  np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("C", [32, 64, 128, 256])
+@pytest.mark.parametrize("each", ["one for all", "by sequence"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_and_its_gradient_agree_with_plain_jax(C, each, dtype):
+  x, gradient, positions = inputs(C, dtype=jnp.dtype(dtype))
+  positions = positions if each == "by sequence" else jnp.arange(x.shape[1])
+  ours, pull = jax.vjp(lambda x: rotate_tpu(x, positions, interpret=True), x)
+  exact, exact_pull = jax.vjp(lambda x: rotate_reference(x, positions), x)
+  tolerance = 1e-5 if dtype == "float32" else 2**-6  # a unit in the last place of values below 4
+  np.testing.assert_allclose(np.float32(ours), np.float32(exact), atol=tolerance)
+  np.testing.assert_allclose(np.float32(pull(gradient)[0]), np.float32(exact_pull(gradient)[0]), atol=tolerance)
+
+
+def test_turning_changes_no_length_and_scores_depend_on_distance_alone():
+  x, y, _ = inputs(64, L=130)
+  positions = jnp.arange(130)
+  here, there = (rotate_tpu(x, positions + shift, interpret=True) for shift in (0, 17))
+  np.testing.assert_allclose(jnp.linalg.norm(here, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+  scores = lambda a, shift: jnp.einsum("bshc,bthc->bhst", a, rotate_tpu(y, positions + shift, interpret=True))
+  np.testing.assert_allclose(scores(here, 0), scores(there, 17), atol=2e-4)
