@@ -1,11 +1,12 @@
 """Compiles the real train step for TPUs, without TPU hardware, and estimates its memory and time.
 
   python -m launch.compile_ahead --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
-      [--set=mesh.tensor=2] [--save-hlo=step.txt]
+      [--set=mesh.tensor=2] [--save-hlo=step.txt] [--profile[=30]]
 
 Needs the TPU compiler: pip install 'jax[tpu]', which installs the libtpu that matches this jax. Nothing is run. Prints,
 for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of the step's
-time. Exit codes: 0 if it fits, 1 if it doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
+time; with --profile, also where its cycles go (launch/benchmarks/step_profile.py). Exit codes: 0 if it fits, 1 if it
+doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
 
 The estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's clock, and
 for the attention kernels their matrix products at the chip's peak, as if a row were one document. Communication is
@@ -39,7 +40,7 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import possible_counts
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
-from launch.benchmarks import hlo
+from launch.benchmarks import hlo, step_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +245,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--num-slices", type=int, default=1)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--save-hlo", metavar="FILE", help="file for the compiled program")
+  parser.add_argument(
+    "--profile", nargs="?", type=int, const=30, metavar="N", help="where the cycles go: N largest items"
+  )
   args = parser.parse_args(argv)
+  if args.profile is not None and args.profile < 1:
+    raise UserError(f"--profile={args.profile}: the number of items to print must be at least 1; 30 without a number")
   config = config_lib.load(args.config, args.set)
   devices = devices_of(args.topology, args.num_slices)
   mesh = sharding.make_mesh(config.mesh, devices)
@@ -262,6 +268,9 @@ def main(argv: list[str] | None = None) -> int:
   text = step.compiled.as_text()
   program = hlo.Program(text)
   print("\n".join([*memory_lines(step), *communication_lines(program), *time_lines(step, program)]))
+  if args.profile:
+    clock, peak = 1e9 * step.chip.clock, peak_flops(step.device_kind)
+    print("\n".join(step_profile.lines(program, clock, peak, kernel_seconds(step, program), args.profile)))
   if args.save_hlo:
     with open(args.save_hlo, "w", encoding="utf-8") as file:
       file.write(text)

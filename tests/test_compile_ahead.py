@@ -1,6 +1,7 @@
 """What the TPU compiler makes of the sharded train step, and how it is read; needs libtpu (.ci/run installs it)."""
 
 import importlib.util
+import re
 from typing import NamedTuple
 
 import jax
@@ -188,8 +189,10 @@ TINY = [
 
 @needs_libtpu
 def test_what_it_prints(capsys, tmp_path):
-  assert compile_ahead.main([*TINY, "--topology=v5e:2x2", "--num-slices=2", f"--save-hlo={tmp_path}/step.txt"]) == 0
-  first, *lines = capsys.readouterr().out.splitlines()
+  arguments = ["--topology=v5e:2x2", "--num-slices=2", f"--save-hlo={tmp_path}/step.txt", "--profile"]
+  assert compile_ahead.main([*TINY, *arguments]) == 0
+  report, heads, profile = capsys.readouterr().out.partition("     % % of peak")
+  first, *lines = report.splitlines()
   assert first == (
     "configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 4 x tensor 1, "
     "16 x 512 tokens a step"
@@ -201,6 +204,10 @@ def test_what_it_prints(capsys, tmp_path):
   assert figures["to another slice"] > 0 and figures["utilization, %"] > 0
   assert figures["step, s"] == pytest.approx(figures["compute, s"] + figures["attention kernels, s"], abs=0.002)
   assert hlo.Program((tmp_path / "step.txt").read_text()).cycles > 0
+  kinds, largest = (part.splitlines()[1:] for part in profile.split(heads))
+  assert sum(float(line[:6]) for line in kinds) == pytest.approx(100, abs=0.1) and len(largest) == 30
+  assert {"products", "attention kernels"} < {line[35:] for line in kinds}
+  assert any(re.search(r" backward .*\] x \[.* model/vector_fields.py:\d+$", line) for line in largest)
 
 
 @needs_libtpu
@@ -226,6 +233,7 @@ def test_what_does_not_fit_is_told_with_a_way_out(settings, told, capsys):
     (["--topology=v9:2x2"], "--topology=v9:2x2: "),
     (["--topology=v5e:2x2", "--set=mesh.tensor=3"], "don't multiply to the 4 devices"),
     (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
+    (["--topology=v5e:2x2", "--profile=0"], "--profile=0: the number of items"),
   ],
 )
 def test_a_mistake_is_one_line(arguments, told):

@@ -1,4 +1,4 @@
-"""Parses a compiled program: its communication between devices, and the compiler's estimates of its cycles.
+"""Parses a compiled program: its communication between devices, the compiler's estimates of cycles, and source lines.
 
 The text is that of `jax.stages.Compiled.as_text()`. Instructions in a loop count once per iteration.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
 ITEM_BYTES = {
@@ -89,21 +89,49 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+  """One instruction.
+
+  Attributes:
+    name: unique in the program.
+    opcode: `fusion` if it does the work of several.
+    arrays: its results.
+    rest: operands and attributes, as text.
+    operands: names of the instructions that it reads.
+    called: names of the computations that it calls.
+  """
+
   name: str
   opcode: str
   arrays: tuple[Array, ...]
-  rest: str  # operands and attributes
+  rest: str
   operands: tuple[str, ...]
   called: tuple[str, ...]
+
+  @property
+  def op_name(self) -> str:
+    """JAX's name of the operation in the source; empty for what the compiler inserted."""
+    found = re.search(r'op_name="([^"]*)"', self.rest)
+    return found[1] if found else ""
+
+
+class Estimate(NamedTuple):
+  """The compiler's estimate for an instruction; `cycles` are those of all its executions in a run of the program."""
+
+  instruction: Instruction
+  times: int
+  cycles: int
 
 
 class Program:
   """A compiled program, parsed from its text."""
 
   def __init__(self, text: str):
-    self._computations: dict[str, dict[str, _Instruction]] = {}
-    self._roots: dict[str, _Instruction] = {}
+    self._computations: dict[str, dict[str, Instruction]] = {}
+    self._roots: dict[str, Instruction] = {}
+    self._instructions: dict[str, Instruction] = {}
+    self._users: dict[str, Instruction] = {}  # the first of each
+    self._stacks = _stacks(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     self.devices = int(partitions[1]) if partitions else 1
     for line in text.splitlines():
@@ -115,6 +143,9 @@ class Program:
       elif found := _INSTRUCTION.match(line):
         instruction = _parse(found[1], found[2])
         self._computations[current][instruction.name] = self._roots[current] = instruction  # the root comes last
+        self._instructions[instruction.name] = instruction
+        for operand in instruction.operands:
+          self._users.setdefault(operand, instruction)
 
   @functools.cached_property
   def collectives(self) -> list[Collective]:
@@ -131,24 +162,56 @@ class Program:
         arrays = arrays[:1] if kind == "send" else arrays
         found.setdefault(
           (kind, channel[1] if channel else len(found)),
-          Collective(kind, arrays, self._group(instruction), times, _name(instruction)),
+          Collective(kind, arrays, self._group(instruction), times, instruction.op_name),
         )
     return [one for one in found.values() if one.group > 1]
 
   @functools.cached_property
-  def cycles(self) -> int:
-    """The sum of the compiler's estimates, without hand-written kernels and waiting for other devices."""
-    total = 0
+  def estimates(self) -> list[Estimate]:
+    """All of the compiler, which has none for hand-written kernels and for waiting for other devices."""
+    found = []
     for instruction, times in self._executed(self._entry, 1, inside_fusions=False):
-      if instruction.opcode != "while":
-        total += times * sum(map(int, re.findall(r'"estimated_cycles":"(\d{1,15})"', instruction.rest)))
-    return total
+      cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d{1,15})"', instruction.rest)))
+      if cycles and instruction.opcode != "while":
+        found.append(Estimate(instruction, times, times * cycles))
+    return found
+
+  @property
+  def cycles(self) -> int:
+    """The sum of the estimates."""
+    return sum(estimate.cycles for estimate in self.estimates)
+
+  def parts(self, instruction: Instruction) -> list[Instruction]:
+    """The instructions of a fusion; any other instruction alone."""
+    fused = instruction.opcode == "fusion"
+    return list(self._computations[instruction.called[0]].values()) if fused else [instruction]
+
+  def arguments(self, instruction: Instruction) -> list[Array]:
+    """The arrays that an instruction reads."""
+    return [array for name in instruction.operands for array in self._instructions[name].arrays]
+
+  def stack(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
+    """(file, line) of the operation in the source and of its callers; empty for what the compiler inserted."""
+    found = re.search(r"\bstack_frame_id=(\d+)", instruction.rest)
+    return self._stacks.get(int(found[1]), ()) if found else ()
+
+  def origin(self, instruction: Instruction) -> tuple[str, Instruction]:
+    """An instruction with a source line, if any: ("", itself), ("of", what it reads) or ("for", what reads it)."""
+    made: Instruction | None = instruction
+    while made and not self.stack(made):
+      made = self._instructions.get(made.operands[0]) if made.operands else None
+    if made:
+      return "" if made is instruction else "of", made
+    used: Instruction | None = instruction
+    while used and not self.stack(used):
+      used = self._users.get(used.name)
+    return ("for", used) if used else ("", instruction)
 
   @functools.cached_property
   def kernels(self) -> list[Kernel]:
     """The hand-written kernels."""
     return [
-      Kernel(_name(instruction), times)
+      Kernel(instruction.op_name, times)
       for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
       if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest
     ]
@@ -163,7 +226,7 @@ class Program:
       for called in instruction.called:
         yield from self._executed(called, times * trips, inside_fusions)
 
-  def _trips(self, computation: str, loop: _Instruction) -> int:
+  def _trips(self, computation: str, loop: Instruction) -> int:
     """The iterations of a loop that counts up to a constant; 1 for any other."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
       return int(known[1])
@@ -177,7 +240,7 @@ class Program:
     start = self._start(computation, loop.operands[0], counters[0])
     return max(1, -(-(limit - start) // self._step(body, counters[0])))
 
-  def _follow(self, computation: str, name: str) -> _Instruction | None:
+  def _follow(self, computation: str, name: str) -> Instruction | None:
     """The instruction of that name, followed through copies."""
     instruction = self._computations[computation].get(name)
     while instruction is not None and instruction.opcode in ("copy", "bitcast"):
@@ -209,7 +272,7 @@ class Program:
     steps = [self._constant(body, name) for name in after.operands] if after is not None else []
     return next((step for step in steps if step), 1)
 
-  def _group(self, instruction: _Instruction) -> int:
+  def _group(self, instruction: Instruction) -> int:
     if instruction.opcode.startswith(("collective-permute", "send")):
       return self.devices
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
@@ -221,7 +284,7 @@ class Program:
     return len(found[1].split(",")) if found else self.devices
 
 
-def _parse(name: str, text: str) -> _Instruction:
+def _parse(name: str, text: str) -> Instruction:
   """`TYPE OPCODE(OPERANDS), ATTRIBUTES`."""
   end = _end(text, " ")
   opcode, _, rest = text[end:].strip().partition("(")
@@ -231,7 +294,7 @@ def _parse(name: str, text: str) -> _Instruction:
   branches = _BRANCHES.search(rest)
   called = _CALLED.findall(rest) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])
   operands = re.findall(r"%([\w.\-]+)", rest[: _end(rest, ")")])
-  return _Instruction(name, opcode, arrays, rest, tuple(operands), tuple(called))
+  return Instruction(name, opcode, arrays, rest, tuple(operands), tuple(called))
 
 
 def _end(text: str, close: str) -> int:
@@ -244,12 +307,29 @@ def _end(text: str, close: str) -> int:
   return len(text)
 
 
-def _result(instruction: _Instruction) -> tuple[Array, ...]:
+def _result(instruction: Instruction) -> tuple[Array, ...]:
   """The results of an asynchronous collective, whose type holds operands, results and counters."""
   arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.shape]
   return tuple(arrays[len(arrays) // 2 :]) if instruction.opcode != "all-reduce-start" else tuple(arrays)
 
 
-def _name(instruction: _Instruction) -> str:
-  found = re.search(r'op_name="([^"]*)"', instruction.rest)
-  return found[1] if found else ""
+def _stacks(text: str) -> dict[int, tuple[tuple[str, int], ...]]:
+  """(file, line) of each stack frame and its callers, from the tables before the computations.
+
+  A caller stands before what it calls, and so the first has none: its `parent_frame_id` is 1 where, as with jax 0.10.2,
+  all of them are 1 too high.
+  """
+  files, places, frames = (
+    re.findall(pattern, text.partition(f"\n{table}\n")[2].partition("\n\n")[0], re.MULTILINE)
+    for table, pattern in (
+      ("FileNames", r'^(\d+) "(.*)"$'),
+      ("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
+      ("StackFrames", r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"),
+    )
+  )
+  names = dict(files)
+  lines = {place: (names[file], int(line)) for place, file, line in places}
+  stacks: dict[int, tuple[tuple[str, int], ...]] = {}
+  for frame, place, parent in frames:
+    stacks[int(frame)] = (lines[place], *stacks.get(int(parent or 0) - int(frames[0][2] or 0), ()))
+  return stacks

@@ -1,0 +1,137 @@
+"""Where a step's cycles go: kinds, shapes, passes and source lines, from the text of compiled programs."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from launch.benchmarks import hlo, step_profile
+from launch.benchmarks.step_profile import Item
+
+# a loop of 4 with a product between two copies, dropout's mask, a norm, a cast and a kernel; then an optimizer
+STEP = """HloModule step, is_scheduled=true
+
+FileNames
+1 "PACKAGE/training/step.py"
+2 "PACKAGE/model/model.py"
+3 "/elsewhere/optax/update.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=8 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=152 end_line=152 column=1 end_column=2}
+3 {file_name_id=3 function_name_id=1 line=9 end_line=9 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=3 parent_frame_id=1}
+
+%product (p.0: bf16[8,64], p.1: bf16[64,32]) -> bf16[8,32,1] {
+  %p.0 = bf16[8,64]{1,0} parameter(0)
+  %p.1 = bf16[64,32]{1,0} parameter(1)
+  %y = bf16[8,32,1]{1,0,2} convolution(%p.0, %p.1), metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=2}
+  ROOT %sum.1 = f32[] reduce(%y, %y), metadata={op_name="a/norm" stack_frame_id=3}
+}
+
+%mask (p.2: bf16[8,64]) -> pred[8,64] {
+  %p.2 = bf16[8,64]{1,0} parameter(0)
+  ROOT %below = pred[8,64]{1,0} compare(%p.2, %p.2), metadata={op_name="jvp()/jit(_bernoulli)/lt" stack_frame_id=2}
+}
+
+%norm (p.3: bf16[8,64]) -> f32[] {
+  %p.3 = bf16[8,64]{1,0} parameter(0)
+  %wide = f32[8,64]{1,0} convert(%p.3)
+  ROOT %sum = f32[] reduce(%wide, %wide)
+}
+
+%condition (s.0: (s32[])) -> pred[] {
+  %s.0 = (s32[]) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+%body (s.1: (s32[])) -> (s32[]) {
+  %s.1 = (s32[]) parameter(0)
+  %x = bf16[8,64]{1,0} constant({...})
+  %w = bf16[64,32]{1,0} constant({...})
+  %before = bf16[8,64]{0,1} copy(%x), cycles=10
+  %fusion.1 = f32[] fusion(%before, %w), calls=%product, metadata={op_name="a/norm" stack_frame_id=3}, cycles=100
+  %same = f32[1]{0} bitcast(%fusion.1)
+  %after = f32[1]{0} copy(%same), cycles=20
+  %fusion.2 = pred[8,64]{1,0} fusion(%x), calls=%mask, metadata={op_name="jvp()/lt" stack_frame_id=2}, cycles=30
+  %fusion.3 = f32[] fusion(%x), calls=%norm, metadata={op_name="rematted_computation" stack_frame_id=2}, cycles=40
+  %fusion.4 = f32[] fusion(%x), calls=%norm, metadata={op_name="rematted_computation" stack_frame_id=2}, cycles=5
+  %narrow = bf16[8,64]{1,0} convert(%x), metadata={op_name="jvp()/cast" stack_frame_id=2}, cycles=50
+  %kernel = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="attention_forward"}
+  ROOT %next = (s32[]) tuple(%s.1)
+}
+
+ENTRY %main (p.4: f32[16]) -> f32[16] {
+  %p.4 = f32[16]{0} parameter(0)
+  %start = (s32[]) tuple(%p.4)
+  %loop = (s32[]) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %moment = f32[16]{0} multiply(%p.4, %p.4), metadata={op_name="a/mul" stack_frame_id=4}, cycles=60
+  %part = f32[4]{0} slice(%moment), metadata={op_name="a/slice" stack_frame_id=3}, cycles=70
+  ROOT %alone = f32[16]{0} copy(%p.5), cycles=80
+  %p.5 = f32[16]{0} parameter(1)
+}
+""".replace("PACKAGE/", step_profile.PACKAGE)
+STEP = re.sub(r"\bcycles=(\d+)", r'backend_config={"estimated_cycles":"\1"}', STEP)
+# as a compiler would write it that numbers callers as they are
+NUMBERED = re.sub(r" parent_frame_id=(\d)", lambda found: f" parent_frame_id={int(found[1]) - 1}", STEP)
+NUMBERED = NUMBERED.replace(" parent_frame_id=0", "")
+
+MODEL = "model/model.py:152"
+ITEMS = {
+  Item("products", "[8,64] x [64,32] -> bf16[8,32]", "backward", MODEL): (400, 4, 4 * 2 * 8 * 64 * 32),
+  Item("layout copies", "copy bf16[8,64]", "-", "for training/step.py:7"): (40, 4, 0),
+  Item("layout copies", "copy f32[]", "-", "of training/step.py:7"): (80, 4, 0),
+  Item("random numbers", "fusion (random numbers) pred[8,64]", "forward", MODEL): (120, 4, 0),
+  Item("reductions", "fusion (reductions) f32[]", "recomputed", MODEL): (180, 8, 0),
+  Item("casts", "convert bf16[8,64]", "forward", MODEL): (200, 4, 0),
+  Item("elementwise", "multiply f32[16]", "-", "update.py:9"): (60, 1, 0),
+  Item("slices, gathers, scatters", "slice f32[4]", "-", "training/step.py:7"): (70, 1, 0),
+  Item("layout copies", "copy f32[16]", "-", "unknown"): (80, 1, 0),
+}
+
+
+@pytest.mark.parametrize("text", [STEP, NUMBERED], ids=["callers one too high", "callers as they are"])
+def test_items_of_a_program(text):
+  program = hlo.Program(text)
+  found = step_profile.items(program)
+  assert {item: (one["cycles"], one["times"], one["flops"]) for item, one in found.items()} == ITEMS
+  assert sum(one["cycles"] for one in found.values()) == program.cycles
+
+
+def test_the_tables():
+  """Of 1,230 cycles and 270 of the kernels, the product has 400, at 131,072 / (400 * 1,000) of the peak."""
+  lines = step_profile.lines(hlo.Program(STEP), clock=1e3, peak=1e6, kernels=0.27, largest=2)
+  kinds, largest = lines[1 : lines.index(next(line for line in lines[1:] if "% of peak" in line))], lines[-2:]
+  assert [line.split(maxsplit=1)[0] for line in kinds[:2]] == ["26.67", "18.00"]
+  assert kinds[0].split() == ["26.67", "33", "0.0", "4", "products"] and kinds[1].endswith("attention kernels")
+  assert sum(float(line.split()[0]) for line in kinds) == pytest.approx(100, abs=0.05)
+  assert len(lines) == 2 + len(kinds) + 2 and len(kinds) == 8
+  assert largest[0].split() == [*kinds[0].split()[:4], "backward", *"[8,64] x [64,32] -> bf16[8,32]".split(), MODEL]
+  assert largest[1].split()[-1] == MODEL and "convert bf16[8,64]" in largest[1]
+
+
+def inner(x):
+  return jnp.sin(x) @ x
+
+
+def outer(x):
+  return inner(x) + 1
+
+
+def test_source_lines_of_a_real_program():
+  """The innermost is the product's, then its callers'."""
+  program = hlo.Program(jax.jit(outer).lower(jnp.ones((8, 8))).compile().as_text())
+  instructions = [one for computation in program._computations.values() for one in computation.values()]
+  (product,) = (one for one in instructions if one.opcode == "dot")
+  lines = [inspect.getsourcelines(function)[1] + 1 for function in (inner, outer)]
+  assert program.stack(product)[:2] == ((__file__, lines[0]), (__file__, lines[1]))
