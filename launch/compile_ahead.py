@@ -9,9 +9,9 @@ time; with --profile, also where its cycles go (launch/benchmarks/step_profile.p
 doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
 
 The estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's clock, and
-for the attention kernels their matrix products at the chip's peak, as if a row were one document. Communication is
-bytes divided by the links' bandwidth. Not included: waiting and other work of the kernels, latencies, contention for
-memory and network, the host, reading data, evaluation and checkpoints.
+for our kernels attention's matrix products at the chip's peak, as if a row were one document, and the time to read and
+write the arrays of the others. Communication is bytes divided by the links' bandwidth. Not included: waiting and other
+work of the kernels, latencies, contention for memory and network, the host, reading data, evaluation and checkpoints.
 """
 
 import argparse
@@ -51,14 +51,20 @@ class Chip:
     hbm: GiB available to a program; from the compiler's message for a program that needs more.
     clock: GHz; the peak divided by the operations per cycle of its matrix units.
     ici: GB/s that a chip sends over all its links within a slice.
+    bandwidth: GB/s that a chip reads and writes of its memory.
   """
 
   hbm: float
   clock: float
   ici: float
+  bandwidth: float
 
 
-CHIPS = {"TPU v5 lite": Chip(15.75, 1.5, 200), "TPU v5": Chip(95.74, 1.75, 600), "TPU v6 lite": Chip(31.25, 1.75, 400)}
+CHIPS = {
+  "TPU v5 lite": Chip(15.75, 1.5, 200, 819),
+  "TPU v5": Chip(95.74, 1.75, 600, 2765),
+  "TPU v6 lite": Chip(31.25, 1.75, 400, 1640),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +187,20 @@ def communication_lines(program: hlo.Program) -> list[str]:
 
 
 def kernel_seconds(step: Step, program: hlo.Program) -> float:
-  """Seconds of the attention kernels at the chip's peak: 2 products forward, 5 backward, over half of all pairs."""
+  """Seconds of attention at the chip's peak, 2 products forward and 5 backward over half of all pairs of positions, and
+  of other kernels (rotary embedding) at the bandwidth of its memory."""
   config = step.config
   heads = config.model.num_heads // step.mesh.shape["tensor"]
-  # 2 operations per multiply-add, half of all pairs of positions
+  # 2 operations per multiply-add, half of all pairs
   product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2
-  products = sum(kernel.times * (5 if "backward" in kernel.name else 2) for kernel in program.kernels)
-  return products * product / peak_flops(step.device_kind)
+  seconds = 0.0
+  for kernel in program.kernels:
+    if "attention" in kernel.name.rpartition("/")[2]:
+      each = (5 if "backward" in kernel.name else 2) * product / peak_flops(step.device_kind)
+    else:
+      each = kernel.bytes / (1e9 * step.chip.bandwidth)
+    seconds += kernel.times * each
+  return seconds
 
 
 def peak_flops(device_kind: str) -> float:
@@ -207,7 +220,7 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   return [
     "estimated step",
     f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
-    f"  {'attention kernels, s':<30} {kernels:8.3f}   at least: their products at peak",
+    f"  {'our kernels, s':<30} {kernels:8.3f}   at least: attention's products at peak, the rest's memory",
     f"  {'communication, s':<30} {sent:8.3f}   within a slice at {chip.ici} GB/s a chip",
     f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
     f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",

@@ -76,7 +76,7 @@ def test_a_program_is_counted_with_its_loops():
     ("send", 8, 1, 8),
   ]
   assert program.cycles == 8 * 110 + 5
-  assert program.kernels == [hlo.Kernel("a/attention_forward", 8)]
+  assert program.kernels == [hlo.Kernel("a/attention_forward", 8, bytes=16)]
 
 
 def mesh_of(config, topology: str, num_slices: int = 1):
@@ -202,11 +202,11 @@ def test_what_it_prints(capsys, tmp_path):
   assert figures["peak"] == pytest.approx(sum(figures[kind] for kind in kinds), abs=0.03)
   assert figures["optimizer"] == pytest.approx(2 * figures["parameters"], abs=0.01)
   assert figures["to another slice"] > 0 and figures["utilization, %"] > 0
-  assert figures["step, s"] == pytest.approx(figures["compute, s"] + figures["attention kernels, s"], abs=0.002)
+  assert figures["step, s"] == pytest.approx(figures["compute, s"] + figures["our kernels, s"], abs=0.002)
   assert hlo.Program((tmp_path / "step.txt").read_text()).cycles > 0
   kinds, largest = (part.splitlines()[1:] for part in profile.split(heads))
   assert sum(float(line[:6]) for line in kinds) == pytest.approx(100, abs=0.1) and len(largest) == 30
-  assert {"products", "attention kernels"} < {line[35:] for line in kinds}
+  assert {"products", "our kernels"} < {line[35:] for line in kinds}
   assert any(re.search(r" backward .*\] x \[.* model/vector_fields.py:\d+$", line) for line in largest)
 
 

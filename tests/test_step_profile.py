@@ -113,7 +113,7 @@ def test_the_tables():
   lines = step_profile.lines(hlo.Program(STEP), clock=1e3, peak=1e6, kernels=0.27, largest=2)
   kinds, largest = lines[1 : lines.index(next(line for line in lines[1:] if "% of peak" in line))], lines[-2:]
   assert [line.split(maxsplit=1)[0] for line in kinds[:2]] == ["26.67", "18.00"]
-  assert kinds[0].split() == ["26.67", "33", "0.0", "4", "products"] and kinds[1].endswith("attention kernels")
+  assert kinds[0].split() == ["26.67", "33", "0.0", "4", "products"] and kinds[1].endswith("our kernels")
   assert sum(float(line.split()[0]) for line in kinds) == pytest.approx(100, abs=0.05)
   assert len(lines) == 2 + len(kinds) + 2 and len(kinds) == 8
   assert largest[0].split() == [*kinds[0].split()[:4], "backward", *"[8,64] x [64,32] -> bf16[8,32]".split(), MODEL]

@@ -82,10 +82,17 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A hand-written kernel that the program calls, without an estimate by the compiler."""
+  """A hand-written kernel that the program calls, without an estimate by the compiler.
+
+  Attributes:
+    name: JAX's name of the call in the source, which ends with the kernel's.
+    times: executions in a run of the program.
+    bytes: of the arrays that one execution reads and writes.
+  """
 
   name: str
   times: int
+  bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +218,9 @@ class Program:
   def kernels(self) -> list[Kernel]:
     """The hand-written kernels."""
     return [
-      Kernel(instruction.op_name, times)
+      Kernel(
+        instruction.op_name, times, sum(array.bytes for array in (*self.arguments(instruction), *instruction.arrays))
+      )
       for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
       if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest
     ]

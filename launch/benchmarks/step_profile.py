@@ -56,12 +56,12 @@ def lines(program: hlo.Program, clock: float, peak: float, kernels: float, large
   Args:
     clock: cycles per second.
     peak: operations per second.
-    kernels: seconds of the attention kernels.
+    kernels: seconds of our kernels, which the compiler has no estimate for.
     largest: number of items to show.
   """
   found = items(program)
   kinds = collections.defaultdict(
-    collections.Counter, {"attention kernels": collections.Counter(cycles=round(kernels * clock))}
+    collections.Counter, {"our kernels": collections.Counter(cycles=round(kernels * clock))}
   )
   for item, total in found.items():
     kinds[item.kind].update(total)
@@ -77,7 +77,7 @@ def lines(program: hlo.Program, clock: float, peak: float, kernels: float, large
   return [
     f"{heads} kind, of {step / 1e6:,.1f} million cycles in a step",
     *(f"{figures(kinds[kind])} {kind}" for kind in sorted(kinds, key=lambda kind: -kinds[kind]["cycles"])),
-    f"{heads} largest, without attention kernels",
+    f"{heads} largest, without our kernels",
     *(f"{figures(total)} {item.phase:<10} {item.what:<{width}} {item.source}" for item, total in shown),
   ]
 
