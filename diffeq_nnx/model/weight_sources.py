@@ -206,7 +206,7 @@ class GeneratedWeights(nnx.Module):
     return jnp.einsum("nuqt,uq->nut", e_NxUxQxT, shares_UxQ, precision=jax.lax.Precision.HIGHEST)
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """W of each set in `dtype`; products are in `dtype`, sums in float32 or wider."""
+    """W of each set in `dtype`, made in float32 or wider; a TPU rounds the factors of products itself."""
     e_NxUxT = self.mean_vectors(times)
     weights: BlockWeights = {group: {} for group in self.groups}
     for group, name, start in self.starts:
@@ -220,8 +220,12 @@ class GeneratedWeights(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _combine(e_UxT: jax.Array, basis: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """sum_j e_j F_j: [U, T] and [T, ...] -> [U, ...], products in `dtype`, sums in float32 or wider."""
-  return _contract(e_UxT.astype(dtype), basis.astype(dtype), 1)
+  """sum_j e_j F_j: [U, T] and [T, ...] -> [U, ...]; the gradient of the result is rounded to `dtype`.
+
+  F is read as it is stored: a TPU's product rounds float32 to bfloat16 on the way, where a cast before it would write
+  and read all of F again.
+  """
+  return _contract(e_UxT, basis, 1)
 
 
 def _combine_forward(e_UxT, basis, dtype):
@@ -233,7 +237,7 @@ def _combine_backward(dtype, residuals, made_gradient):
   made_gradient = made_gradient.astype(dtype)
   basis_gradient = _contract(e_UxT.T.astype(dtype), made_gradient, 1)
   axes = tuple(range(1, basis.ndim))  # with F as the first operand XLA's CPU product over millions is 1.5 times as fast
-  e_gradient_TxU = _contract(basis.astype(dtype), made_gradient, (axes, axes))
+  e_gradient_TxU = _contract(basis, made_gradient.astype(basis.dtype), (axes, axes))
   return e_gradient_TxU.T.astype(e_UxT.dtype), basis_gradient.astype(basis.dtype)
 
 
