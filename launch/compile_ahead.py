@@ -195,7 +195,7 @@ def kernel_seconds(step: Step, program: hlo.Program) -> float:
   product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2
   seconds = 0.0
   for kernel in program.kernels:
-    if "attention" in kernel.name.rpartition("/")[2]:
+    if "attention_" in kernel.name:
       each = (5 if "backward" in kernel.name else 2) * product / peak_flops(step.device_kind)
     else:
       each = kernel.bytes / (1e9 * step.chip.bandwidth)

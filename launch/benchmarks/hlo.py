@@ -85,7 +85,7 @@ class Kernel:
   """A hand-written kernel that the program calls, without an estimate by the compiler.
 
   Attributes:
-    name: JAX's name of the call in the source, which ends with the kernel's.
+    name: JAX's name of the call in the source, which contains the kernel's.
     times: executions in a run of the program.
     bytes: of the arrays that one execution reads and writes.
   """
