@@ -1,0 +1,242 @@
+"""What the kernels for NVIDIA Hopper GPUs share: the problem, tiles, the ring of buffers, products and masks.
+
+B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width. A block
+of threads has two warpgroups that compute, on 64 rows each, and one that fetches: the side that is iterated over is
+copied to a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from diffeq_nnx.kernels.attention.flash import MASKED, pad
+from diffeq_nnx.kernels.attention.mask import Mask
+
+ROWS = 64  # of one computing warpgroup: the height of one wgmma
+TILE = 2 * ROWS  # rows of a block of threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """Buffers for the side that is iterated over."""
+
+  rows: int  # of a block, at least 64: wgmma sums over them
+  stages: int  # blocks in flight
+
+
+# (forward, backward) by the largest head width. Shared memory, of the 227 KiB of a Hopper block; a row of bfloat16
+# takes 256 or 512 bytes, and a ring holds two arrays:
+#   128  forward  q 128 rows = 32 KiB; ring 2 x 2 x 128 rows = 128 KiB: together 160 KiB
+#        backward two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB
+#   256  forward  64 KiB; 2 x 2 x 64 rows = 128 KiB: 192 KiB
+#        backward 128 KiB; 2 x 1 x 64 rows = 64 KiB: 192 KiB
+# 32-bit registers of a thread, with 128 threads for the 64 rows:
+#   128  forward  scores 64, out 64, the former block's weights in bfloat16 32: 160
+#        backward dK and dV 2 x 64, scores and their gradient 2 x 32, both again in bfloat16 2 x 16: 224
+#   256  forward  32 + 128 + 16: 176; backward, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
+RINGS = {128: (Ring(128, 2), Ring(64, 2)), 256: (Ring(64, 2), Ring(64, 1))}
+COMPUTE_REGISTERS, FETCH_REGISTERS = 240, 24  # (2 x 240 + 24) x 128 threads = 64,512 of 65,536
+
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a [64, n] array in registers
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a column
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is known when a kernel is compiled."""
+
+  mask: Mask
+  scale: float
+  soft_cap: float | None
+  T: int
+  D: int
+  interpret: Any
+
+  @property
+  def rings(self) -> tuple[Ring, Ring]:
+    """Forward and backward."""
+    return RINGS[128 if self.D <= 128 else 256]
+
+
+def along_rows(row_values, shape):
+  """[rows] -> [rows, columns]."""
+  return jax.lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def along_columns(column_values, shape):
+  """[columns] -> [rows, columns]."""
+  return jax.lax.broadcast_in_dim(column_values, shape, [1])
+
+
+def product(a, b_transposed, shape):
+  """a b^T in fresh registers; operands in shared memory."""
+
+  def compute(acc_ref):
+    plgpu.wgmma(acc_ref, a, b_transposed.transpose((1, 0)))
+    return acc_ref[...]
+
+  return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+
+
+def add_product(total, a, b, interpret):
+  """total + a b; a in registers, b in shared memory."""
+  if interpret:  # the interpreter has no wgmma from registers, and no accumulator that starts from a value
+    return total + jax.lax.dot(a, b[...], preferred_element_type=jnp.float32)
+
+  def compute(acc_ref):
+    plgpu.wgmma(acc_ref, a, b)
+
+  return pl.run_state(compute)(plgpu.ACC.init(total))
+
+
+def zeros(shape):
+  """Zeros in registers, as products are added to them."""
+  return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def filled(value):
+  """One value for each row of a warpgroup."""
+  return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+
+
+def load(ref, index, layout):
+  """Loads a part of a vector from the GPU's memory to registers."""
+  return plgpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def masked(scores, static: Problem, first_row, first_column, by_key: bool, row_ids, ids_ref, b):
+  """`scores` [rows, columns] with MASKED for pairs that don't attend; rows are queries, or keys if `by_key`.
+
+  A row attends from one column to another, so that each score takes one comparison, with a window two. `row_ids` are
+  the segment ids of the rows, or None; those of the columns are in `ids_ref`.
+  """
+  shape, mask = scores.shape, static.mask
+  rows = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW)
+  columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+  from_column = below_column = None
+  if by_key:
+    from_column = jnp.where(rows < static.T, rows if mask.causal else 0, jnp.iinfo(jnp.int32).max // 2)
+    below_column = None if mask.window is None else rows + mask.window
+  else:
+    below_column = jnp.minimum(rows + 1, static.T) if mask.causal else jnp.full_like(rows, static.T)
+    from_column = None if mask.window is None else rows - (mask.window - 1)
+  visible = None
+  if from_column is not None:
+    visible = columns >= along_rows(from_column, shape)
+  if below_column is not None:
+    below = columns < along_rows(below_column, shape)
+    visible = below if visible is None else visible & below
+  if row_ids is not None:
+    column_ids = load(ids_ref, (b, pl.ds(first_column, shape[1])), COLUMN)
+    visible = visible & (along_rows(row_ids, shape) == along_columns(column_ids, shape))
+  return jnp.where(visible, scores, MASKED)
+
+
+def feed(blocks, ring: Ring, arrays, buffers, b, head, arrived, consumed):
+  """The fetching warpgroup: copies the range of blocks of both arrays as buffers become free."""
+  plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+  first, last = blocks[0], blocks[3]
+
+  @pl.loop(first, last)
+  def _next(j):
+    turn = j - first
+    slot = jax.lax.rem(turn, ring.stages)
+
+    @pl.when(turn >= ring.stages)
+    def _wait():
+      plgpu.barrier_wait(consumed.at[slot])
+
+    for array, buffer in zip(arrays, buffers):
+      source = (b, pl.ds(j * ring.rows, ring.rows), head)
+      plgpu.copy_gmem_to_smem(array.at[source], buffer.at[slot], arrived.at[slot])
+
+  @pl.loop(jnp.maximum(first, last - ring.stages), last)
+  def _drain(j):  # wait until the last buffers have been read
+    plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, ring.stages)])
+
+
+def walk(blocks, stages, carry, visit, arrived, consumed):
+  """A computing warpgroup: carry = visit(j, slot, masked, carry) for each block of the range."""
+  first, full_first, full_last, last = blocks
+
+  def step(masked):
+    def body(j, carry):
+      slot = jax.lax.rem(j - first, stages)
+      plgpu.barrier_wait(arrived.at[slot])
+      carry = visit(j, slot, masked, carry)
+      plgpu.barrier_arrive(consumed.at[slot])
+      return carry
+
+    return body
+
+  carry = jax.lax.fori_loop(first, full_first, step(True), carry)
+  carry = jax.lax.fori_loop(full_first, full_last, step(False), carry)
+  return jax.lax.fori_loop(full_last, last, step(True), carry)
+
+
+def here(ranges_ref, longest_last: bool):
+  """(head, batch, warpgroup, first row of a computing warpgroup, range of blocks that its tile visits).
+
+  `longest_last`: later tiles have more to do, so they are started first, for multiprocessors that end together.
+  """
+  h, i, b, wg = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch", "wg"))
+  if longest_last:
+    i = ranges_ref.shape[2] - 1 - i
+  of_batch = b if ranges_ref.shape[1] > 1 else 0
+  return h, b, wg, i * TILE + wg * ROWS, tuple(ranges_ref[n, of_batch, i] for n in range(4))
+
+
+def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, arguments):
+  """Runs a kernel over heads, tiles and batch; an argument may be None."""
+  given = [a is not None for a in arguments]
+
+  def body(*refs):
+    inputs = iter(refs[: sum(given)])
+    spread = [next(inputs) if there else None for there in given]
+    kernel(*spread, *refs[sum(given) :], static=static, G=G)
+
+  return plgpu.kernel(
+    body,
+    out_type=out_type,
+    scratch_types=scratch,
+    grid=(B, tiles, H),  # in this order: heads first, so that balance doesn't depend on how many there are
+    grid_names=("batch", "tiles", "heads"),
+    num_threads=3,
+    thread_name="wg",
+    interpret=static.interpret,
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+  )(*(a for a in arguments if a is not None))
+
+
+def shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
+  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them."""
+  transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+  return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
+
+
+def ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
+  """The two arrays that are iterated over."""
+  return shared(ring.stages, ring.rows, D, dtype), shared(ring.stages, ring.rows, D, dtype)
+
+
+def barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
+  """Arrival of a tile's own arrays (`own` copies), arrival of the ring's two arrays, and the ring's release."""
+  return (
+    plgpu.Barrier(num_arrivals=own, num_barriers=2),
+    plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+    plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+  )
+
+
+def padded(x):
+  """[B, S, H, D] padded to multiples of the tile in S, and of the 64 columns of a swizzle in D."""
+  return pad(pad(x, 1, TILE), 3, 64)
+
+
+def ids(segments):
+  """Segment ids as the kernels read them; None stays None."""
+  return None if segments is None else pad(segments.astype(jnp.int32), 1, TILE)
