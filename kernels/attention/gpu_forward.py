@@ -17,19 +17,6 @@ from diffeq_nnx.kernels.attention.gpu_parts import FETCH_REGISTERS, ROW, ROWS, T
 from diffeq_nnx.kernels.attention.mask import block_ranges
 
 
-def _order(blocks):
-  """(numbers of blocks with and without a mask, the n-th block of a tile): those with a mask come first."""
-  first, full_first, full_last, last = blocks
-  after, before = last - full_last, full_first - first
-
-  def block(n):
-    unmasked = full_last - 1 - (n - after - before)
-    masked = jnp.where(n < after, last - 1 - n, full_first - 1 - (n - after))
-    return jnp.maximum(jnp.where(n < after + before, masked, unmasked), 0)  # block 0 of no blocks
-
-  return after + before, full_last - full_first, block
-
-
 def _fetch(count, block, ring: Ring, arrays, buffers, b, head, arrived, consumed):
   """The fetching warpgroup: `count` blocks of keys, one ahead of values, as buffers become free."""
   plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
@@ -108,8 +95,8 @@ def _kernel(
 ):
   """128 queries of one head against all keys that they attend to."""
   h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=static.mask.causal)
-  num_masked, num_unmasked, block = _order(blocks)
-  count = jnp.maximum(num_masked + num_unmasked, 1)  # at least one: without visible keys, it gives zeros
+  num_masked, count, block = parts.order(blocks)
+  count = jnp.maximum(count, 1)  # at least one: without visible keys, it gives zeros
   D, ring = q_ref.shape[-1], static.rings[0]
   slot_of = lambda n: jax.lax.rem(n, ring.stages)
 

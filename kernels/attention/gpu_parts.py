@@ -136,46 +136,57 @@ def masked(scores, static: Problem, first_row, first_column, by_key: bool, row_i
   return jnp.where(visible, scores, MASKED)
 
 
+def order(blocks):
+  """(number of blocks with a mask, number of all, the n-th block that a tile visits): those with a mask come first."""
+  first, full_first, full_last, last = blocks
+  after, before = last - full_last, full_first - first
+
+  def block(n):
+    unmasked = full_last - 1 - (n - after - before)
+    masked = jnp.where(n < after, last - 1 - n, full_first - 1 - (n - after))
+    return jnp.maximum(jnp.where(n < after + before, masked, unmasked), 0)  # block 0 of no blocks
+
+  return after + before, last - first, block
+
+
 def feed(blocks, ring: Ring, arrays, buffers, b, head, arrived, consumed):
   """The fetching warpgroup: copies the range of blocks of both arrays as buffers become free."""
   plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-  first, last = blocks[0], blocks[3]
+  _, count, block = order(blocks)
 
-  @pl.loop(first, last)
-  def _next(j):
-    turn = j - first
-    slot = jax.lax.rem(turn, ring.stages)
+  @pl.loop(0, count)
+  def _next(n):
+    slot = jax.lax.rem(n, ring.stages)
 
-    @pl.when(turn >= ring.stages)
+    @pl.when(n >= ring.stages)
     def _wait():
       plgpu.barrier_wait(consumed.at[slot])
 
     for array, buffer in zip(arrays, buffers):
-      source = (b, pl.ds(j * ring.rows, ring.rows), head)
+      source = (b, pl.ds(block(n) * ring.rows, ring.rows), head)
       plgpu.copy_gmem_to_smem(array.at[source], buffer.at[slot], arrived.at[slot])
 
-  @pl.loop(jnp.maximum(first, last - ring.stages), last)
-  def _drain(j):  # wait until the last buffers have been read
-    plgpu.barrier_wait(consumed.at[jax.lax.rem(j - first, ring.stages)])
+  @pl.loop(jnp.maximum(0, count - ring.stages), count)
+  def _drain(n):  # wait until the last buffers have been read
+    plgpu.barrier_wait(consumed.at[jax.lax.rem(n, ring.stages)])
 
 
 def walk(blocks, stages, carry, visit, arrived, consumed):
-  """A computing warpgroup: carry = visit(j, slot, masked, carry) for each block of the range."""
-  first, full_first, full_last, last = blocks
+  """A computing warpgroup: carry = visit(j, slot, masked, carry) for each block j of the range."""
+  num_masked, count, block = order(blocks)
 
   def step(masked):
-    def body(j, carry):
-      slot = jax.lax.rem(j - first, stages)
+    def body(n, carry):
+      slot = jax.lax.rem(n, stages)
       plgpu.barrier_wait(arrived.at[slot])
-      carry = visit(j, slot, masked, carry)
+      carry = visit(block(n), slot, masked, carry)
       plgpu.barrier_arrive(consumed.at[slot])
       return carry
 
     return body
 
-  carry = jax.lax.fori_loop(first, full_first, step(True), carry)
-  carry = jax.lax.fori_loop(full_first, full_last, step(False), carry)
-  return jax.lax.fori_loop(full_last, last, step(True), carry)
+  carry = jax.lax.fori_loop(0, num_masked, step(True), carry)
+  return jax.lax.fori_loop(num_masked, count, step(False), carry)
 
 
 def here(ranges_ref, longest_last: bool):
