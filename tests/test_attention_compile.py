@@ -120,9 +120,8 @@ def test_forward_and_backward_compile_for_an_h100(name):
 @pytest.mark.parametrize("width,q_k", [(64, ["4 x 64x128x16", "8 x 64x64x16"]), (128, ["16 x 64x128x16"])])
 def test_machine_code_for_an_h100(width, q_k):
   """Forward, both products of a turn are started without a wait, and the turn is given before one has ended."""
-  forward, *backward = hopper_schedule.machine_code([1, 2048, 2, 2, width], gradients=True)
-  assert forward.spills == 0 and min(code.spills for code in backward) == 0  # dQ's, too
-  assert max(code.spills for code in backward) <= (0 if width == 64 else 128)  # bytes: dK and dV need all registers
+  forward, *backward = hopper_schedule.machine_code([1, 2048, 4, 2, width], gradients=True)
+  assert [code.spills for code in (forward, *backward)] == [0, 0, 0]
   # products that the compiler has to wait for one by one: it says so
   assert not forward.complaints
   masked, unmasked = forward.loops

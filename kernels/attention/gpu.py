@@ -41,7 +41,8 @@ def attention_gpu(
   Takes bfloat16 and D up to 256; needs jax 0.11.2.
 
   Args:
-    interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU.
+    interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU. Set the environment variable
+      NPROC=8 on machines of fewer cores: the interpreter blocks one of XLA's threads for each warpgroup that waits.
   """
   kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
   out_BxSxHxD, lse_BxHxS = flash.flash_attention(

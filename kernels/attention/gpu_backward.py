@@ -69,7 +69,8 @@ def _dq_kernel(
 
   @pl.when(wg == 2)
   def _fetch():
-    parts.feed(blocks, ring, (k_ref, v_ref), (k_smem, v_smem), b, jax.lax.div(h, G), arrived, consumed)
+    copies = [(lambda _, at, x=x: x.at[b, at, jax.lax.div(h, G)], s) for x, s in ((k_ref, k_smem), (v_ref, v_smem))]
+    parts.feed(blocks, ring, copies, arrived, consumed)
 
 
 def _dkv_kernel(
@@ -87,14 +88,12 @@ def _dkv_kernel(
   static: Problem,
   G: int,
 ):
-  """One query head's part of the gradients of 128 keys and values; scores are transposed, [keys, queries].
+  """The gradients of 128 keys and values of one head, summed over its G query heads; scores are [keys, queries].
 
   `wanted` says which of dK and dV to compute; `refs` are those, then the scratch.
   """
-  out_refs, (k_smem, v_smem, q_smem, dout_smem, own_arrived, arrived, consumed) = (
-    refs[: sum(wanted)],
-    refs[sum(wanted) :],
-  )
+  out_refs = refs[: sum(wanted)]
+  k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, own_arrived, arrived, consumed = refs[sum(wanted) :]
   h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=False)
   D, ring = q_ref.shape[-1], static.rings[1]
   width = ring.rows
@@ -103,7 +102,7 @@ def _dkv_kernel(
   def _compute():
     plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
     rows = pl.ds(first_row, ROWS)
-    source = (b, rows, jax.lax.div(h, G))
+    source = (b, rows, h)
     plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[wg], own_arrived.at[wg])
     plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[wg], own_arrived.at[wg])
     plgpu.barrier_wait(own_arrived.at[wg])
@@ -111,23 +110,22 @@ def _dkv_kernel(
 
     def visit(j, slot, masked, carry):
       dk, dv = carry
-      columns = pl.ds(j * width, width)
       products = parts.product(k_smem.at[wg], q_smem.at[slot], (ROWS, width))
       scores = flash.scores(products, static)
       if masked:
         scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
-      weights = jnp.exp2(scores - parts.along_columns(parts.load(lse_ref, (b, h, columns), COLUMN), scores.shape))
+      weights = jnp.exp2(scores - parts.along_columns(plgpu.load(lse_smem.at[slot], layout=COLUMN), scores.shape))
       if wanted[1]:
         dv = parts.add_product(dv, weights.astype(q_ref.dtype), dout_smem.at[slot], static.interpret)
       if wanted[0]:
         dweights = parts.product(v_smem.at[wg], dout_smem.at[slot], (ROWS, width))
-        delta = parts.along_columns(parts.load(delta_ref, (b, h, columns), COLUMN), scores.shape)
+        delta = parts.along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMN), scores.shape)
         dscores = flash.uncapped(weights * (dweights - delta), products, static)
         dk = parts.add_product(dk, dscores.astype(q_ref.dtype), q_smem.at[slot], static.interpret)
       return dk, dv
 
     start = tuple(parts.zeros((ROWS, D)) if want else None for want in wanted)
-    dk, dv = parts.walk(blocks, ring.stages, start, visit, arrived, consumed)
+    dk, dv = parts.walk(blocks, ring.stages, start, visit, arrived, consumed, G)
     sums = [value for value in (dk if dk is None else dk * static.scale, dv) if value is not None]
     for value, out_ref, smem in zip(sums, out_refs, (k_smem, v_smem)):
       smem.at[wg][...] = value.astype(out_ref.dtype)
@@ -137,7 +135,11 @@ def _dkv_kernel(
 
   @pl.when(wg == 2)
   def _fetch():
-    parts.feed(blocks, ring, (q_ref, dout_ref), (q_smem, dout_smem), b, h, arrived, consumed)
+    of_rows = [(lambda g, at, x=x: x.at[b, at, h * G + g], s) for x, s in ((q_ref, q_smem), (dout_ref, dout_smem))]
+    per_row = [
+      (lambda g, at, x=x: x.at[b, h * G + g, at], s) for x, s in ((lse_ref, lse_smem), (delta_ref, delta_smem))
+    ]
+    parts.feed(blocks, ring, of_rows + per_row, arrived, consumed, G)
 
 
 def backward(
@@ -152,17 +154,17 @@ def backward(
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   rest = (q, k, v, parts.ids(q_segments), parts.ids(kv_segments), lse, delta, dout)
   ring = static.rings[1]
-  scratch = (
+  buffers = (
     parts.shared(2, ROWS, width, dtype),
     parts.shared(2, ROWS, width, dtype),
     *parts.ring_buffers(ring, width, dtype),
-    *parts.barriers(2, ring),
   )
+  per_row = plgpu.SMEM((ring.stages, ring.rows), jnp.float32)
   ranges = functools.partial(block_ranges, static.mask, S, T, q_segments_BxS=q_segments, kv_segments_BxT=kv_segments)
   (dq,) = parts.call(
     _dq_kernel,
     [jax.ShapeDtypeStruct(q.shape, dtype)],
-    scratch,
+    (*buffers, *parts.barriers(2, ring, copies=2)),
     q.shape[1] // TILE,
     B,
     H,
@@ -170,19 +172,17 @@ def backward(
     G,
     (ranges(block_q=TILE, block_kv=ring.rows), *rest),
   )
-  part = jax.ShapeDtypeStruct((B, k.shape[1], H, width), dtype)
   by_key = (ranges(block_q=ring.rows, block_kv=TILE, by_key=True), *rest)
   dkv = lambda *wanted: parts.call(
     functools.partial(_dkv_kernel, wanted=wanted),
-    [part] * sum(wanted),
-    scratch,
+    [jax.ShapeDtypeStruct(k.shape, dtype)] * sum(wanted),
+    (*buffers, per_row, per_row, *parts.barriers(2, ring, copies=4)),
     k.shape[1] // TILE,
     B,
-    H,
+    K,
     static,
     G,
     by_key,
   )
   dk, dv = dkv(True, True) if width <= 128 else (*dkv(True, False), *dkv(False, True))
-  total = lambda x: x.reshape(B, -1, K, G, width).astype(jnp.float32).sum(3)[:, :T, :, :D].astype(dtype)
-  return dq[:, :S, :, :D], total(dk), total(dv)
+  return dq[:, :S, :, :D], dk[:, :T, :, :D], dv[:, :T, :, :D]

@@ -17,7 +17,7 @@ from diffeq_nnx.kernels.attention.gpu_parts import FETCH_REGISTERS, ROW, ROWS, T
 from diffeq_nnx.kernels.attention.mask import block_ranges
 
 
-def _fetch(count, block, ring: Ring, arrays, buffers, b, head, arrived, consumed):
+def _fetch(count, place, ring: Ring, arrays, buffers, b, head, arrived, consumed):
   """The fetching warpgroup: `count` blocks of keys, one ahead of values, as buffers become free."""
   plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
@@ -28,7 +28,7 @@ def _fetch(count, block, ring: Ring, arrays, buffers, b, head, arrived, consumed
     def _wait():
       plgpu.barrier_wait(consumed[which].at[slot])
 
-    source = (b, pl.ds(block(n) * ring.rows, ring.rows), head)
+    source = (b, pl.ds(place(n)[1] * ring.rows, ring.rows), head)
     plgpu.copy_gmem_to_smem(arrays[which].at[source], buffers[which].at[slot], arrived[which].at[slot])
 
   copy(0, 0)
@@ -95,7 +95,7 @@ def _kernel(
 ):
   """128 queries of one head against all keys that they attend to."""
   h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=static.mask.causal)
-  num_masked, count, block = parts.order(blocks)
+  num_masked, count, place = parts.order(blocks)
   count = jnp.maximum(count, 1)  # at least one: without visible keys, it gives zeros
   D, ring = q_ref.shape[-1], static.rings[0]
   slot_of = lambda n: jax.lax.rem(n, ring.stages)
@@ -114,7 +114,7 @@ def _kernel(
       if masked or static.soft_cap is not None:  # scaled before it is masked: the reverse leaves infinities
         scores = flash.scores(products, static)
         if masked:
-          scores = parts.masked(scores, static, first_row, block(n) * ring.rows, False, q_ids, kv_segments_ref, b)
+          scores = parts.masked(scores, static, first_row, place(n)[1] * ring.rows, False, q_ids, kv_segments_ref, b)
         new_top = jnp.maximum(top, scores.max(axis=1))
       else:  # scaled after the maximum is found, by the instruction that subtracts it
         scores = products * (static.scale * LOG2_E)
@@ -182,7 +182,7 @@ def _kernel(
   def _copy():
     _fetch(
       count,
-      block,
+      place,
       ring,
       (k_ref, v_ref),
       (k_smem, v_smem),

@@ -85,7 +85,9 @@ def product(a, b_transposed, shape):
 def add_product(total, a, b, interpret):
   """total + a b; a in registers, b in shared memory."""
   if interpret:  # the interpreter has no wgmma from registers, and no accumulator that starts from a value
-    return total + jax.lax.dot(a, b[...], preferred_element_type=jnp.float32)
+    here = b[...]
+    plgpu.commit_smem()  # unlike wgmma, such a read is not seen by the copies that overwrite it
+    return total + jax.lax.dot(a, here, preferred_element_type=jnp.float32)
 
   def compute(acc_ref):
     plgpu.wgmma(acc_ref, a, b)
@@ -136,50 +138,62 @@ def masked(scores, static: Problem, first_row, first_column, by_key: bool, row_i
   return jnp.where(visible, scores, MASKED)
 
 
-def order(blocks):
-  """(number of blocks with a mask, number of all, the n-th block that a tile visits): those with a mask come first."""
+def order(blocks, G: int = 1):
+  """(number of blocks with a mask, number of all, the n-th block that a tile visits): those with a mask come first.
+
+  The range is visited for each of G heads, which is the other thing that the function of n returns: (head, block).
+  """
   first, full_first, full_last, last = blocks
-  after, before = last - full_last, full_first - first
+  after, masked, unmasked = last - full_last, last - full_last + full_first - first, full_last - full_first
 
-  def block(n):
-    unmasked = full_last - 1 - (n - after - before)
-    masked = jnp.where(n < after, last - 1 - n, full_first - 1 - (n - after))
-    return jnp.maximum(jnp.where(n < after + before, masked, unmasked), 0)  # block 0 of no blocks
+  def place(n):
+    has_mask = n < G * masked
+    if G > 1:
+      among, size = jnp.where(has_mask, n, n - G * masked), jnp.maximum(jnp.where(has_mask, masked, unmasked), 1)
+      head, n = jax.lax.div(among, size), jax.lax.rem(among, size)
+    else:
+      head, n = 0, jnp.where(has_mask, n, n - masked)
+    with_mask = jnp.where(n < after, last - 1 - n, full_first - 1 - (n - after))
+    return head, jnp.maximum(jnp.where(has_mask, with_mask, full_last - 1 - n), 0)  # block 0 of no blocks
 
-  return after + before, last - first, block
+  return G * masked, G * (last - first), place
 
 
-def feed(blocks, ring: Ring, arrays, buffers, b, head, arrived, consumed):
-  """The fetching warpgroup: copies the range of blocks of both arrays as buffers become free."""
+def feed(blocks, ring: Ring, copies, arrived, consumed, G: int = 1):
+  """The fetching warpgroup: copies the range of blocks as buffers become free.
+
+  Args:
+    copies: pairs of source(head, rows) and the ring's buffers for it.
+  """
   plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-  _, count, block = order(blocks)
+  _, count, place = order(blocks, G)
 
   @pl.loop(0, count)
   def _next(n):
     slot = jax.lax.rem(n, ring.stages)
+    head, block = place(n)
 
     @pl.when(n >= ring.stages)
     def _wait():
       plgpu.barrier_wait(consumed.at[slot])
 
-    for array, buffer in zip(arrays, buffers):
-      source = (b, pl.ds(block(n) * ring.rows, ring.rows), head)
-      plgpu.copy_gmem_to_smem(array.at[source], buffer.at[slot], arrived.at[slot])
+    for source, buffer in copies:
+      plgpu.copy_gmem_to_smem(source(head, pl.ds(block * ring.rows, ring.rows)), buffer.at[slot], arrived.at[slot])
 
   @pl.loop(jnp.maximum(0, count - ring.stages), count)
   def _drain(n):  # wait until the last buffers have been read
     plgpu.barrier_wait(consumed.at[jax.lax.rem(n, ring.stages)])
 
 
-def walk(blocks, stages, carry, visit, arrived, consumed):
-  """A computing warpgroup: carry = visit(j, slot, masked, carry) for each block j of the range."""
-  num_masked, count, block = order(blocks)
+def walk(blocks, stages, carry, visit, arrived, consumed, G: int = 1):
+  """A computing warpgroup: carry = visit(block, slot, masked, carry) for each block of the range, for G heads."""
+  num_masked, count, place = order(blocks, G)
 
   def step(masked):
     def body(n, carry):
       slot = jax.lax.rem(n, stages)
       plgpu.barrier_wait(arrived.at[slot])
-      carry = visit(block(n), slot, masked, carry)
+      carry = visit(place(n)[1], slot, masked, carry)
       plgpu.barrier_arrive(consumed.at[slot])
       return carry
 
@@ -234,11 +248,11 @@ def ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
   return shared(ring.stages, ring.rows, D, dtype), shared(ring.stages, ring.rows, D, dtype)
 
 
-def barriers(own: int, ring: Ring) -> tuple[plgpu.Barrier, ...]:
-  """Arrival of a tile's own arrays (`own` copies), arrival of the ring's two arrays, and the ring's release."""
+def barriers(own: int, ring: Ring, copies: int) -> tuple[plgpu.Barrier, ...]:
+  """Arrival of a tile's own arrays (`own` copies), arrival of the ring's arrays, and the ring's release."""
   return (
     plgpu.Barrier(num_arrivals=own, num_barriers=2),
-    plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
+    plgpu.Barrier(num_arrivals=copies, num_barriers=ring.stages),
     plgpu.Barrier(num_arrivals=2, num_barriers=ring.stages),
   )
 
