@@ -6,6 +6,7 @@ copied to a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, s
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -238,8 +239,9 @@ def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, argume
 
 
 def shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
-  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them."""
-  transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them: the widest swizzle that divides D."""
+  columns = math.gcd(D, 64)
+  transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
   return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
 
 
@@ -258,8 +260,8 @@ def barriers(own: int, ring: Ring, copies: int) -> tuple[plgpu.Barrier, ...]:
 
 
 def padded(x):
-  """[B, S, H, D] padded to multiples of the tile in S, and of the 64 columns of a swizzle in D."""
-  return pad(pad(x, 1, TILE), 3, 64)
+  """[B, S, H, D] padded to multiples of the tile in S, and of the 16 columns of the narrowest swizzle in D."""
+  return pad(pad(x, 1, TILE), 3, 16)
 
 
 def ids(segments):
