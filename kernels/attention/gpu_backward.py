@@ -14,6 +14,11 @@ from diffeq_nnx.kernels.attention.gpu_parts import COLUMN, ROW, ROWS, TILE, Prob
 from diffeq_nnx.kernels.attention.mask import block_ranges
 
 
+def _for_cap(products, static: Problem):
+  """What the gradient through a soft cap needs: kept in registers only if there is one."""
+  return None if static.soft_cap is None else products
+
+
 def _dq_kernel(
   ranges_ref,
   q_ref,
@@ -52,13 +57,16 @@ def _dq_kernel(
     q_ids = None if q_segments_ref is None else parts.load(q_segments_ref, (b, rows), ROW)
 
     def visit(j, slot, masked, dq):
-      products = parts.product(q_smem.at[wg], k_smem.at[slot], (ROWS, width))
-      scores = flash.scores(products, static)
-      if masked:
-        scores = parts.masked(scores, static, first_row, j * width, False, q_ids, kv_segments_ref, b)
-      weights = jnp.exp2(scores - parts.along_rows(lse, scores.shape))
-      dweights = parts.product(dout_smem.at[wg], v_smem.at[slot], (ROWS, width))
-      dscores = flash.uncapped(weights * (dweights - parts.along_rows(delta, scores.shape)), products, static)
+      def softmax(products):
+        scores = flash.scores(products, static)
+        if masked:
+          scores = parts.masked(scores, static, first_row, j * width, False, q_ids, kv_segments_ref, b)
+        return _for_cap(products, static), jnp.exp2(scores - parts.along_rows(lse, scores.shape))
+
+      (products, weights), dweights = parts.two_products(
+        q_smem.at[wg], k_smem.at[slot], dout_smem.at[wg], v_smem.at[slot], (ROWS, width), softmax
+      )
+      dscores = flash.uncapped(weights * (dweights - parts.along_rows(delta, dweights.shape)), products, static)
       return parts.add_product(dq, dscores.astype(q_ref.dtype), k_smem.at[slot], static.interpret)
 
     dq = parts.walk(blocks, ring.stages, parts.zeros((ROWS, D)), visit, arrived, consumed)
@@ -110,16 +118,25 @@ def _dkv_kernel(
 
     def visit(j, slot, masked, carry):
       dk, dv = carry
-      products = parts.product(k_smem.at[wg], q_smem.at[slot], (ROWS, width))
-      scores = flash.scores(products, static)
-      if masked:
-        scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
-      weights = jnp.exp2(scores - parts.along_columns(plgpu.load(lse_smem.at[slot], layout=COLUMN), scores.shape))
+      shape = (ROWS, width)
+
+      def softmax(products):
+        scores = flash.scores(products, static)
+        if masked:
+          scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
+        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
+        return _for_cap(products, static), jnp.exp2(scores - parts.along_columns(lse, shape))
+
+      if wanted[0]:
+        (products, weights), dweights = parts.two_products(
+          k_smem.at[wg], q_smem.at[slot], v_smem.at[wg], dout_smem.at[slot], shape, softmax
+        )
+      else:
+        _, weights = softmax(parts.product(k_smem.at[wg], q_smem.at[slot], shape))
       if wanted[1]:
         dv = parts.add_product(dv, weights.astype(q_ref.dtype), dout_smem.at[slot], static.interpret)
       if wanted[0]:
-        dweights = parts.product(v_smem.at[wg], dout_smem.at[slot], (ROWS, width))
-        delta = parts.along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMN), scores.shape)
+        delta = parts.along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMN), shape)
         dscores = flash.uncapped(weights * (dweights - delta), products, static)
         dk = parts.add_product(dk, dscores.astype(q_ref.dtype), q_smem.at[slot], static.interpret)
       return dk, dv

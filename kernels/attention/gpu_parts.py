@@ -83,6 +83,18 @@ def product(a, b_transposed, shape):
   return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
 
 
+def two_products(a, b_transposed, c, d_transposed, shape, between):
+  """(between(a b^T), c d^T), with `between` computed while the second product runs; operands in shared memory."""
+
+  def compute(first_ref, second_ref):
+    plgpu.wgmma(first_ref, a, b_transposed.transpose((1, 0)))
+    plgpu.wgmma(second_ref, c, d_transposed.transpose((1, 0)))
+    result = jax.lax.optimization_barrier(between(plgpu.wgmma_accumulator_load(first_ref, wait_n=1)))
+    return result, second_ref[...]
+
+  return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
 def add_product(total, a, b, interpret):
   """total + a b; a in registers, b in shared memory."""
   if interpret:  # the interpreter has no wgmma from registers, and no accumulator that starts from a value
