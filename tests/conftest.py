@@ -22,6 +22,8 @@ if STARTS_THE_TESTS:
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # tests compile more than they compute
     "XLA_FLAGS": XLA_FLAGS,
     "OMP_NUM_THREADS": "1",  # a worker has one core
+    # threads of XLA: an interpreted GPU kernel's warpgroups wait for each other, each in a thread of its own
+    "NPROC": "8",
     # compiled programs, shared by all processes of this run of the tests and by no other run
     "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

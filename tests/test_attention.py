@@ -283,6 +283,23 @@ def test_the_tpu_interpreter_finds_no_race():
   assert races is None or not races.races_found
 
 
+def test_the_gpu_interpreter_finds_no_race():
+  kernel = kernel_of("gpu")
+  from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+  q, k, v = Shape(1, 300, 2, 1, 64).inputs("bfloat16")
+  function = functools.partial(
+    kernel.func,
+    mask=Mask(True, None),
+    scale=0.125,
+    logits_soft_cap=None,
+    interpret=dataclasses.replace(kernel.keywords["interpret"], detect_races=True),
+  )
+  gradients = jax.grad(lambda *qkv: function(*qkv, None, None)[0].sum().astype(jnp.float32), (0, 1, 2))
+  jax.block_until_ready(jax.jit(gradients)(q, k, v))
+  assert not gpu_callbacks.get_races().races_found
+
+
 @pytest.mark.parametrize(
   "changes,part",
   [

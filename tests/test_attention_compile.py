@@ -7,6 +7,7 @@ wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version.
 import functools
 import importlib.util
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +16,9 @@ import pytest
 
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.shapes import SHAPES
+from launch.benchmarks import hopper_schedule
 
 pytestmark = pytest.mark.usefixtures("optimizations")
-
-# what the compiler asks of a GPU that is not there: an H100 SXM, from its data sheet and CUDA's device query
-H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-}
-"""
 
 
 @functools.cache
@@ -50,7 +36,7 @@ def gpu():
   from jax.experimental import topologies
 
   return topologies.get_topology_desc(
-    topology_name="1x1x1", platform="cuda", topology="1x1x1", target_config=H100
+    topology_name="1x1x1", platform="cuda", topology="1x1x1", target_config=hopper_schedule.H100
   ).devices[0]
 
 
@@ -108,10 +94,13 @@ def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * shape.batch * shape.heads * shape.length**2
 
 
-@pytest.mark.skipif(
+compiles_for_gpus = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
   reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
 )
+
+
+@compiles_for_gpus
 @pytest.mark.parametrize("name", SHAPES)
 def test_forward_and_backward_compile_for_an_h100(name):
   mesh = jax.sharding.Mesh(np.array([gpu()]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -123,3 +112,85 @@ def test_forward_and_backward_compile_for_an_h100(name):
     compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
   kernels = 3 if SHAPES[name].head_dim <= 128 else 4  # forward, dQ, dK and dV, these two apart for wide heads
   assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels
+
+
+@pytest.mark.slow(reason="compiles forward and backward in a process of its own")
+@compiles_for_gpus
+@pytest.mark.skipif(not shutil.which("nvdisasm"), reason="needs nvdisasm, from CUDA's toolkit or the wheel of triton")
+@pytest.mark.parametrize(
+  "width,products",
+  [
+    (64, ["4 x 64x128x16", "8 x 64x64x16"]),  # q k^T, weights times v
+    (80, ["5 x 64x128x16", "8 x 64x80x16"]),  # not padded to 128
+    (128, ["16 x 64x128x16"]),  # 8 of each
+  ],
+)
+def test_machine_code_for_an_h100(width, products):
+  """Forward, both products of a turn are started without a wait, and the turn is given before one has ended.
+
+  Backward, the softmax runs under the product of the output's gradient and the values.
+  """
+  forward, *backward = hopper_schedule.machine_code([1, 2048, 4, 2, width], gradients=True)
+  dq = min(backward, key=lambda code: len(code.loops[1]))  # one product less
+  assert forward.spills == dq.spills == 0 and sum(code.spills for code in backward) < 128  # bytes
+  for code in (forward, *backward):
+    assert not code.complaints  # of products that the compiler has to wait for one by one
+    assert not [i for i in code.of(code.loops[1]) if i.name.startswith(("LDL", "STL"))]  # spills, without a mask
+  for code in backward:
+    for loop in code.loops:
+      assert code.events(loop)[:5] == ["wait", f"{width // 8} x 64x64x16", "until 1", "exponentials", "until 0"]
+  masked, unmasked = forward.loops
+  for loop in (masked, unmasked):
+    events = forward.events(loop)
+    # the keys, the values, the turn; products; the other's turn; q k^T is there: the keys' buffer is free
+    start = ["wait"] * 3 + products + ["arrive", "until 1", "arrive"]
+    assert events[: len(start)] == start
+    # then the softmax, and at its side the end of weights times v: the values' buffer is free
+    assert sorted(events[len(start) :])[:2] == ["arrive", "exponentials"] and events.count("until 0") == 1
+    assert events.count("arrive") == 3
+  assert len(unmasked) < len(masked) < 1.6 * len(unmasked)  # one comparison for each score
+  assert len(unmasked) < 500
+
+
+SASS = """\
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+
+\t.target\tsm_90a
+   -:-:-:Y:04        /*0000*/                   MOV R1, R2 ;
+.L_x_1:
+   -:-:-:Y:05        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;
+   -:-:-:Y:05        /*0020*/              @!P0 BRA `(.L_x_2) ;
+.L_x_3:
+   -:-:-:Y:01        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT ;
+   -:-:-:Y:01        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, gsb0 ;
+   -:-:-:Y:15        /*0050*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR20], R88, gsb0 ;
+   -:-:-:Y:02        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+   -:-:-:Y:03        /*0070*/                   MUFU.EX2 R4, R5 ;
+   -:-:-:Y:03        /*0080*/                   MUFU.EX2 R6, R7 ;
+   -:-:-:Y:02        /*0090*/                   SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR5], RZ ;
+   -:-:-:Y:05        /*00a0*/               @P1 BRA `(.L_x_1) ;
+   -:-:-:Y:05        /*00b0*/                   EXIT ;
+.L_x_2:
+   -:-:-:Y:05        /*00c0*/                   BRA `(.L_x_3) ;
+"""
+
+
+def test_machine_code_is_read_in_order():
+  (code,) = hopper_schedule.parse(SASS)
+  assert code.spills == 16 and not code.complaints
+  assert code.loops == (range(1, 11),)  # the jump back from behind the exit is no loop
+  assert code.events(code.loops[0]) == ["wait", "2 x 64x128x16", "1 x 64x64x16", "until 1", "exponentials", "arrive"]
+  loop = hopper_schedule.Loop.read(code, code.loops[0])
+  assert loop == hopper_schedule.Loop(products=64 + 64 + 32, issue=10, exponentials=16, softmax=16)
+  assert loop.bounds()["products"] == 320
+
+
+def test_multiprocessors_end_together_if_the_longest_tiles_start_first():
+  sums = []
+  for longest_first in (False, True):
+    tiles = hopper_schedule.tiles_in_order(2048, 16, 4, 1.0, 0.0, longest_first)
+    assert len(tiles) == 16 * 16 * 4 and sum(tiles) == 16 * 4 * 16 * 17 / 2
+    sums.append(hopper_schedule.balance(tiles))
+  assert sums[0] < 0.93 < 0.98 < sums[1] <= 1
+  assert hopper_schedule.balance([1.0] * hopper_schedule.MULTIPROCESSORS) == 1
