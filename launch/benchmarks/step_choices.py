@@ -1,0 +1,95 @@
+"""Compiles the train step with each choice of memory for speed, and says which is the fastest that fits; needs no TPU.
+
+  python -m launch.benchmarks.step_choices --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
+      [--remat=full,dots,none] [--sequences=4,8,16,32] [--set=KEY=VALUE]
+
+`--sequences` are values of train.device_batch_size: how many sequences a device processes at a time. The time is the
+estimate of `launch.compile_ahead` with all communication hidden, and has its limits. A choice fits if it leaves a
+twentieth of the device's memory. Prints a row of a Markdown table for each choice as soon as it is compiled, then the
+settings of the fastest. Exit code 1: none fits.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # as launch.compile_ahead, which is imported after JAX
+
+import jax
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.parallel import sharding
+from launch import compile_ahead
+from launch.benchmarks import hlo
+
+SPARE = 0.05  # of a device's memory
+
+
+def choices(held: int, remats: list[str], sequences: list[int]) -> list[tuple[str, int]]:
+  """The pairs of train.remat and train.device_batch_size that are worth compiling, of a device that holds `held`.
+
+  Raises:
+    UserError: no number of sequences divides those that a device holds.
+  """
+  divisors = [count for count in sequences if held % count == 0]
+  if not divisors:
+    raise UserError(f"--sequences={','.join(map(str, sequences))}: none divides the {held} sequences of a device")
+  return list(itertools.product(remats, divisors))
+
+
+def estimate(step: compile_ahead.Step) -> tuple[float, float]:
+  """(seconds of a step with all communication hidden, GiB of a device at its peak)."""
+  program = hlo.Program(step.compiled.as_text())
+  compute = program.cycles / (1e9 * step.chip.clock) + compile_ahead.kernel_seconds(step, program)
+  sent = sum(size for kind, (size, _) in compile_ahead.communication(program).items() if kind != "send")
+  peak = step.compiled.memory_analysis().peak_memory_in_bytes / 2**30
+  return max(compute, sent / (1e9 * step.chip.ici)), peak
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Compiles all choices, prints, and returns the exit code."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
+  parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
+  parser.add_argument("--num-slices", type=int, default=1)
+  parser.add_argument("--remat", type=lambda text: text.split(","), default=["full", "dots", "none"])
+  parser.add_argument("--sequences", type=lambda text: list(map(int, text.split(","))), default=[4, 8, 16, 32])
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  args = parser.parse_args(argv)
+  config = config_lib.load(args.config, args.set)
+  mesh = sharding.make_mesh(config.mesh, compile_ahead.devices_of(args.topology, args.num_slices))
+  sharding.check(config, mesh)
+  found = {}
+  print("| `train.remat` | `train.device_batch_size` | peak, GiB | step, s |\n| --- | --- | --- | --- |", flush=True)
+  held = config.train.batch_size // sharding.num_shards("batch", mesh.shape)
+  for remat, sequences in choices(held, args.remat, args.sequences):
+    train = dataclasses.replace(config.train, remat=remat, device_batch_size=sequences)
+    try:
+      step = compile_ahead.compile_step(dataclasses.replace(config, train=train), mesh)
+    except compile_ahead.DoesNotFit:
+      print(f"| {remat} | {sequences} | does not fit | |", flush=True)
+      continue
+    seconds, peak = estimate(step)
+    print(f"| {remat} | {sequences} | {peak:.2f} | {seconds:.3f} |", flush=True)
+    if peak <= (1 - SPARE) * step.chip.hbm:
+      found[remat, sequences] = seconds
+  if not found:
+    print("none fits: use more devices, or see the advice of launch.compile_ahead")
+    return 1
+  remat, sequences = min(found, key=lambda choice: found[choice])
+  print(f"fastest: --config.train.remat={remat} --config.train.device_batch_size={sequences}")
+  return 0
+
+
+if __name__ == "__main__":
+  try:
+    sys.exit(main())
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  except jax.errors.JaxRuntimeError as error:
+    print(f"error: the compiler failed: {error}", file=sys.stderr)
+    sys.exit(3)
