@@ -12,7 +12,7 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import abstract_state
 from launch import compile_ahead
 from launch.benchmarks import generation as benchmark_generation
-from launch.benchmarks import hlo
+from launch.benchmarks import hlo, step_choices
 
 needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
@@ -152,6 +152,18 @@ def test_generated_weights_cost_no_communication(programs):
 
 
 @needs_libtpu
+def test_nothing_is_cast_or_copied_for_the_products_of_the_generator_or_for_attention(programs):
+  """F is read as it is stored, and attention reads what the projections wrote."""
+  text = programs[1]["diffeq"]
+  estimates = hlo.Program(text).estimates
+  assert not [one for one, _, _ in estimates if one.opcode == "convert" and one.arrays[0].shape[0] == 97]
+  calls = re.findall(r"%(?:attention_\w+|rotary)[.\d]* = .* custom-call\((.*?)\), custom_call_target", text)
+  assert len(calls) == 9  # forward, forward again and backward; rotary embedding of queries and keys in each
+  assert not re.search(r"%(copy|transpose)\.\d", "".join(calls))
+  assert not re.search(r" (copy|transpose)\(%(attention_|rotary)", text)
+
+
+@needs_libtpu
 @pytest.mark.parametrize(
   "name",
   [
@@ -224,6 +236,28 @@ def test_what_it_prints(capsys, tmp_path):
 def test_what_does_not_fit_is_told_with_a_way_out(settings, told, capsys):
   assert compile_ahead.main([*TINY, "--topology=v5e:2x2", "--set=train.remat=none", *settings]) == 1
   assert told in capsys.readouterr().out.splitlines()[-1]
+
+
+@needs_libtpu
+def test_the_fastest_choice_that_leaves_memory_is_named(monkeypatch, capsys):
+  made = {("full", 2): (2.0, 10.0), ("full", 4): (1.8, 12.0), ("dots", 2): (1.0, 15.5), ("dots", 4): None}
+
+  def compile_step(config, mesh):
+    choice = config.train.remat, config.train.device_batch_size
+    if made[choice] is None:
+      raise compile_ahead.DoesNotFit("more than there is")
+    return compile_ahead.Step(config, mesh, choice)
+
+  monkeypatch.setattr(compile_ahead, "compile_step", compile_step)
+  monkeypatch.setattr(step_choices, "estimate", lambda step: made[step.compiled])
+  arguments = [*TINY, "--topology=v5e:2x2", "--remat=full,dots"]
+  assert step_choices.main([*arguments, "--sequences=2,3,4"]) == 0  # 3 doesn't divide the 4 sequences of a device
+  rows = capsys.readouterr().out.splitlines()
+  assert rows[-1] == "fastest: --config.train.remat=full --config.train.device_batch_size=4" and len(rows) == 2 + 4 + 1
+  with pytest.raises(config_lib.UserError, match="none divides the 4 sequences"):
+    step_choices.main([*arguments, "--sequences=3"])
+  made["full", 2] = made["full", 4] = None
+  assert step_choices.main([*arguments, "--sequences=2,4"]) == 1  # 15.5 of 15.75 GiB is too close
 
 
 @needs_libtpu
