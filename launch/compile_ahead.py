@@ -36,6 +36,7 @@ os.environ |= {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_STDERR_LOG_LEVEL": "3",
+  "TF_CPP_MIN_LOG_LEVEL": "3",  # of the compiler for GPUs
 }
 
 import jax
