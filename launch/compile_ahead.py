@@ -1,17 +1,24 @@
-"""Compiles the real train step for TPUs, without TPU hardware, and estimates its memory and time.
+"""Compiles the real train step for TPUs or GPUs that are not here, and estimates its memory and time.
 
   python -m launch.compile_ahead --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
       [--set=mesh.tensor=2] [--save-hlo=step.txt] [--profile[=30]]
+  python -m launch.compile_ahead --config=configs/llama1b.py --topology=h100:8
 
-Needs the TPU compiler: pip install 'jax[tpu]', which installs the libtpu that matches this jax. Nothing is run. Prints,
-for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of the step's
-time; with --profile, also where its cycles go (launch/benchmarks/step_profile.py). Exit codes: 0 if it fits, 1 if it
-doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
+A topology of GPUs is h100 or h200 with the number of GPUs, or NODESxGPUS: h100:2x8. Nothing is run. TPUs need their
+compiler: pip install 'jax[tpu]', which installs the libtpu that matches this jax. GPUs need jax 0.11.2 or later
+(Python 3.12) and the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version.
 
-The estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's clock, and
-for our kernels attention's matrix products at the chip's peak, as if a row were one document, and the time to read and
-write the arrays of the others. Communication is bytes divided by the links' bandwidth. Not included: waiting and other
-work of the kernels, latencies, contention for memory and network, the host, reading data, evaluation and checkpoints.
+Prints, for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of
+the step's time; with --profile, for TPUs, also where its cycles go (launch/benchmarks/step_profile.py). Exit codes: 0
+if it fits, 1 if it doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
+
+On TPUs the estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's
+clock, and for our kernels attention's matrix products at the chip's peak, as if a row were one document, and the time
+to read and write the arrays of the others. GPUs' compiler has no such figures: there each instruction takes at least
+its products at peak or its arrays at the memory's bandwidth (launch/benchmarks/roofline.py). Communication is bytes
+divided by the links' bandwidth. Not included: waiting and other work of the kernels, latencies, contention for memory
+and network, the host, reading data, evaluation and checkpoints; on GPUs also what cuBLAS, cuDNN and NCCL, which are
+chosen or timed on the GPU itself, do differently, and the memory of CUDA and NCCL.
 """
 
 import argparse
@@ -21,6 +28,7 @@ import math
 import os
 import re
 import sys
+from typing import Any
 
 os.environ |= {
   "JAX_PLATFORMS": "cpu",
@@ -28,6 +36,7 @@ os.environ |= {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_STDERR_LOG_LEVEL": "3",
+  "TF_CPP_MIN_LOG_LEVEL": "3",  # of the compiler for GPUs
 }
 
 import jax
@@ -36,11 +45,13 @@ from jax.experimental import topologies
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import possible_counts
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
-from launch.benchmarks import hlo, step_profile
+from launch import gpus
+from launch.benchmarks import hlo, roofline, step_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +71,11 @@ class Chip:
   bandwidth: float
 
 
-CHIPS = {
+CHIPS: dict[str, Any] = {
   "TPU v5 lite": Chip(15.75, 1.5, 200, 819),
   "TPU v5": Chip(95.74, 1.75, 600, 2765),
   "TPU v6 lite": Chip(31.25, 1.75, 400, 1640),
+  **{gpu.kind: gpu for gpu in gpus.GPUS.values()},
 }
 
 
@@ -81,8 +93,13 @@ class Step:
     return self.mesh.devices.flat[0].device_kind
 
   @property
-  def chip(self) -> Chip:
-    """The device."""
+  def on_gpu(self) -> bool:
+    """Whether the devices are GPUs."""
+    return isinstance(self.chip, gpus.Gpu)
+
+  @property
+  def chip(self) -> Any:
+    """The device: a `Chip` or a `gpus.Gpu`."""
     return CHIPS[self.device_kind]
 
 
@@ -105,8 +122,20 @@ def devices_of(topology: str, num_slices: int) -> list:
       "v5p:2x2x2, and install the compiler with pip install 'jax[tpu]'"
     ) from error
   if devices[0].device_kind not in CHIPS:
-    raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p and v6e")
+    raise UserError(f"--topology={topology}: {devices[0].device_kind}; this program knows v5e, v5p, v6e, h100, h200")
   return devices
+
+
+def attention_for(config: Config, platform: str) -> str:
+  """The implementation of attention that compiles without the device; on GPUs our kernel also in place of cuDNN."""
+  if platform == "tpu":
+    return "pallas_tpu" if config.model.attention in ("auto", "pallas") else config.model.attention
+  if config.model.attention == "reference":
+    return "reference"
+  try:
+    return dispatch.choose("pallas_gpu", dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_dim)[0]
+  except ValueError:  # no such width or dtype
+    return "reference"
 
 
 def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
@@ -115,14 +144,15 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
   Raises:
     DoesNotFit: it needs more memory than a device has.
   """
-  if config.model.attention in ("auto", "pallas"):
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="pallas_tpu"))
+  platform = "tpu" if mesh.devices.flat[0].platform == "tpu" else "cuda"
+  attention = attention_for(config, platform)
+  config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = make_train_step(config, mesh).trace(
       abstract_state(config, mesh), abstract_batch(config, mesh), possible_counts(config)[0]
     )
     try:
-      compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+      compiled = traced.lower(lowering_platforms=(platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" in str(error):
         raise DoesNotFit(str(error)) from error
@@ -159,10 +189,12 @@ def memory_lines(step: Step) -> list[str]:
   }
   lines = [f"  {kind:<30} {size / 2**30:8.2f}" for kind, size in kinds.items()]
   left = step.chip.hbm - peak / 2**30
+  fits = f"fits, {left:.2f} left" if left >= 0 else "does not fit"
+  share = f", {gpus.memory_share():g} of the GPU's {step.chip.memory:g}" if step.on_gpu else ""
   return [
     "memory of one device, GiB",
     *lines,
-    f"  {'peak':<30} {peak / 2**30:8.2f}   of {step.chip.hbm}: fits, {left:.2f} left",
+    f"  {'peak':<30} {peak / 2**30:8.2f}   of {step.chip.hbm:.4g}{share}: {fits}",
   ]
 
 
@@ -210,36 +242,75 @@ def peak_flops(device_kind: str) -> float:
 
 def time_lines(step: Step, program: hlo.Program) -> list[str]:
   """The estimate, from all communication hidden behind computation to none of it."""
-  config, chip = step.config, step.chip
-  compute = program.cycles / (1e9 * chip.clock)
-  kernels = kernel_seconds(step, program)
-  sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
-  fast, slow = max(compute + kernels, sent), compute + kernels + sent
+  config, lines = step.config, ["estimated step"]
+  parts, sent, links, missing = gpu_times(step, program) if step.on_gpu else tpu_times(step, program)
+  compute = sum(seconds for seconds, _ in parts.values())
+  fast, slow = max(compute, sent), compute + sent
   tokens = config.train.batch_size * config.model.seq_len
   model = flops.model_flops(config, possible_counts(config)[0]) / step.mesh.size / peak_flops(step.device_kind)
+  for name, (seconds, meaning) in parts.items():
+    lines.append(f"  {f'{name}, s':<30} {seconds:8.3f}   {meaning}")
   return [
-    "estimated step",
-    f"  {'compute, s':<30} {compute:8.3f}   the compiler's cycles at {chip.clock} GHz",
-    f"  {'our kernels, s':<30} {kernels:8.3f}   at least: attention's products at peak, the rest's memory",
-    f"  {'communication, s':<30} {sent:8.3f}   within a slice at {chip.ici} GB/s a chip",
+    *lines,
+    f"  {'communication, s':<30} {sent:8.3f}   {links}",
     f"  {'step, s':<30} {fast:8.3f}   to {slow:.3f}: all communication hidden, or none",
     f"  {'tokens/s':<30} {tokens / fast:8,.0f}   to {tokens / slow:,.0f}",
     f"  {'utilization, %':<30} {100 * model / fast:8.1f}   to {100 * model / slow:.1f}",
-    "not included: waiting and other work of kernels, latencies, between slices, host, data, evaluation",
+    f"not included: {missing}, latencies, host, data, evaluation",
   ]
 
 
-def advice(config: Config, mesh: jax.sharding.Mesh, error: str) -> list[str]:
-  """The reason that it doesn't fit, and a change that may help."""
+def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+  """Seconds of each part with what they mean, seconds of communication, its links, and what is not included."""
+  chip = step.chip
+  parts = {
+    "compute": (program.cycles / (1e9 * chip.clock), f"the compiler's cycles at {chip.clock} GHz"),
+    "our kernels": (kernel_seconds(step, program), "at least: attention's products at peak, the rest's memory"),
+  }
+  sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
+  return parts, sent, f"within a slice at {chip.ici} GB/s a chip", "waiting and other work of kernels, between slices"
+
+
+def gpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+  """As `tpu_times`."""
+  gpu, peak = step.chip, peak_flops(step.device_kind)
+  found = roofline.seconds(program, gpu, peak)
+  attention = f"at least: its products at peak, of {step.config.model.attention}"
+  if step.config.model.attention == "reference":
+    attention = "no kernel has it: within the other rows"
+  per_node = sum(device.process_index == 0 for device in step.mesh.devices.flat)
+  parts = {
+    "products": (found["products"], f"at least: what they bound, bfloat16 at {peak / 1e12:.0f} TFLOP/s"),
+    "attention": (found["attention"], attention),
+    "the rest": (
+      found["memory"] + found["elementwise"],
+      f"at least: what memory at {gpu.bandwidth} GB/s or lanes bound",
+    ),
+  }
+  sent = roofline.communication_seconds(program.collectives, gpu, per_node)
+  links = f"at {gpu.nvlink} GB/s a GPU, between nodes {gpu.network}"
+  return parts, sent, links, "autotuning, cuBLAS, cuDNN, other work of kernels, memory of CUDA and NCCL"
+
+
+def needed_by(error: DoesNotFit) -> float | None:
+  """GiB that the program needs, by the compiler's message, or None."""
+  found = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", str(error))
+  return float(found[1] or found[2]) if found else None
+
+
+def advice(config: Config, mesh: jax.sharding.Mesh, needed: float | None) -> list[str]:
+  """The reason that it doesn't fit, and a change that may help; `needed`: GiB, if known."""
   chip = CHIPS[mesh.devices.flat[0].device_kind]
   sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
-  needed = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", error)
-  needed = f"needs {needed[1] or needed[2]} GiB of {chip.hbm}" if needed else f"needs more than {chip.hbm} GiB"
+  needs = f"needs {needed:.2f} GiB of {chip.hbm:.4g}" if needed else f"needs more than {chip.hbm:.4g} GiB"
   lines = [
-    f"does not fit: {needed}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"
+    f"does not fit: {needs}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"
   ]
   held = sequences_held(config, mesh)
-  if sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
+  if needed and isinstance(chip, gpus.Gpu) and needed < 0.9 * chip.memory:
+    share = math.ceil(100 * needed / chip.memory) / 100
+    lines.append(f"change: JAX takes {gpus.memory_share():g} of a GPU's memory; set XLA_CLIENT_MEM_FRACTION={share:g}")
+  elif sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
     lines.append("change: the state alone fills the device: use more devices, with a larger mesh.fsdp or mesh.tensor")
   elif held > 1:
     lines.append(f"change: a device holds {held} sequences at a time; set train.device_batch_size={held // 2}")
@@ -264,19 +335,23 @@ def main(argv: list[str] | None = None) -> int:
   args = parser.parse_args(argv)
   if args.profile is not None and args.profile < 1:
     raise UserError(f"--profile={args.profile}: the number of items to print must be at least 1; 30 without a number")
+  on_gpus = gpus.named(args.topology)
+  if on_gpus and (args.profile or args.num_slices > 1):
+    raise UserError(f"--topology={args.topology}: --profile and --num-slices are for TPUs; for nodes write h100:2x8")
   config = config_lib.load(args.config, args.set)
-  devices = devices_of(args.topology, args.num_slices)
+  devices = gpus.devices_of(args.topology) if on_gpus else devices_of(args.topology, args.num_slices)
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check(config, mesh)
+  slices = "" if on_gpus else f"{args.num_slices} x "
   print(
-    f"{args.config} on {len(devices)} x {devices[0].device_kind} ({args.num_slices} x {args.topology}), mesh "
+    f"{args.config} on {len(devices)} x {devices[0].device_kind} ({slices}{args.topology}), mesh "
     f"{sharding.describe(mesh)}, {config.train.batch_size} x {config.model.seq_len} tokens a step",
     flush=True,
   )
   try:
     step = compile_step(config, mesh)
   except DoesNotFit as error:
-    print("\n".join(advice(config, mesh, str(error))))
+    print("\n".join(advice(config, mesh, needed_by(error))))
     return 1
   text = step.compiled.as_text()
   program = hlo.Program(text)
@@ -287,6 +362,10 @@ def main(argv: list[str] | None = None) -> int:
   if args.save_hlo:
     with open(args.save_hlo, "w", encoding="utf-8") as file:
       file.write(text)
+  needed = step.compiled.memory_analysis().peak_memory_in_bytes / 2**30
+  if step.on_gpu and needed > step.chip.hbm:  # this compiler does not refuse
+    print("\n".join(advice(config, mesh, needed)))
+    return 1
   return 0
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.shapes import SHAPES
+from launch import gpus
 from launch.benchmarks import hopper_schedule
 
 pytestmark = pytest.mark.usefixtures("optimizations")
@@ -33,11 +34,7 @@ def tpu(topology: str):
 @functools.cache
 def gpu():
   """An H100."""
-  from jax.experimental import topologies
-
-  return topologies.get_topology_desc(
-    topology_name="1x1x1", platform="cuda", topology="1x1x1", target_config=hopper_schedule.H100
-  ).devices[0]
+  return gpus.devices_of("h100:1")[0]
 
 
 def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):

@@ -1,4 +1,7 @@
-"""What the TPU compiler makes of the sharded train step, and how it is read; needs libtpu (.ci/run installs it)."""
+"""What the compilers make of the sharded train step, and how it is read.
+
+Compiling needs libtpu (.ci/run installs it); for GPUs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt.
+"""
 
 import importlib.util
 import re
@@ -10,9 +13,9 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import abstract_state
-from launch import compile_ahead
+from launch import compile_ahead, gpus
 from launch.benchmarks import generation as benchmark_generation
-from launch.benchmarks import hlo, step_choices
+from launch.benchmarks import hlo, roofline, step_choices
 
 needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
@@ -77,6 +80,23 @@ def test_a_program_is_counted_with_its_loops():
   ]
   assert program.cycles == 8 * 110 + 5
   assert program.kernels == [hlo.Kernel("a/attention_forward", 8, bytes=16)]
+
+
+@pytest.mark.parametrize(
+  "arguments,told",
+  [
+    (["--topology=h100:"], "write VERSION:GPUS or VERSION:NODESxGPUS"),
+    (["--topology=h200:2x2x2"], "write VERSION:GPUS or VERSION:NODESxGPUS"),
+    (["--topology=h100:8", "--profile"], "are for TPUs"),
+    (["--topology=h100:8", "--num-slices=2"], "are for TPUs"),
+    (["--topology=h100:8"], "needs jax 0.11.2 or later, with Python 3.12, and the wheels jax-cuda13-plugin"),
+  ],
+)
+def test_a_mistake_with_gpus_is_one_line(arguments, told, monkeypatch):
+  monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+  with pytest.raises(config_lib.UserError) as error:
+    compile_ahead.main(["--config=configs/llama1b.py", *arguments])
+  assert told in str(error.value) and "\n" not in str(error.value)
 
 
 def mesh_of(config, topology: str, num_slices: int = 1):
@@ -220,6 +240,43 @@ def test_what_it_prints(capsys, tmp_path):
   assert sum(float(line[:6]) for line in kinds) == pytest.approx(100, abs=0.1) and len(largest) == 30
   assert {"products", "our kernels"} < {line[35:] for line in kinds}
   assert any(re.search(r" backward .*\] x \[.* model/vector_fields.py:\d+$", line) for line in largest)
+
+
+@pytest.mark.slow(reason="compiles a small train step for GPUs, which takes half a minute")
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
+  reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
+)
+def test_what_it_prints_for_gpus(capsys, monkeypatch):
+  """Two nodes of four; then the same step with little of the GPU's memory."""
+  monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+  steps, compile_step = [], compile_ahead.compile_step
+
+  def compile_once(config, mesh):
+    steps.extend([] if steps else [compile_step(config, mesh)])
+    return steps[0]
+
+  monkeypatch.setattr(compile_ahead, "compile_step", compile_once)
+  arguments = [*TINY, "--topology=h100:2x4", "--set=mesh.data=2"]
+  assert compile_ahead.main(arguments) == 0
+  first, *lines = capsys.readouterr().out.splitlines()
+  assert first == (
+    "configs/llama1b.py on 8 x NVIDIA H100 80GB HBM3 (h100:2x4), mesh data 2 x fsdp 4 x tensor 1, "
+    "16 x 512 tokens a step"
+  )
+  figures = {line[:32].strip(): float(line[32:41].replace(",", "")) for line in lines if line.startswith("  ")}
+  kinds = ("parameters", "optimizer", "padding of these, tokens", "activations and temporaries")
+  assert figures["peak"] == pytest.approx(sum(figures[kind] for kind in kinds), abs=0.03)
+  assert any("of 59.32, 0.75 of the GPU's 79.1: fits, " in line for line in lines)
+  assert figures["all-gather"] > 0 and 0 < figures["utilization, %"] < 100
+  program = hlo.Program(steps[0].compiled.as_text())
+  assert {one.members for one in program.collectives} >= {(0, 1, 2, 3), (0, 4)}  # in a node, and between both
+  found = roofline.seconds(program, gpus.GPUS["h100"], 989e12)
+  assert found["attention"] > 0 and found["memory"] > 0
+  monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.001")
+  assert compile_ahead.main(arguments) == 1
+  assert capsys.readouterr().out.splitlines()[-1].startswith("change: JAX takes 0.001 of a GPU's memory; set XLA_")
 
 
 @needs_libtpu

@@ -3,12 +3,16 @@
 The text is that of `jax.stages.Compiled.as_text()`. Instructions in a loop count once per iteration.
 """
 
+from collections.abc import Iterator
 import dataclasses
 import functools
 import math
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
+
+FUSIONS = ("fusion", "fusion-start")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
 ITEM_BYTES = {
   "pred": 1,
@@ -53,16 +57,21 @@ class Collective:
   Attributes:
     kind: one of `KINDS`.
     arrays: its results on a device (for an all-gather, complete).
-    group: number of devices that participate together.
+    members: the devices that participate together, of the first such group; each is a place in the mesh.
     times: executions in a run of the program.
     name: JAX's name of the operation in the source.
   """
 
   kind: str
   arrays: tuple[Array, ...]
-  group: int
+  members: tuple[int, ...]
   times: int
   name: str
+
+  @property
+  def group(self) -> int:
+    """Number of devices that participate together."""
+    return len(self.members)
 
   @property
   def sent_bytes(self) -> int:
@@ -169,7 +178,7 @@ class Program:
         arrays = arrays[:1] if kind == "send" else arrays
         found.setdefault(
           (kind, channel[1] if channel else len(found)),
-          Collective(kind, arrays, self._group(instruction), times, instruction.op_name),
+          Collective(kind, arrays, self._members(instruction), times, instruction.op_name),
         )
     return [one for one in found.values() if one.group > 1]
 
@@ -177,7 +186,7 @@ class Program:
   def estimates(self) -> list[Estimate]:
     """All of the compiler, which has none for hand-written kernels and for waiting for other devices."""
     found = []
-    for instruction, times in self._executed(self._entry, 1, inside_fusions=False):
+    for instruction, times in self.executed():
       cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d{1,15})"', instruction.rest)))
       if cycles and instruction.opcode != "while":
         found.append(Estimate(instruction, times, times * cycles))
@@ -188,9 +197,17 @@ class Program:
     """The sum of the estimates."""
     return sum(estimate.cycles for estimate in self.estimates)
 
+  def executed(self) -> Iterator[tuple[Instruction, int]]:
+    """(instruction, executions in a run) of all instructions; a fusion is one."""
+    return self._executed(self._entry, 1, inside_fusions=False)
+
+  def instruction(self, name: str) -> Instruction:
+    """The instruction of that name."""
+    return self._instructions[name]
+
   def parts(self, instruction: Instruction) -> list[Instruction]:
     """The instructions of a fusion; any other instruction alone."""
-    fused = instruction.opcode == "fusion"
+    fused = instruction.opcode in FUSIONS
     return list(self._computations[instruction.called[0]].values()) if fused else [instruction]
 
   def arguments(self, instruction: Instruction) -> list[Array]:
@@ -221,7 +238,7 @@ class Program:
       Kernel(
         instruction.op_name, times, sum(array.bytes for array in (*self.arguments(instruction), *instruction.arrays))
       )
-      for instruction, times in self._executed(self._entry, 1, inside_fusions=False)
+      for instruction, times in self.executed()
       if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest
     ]
 
@@ -229,7 +246,7 @@ class Program:
     """(instruction, number of executions) in this computation and those that it calls."""
     for instruction in self._computations[computation].values():
       yield instruction, times
-      if instruction.opcode == "fusion" and not inside_fusions:
+      if instruction.opcode in FUSIONS and not inside_fusions:
         continue
       trips = self._trips(computation, instruction) if instruction.opcode == "while" else 1
       for called in instruction.called:
@@ -281,16 +298,21 @@ class Program:
     steps = [self._constant(body, name) for name in after.operands] if after is not None else []
     return next((step for step in steps if step), 1)
 
-  def _group(self, instruction: Instruction) -> int:
+  def _members(self, instruction: Instruction) -> tuple[int, ...]:
     if instruction.opcode.startswith(("collective-permute", "send")):
-      return self.devices
+      return tuple(range(self.devices))
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
-      sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-      return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", instruction.rest):
-      return int(found[2])
+      sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+      axes = re.findall(r"'(\w+)'", found[2])
+      first = tuple(slice(None) if axis in axes else 0 for axis in sizes)
+      return tuple(np.arange(math.prod(sizes.values())).reshape(*sizes.values())[first].ravel().tolist())
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest):
+      shape = [int(size) for size in found[3].split(",")]
+      order = [int(axis) for axis in found[4].split(",")] if found[4] else range(len(shape))
+      places = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+      return tuple(places.reshape(int(found[1]), int(found[2]))[0].tolist())
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", instruction.rest)
-    return len(found[1].split(",")) if found else self.devices
+    return tuple(map(int, found[1].split(","))) if found else tuple(range(self.devices))
 
 
 def _parse(name: str, text: str) -> Instruction:

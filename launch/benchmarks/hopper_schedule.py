@@ -22,21 +22,6 @@ import subprocess
 import sys
 import tempfile
 
-# what the compiler asks of a GPU that is not there: an H100 SXM, from its data sheet and CUDA's device query
-H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-}
-"""
 MULTIPROCESSORS = 132
 FLOPS_PER_CYCLE = 4096  # of a multiprocessor, bfloat16 products
 PEAK = 989  # TFLOP/s of all at the data sheet's clock
@@ -144,16 +129,14 @@ def parse(text: str) -> list[MachineCode]:
 def compile_here(shape: list[int], gradients: bool) -> None:
   """Compiles attention, or its gradients, for an H100, in a process that dumps machine code."""
   import jax
-  from jax.experimental import topologies
   import jax.numpy as jnp
   import numpy as np
 
   from diffeq_nnx.kernels.attention import attention
+  from launch import gpus
 
   batch, length, heads, kv_heads, width = shape
-  device = topologies.get_topology_desc(
-    topology_name="1x1x1", platform="cuda", topology="1x1x1", target_config=H100
-  ).devices[0]
+  (device,) = gpus.devices_of("h100:1")
   mesh = jax.sharding.Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   everywhere = jax.sharding.PartitionSpec()
   q, k = (
