@@ -243,7 +243,7 @@ def peak_flops(device_kind: str) -> float:
 def time_lines(step: Step, program: hlo.Program) -> list[str]:
   """The estimate, from all communication hidden behind computation to none of it."""
   config, lines = step.config, ["estimated step"]
-  parts, sent, links, missing = gpu_times(step, program) if step.on_gpu else tpu_times(step, program)
+  parts, sent, links, missing = times(step, program)
   compute = sum(seconds for seconds, _ in parts.values())
   fast, slow = max(compute, sent), compute + sent
   tokens = config.train.batch_size * config.model.seq_len
@@ -260,8 +260,13 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   ]
 
 
-def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+def times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
   """Seconds of each part with what they mean, seconds of communication, its links, and what is not included."""
+  return gpu_times(step, program) if step.on_gpu else tpu_times(step, program)
+
+
+def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+  """As `times`, for TPUs."""
   chip = step.chip
   parts = {
     "compute": (program.cycles / (1e9 * chip.clock), f"the compiler's cycles at {chip.clock} GHz"),
@@ -272,7 +277,7 @@ def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, 
 
 
 def gpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
-  """As `tpu_times`."""
+  """As `times`, for GPUs."""
   gpu, peak = step.chip, peak_flops(step.device_kind)
   found = roofline.seconds(program, gpu, peak)
   attention = f"at least: its products at peak, of {step.config.model.attention}"

@@ -42,11 +42,9 @@ def choices(held: int, remats: list[str], sequences: list[int]) -> list[tuple[st
 
 def estimate(step: compile_ahead.Step) -> tuple[float, float]:
   """(seconds of a step with all communication hidden, GiB of a device at its peak)."""
-  program = hlo.Program(step.compiled.as_text())
-  compute = program.cycles / (1e9 * step.chip.clock) + compile_ahead.kernel_seconds(step, program)
-  sent = sum(size for kind, (size, _) in compile_ahead.communication(program).items() if kind != "send")
+  parts, sent, _, _ = compile_ahead.times(step, hlo.Program(step.compiled.as_text()))
   peak = step.compiled.memory_analysis().peak_memory_in_bytes / 2**30
-  return max(compute, sent / (1e9 * step.chip.ici)), peak
+  return max(sum(seconds for seconds, _ in parts.values()), sent), peak
 
 
 def main(argv: list[str] | None = None) -> int:
