@@ -77,7 +77,7 @@ TPUS = {
 CHIPS = [
   *((name, "bfloat16", topology) for name in SHAPES for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
   *(("odd_length", "float32", topology) for topology in ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
-  *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "packed_documents")),
+  *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "llama_8k", "packed_documents")),
 ]
 slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape and chip; four of them run by default")
 
@@ -87,7 +87,11 @@ slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape an
   "name,dtype,topology", [pytest.param(*case, marks=() if case in TPUS else slow) for case in CHIPS]
 )
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
-  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.SingleDeviceSharding(tpu(topology)), "pallas_tpu")
+  mesh = jax.sharding.Mesh(np.array([tpu(topology)]), ("x",))
+  everywhere = jax.sharding.PartitionSpec()
+  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.NamedSharding(mesh, everywhere), "pallas_tpu")
+  # under shard_map, so that the kernel knows which device it is for
+  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
   compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
   assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
   shape = SHAPES[name]

@@ -6,6 +6,16 @@ transferred while the other is in use.
 
 import dataclasses
 
+import jax
+
+
+def has_little_memory() -> bool:
+  """Whether the TPU compiled for is known to have 16 MiB of VMEM; known under `jax.shard_map` and on a TPU itself."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  if device is None and jax.default_backend() == "tpu":
+    device = jax.devices()[0]
+  return device is not None and device.device_kind.startswith(("TPU v2", "TPU v3", "TPU v4"))
+
 
 @dataclasses.dataclass(frozen=True)
 class TPUBlocks:
@@ -15,7 +25,7 @@ class TPUBlocks:
   block_kv: int = 512
   block_q_back: int = 512
   block_kv_back: int = 512
-  chunk_bytes: int = 20 * 2**20  # of the side that is in VMEM chunk by chunk
+  chunk_bytes: int = 24 * 2**20  # of the side that is in VMEM chunk by chunk
   vmem_limit: int = 64 * 2**20
 
   @classmethod
@@ -26,12 +36,21 @@ class TPUBlocks:
     scores are masked, which long sequences make up for.
     """
 
-    def fit(length: int) -> int:
-      largest = 256 if itemsize == 4 else 1024 if W <= 128 and min(S, T) >= 4096 else 512
+    little = has_little_memory()
+    long = itemsize < 4 and min(S, T) >= 4096 and not little
+
+    def fit(length: int, largest: int) -> int:
       return min((b for b in (128, 256, 512, 1024) if b <= largest), key=lambda b: (-(-length // b) * b, -b))
 
-    q, kv = fit(S), fit(T)
-    return cls(block_q=q, block_kv=kv, block_q_back=q, block_kv_back=kv)
+    large = 1024 if long else 256 if itemsize == 4 or (little and W > 128) else 512
+    other = min(large, 512) if W > 128 else large
+    return cls(
+      block_q=fit(S, large),
+      block_kv=fit(T, other),
+      block_q_back=fit(S, other),
+      block_kv_back=fit(T, large),
+      chunk_bytes=8 * 2**20 if little else cls.chunk_bytes,
+    )
 
   def forward_chunk(self, T: int, W: int, itemsize: int) -> int:
     """Keys in VMEM at a time: k and v, twice each."""
