@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.shapes import SHAPES
 from launch import gpus
-from launch.benchmarks import hopper_schedule
+from launch.benchmarks import hopper_schedule, kernel_schedule
 
 pytestmark = pytest.mark.usefixtures("optimizations")
 
@@ -73,7 +74,7 @@ TPUS = {
 CHIPS = [
   *((name, "bfloat16", topology) for name in SHAPES for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
   *(("odd_length", "float32", topology) for topology in ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")),
-  *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "packed_documents")),
+  *((name, "bfloat16", "v4:2x2x2") for name in ("gpt_small", "llama1b", "llama_8k", "packed_documents")),
 ]
 slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape and chip; four of them run by default")
 
@@ -83,12 +84,55 @@ slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape an
   "name,dtype,topology", [pytest.param(*case, marks=() if case in TPUS else slow) for case in CHIPS]
 )
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
-  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.SingleDeviceSharding(tpu(topology)), "pallas_tpu")
+  mesh = jax.sharding.Mesh(np.array([tpu(topology)]), ("x",))
+  everywhere = jax.sharding.PartitionSpec()
+  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.NamedSharding(mesh, everywhere), "pallas_tpu")
+  # under shard_map, so that the kernel knows which device it is for
+  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
   compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
   assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
   shape = SHAPES[name]
   if shape.length >= 2048:  # the scores are nowhere whole
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * shape.batch * shape.heads * shape.length**2
+
+
+SCHEDULE = """\
+LB: loop body
+
+     0   :  { %1 = smov 0 } /* Start region 1 */
+   0x1 LB: > { %2 = sld } /* Start region 3 */
+   0x2   : > { %3 = sbr.rel (%p1) target = $region9 }
+   0x3   : > { %4 = vst /* of a window
+that fills two lines */ } /* Start region 8 :: End region 8 */
+   0x4 PF: > { %5 = sld } /* Start/End empty region 9 */
+   0x5   : > { %6 = sbr.rel (%p2) target = $region11 }
+   0x6   : > { %7 = sld }
+   0x7 LB: >> { %8 = vmatmul } /* Start region 10 */
+   0x8   : >> { %9 = sbr.rel (!%p3) target = $region10 }
+   0x9 PF: > { %10 = sld } /* Start/End empty region 11 */
+   0xa   : > { %11 = sbr.rel (!%p4) target = $region3 }
+   0xb   :  { %12 = vsyncpa }
+"""
+
+
+def test_cycles_are_bundles_times_trips_and_no_fewer_than_the_products_take():
+  kernel = kernel_schedule.read_schedule(SCHEDULE)
+  regions = [(region.loop, region.first, region.end, region.bundles) for region in kernel.walk()]
+  # the kernel, the loop over the grid, a branch, the guard of the inner loop, the inner loop
+  assert regions == [(False, 0, 12, 2), (True, 1, 11, 6), (False, 3, 4, 1), (False, 6, 9, 1), (True, 7, 9, 2)]
+  trips = lambda operations: kernel_schedule.Trips(steps=100, once=10, visits=((1000, operations),))
+  assert trips(0).cycles(kernel, peak=8) == 100 * (6 + 1) + 10 * 1 + 1000 * 2
+  assert trips(24).cycles(kernel, peak=8) == 100 * (6 + 1) + 10 * 1 + 1000 * 3
+
+
+def test_trips_are_those_of_a_causal_sequence():
+  forward, backward = kernel_schedule.our_trips(2048, 64, TPUBlocks(block_q_back=256))  # two heads at a time
+  assert (forward.steps, forward.once) == (4 / 2, 4 / 2)
+  assert [2 * runs for runs, _ in forward.visits] == [1, 6, 3]  # masked, unmasked, masked
+  assert [2 * runs for runs, _ in backward.visits] == [8, 8, 12, 0]  # delta's first
+  assert forward.visits[0][1] == 2 * 4 * 512 * 512 * 128
+  forward, backward = kernel_schedule.splash_trips(2048, 64, 512, tokamax=False)
+  assert (forward.steps, backward.steps, [runs for runs, _ in forward.visits]) == (16, 16, [10])
 
 
 compiles_for_gpus = pytest.mark.skipif(

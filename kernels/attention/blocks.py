@@ -6,6 +6,16 @@ transferred while the other is in use.
 
 import dataclasses
 
+import jax
+
+
+def has_little_memory() -> bool:
+  """Whether the TPU compiled for is known to have 16 MiB of VMEM; known under `jax.shard_map` and on a TPU itself."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  if device is None and jax.default_backend() == "tpu":
+    device = jax.devices()[0]
+  return device is not None and device.device_kind.startswith(("TPU v2", "TPU v3", "TPU v4"))
+
 
 @dataclasses.dataclass(frozen=True)
 class TPUBlocks:
@@ -15,29 +25,46 @@ class TPUBlocks:
   block_kv: int = 512
   block_q_back: int = 512
   block_kv_back: int = 512
-  chunk_bytes: int = 8 * 2**20  # of the side that is in VMEM chunk by chunk
+  chunk_bytes: int = 24 * 2**20  # of the side that is in VMEM chunk by chunk
   vmem_limit: int = 64 * 2**20
 
   @classmethod
   def tuned(cls, S: int, T: int, W: int, itemsize: int) -> "TPUBlocks":
-    """Sizes for these lengths: the largest of those that need the least padding."""
-    largest = 512 if itemsize < 4 and W <= 128 else 256  # unrolled code and its registers grow with the block
-    fit = lambda length: min((128, 256, 512)[: 2 + (largest == 512)], key=lambda b: (-(-length // b) * b, -b))
-    q, kv = fit(S), fit(T)
-    return cls(block_q=q, block_kv=kv, block_q_back=q, block_kv_back=kv)
+    """Sizes for these lengths: the largest of those that need the least padding.
 
-  @staticmethod
-  def forward_bytes_per_key(W: int, itemsize: int) -> int:
-    """k and v, twice each."""
-    return 2 * 2 * itemsize * W
+    Unrolled code and its registers grow with the block. Blocks of 1,024 save work between blocks, but more of their
+    scores are masked, which long sequences make up for.
+    """
 
-  @staticmethod
-  def backward_bytes_per_query(W: int, itemsize: int) -> int:
-    """q, out, dO and dQ, twice each, and dQ's sum in float32; three rows fill 8 sublanes each, two of them twice."""
-    return (4 * 2 * itemsize + 4) * W + 5 * 8 * 4
+    little = has_little_memory()
+    long = itemsize < 4 and min(S, T) >= 4096 and not little
 
-  def chunk(self, length: int, block: int, bytes_per_row: int) -> int:
-    """Rows of a chunk: a multiple of the block, chunks of about equal size, within `chunk_bytes`."""
+    def fit(length: int, largest: int) -> int:
+      return min((b for b in (128, 256, 512, 1024) if b <= largest), key=lambda b: (-(-length // b) * b, -b))
+
+    large = 1024 if long else 256 if itemsize == 4 or (little and W > 128) else 512
+    other = min(large, 512) if W > 128 else large
+    return cls(
+      block_q=fit(S, large),
+      block_kv=fit(T, other),
+      block_q_back=fit(S, other),
+      block_kv_back=fit(T, large),
+      chunk_bytes=8 * 2**20 if little else cls.chunk_bytes,
+    )
+
+  def forward_chunk(self, T: int, W: int, itemsize: int) -> int:
+    """Keys in VMEM at a time: k and v, twice each."""
+    return self._chunk(T, self.block_kv, 2 * 2 * itemsize * W)
+
+  def backward_chunk(self, S: int, W: int, itemsize: int) -> int:
+    """Queries in VMEM at a time: q, out, dO and dQ, twice each, and dQ's sum in float32.
+
+    Three rows fill 8 sublanes each, two of them twice.
+    """
+    return self._chunk(S, self.block_q_back, (4 * 2 * itemsize + 4) * W + 5 * 8 * 4)
+
+  def _chunk(self, length: int, block: int, bytes_per_row: int) -> int:
+    """A multiple of the block, so that chunks are of about equal size, within `chunk_bytes`."""
     most = max(self.chunk_bytes // bytes_per_row // block, 1)
     blocks = -(-length // block)
     chunks = -(-blocks // most)

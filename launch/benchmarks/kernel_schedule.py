@@ -1,14 +1,22 @@
-"""Counts the instruction bundles that the TPU compiler schedules for our attention and splash attention; needs no TPU.
+"""Estimates the cycles of our TPU attention, splash attention and tokamax's, from compiled schedules; needs no TPU.
 
-  python -m launch.benchmarks.kernel_schedule [--chips=v5e:2x4,v5p:2x2x2,v6e:2x4] [--shapes=llama1b,gpt_small]
+  python -m launch.benchmarks.kernel_schedule [--chips=v5e:2x4,v5p:2x2x2,v6e:2x4] [--widths=64,128,256]
+    [--lengths=2048,8192,32768] [--blocks='{"block_q": 1024}']
 
-Needs the libtpu wheel, which holds the compiler. A TPU core issues one bundle per cycle, so a loop's bundles times its
-iterations are the fewest cycles that it takes; waiting for memory adds to them. The numbers are deterministic. Printed
-are bundles per iteration, divided by the number of 512 x 512 blocks of scores in an iteration. Our loops without and
-with a mask differ; splash attention has one loop for both, and runs with blocks of 512 and of 1024.
+Needs the libtpu wheel, which holds the compiler, and for its column tokamax. A TPU core issues one bundle of
+instructions per cycle. For each region of a kernel's schedule (the body of the grid's loop, each branch in it, each
+inner loop), its bundles, or what its matrix products take at peak if that is more, are multiplied by how often it runs
+for one head of a causal sequence, bfloat16. Not counted: waiting for memory, the start of the pipeline, and what XLA
+does around a kernel (transposes, sums of partial gradients). The numbers are deterministic.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -16,101 +24,248 @@ import subprocess
 import sys
 import tempfile
 
-KERNELS = {"ours": ("attention_forward", "attention_backward"), "splash": ("splash_mha_fwd", "splash_mha_dkv")}
-DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true --xla_jf_debug_level=2"
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.kernels.attention.blocks import TPUBlocks
+from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
+from diffeq_nnx.kernels.attention.shapes import Shape
+from diffeq_nnx.kernels.attention.tpu import attention_tpu
+from launch.benchmarks.attention import splash
+
+PEAK = {"v5e": 131_072, "v5p": 131_072, "v6e": 524_288}  # operations of the matrix units in a cycle
+HEADS = 2  # compiled, and divided by
+DUMP = (
+  "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true --xla_jf_debug_level=2 "
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles "
+  "--xla_tpu_scoped_vmem_limit_kib=65536"  # as much as ours asks for itself
+)
 
 
-def compile_here(chip: str, name: str, who: str, block: int) -> None:
-  """Compiles the gradients at a named shape, in a process that dumps schedules."""
-  import jax
-  from jax.experimental import topologies
-  import jax.numpy as jnp
+@dataclasses.dataclass
+class Region:
+  """A range of bundles that runs as a whole: the kernel, a loop's body, or what a branch may jump over."""
 
-  from diffeq_nnx.kernels.attention import attention
-  from diffeq_nnx.kernels.attention.shapes import SHAPES
-  from launch.benchmarks.attention import splash
+  loop: bool
+  first: int
+  end: int
+  inner: list["Region"] = dataclasses.field(default_factory=list)
 
-  shape = SHAPES[name]
-  device = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices[0]
-  sharding = jax.sharding.SingleDeviceSharding(device)
-  q, k = (
-    jax.ShapeDtypeStruct((shape.batch, shape.length, heads, shape.head_dim), jnp.bfloat16, sharding=sharding)
-    for heads in (shape.heads, shape.kv_heads)
-  )
-  function = (
-    splash(shape, None, block) if who == "splash" else (lambda q, k, v: attention(q, k, v, implementation="pallas_tpu"))
-  )
-  loss = lambda q, k, v: function(q, k, v).astype(jnp.float32).sum()
-  jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("tpu",)).compile()
+  @property
+  def bundles(self) -> int:
+    """Without those of the regions in it."""
+    return self.end - self.first - sum(region.end - region.first for region in self.inner)
+
+  def walk(self) -> Iterator["Region"]:
+    """All regions in it, in order, itself first."""
+    yield self
+    for region in self.inner:
+      yield from region.walk()
+
+  def loops(self) -> list["Region"]:
+    """The loops in it that hold no other, in order."""
+    return [region for region in self.walk() if region.loop and not any(r.loop for r in list(region.walk())[1:])]
 
 
-def innermost_loops(text: str) -> list[int]:
-  """Bundles per iteration of each innermost loop in a dump of final bundles, in order.
+def read_schedule(text: str) -> Region:
+  """The regions of a dump of final bundles.
 
-  A line is a bundle if it starts with an address; the number of `>` before its first brace is its depth, and `LB` there
-  marks the first of a loop.
+  A line is a bundle if it starts with an address; the number of `>` before its first brace is the depth of loops, and
+  `LB` there marks the first of a loop. Comments name the starts of regions, at which forward branches aim.
   """
-  lines = [line.split("{", 1)[0] for line in text.splitlines() if re.match(r"\s*(0x[0-9a-f]+|0)\s", line)]
-  depths = [line.count(">") for line in lines]
-  starts = [i for i, line in enumerate(lines) if " LB" in line]
-  loops = []
+  bundles: list[list[str]] = []
+  for line in text.splitlines():
+    if re.match(r"\s*(0x[0-9a-f]+|0)\s", line):
+      bundles.append(line.split("{", 1))
+    elif bundles:
+      bundles[-1][-1] += line
+  depths = [head.count(">") for head, _ in bundles]
+  starts = [i for i, (head, _) in enumerate(bundles) if " LB" in head]
+  found = [Region(False, 0, len(bundles))]
   for start in starts:
-    after = next((i for i in starts if i > start and depths[i] <= depths[start]), len(lines))
-    end = 1 + max(i for i in range(start, after) if depths[i] >= depths[start])
-    if not any(start < other < end for other in starts):
-      loops.append(end - start)
-  return loops
+    after = next((i for i in starts if i > start and depths[i] <= depths[start]), len(bundles))
+    found.append(Region(True, start, 1 + max(i for i in range(start, after) if depths[i] >= depths[start])))
+  targets: dict[str, int] = {}
+  for i, (_, body) in enumerate(bundles):
+    for name in re.findall(r"Start(?:/End empty)? region (\d+)", body):
+      targets.setdefault(name, i)
+  for i, (_, body) in enumerate(bundles):
+    for name in re.findall(r"sbr\.rel[^=]*target = \$region(\d+)", body):
+      if targets.get(name, 0) > i + 1:
+        found.append(Region(False, i + 1, targets[name]))
+  root, *others = sorted(found, key=lambda region: (region.first, -region.end))
+  stack = [root]
+  for region in others:
+    while region.first >= stack[-1].end:
+      stack.pop()
+    if region.end <= stack[-1].end:  # else a jump out of a loop
+      stack[-1].inner.append(region)
+      stack.append(region)
+  return root
 
 
-def schedule(chip: str, name: str, who: str, block: int) -> list[list[int]]:
-  """Bundles of the innermost loops of the forward and the backward kernel."""
+@dataclasses.dataclass(frozen=True)
+class Trips:
+  """How often the parts of a kernel run for one head."""
+
+  steps: float  # of the grid
+  once: float  # what is done at the start and at the end of a row of blocks
+  visits: tuple[tuple[float, float], ...]  # runs of each visiting region, in order, and operations of a run's products
+
+  def cycles(self, kernel: Region, peak: int) -> float:
+    """Of all regions in the loop over the grid; those that visit blocks are its inner loops or its largest branches."""
+    grid = next(region for region in kernel.walk() if region.loop)
+    inside = list(grid.walk())[1:]
+    found = [region for region in inside if region.loop]
+    if not found:
+      leaves = sorted((region for region in inside if not region.inner), key=lambda region: -region.bundles)
+      found = sorted(leaves[: len(self.visits)], key=lambda region: region.first)
+    visiting = dict(zip((id(region) for region in found), self.visits, strict=True))
+    total = self.steps * grid.bundles
+    for region in inside:
+      if id(region) in visiting:
+        runs, operations = visiting[id(region)]
+        total += runs * max(region.bundles, operations / peak)
+      else:
+        around = any(id(other) in visiting for other in region.walk())
+        total += (self.steps if around else self.once) * region.bundles
+    return total
+
+
+def our_trips(length: int, width: int, blocks) -> tuple[Trips, Trips]:
+  """Of the forward and the backward kernel."""
+  heads, lanes = max(128 // width, 1), max(width, 128)
+
+  def trips(block_q: int, block_kv: int, chunk: int, by_key: bool) -> Trips:
+    ranges = np.asarray(block_ranges(Mask(True, None), length, length, block_q, block_kv, None, None, by_key=by_key))
+    first, full_first, full_last, last = ranges.astype(int).sum((1, 2))
+    counts = (full_first - first, full_last - full_first, last - full_last)
+    rows = ranges.shape[2]
+    chunks = -(-length // chunk)
+    visits = [(n / heads, (10 if by_key else 4) * heads * block_q * block_kv * lanes) for n in counts]
+    if by_key:
+      visits.insert(0, (-(-length // block_q) / heads, 0))  # what precedes the first block of keys
+    return Trips(rows * chunks / heads, (chunks if by_key else rows) / heads, tuple(visits))
+
+  return (
+    trips(blocks.block_q, blocks.block_kv, blocks.forward_chunk(length, lanes, 2), False),
+    trips(blocks.block_q_back, blocks.block_kv_back, blocks.backward_chunk(length, lanes, 2), True),
+  )
+
+
+def splash_trips(length: int, width: int, block: int, tokamax: bool) -> tuple[Trips, Trips]:
+  """Of the forward and the backward kernel; tokamax's have a branch of their own for blocks without a mask."""
+  some, every = (int(visible.sum()) for visible in Mask(True, None).blocks(length, length, block, block))
+  rows = length // block
+  product = block * block * max(width, 128)
+  runs = (every, some - every) if tokamax else (some,)
+  forward, backward = (tuple((n, size * product) for n in runs) for size in (4, 10))
+  return Trips(some if tokamax else rows**2, rows, forward), Trips(rows**2, rows, backward)
+
+
+def functions(who: str, width: int, length: int, blocks) -> Callable:
+  """Attention of q, k and v [batch, length, HEADS, width] by the implementation, with its largest sensible blocks."""
+  if who == "ours":
+    options = dict(mask=Mask(True, None), scale=width**-0.5, logits_soft_cap=None, blocks=blocks)
+    return lambda q, k, v: attention_tpu(q, k, v, None, None, **options)[0]
+  if who.startswith("splash"):
+    return splash(Shape(1, length, HEADS, HEADS, width), None, int(who.split()[1]))
+  from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernels
+  from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+  sizes = dict(block_q=1024, block_kv=1024, block_kv_compute=512)
+  sizes |= dict(block_q_dkv=1024, block_kv_dkv=1024, block_kv_dkv_compute=512)
+  kernel = kernels.make_splash_mha(
+    masks.CausalMask((length, length)), config=kernels.SplashConfig(**sizes), q_seq_shards=1
+  )
+
+  def run(q, k, v):
+    return jnp.swapaxes(jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in (q * width**-0.5, k, v))), 1, 2)
+
+  return run
+
+
+def compile_here(chip: str, who: str, width: int, length: int, blocks) -> None:
+  """Compiles the gradients, in a process that dumps schedules."""
+  device = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices[0]
+  batch = max(2**27 // (2 * length * HEADS * width), 1)  # so that no array fits into the chip's own memory
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  x = jax.ShapeDtypeStruct((batch, length, HEADS, width), jnp.bfloat16, sharding=sharding)
+  function = functions(who, width, length, blocks)
+  loss = lambda q, k, v: function(q, k, v).astype(jnp.float32).sum()
+  jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
+
+
+def schedules(chip: str, who: str, width: int, length: int, blocks: dict) -> list[Region]:
+  """The forward and the backward kernel."""
   with tempfile.TemporaryDirectory() as folder:
     environment = os.environ | {
       "JAX_PLATFORMS": "cpu",
       "TPU_SKIP_MDS_QUERY": "1",
       "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-      "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
+      "PYTHONPATH": os.pathsep.join([".", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
       "LIBTPU_INIT_ARGS": DUMP.format(folder),
     }
-    command = [sys.executable, __file__, f"--child={chip},{name},{who},{block}"]
+    command = [sys.executable, __file__, "--child", json.dumps([chip, who, width, length, blocks])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-      raise SystemExit(f"error: {who} does not compile for {chip} at {name}: {done.stderr[-2000:]}")
-    found = []
-    for kernel in KERNELS[who]:
-      dumps = [
-        path
-        for path in pathlib.Path(folder).glob(f"*{kernel}*final_bundles.txt")
-        if "schedule-analysis" not in path.name
-      ]
-      found.append(innermost_loops(dumps[0].read_text()) if dumps else [])
-    return found
+      raise SystemExit(f"error: {who} does not compile for {chip}, width {width}: {done.stderr[-2000:]}")
+    names = ("attention_forward", "attention_backward") if who == "ours" else ("splash_mha_fwd", "splash_mha_dkv")
+    dumps = [path for path in pathlib.Path(folder).glob("*final_bundles.txt") if "schedule-analysis" not in path.name]
+    return [read_schedule(next(path for path in dumps if name in path.name).read_text()) for name in names]
+
+
+def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[tuple[float, float]]:
+  """Cycles for a head, forward and backward, at each length.
+
+  The kernels of the others are compiled once: what they do for a block does not depend on the length.
+  """
+  result = []
+  compiled = functools.cache(functools.partial(schedules, chip, who, width, blocks=blocks))
+  for length in lengths:
+    sizes = our_blocks(length, width, blocks)
+    if who == "ours":
+      trips, kernels = our_trips(length, width, sizes), compiled(length=length)
+    else:
+      block = 1024 if who == "tokamax" else int(who.split()[1])
+      trips, kernels = splash_trips(length, width, block, who == "tokamax"), compiled(length=4096)
+    peak = PEAK[chip.split(":")[0]]
+    forward, backward = (n.cycles(kernel, peak) for n, kernel in zip(trips, kernels))
+    result.append((forward, backward))
+  return result
+
+
+def our_blocks(length: int, width: int, changes: dict) -> TPUBlocks:
+  """The tuned sizes, with changes."""
+  return dataclasses.replace(TPUBlocks.tuned(length, length, max(width, 128), 2), **changes)
 
 
 def main() -> None:
   """Compiles everything and prints a Markdown table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  numbers = lambda text: [int(number) for number in text.split(",")]
   parser.add_argument("--chips", type=lambda text: text.split(","), default=["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-  parser.add_argument("--shapes", type=lambda text: text.split(","), default=["llama1b", "gpt_small"])
-  parser.add_argument("--child", help=argparse.SUPPRESS)
+  parser.add_argument("--widths", type=numbers, default=[64, 128, 256])
+  parser.add_argument("--lengths", type=numbers, default=[2048, 8192, 32768])
+  parser.add_argument("--blocks", type=json.loads, default={}, help="sizes of ours in place of the tuned ones, as JSON")
+  parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
-    chip, name, who, block = args.child.split(",")
-    compile_here(chip, name, who, int(block))
+    chip, who, width, length, changes = args.child
+    compile_here(chip, who, width, length, our_blocks(length, width, changes))
     return
-  print(
-    "| chip | shape | ours, forward: unmasked, masked | ours, backward | splash 512: forward, backward | "
-    "splash 1024 |\n| --- | --- | --- | --- | --- | --- |"
-  )
-  for chip in args.chips:
-    for name in args.shapes:
-      forward, backward = schedule(chip, name, "ours", 512)  # loops: masked, unmasked, masked
-      cells = [f"{loops[1]}, {max(loops[0], loops[2])}" for loops in (forward, backward)]
-      for block in (512, 1024):
-        # blocks have one compute iteration, which is unrolled, so the grid's loop is the innermost
-        blocks = [round(max(loops) / (block // 512) ** 2) for loops in schedule(chip, name, "splash", block)]
-        cells.append(", ".join(map(str, blocks)))
-      print(f"| {chip.split(':')[0]} | {name} | " + " | ".join(cells) + " |", flush=True)
+  names = ["ours", "splash 512", "splash 1024"] + ["tokamax"] * bool(importlib.util.find_spec("tokamax"))
+  print(f"| chip | width | length | {' | '.join(names)} |\n|{' --- |' * (3 + len(names))}")
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    for chip in args.chips:
+      for width in args.widths:
+        column = functools.partial(estimates, chip, width=width, lengths=args.lengths, blocks=args.blocks)
+        columns = list(pool.map(column, names))
+        for i, length in enumerate(args.lengths):
+          cells = [", ".join(f"{cycles / 1000:,.{length < 4096:d}f}" for cycles in column[i]) for column in columns]
+          print(f"| {chip.split(':')[0]} | {width} | {length:,} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

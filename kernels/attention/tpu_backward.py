@@ -1,0 +1,166 @@
+"""The backward pass of attention on TPUs.
+
+B batch, S query positions, T key positions, H query heads; M lanes of queries, N of keys, W of a block; G blocks of
+queries read one of keys.
+"""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from diffeq_nnx.kernels.attention import flash
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, MASKED, pad
+from diffeq_nnx.kernels.attention.mask import block_ranges
+from diffeq_nnx.kernels.attention.tpu_parts import (
+  NN,
+  NT,
+  TPUProblem,
+  by_lane,
+  call,
+  columns,
+  dot,
+  of_head,
+  rows,
+  scores_of,
+  visible_in,
+  visit_all,
+)
+
+
+def _backward_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  q_segments_ref,
+  kv_segments_ref,
+  out_ref,
+  lse_ref,
+  do_ref,
+  dlse_ref,
+  dq_ref,
+  dk_ref,
+  dv_ref,
+  dq_acc,
+  dk_acc,
+  dv_acc,
+  delta_ref,
+  *,
+  static: TPUProblem,
+):
+  """One block of keys against one chunk of queries; scores are transposed, [keys, queries]."""
+  b, chunk, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+  block_q, block_kv = static.blocks.block_q_back, static.blocks.block_kv_back
+  chunk_blocks = q_ref.shape[0] // block_q
+
+  def deltas(i, _):
+    """The sums of dO O over the lanes of each head as rows [heads, block_q]: products with rows of ones."""
+    rows = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
+    products = do_ref[rows, :].astype(jnp.float32) * out_ref[rows, :].astype(jnp.float32)
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (8, static.W), axis) for axis in (0, 1))
+    width = static.W // static.heads
+    own = (lane >= row * width) & (lane < (row + 1) * width)
+    delta_ref[:, rows] = dot(own.astype(jnp.float32), products, NT)
+
+  @pl.when(j == 0)
+  def _start():
+    dq_acc[...] = jnp.zeros_like(dq_acc)
+    jax.lax.fori_loop(0, chunk_blocks, deltas, None)
+
+  dk_acc[...] = jnp.zeros_like(dk_acc)
+  dv_acc[...] = jnp.zeros_like(dv_acc)
+
+  def visit(i, masked: bool):
+    local = pl.multiple_of((i - chunk * chunk_blocks) * block_q, block_q)
+    rows = pl.ds(local, block_q)
+    q, do = q_ref[rows, :], do_ref[rows, :]
+    dks, dvs = [], []
+    for n in range(static.heads):
+      k, v = of_head(n, k_ref[...], static), of_head(n, v_ref[...], static)
+      products = dot(k, q, NT)
+      scores = scores_of(products, static)
+      if masked:
+        segments = None if not static.segments else (q_segments_ref[0:1, rows], columns(kv_segments_ref[...], block_q))
+        visible = visible_in(static, i * block_q, j * block_kv, scores.shape, 1, segments)
+        scores = jnp.where(visible, scores, MASKED)
+      weights = jnp.exp2(scores - lse_ref[n : n + 1, rows])
+      dvs.append(dot(weights.astype(do.dtype), do, NN))
+      delta_1xQ = delta_ref[n : n + 1, rows] - dlse_ref[n : n + 1, rows]
+      dscores = flash.uncapped(weights * (dot(v, do, NT) - delta_1xQ), products, static).astype(q.dtype)
+      dks.append(dot(dscores, q, NN))
+      dq_acc[rows, :] += dot(dscores.T, k, NN)
+    dk_acc[...] += by_lane(dks, static)
+    dv_acc[...] += by_lane(dvs, static)
+
+  visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
+  dk_ref[...] = (dk_acc[...] * static.scale).astype(dk_ref.dtype)
+  dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+
+  @pl.when(j == pl.num_programs(3) - 1)
+  def _finish():
+    dq_ref[...] = (dq_acc[...] * static.scale).astype(dq_ref.dtype)
+
+
+def backward(
+  q_BxSxM,
+  k_BxTxN,
+  v_BxTxN,
+  q_segments_BxS,
+  kv_segments_BxT,
+  out_BxSxM,
+  lse_BxHxS,
+  do_BxSxM,
+  dlse_BxHxS,
+  static: TPUProblem,
+):
+  """Gradients of q, k and v."""
+  B, S, M = q_BxSxM.shape
+  T, N = k_BxTxN.shape[1:]
+  blocks, W, G = static.blocks, static.W, M // N
+  block_q, block_kv = blocks.block_q_back, blocks.block_kv_back
+  ranges = block_ranges(static.mask, S, T, block_q, block_kv, q_segments_BxS, kv_segments_BxT, by_key=True)
+  chunk = blocks.backward_chunk(S, W, q_BxSxM.dtype.itemsize)
+  q, out, do = (pad(x, 1, chunk) for x in (q_BxSxM, out_BxSxM, do_BxSxM))
+  k, v = (pad(x, 1, block_kv) for x in (k_BxTxN, v_BxTxN))
+  by_block = lambda x_BxHxS: x_BxHxS.reshape(B, M // W, static.heads, -1)
+  lse, dlse = by_block(pad(lse_BxHxS, 2, chunk, EMPTY_ROW_LSE)), by_block(pad(dlse_BxHxS, 2, chunk))
+  chunks = q.shape[1] // chunk
+  grid = (B, M // W, chunks, k.shape[1] // block_kv)
+  q_spec = pl.BlockSpec((None, chunk, W), lambda b, h, c, j, *_: (b, c, h))
+  kv_spec = pl.BlockSpec((None, block_kv, W), lambda b, h, c, j, *_: (b, j, jax.lax.div(h, G)))
+  row_spec = pl.BlockSpec((None, None, static.heads, chunk), lambda b, h, c, j, *_: (b, h, 0, c))
+  segments = rows(q_segments_BxS, chunk), rows(kv_segments_BxT, block_kv)
+  segment_specs = (
+    (None, None)
+    if segments[0] is None
+    else (
+      pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c)),
+      pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j)),
+    )
+  )
+  parts = chunks * G  # partial gradients of a key, which are summed after the kernel
+  part_spec = pl.BlockSpec((None, None, block_kv, W), lambda b, h, c, j, *_: (c, b, j, h))
+  part_shape = jax.ShapeDtypeStruct((chunks, B, k.shape[1], M), jnp.float32 if parts > 1 else k.dtype)
+  dq, dk, dv = call(
+    _backward_kernel,
+    static,
+    grid=grid,
+    in_specs=[q_spec, kv_spec, kv_spec, *segment_specs, q_spec, row_spec, q_spec, row_spec],
+    out_specs=[q_spec, part_spec, part_spec],
+    out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), part_shape, part_shape],
+    scratch_shapes=[
+      pltpu.VMEM((chunk, W), jnp.float32),
+      pltpu.VMEM((block_kv, W), jnp.float32),
+      pltpu.VMEM((block_kv, W), jnp.float32),
+      pltpu.VMEM((8, chunk), jnp.float32),
+    ],
+    name="attention_backward",
+  )(ranges, q, k, v, *segments, out, lse, do, dlse)
+
+  def total(x):
+    if parts > 1:
+      x = x.reshape(chunks, B, -1, N // W, G, W).sum((0, 4))
+    return x.reshape(B, -1, N)[:, :T].astype(k.dtype)
+
+  return dq[:, :S], total(dk), total(dv)
