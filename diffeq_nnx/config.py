@@ -182,7 +182,7 @@ class TrainConfig:
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
-  loss_chunks: int | None = number(None, above=0)  # slices of the sequence that have logits at one time
+  loss_chunks: int | None = number(None, above=0)  # slices of the sequence, one at a time; None: by memory
   log_every: int = number(10, above=0)
   peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 

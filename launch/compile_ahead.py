@@ -23,6 +23,7 @@ chosen or timed on the GPU itself, do differently, and the memory of CUDA and NC
 
 import argparse
 import collections
+from collections.abc import Callable
 import dataclasses
 import math
 import os
@@ -136,6 +137,20 @@ def attention_for(config: Config, platform: str) -> str:
     return dispatch.choose("pallas_gpu", dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_dim)[0]
   except ValueError:  # no such width or dtype
     return "reference"
+
+
+def mesh_over(config: Config, topology: str, num_slices: int) -> jax.sharding.Mesh:
+  """The config's mesh over the devices of a topology of TPUs or GPUs.
+
+  Raises:
+    UserError: no such topology, no compiler for it, or a batch or model that can't be split over it.
+  """
+  on_gpus = gpus.named(topology)
+  if on_gpus and num_slices > 1:
+    raise UserError(f"--topology={topology}: slices are for TPUs; for nodes write h100:2x8")
+  mesh = sharding.make_mesh(config.mesh, gpus.devices_of(topology) if on_gpus else devices_of(topology, num_slices))
+  sharding.check(config, mesh)
+  return mesh
 
 
 def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
@@ -341,15 +356,13 @@ def main(argv: list[str] | None = None) -> int:
   if args.profile is not None and args.profile < 1:
     raise UserError(f"--profile={args.profile}: the number of items to print must be at least 1; 30 without a number")
   on_gpus = gpus.named(args.topology)
-  if on_gpus and (args.profile or args.num_slices > 1):
-    raise UserError(f"--topology={args.topology}: --profile and --num-slices are for TPUs; for nodes write h100:2x8")
+  if on_gpus and args.profile:
+    raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)
-  devices = gpus.devices_of(args.topology) if on_gpus else devices_of(args.topology, args.num_slices)
-  mesh = sharding.make_mesh(config.mesh, devices)
-  sharding.check(config, mesh)
+  mesh = mesh_over(config, args.topology, args.num_slices)
   slices = "" if on_gpus else f"{args.num_slices} x "
   print(
-    f"{args.config} on {len(devices)} x {devices[0].device_kind} ({slices}{args.topology}), mesh "
+    f"{args.config} on {mesh.size} x {mesh.devices.flat[0].device_kind} ({slices}{args.topology}), mesh "
     f"{sharding.describe(mesh)}, {config.train.batch_size} x {config.model.seq_len} tokens a step",
     flush=True,
   )
@@ -374,7 +387,8 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-if __name__ == "__main__":
+def program(main: Callable[[], int]) -> None:
+  """Ends the process with the exit code of `main`, or of its error, which is one line."""
   try:
     sys.exit(main())
   except UserError as error:
@@ -383,3 +397,7 @@ if __name__ == "__main__":
   except jax.errors.JaxRuntimeError as error:
     print(f"error: the compiler failed: {first_line(error)}", file=sys.stderr)
     sys.exit(3)
+
+
+if __name__ == "__main__":
+  program(main)

@@ -77,11 +77,11 @@ def per_device(function: Callable, by_head: tuple[jax.Array, ...], by_token: jax
   Arrays [B, L, H, C] cross the boundary as [B, L, H C]. Otherwise the TPU compiler folds the reshape into the product
   before it, and copies the result into the layout that the kernel reads.
   """
-  C = by_head[0].shape[-1]
+  C, count = by_head[0].shape[-1], len(by_head)
 
-  def run(first, *rest):
-    split = [x.reshape(*x.shape[:2], -1, C) for x in (first, *rest[: len(by_head) - 1])]
-    return function(*split, *rest[len(by_head) - 1 :]).reshape(first.shape)
+  def run(*arrays):
+    split = [x.reshape(*x.shape[:2], -1, C) for x in arrays[:count]]
+    return function(*split, *arrays[count:]).reshape(arrays[0].shape)
 
   merged = [x.reshape(*x.shape[:2], -1) for x in by_head]
   tokens = () if by_token is None else (by_token,)

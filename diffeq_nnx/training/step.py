@@ -25,10 +25,11 @@ from diffeq_nnx.training.loss import chunked_cross_entropy
 
 # params (those that learn), opt_state, step [], key: what a checkpoint holds; frozen: the parameters that don't learn
 State = dict[str, Any]
-# a product whose gradient is then reduce-scattered is not cut into one product a device: these are small, and cost more
-# than the communication that they hide
-TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
+
+# the TPU compiler may cut a product whose result is reduce-scattered into one for each device, to hide communication:
+# these are small and take longer than what they hide
+TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def init_state(config: Config) -> State:

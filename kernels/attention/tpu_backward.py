@@ -20,6 +20,7 @@ from diffeq_nnx.kernels.attention.tpu_parts import (
   call,
   columns,
   dot,
+  lanes_of_head,
   of_head,
   rows,
   scores_of,
@@ -58,9 +59,7 @@ def _backward_kernel(
     """The sums of dO O over the lanes of each head as rows [heads, block_q]: products with rows of ones."""
     rows = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
     products = do_ref[rows, :].astype(jnp.float32) * out_ref[rows, :].astype(jnp.float32)
-    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (8, static.W), axis) for axis in (0, 1))
-    width = static.W // static.heads
-    own = (lane >= row * width) & (lane < (row + 1) * width)
+    own = lanes_of_head(jax.lax.broadcasted_iota(jnp.int32, (8, static.W), 0), (8, static.W), static)
     delta_ref[:, rows] = dot(own.astype(jnp.float32), products, NT)
 
   @pl.when(j == 0)

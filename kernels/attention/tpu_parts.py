@@ -66,8 +66,8 @@ def of_head(n: int, x, static: TPUProblem):
   return x if static.heads == 1 else jnp.where(lanes_of_head(n, x.shape, static), x, jnp.zeros_like(x))
 
 
-def lanes_of_head(n: int, shape, static: TPUProblem):
-  """Whether each lane of an array of this shape is the n-th head's."""
+def lanes_of_head(n, shape, static: TPUProblem):
+  """Whether each lane of an array of this shape is the n-th head's; n is a number, or one for each element."""
   width = static.W // static.heads
   lanes = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
   return (lanes >= n * width) & (lanes < (n + 1) * width)

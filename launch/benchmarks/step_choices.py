@@ -1,23 +1,20 @@
-"""Compiles the train step with each choice of memory for speed, and says which is the fastest that fits; needs no TPU.
+"""Compiles the train step with each choice of memory for speed, and says which of those that fit is the fastest.
 
   python -m launch.benchmarks.step_choices --config=configs/llama1b.py --topology=v5p:2x2x2 [--num-slices=2] \
       [--remat=full,dots,none] [--sequences=4,8,16,32] [--set=KEY=VALUE]
 
-`--sequences` are values of train.device_batch_size: how many sequences a device processes at a time. The time is the
-estimate of `launch.compile_ahead` with all communication hidden, and has its limits. A choice fits if it leaves a
-twentieth of the device's memory. Prints a row of a Markdown table for each choice as soon as it is compiled, then the
-settings of the fastest. Exit code 1: none fits.
+`--topology` is of TPUs or GPUs, as for `launch.compile_ahead`. `--sequences` are values of train.device_batch_size: how
+many sequences a device processes at a time. The time is the estimate of `launch.compile_ahead` with all communication
+hidden, and has its limits. A choice fits if it leaves a twentieth of the device's memory. Prints a row of a Markdown
+table for each choice as soon as it is compiled, then the settings of the fastest. Exit code 1: none fits.
 """
 
 import argparse
 import dataclasses
 import itertools
 import os
-import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # as launch.compile_ahead, which is imported after JAX
-
-import jax
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
@@ -58,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
-  mesh = sharding.make_mesh(config.mesh, compile_ahead.devices_of(args.topology, args.num_slices))
-  sharding.check(config, mesh)
+  mesh = compile_ahead.mesh_over(config, args.topology, args.num_slices)
   found = {}
   print("| `train.remat` | `train.device_batch_size` | peak, GiB | step, s |\n| --- | --- | --- | --- |", flush=True)
   held = config.train.batch_size // sharding.num_shards("batch", mesh.shape)
@@ -83,11 +79,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  try:
-    sys.exit(main())
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-  except jax.errors.JaxRuntimeError as error:
-    print(f"error: the compiler failed: {error}", file=sys.stderr)
-    sys.exit(3)
+  compile_ahead.program(main)
