@@ -1,6 +1,7 @@
 """python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -66,6 +67,8 @@ NUM_PROCESSES = flags.DEFINE_integer(
 )
 JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
+
+HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")  # [madvise]: granted to those that ask
 
 _overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that changes a run's own config
 
@@ -243,8 +246,19 @@ def main(argv: list[str]) -> int:
   return code
 
 
+def _with_huge_pages() -> None:
+  """Starts this process again with the C library's huge pages, where Linux grants them to programs that ask.
+
+  A train step on a CPU spends a quarter of its time on finding pages of 4 KiB. The C library reads the setting once.
+  """
+  setting = "GLIBC_TUNABLES"
+  if setting not in os.environ and HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text():
+    os.execve(sys.executable, sys.orig_argv, os.environ | {setting: "glibc.malloc.hugetlb=1"})
+
+
 def _program(argv: list[str]) -> int:
   """As `main`; after a failure it ends at once, so that no thread of a library prints a traceback after the line."""
+  _with_huge_pages()
   code = main(argv)
   if code == 1:
     sys.stdout.flush()

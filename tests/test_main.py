@@ -1,5 +1,6 @@
 """The command line: every mistake is one line and exit code 2; evaluate prints one JSON line."""
 
+import os
 import subprocess
 import sys
 
@@ -97,6 +98,27 @@ print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transform
 """
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
   assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+  "granted,environment,again",
+  [
+    ("always [madvise] never", {}, True),
+    ("[always] madvise never", {}, False),
+    ("always [madvise] never", {"GLIBC_TUNABLES": ""}, False),
+    (None, {}, False),
+  ],
+)
+def test_the_program_starts_again_to_ask_for_huge_pages(granted, environment, again, monkeypatch, tmp_path):
+  setting = tmp_path / "enabled"
+  if granted is not None:
+    setting.write_text(granted)
+  started = []
+  monkeypatch.setattr(main, "HUGE_PAGES", setting)
+  monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+  monkeypatch.setattr(os, "environ", environment)
+  main._with_huge_pages()
+  assert started == [(sys.executable, sys.orig_argv, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})] * again
 
 
 def test_no_thread_prints_after_the_line_of_a_failure():
