@@ -169,18 +169,24 @@ class OptimizerConfig:
   clip_norm: float = number(1.0, above=0)
 
 
+def _count_or_measured(value: int | None) -> str | None:
+  return None if value is None or value > 0 or value == -1 else "must be above 0, or -1 for the fastest"
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """The train loop."""
 
   steps: int = number(1000, above=0)
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
-  device_batch_size: int | None = number(None, above=0)  # sequences of a micro-batch on a device; None: one micro-batch
+  # sequences of a micro-batch on a device; None: one micro-batch; -1: the fastest number, measured
+  device_batch_size: int | None = dataclasses.field(default=None, metadata={"rule": _count_or_measured})
   step_counts: tuple[int, ...] = ()  # numbers of solver steps to train with; (): always model.num_steps
   draw: str = one_of("one", "sandwich")  # in a train step: one, drawn; or fewest, most and one drawn, for 1/4, 1/4, 1/2
   draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
-  remat: str = one_of("full", "none", "dots")  # rematerialization if checkpointed; dots: matrix products are kept
+  # rematerialization if checkpointed; dots: matrix products are kept; auto: the fastest of these, measured
+  remat: str = one_of("full", "none", "dots", "auto")
   remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
   loss_chunks: int | None = number(None, above=0)  # slices of the sequence, one at a time; None: by memory
   log_every: int = number(10, above=0)

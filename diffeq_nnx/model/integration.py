@@ -54,9 +54,11 @@ def make_adjoint(config: Config) -> Adjoint:
   """The adjoint that `train.adjoint` names.
 
   Raises:
-    UserError: the solver's steps can't be undone.
+    UserError: the solver's steps can't be undone, or train.remat is still to be measured.
   """
   if config.train.adjoint == "checkpointed":
+    if config.train.remat == "auto":
+      raise UserError("train.remat=auto: is measured by --job=train; set it to full, dots or none")
     return Checkpointed(config.train.remat, config.train.remat_every)
   if SOLVERS[config.model.solver].undo is None:
     able = ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)

@@ -16,7 +16,7 @@ from diffeq_nnx.errors import RunError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.training import flops
+from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
@@ -47,6 +47,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
     claim_workdir(config, workdir, corpus)
+    with goodput.spending("compiling"):
+      config = fastest.settled(config, workdir, mesh)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):

@@ -30,7 +30,8 @@ def checked_mesh(config: Config) -> Mesh:
   with distributed.together():
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
-    make_adjoint(config)
+    if config.train.adjoint == "reversible":
+      make_adjoint(config)
     say_attention(config.model)
     return mesh
 

@@ -138,10 +138,13 @@ def num_microbatches(config: Config) -> int:
   """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences.
 
   Raises:
-    UserError: with train.draw=sandwich, a device would hold sequences that can't be split into quarters.
+    UserError: with train.draw=sandwich, a device would hold sequences that can't be split into quarters; or the most
+      is still to be measured.
   """
   held = config.train.batch_size // sharding.num_shards("batch")
   most = config.train.device_batch_size or held
+  if most < 0:
+    raise UserError(f"train.device_batch_size={most}: is measured by --job=train; set it to a number of sequences")
   parts = 4 if config.train.draw == "sandwich" else 1
   for count in range(1, held + 1):
     if held % (count * parts) == 0 and held // count <= most:
@@ -202,9 +205,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 @functools.lru_cache(maxsize=32)
-def make_train_step(
-  config: Config, mesh: Mesh | None = None
-) -> Callable[[State, Batch, tuple[int, ...]], tuple[State, dict[str, jax.Array]]]:
+def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
   """A jitted `step(state, batch, counts) -> (state, metrics)`; the old state's buffers are donated.
 
   `counts` has the number of solver steps for each equal part of the batch, a static argument: each tuple is compiled

@@ -1,0 +1,159 @@
+"""The fastest way to compute a train step on these devices: measured for train.remat=auto, device_batch_size=-1."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from diffeq_nnx import files
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel.console import say
+from diffeq_nnx.training.depths import possible_counts
+from diffeq_nnx.training.step import abstract_batch, abstract_state, init_state, make_train_step, state_shardings
+
+FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them
+SPARE = 0.05  # of a device's memory must stay free
+TIMED = 3  # steps, after one that is not timed
+SIZES = 4  # how many numbers of sequences are tried: all that a device holds, a half, a quarter, an eighth
+
+Choice = tuple[str, int | None]  # train.remat, train.device_batch_size
+
+
+def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
+  """The config with the fastest values in place of train.remat=auto and train.device_batch_size=-1.
+
+  Every choice is compiled, and run for a few steps from the initial state on random tokens. What was found is kept in
+  the work directory, and is measured again only for other devices or another step.
+
+  Raises:
+    UserError: no choice fits these devices.
+  """
+  if not is_open(config):
+    return config
+  asked = _describe(config, mesh)
+  path = os.path.join(workdir, FILE)
+  tried = candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
+  place = int(distributed.exchange(str(_kept(path, asked, tried)))[0])
+  if place >= 0:
+    say(f"{_words(tried[place])}: was the fastest on these devices ({FILE})")
+    return _with(config, tried[place])
+  found = measured(config, tried, mesh)
+  if not found:
+    raise UserError(
+      "train.remat=auto, train.device_batch_size=-1: no choice fits these devices; use more of them, or see the advice "
+      "of launch/compile_ahead.py",
+      everywhere=True,
+    )
+  choice = min(found, key=lambda choice: found[choice])
+  say(f"{_words(choice)}: the fastest of {len(found)} that fit, {found[choice]:.3g} s a step")
+  with distributed.together():
+    if distributed.leads():
+      files.write_json(path, {"asked": asked, "remat": choice[0], "device_batch_size": choice[1]})
+  return _with(config, choice)
+
+
+def is_open(config: Config) -> bool:
+  """Whether the config leaves a choice to measurement."""
+  return config.train.remat == "auto" and config.train.adjoint == "checkpointed" or config.train.device_batch_size == -1
+
+
+def candidates(config: Config, held: int) -> list[Choice]:
+  """The values worth measuring on devices that hold `held` sequences each, for each remat from few to many."""
+  train = config.train
+  remats = ["full", "dots", "none"] if train.remat == "auto" else [train.remat]
+  parts = 4 if train.draw == "sandwich" else 1
+  halves = [held >> n for n in range(SIZES) if held % (parts << n) == 0] or [held]
+  sizes = sorted(halves) if train.device_batch_size == -1 else [train.device_batch_size]
+  return list(itertools.product(remats, sizes))
+
+
+def measured(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, float]:
+  """Seconds of a train step with each of these choices that fits."""
+  found: dict[Choice, float] = {}
+  too_large: set[str] = set()  # with these, no larger number of sequences fits either
+  for choice in choices:
+    seconds = None if choice[0] in too_large else seconds_of(_with(config, choice), mesh)
+    slowest = [json.loads(text) for text in distributed.exchange(json.dumps(seconds))]  # of all processes
+    if None in slowest:
+      too_large.add(choice[0])
+      say(f"{_words(choice)}: does not fit")
+    else:
+      found[choice] = max(slowest)
+      say(f"{_words(choice)}: {found[choice]:.3g} s a step")
+  return found
+
+
+def seconds_of(config: Config, mesh: Mesh) -> float | None:
+  """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
+  counts = possible_counts(config)[0]
+  try:
+    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), counts)
+    compiled = step.compile()
+    memory = compiled.memory_analysis()
+    if memory and memory.peak_memory_in_bytes > (1 - SPARE) * limit_of(mesh.local_devices[0]):
+      return None
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    batch = jax.jit(lambda: _random_batch(config), out_shardings=sharding.batch_sharding(mesh))()
+    seconds = []
+    for _ in range(1 + TIMED):
+      start = time.perf_counter()
+      state, metrics = compiled(state, batch)
+      jax.block_until_ready((state, metrics))
+      seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" in str(error):
+      return None
+    raise
+
+
+def limit_of(device: jax.Device) -> float:
+  """Bytes of memory that programs may use on a device; infinite if unknown, as for CPUs."""
+  return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+def _kept(path: str, asked: str, choices: list[Choice]) -> int:
+  """The place of the file's choice among these; -1 without a file that can be read, of the same question."""
+  try:
+    known = files.read_json(path)
+    return choices.index((known["remat"], known["device_batch_size"])) if known["asked"] == asked else -1
+  except (OSError, ValueError, KeyError, TypeError):
+    return -1
+
+
+def _random_batch(config: Config) -> dict[str, jax.Array]:
+  """Random tokens; where documents are kept apart, each row is one."""
+  shape = (config.train.batch_size, config.model.seq_len)
+  inputs, targets = jax.random.randint(jax.random.key(0), (2, *shape), 0, config.model.vocab_size)
+  batch = {"inputs": inputs, "targets": targets}
+  if not config.data.attend_across_documents:
+    places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    batch |= {"segment_ids": jnp.zeros(shape, jnp.int32), "positions": places}
+  return batch
+
+
+def _with(config: Config, choice: Choice) -> Config:
+  train = dataclasses.replace(config.train, remat=choice[0], device_batch_size=choice[1])
+  return dataclasses.replace(config, train=train)
+
+
+def _words(choice: Choice) -> str:
+  return f"train.remat={choice[0]}, train.device_batch_size={choice[1]}"
+
+
+def _describe(config: Config, mesh: Mesh) -> str:
+  """What the time of a step depends on."""
+  devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
+  train = dataclasses.replace(config.train, steps=1, log_every=1)
+  shapes = (config.model, train, config.data.attend_across_documents)
+  return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
