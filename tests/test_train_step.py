@@ -1,6 +1,7 @@
 """The train step: accumulation, decay, step counts, and that it learns."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,9 +12,17 @@ import pytest
 
 from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model import grids
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.depths import drawn_counts
-from diffeq_nnx.training.optimizer import make_optimizer, schedule
-from diffeq_nnx.training.step import init_state, loss_and_gradients, make_eval_step, make_generate, make_train_step
+from diffeq_nnx.training.optimizer import MUON_RMS, make_optimizer, schedule
+from diffeq_nnx.training.step import (
+  init_state,
+  loss_and_gradients,
+  make_eval_step,
+  make_generate,
+  make_train_step,
+  state_shardings,
+)
 from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_config, small_model
 
 
@@ -120,8 +129,44 @@ def test_the_gradient_is_clipped_before_adam():
 
 
 @pytest.mark.parametrize("row", ["diffeq", "baseline"])
-def test_a_batch_is_learnt(row):
-  optimizer = OptimizerConfig(peak_rate=1e-2, warmup_fraction=0.0, weight_decay=0.0)
+def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_adam(row):
+  settings = dict(peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
+  shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
+  gradients = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), shapes)
+  updates = {}
+  for name in ("muon", "adamw"):
+    optimizer = make_optimizer(OptimizerConfig(name=name, **settings), 10)
+    updates[name], _ = jax.jit(optimizer.update)(gradients, optimizer.init(gradients), gradients)
+  for path, update in jax.tree_util.tree_leaves_with_path(updates["muon"]):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if name.startswith(("weight_source/generator", "weight_source/stored")) and name.endswith("kernel"):
+      values = jnp.linalg.svd(update, compute_uv=False)  # of every matrix by itself, the largest first
+      assert (values[..., 0] < 2 * values[..., values.shape[-1] * 3 // 4]).all(), name  # the smallest may stay so
+      assert float(jnp.sqrt(jnp.square(update).mean())) == pytest.approx(MUON_RMS, rel=0.2)
+    else:
+      np.testing.assert_allclose(update, functools.reduce(lambda tree, key: tree[key.key], path, updates["adamw"]))
+
+
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_moments_are_split_over_devices_like_their_parameters(name):
+  config = small_config(small_model(**ROWS["diffeq"]))
+  config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+  places, state = state_shardings(config, mesh), jax.eval_shape(lambda: init_state(config))
+  assert jax.tree.structure(places) == jax.tree.structure(state)
+  split = lambda tree: sorted(str(place.spec) for place in jax.tree.leaves(tree) if any(place.spec))
+  moments = 1 if name == "lion" else 2  # Adam has two of what Muon has one of
+  assert set(split(places["opt_state"])) == set(split(places["params"]))
+  kernels = len(split(places["params"]))
+  assert kernels <= len(split(places["opt_state"])) <= moments * kernels
+
+
+@pytest.mark.parametrize(
+  "row,name", [("diffeq", "adamw"), ("baseline", "adamw"), ("diffeq", "muon"), ("diffeq", "lion")]
+)
+def test_a_batch_is_learnt(row, name):
+  rate = 5e-3 if name == "lion" else 1e-2
+  optimizer = OptimizerConfig(name=name, peak_rate=rate, warmup_fraction=0.0, weight_decay=0.0)
   config = dataclasses.replace(small_config(small_model(**ROWS[row]), steps=60), optimizer=optimizer)
   step, batch = make_train_step(config), random_batch(config)
   state = jax.jit(init_state, static_argnums=0)(config)

@@ -178,12 +178,20 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
   """The sharding of each array of the state; optimizer moments are sharded like their parameters."""
   params, frozen = parameters.split(config.model, parameters.param_shardings(config.model, mesh))
   shapes = jax.eval_shape(lambda: init_state(config))
-  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
   replicated = sharding.replicated(mesh)
-  opt_state = optax.tree_utils.tree_map_params(
-    optimizer, lambda _, place: place, shapes["opt_state"], params, transform_non_params=lambda _: replicated
-  )
+  of_path = {_names(path): place for path, place in jax.tree_util.tree_leaves_with_path(params)}
+
+  def moment(path, _):
+    names = _names(path)
+    return next((of_path[names[n:]] for n in range(len(names)) if names[n:] in of_path), replicated)
+
+  opt_state = jax.tree_util.tree_map_with_path(moment, shapes["opt_state"])
   return {"params": params, "opt_state": opt_state, "step": replicated, "key": replicated, "frozen": frozen}
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """A path in a tree of dicts and tuples, as names; a moment's ends in the path of its parameter."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
