@@ -217,6 +217,11 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
           assert block.all()
 
 
+def test_gradients_of_8192_positions_take_one_chunk():
+  assert TPUBlocks.tuned(8192, 8192, 128, itemsize=2).backward_chunk(8192, 128, itemsize=2) == 8192
+  assert TPUBlocks.tuned(4096, 4096, 256, itemsize=2).backward_chunk(4096, 256, itemsize=2) == 4096
+
+
 def small_attention(q, k, v):
   """The interpreted kernel."""
   return attention_tpu(
