@@ -352,6 +352,8 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("auto", "gpu", "float32", 128, None, "reference"),
     ("auto", "gpu", "bfloat16", 256, None, "reference"),
     ("auto", "gpu", "bfloat16", 64, "soft cap", "reference"),
+    ("auto", "gpu", "bfloat16", 64, "deterministic gradients", "reference"),
+    ("pallas_deterministic", "tpu", "bfloat16", 64, None, "pallas_deterministic"),
     ("reference", "tpu", "bfloat16", 64, None, "reference"),
     ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
   ],

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diffeq_nnx.kernels.attention import flash, gpu_backward, gpu_forward, gpu_one_pass
+from diffeq_nnx.kernels.attention import flash, gpu_forward, gpu_one_pass, gpu_two_pass
 from diffeq_nnx.kernels.attention.gpu_parts import Problem
 from diffeq_nnx.kernels.attention.mask import Mask
 
@@ -23,7 +23,7 @@ class GPUKernel(Problem):
 
   def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
     """Gradients of q, k and v."""
-    kernels = gpu_backward if self.deterministic or self.D > gpu_one_pass.WIDEST_HEAD else gpu_one_pass
+    kernels = gpu_two_pass if self.deterministic or self.D > gpu_one_pass.WIDEST_HEAD else gpu_one_pass
     return kernels.backward(q, k, v, q_segments, kv_segments, lse, flash.delta(out, dout, dlse), dout, self)
 
 

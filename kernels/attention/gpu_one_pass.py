@@ -4,6 +4,8 @@ A block of threads takes 128 keys of a key/value head. Its part of dQ is added t
 copy engine, in no fixed order, so that dQ's last bits differ from run to run.
 """
 
+import math
+
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,6 +18,13 @@ from diffeq_nnx.kernels.attention.gpu_parts import COLUMN, ROW, ROWS, TILE, Prob
 from diffeq_nnx.kernels.attention.mask import block_ranges
 
 WIDEST_HEAD = 128  # dK and dV of wider ones don't fit in registers
+# of heads whose keys, and whose values, stay in registers, which relieves shared memory
+WIDEST_KEPT = 64, 96
+
+
+def columns_of_dq(D: int) -> int:
+  """Columns that each warpgroup computes, a multiple of 16."""
+  return (D + 31) // 32 * 16
 
 
 def _five_products(k, v, q, dout, dk, dv, both_dscores, k_part, weigh, exchange, add_to_dq, interpret):
@@ -83,21 +92,20 @@ def _kernel(
   """The gradients of 128 keys and values of one head, and their part of dQ; scores are [keys, queries]."""
   h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=False)
   D, ring = q_ref.shape[-1], static.rings[1]
-  width, half = ring.rows, D // 2
+  width, half = ring.rows, columns_of_dq(D)
 
   @pl.when(wg < 2)
   def _compute():
     plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
     rows, own = pl.ds(first_row, ROWS), pl.ds(wg * ROWS, ROWS)
-    columns = pl.ds(pl.multiple_of(wg * half, half), half)  # of dQ
+    columns = pl.ds(pl.multiple_of(wg * (D - half), 16), half)  # of dQ
     for source, buffer in ((k_ref, k_smem), (v_ref, v_smem)):
       plgpu.copy_gmem_to_smem(source.at[b, rows, h], buffer.at[0, own], own_arrived.at[wg])
     for n in range(2):
       plgpu.barrier_wait(own_arrived.at[n])
     kv_ids = None if kv_segments_ref is None else parts.load(kv_segments_ref, (b, rows), ROW)
 
-    # from registers, if they fit: read from shared memory for each block, both would take most of its time
-    k_and_v = (k_smem[0, own], v_smem[0, own]) if D <= 64 else None
+    kept = tuple(buffer[0, own] if D <= widest else None for buffer, widest in zip((k_smem, v_smem), WIDEST_KEPT))
 
     def meet():
       plgpu.barrier_arrive(met)
@@ -124,11 +132,14 @@ def _kernel(
         return dscores
 
       def add_to_dq(part):
+        if overlap := 2 * half - D:  # columns that the other warpgroup has, too
+          which = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=plgpu.Layout.WGMMA)
+          part = jnp.where(which >= wg * overlap, part, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dq_smem.at[wg][...] = part
         plgpu.commit_smem()
-        # the interpreter has no sums in memory: there, each tile of keys has an array of its own
-        place = b + q_ref.shape[0] * jax.lax.axis_index("tiles") if static.interpret else b
+        # the interpreter has no sums in memory: there, each warpgroup of each tile has an array of its own
+        place = b + q_ref.shape[0] * jax.lax.div(first_row, ROWS) if static.interpret else b
         plgpu.copy_smem_to_gmem(
           dq_smem.at[wg],
           dq_ref.at[place, pl.ds(j * width, width), h * G + g, columns],
@@ -136,7 +147,7 @@ def _kernel(
         )
 
       return _five_products(
-        *(k_and_v or (k_smem.at[zero, own], v_smem.at[zero, own])),
+        *(buffer.at[zero, own] if array is None else array for buffer, array in zip((k_smem, v_smem), kept)),
         q_smem.at[slot],
         dout_smem.at[slot],
         *carry,
@@ -171,24 +182,25 @@ def backward(
   """Gradients of q, k and v; see `flash.Kernel`."""
   B, S, H, D = q_BxSxHxD.shape
   T, K = k_BxTxKxD.shape[1:3]
-  q, k, v, dout = (parts.padded(x, 32) for x in (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  q, k, v, dout = map(parts.padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
-  half = width // 2
+  half = columns_of_dq(width)
+  part = math.gcd(width, half)  # of which columns are taken by themselves
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   ring = static.rings[1]
   ranges = block_ranges(static.mask, S, T, ring.rows, TILE, q_segments, kv_segments, by_key=True)
   per_row = plgpu.SMEM((ring.stages, ring.rows), jnp.float32)
-  parts_of_dq = k.shape[1] // TILE if static.interpret else 1
+  parts_of_dq = k.shape[1] // ROWS if static.interpret else 1
   dq_ref = jax.new_ref(jnp.zeros((parts_of_dq * B, *q.shape[1:]), jnp.float32))
   dk, dv = parts.call(
     _kernel,
     [jax.ShapeDtypeStruct(k.shape, dtype)] * 2,
     (
-      parts.shared(1, TILE, width, dtype, half),
-      parts.shared(1, TILE, width, dtype, half),
-      parts.shared(ring.stages, ring.rows, width, dtype, half),
-      parts.shared(ring.stages, ring.rows, width, dtype, half),
-      parts.shared(2, TILE, ring.rows, dtype, half),
+      parts.shared(1, TILE, width, dtype, part),
+      parts.shared(1, TILE, width, dtype, part),
+      parts.shared(ring.stages, ring.rows, width, dtype, part),
+      parts.shared(ring.stages, ring.rows, width, dtype, part),
+      parts.shared(2, TILE, ring.rows, dtype, part),
       parts.shared(2, ring.rows, half, jnp.float32),
       per_row,
       per_row,

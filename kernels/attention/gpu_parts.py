@@ -40,7 +40,7 @@ class Ring:
 #   128  forward  scores 64, out 64, the former block's weights in bfloat16 32: 160
 #        backward dK and dV 2 x 64, scores and their gradient 2 x 32, both again in bfloat16 2 x 16: 224; dQ's part
 #                 comes after, 32
-#    64  backward in one pass the tile's keys and values too, 2 x 16: 192
+#    64  backward 160, and in one pass the tile's keys and values, 2 x 16
 #   256  forward  32 + 128 + 16: 176; backward, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
 RINGS = {128: (Ring(128, 2), Ring(64, 2)), 256: (Ring(64, 2), Ring(64, 1))}
 COMPUTE_REGISTERS, FETCH_REGISTERS = 240, 24  # (2 x 240 + 24) x 128 threads = 64,512 of 65,536
@@ -283,14 +283,14 @@ def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, argume
   )(*(a for a in arguments if a is not None))
 
 
-def shared(count: int, rows: int, D: int, dtype, part: int | None = None) -> plgpu.SMEM:
+def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> plgpu.SMEM:
   """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them: the widest swizzle that divides D.
 
   Args:
-    part: columns that a product may take by themselves; None: D.
+    part: a number of columns that it divides, too.
   """
   size = jnp.dtype(dtype).itemsize
-  columns = math.gcd(part or D, 128 // size)
+  columns = math.gcd(D, part, 128 // size)
   transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(size * columns))
   return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
 
@@ -309,9 +309,9 @@ def barriers(own: int, ring: Ring, copies: int) -> tuple[plgpu.Barrier, ...]:
   )
 
 
-def padded(x, columns: int = 16):
-  """[B, S, H, D] padded to multiples of the tile in S, and in D of the 16 columns of the narrowest swizzle."""
-  return pad(pad(x, 1, TILE), 3, columns)
+def padded(x):
+  """[B, S, H, D] padded to multiples of the tile in S, and of the 16 columns of the narrowest swizzle in D."""
+  return pad(pad(x, 1, TILE), 3, 16)
 
 
 def ids(segments):
