@@ -84,7 +84,8 @@ class ModelConfig:
   final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
   dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
   dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
-  attention: str = one_of("auto", "reference", "pallas", "cudnn")  # implementation: see kernels/README.md
+  # the implementation: see kernels/README.md
+  attention: str = one_of("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
   time: TimeConfig = TimeConfig()
   lora: LoraConfig = LoraConfig()
 

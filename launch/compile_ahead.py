@@ -130,11 +130,12 @@ def devices_of(topology: str, num_slices: int) -> list:
 def attention_for(config: Config, platform: str) -> str:
   """The implementation of attention that compiles without the device; on GPUs our kernel also in place of cuDNN."""
   if platform == "tpu":
-    return "pallas_tpu" if config.model.attention in ("auto", "pallas") else config.model.attention
+    return config.model.attention if config.model.attention in ("reference", "cudnn") else "pallas_tpu"
   if config.model.attention == "reference":
     return "reference"
+  kernel = "pallas_gpu_deterministic" if config.model.attention == "pallas_deterministic" else "pallas_gpu"
   try:
-    return dispatch.choose("pallas_gpu", dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_dim)[0]
+    return dispatch.choose(kernel, dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_dim)[0]
   except ValueError:  # no such width or dtype
     return "reference"
 

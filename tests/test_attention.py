@@ -49,7 +49,8 @@ FEATURES = {
 }
 
 
-KERNELS = ["tpu", "gpu"]
+GPU_KERNELS = ["gpu", "gpu_deterministic"]  # backward in one pass, and in two
+KERNELS = ["tpu", *GPU_KERNELS]
 
 
 def kernel_of(name: str):
@@ -62,7 +63,9 @@ def kernel_of(name: str):
     pytest.skip(f"jax {jax.__version__} has no interpreter for GPU kernels; 0.11.2 has")
   from diffeq_nnx.kernels.attention.gpu import attention_gpu
 
-  return functools.partial(attention_gpu, interpret=plgpu.InterpretGPUParams())
+  return functools.partial(
+    attention_gpu, interpret=plgpu.InterpretGPUParams(), deterministic=name == "gpu_deterministic"
+  )
 
 
 def value_and_gradients(function, q, k, v):
@@ -116,13 +119,14 @@ def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtyp
   check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
 
 
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature):
+def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature, kernel):
   shape, options = FEATURES[feature]
   check(
     dataclasses.replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1),
     "bfloat16",
-    kernel_of("gpu"),
+    kernel_of(kernel),
     **options,
   )
 
@@ -217,6 +221,11 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
           assert block.all()
 
 
+def test_gradients_of_8192_positions_take_one_chunk():
+  assert TPUBlocks.tuned(8192, 8192, 128, itemsize=2).backward_chunk(8192, 128, itemsize=2) == 8192
+  assert TPUBlocks.tuned(4096, 4096, 256, itemsize=2).backward_chunk(4096, 256, itemsize=2) == 4096
+
+
 def small_attention(q, k, v):
   """The interpreted kernel."""
   return attention_tpu(
@@ -258,7 +267,7 @@ def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch)
     return jax.jit(function)(params, make_batch(config))
 
   with monkeypatch.context() as patch:
-    patch.setattr(dispatch, "_function", lambda chosen: {"pallas_tpu": kernel_of("tpu")}[chosen])
+    patch.setattr(dispatch, "_function", lambda chosen, _: {"pallas_tpu": kernel_of("tpu")}[chosen])
     ours = gradients("pallas_tpu")
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), ours, gradients("reference"))
 
@@ -283,13 +292,14 @@ def test_the_tpu_interpreter_finds_no_race():
   assert races is None or not races.races_found
 
 
-def test_the_gpu_interpreter_finds_no_race():
-  kernel = kernel_of("gpu")
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_the_gpu_interpreter_finds_no_race(kernel):
+  kernel = kernel_of(kernel)
   from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
   q, k, v = Shape(1, 300, 2, 1, 64).inputs("bfloat16")
   function = functools.partial(
-    kernel.func,
+    kernel,
     mask=Mask(True, None),
     scale=0.125,
     logits_soft_cap=None,
@@ -315,7 +325,7 @@ def test_the_gpu_interpreter_finds_no_race():
     ({"segment_ids": jnp.zeros((2, 8))}, "segment_ids of queries: float32 (2, 8); must be integers (2, 8)"),
     ({"segment_ids": jnp.zeros((2, 7), int)}, "segment_ids of queries: int32 (2, 7); must be integers (2, 8)"),
     ({"segment_ids": (jnp.zeros((2, 8), int), None)}, "segment_ids: one of the pair is None"),
-    ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, cudnn"),
+    ({"implementation": "flash"}, "implementation='flash': must be one of auto, reference, pallas, pallas_"),
     (
       {"implementation": "pallas"},
       "implementation='pallas': the backend is 'cpu', this implementation needs 'tpu' or 'gpu'",
@@ -347,6 +357,8 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("auto", "gpu", "float32", 128, None, "reference"),
     ("auto", "gpu", "bfloat16", 256, None, "reference"),
     ("auto", "gpu", "bfloat16", 64, "soft cap", "reference"),
+    ("auto", "gpu", "bfloat16", 64, "deterministic gradients", "reference"),
+    ("pallas_deterministic", "tpu", "bfloat16", 64, None, "pallas_deterministic"),
     ("reference", "tpu", "bfloat16", 64, None, "reference"),
     ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
   ],

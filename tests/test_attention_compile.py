@@ -18,7 +18,7 @@ from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.shapes import SHAPES
 from launch import gpus
-from launch.benchmarks import hopper_schedule, kernel_schedule
+from launch.benchmarks import hopper_code, hopper_schedule, kernel_schedule
 
 pytestmark = pytest.mark.usefixtures("optimizations")
 
@@ -142,22 +142,31 @@ compiles_for_gpus = pytest.mark.skipif(
 
 
 @compiles_for_gpus
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_gpu_deterministic"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_forward_and_backward_compile_for_an_h100(name):
+def test_forward_and_backward_compile_for_an_h100(name, implementation):
   mesh = jax.sharding.Mesh(np.array([gpu()]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   everywhere = jax.sharding.PartitionSpec()
-  function, inputs = gradients_and_inputs(name, "bfloat16", jax.sharding.NamedSharding(mesh, everywhere), "pallas_gpu")
+  function, inputs = gradients_and_inputs(
+    name, "bfloat16", jax.sharding.NamedSharding(mesh, everywhere), implementation
+  )
   # under shard_map, so that the kernel knows which device it is for
   function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
-  kernels = 3 if SHAPES[name].head_dim <= 128 else 4  # forward, dQ, dK and dV, these two apart for wide heads
+  one_pass = implementation == "pallas_gpu"
+  kernels = 4 if SHAPES[name].head_dim > 128 else 2 if one_pass else 3  # forward, dQ, dK and dV: in wide heads apart
   assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels
+
+
+reads_machine_code = pytest.mark.skipif(
+  not shutil.which("nvdisasm"), reason="needs nvdisasm, from CUDA's toolkit or the wheel of triton"
+)
 
 
 @pytest.mark.slow(reason="compiles forward and backward in a process of its own")
 @compiles_for_gpus
-@pytest.mark.skipif(not shutil.which("nvdisasm"), reason="needs nvdisasm, from CUDA's toolkit or the wheel of triton")
+@reads_machine_code
 @pytest.mark.parametrize(
   "width,products",
   [
@@ -166,20 +175,10 @@ def test_forward_and_backward_compile_for_an_h100(name):
     (128, ["16 x 64x128x16"]),  # 8 of each
   ],
 )
-def test_machine_code_for_an_h100(width, products):
-  """Forward, both products of a turn are started without a wait, and the turn is given before one has ended.
-
-  Backward, the softmax runs under the product of the output's gradient and the values.
-  """
-  forward, *backward = hopper_schedule.machine_code([1, 2048, 4, 2, width], gradients=True)
-  dq = min(backward, key=lambda code: len(code.loops[1]))  # one product less
-  assert forward.spills == dq.spills == 0 and sum(code.spills for code in backward) < 128  # bytes
-  for code in (forward, *backward):
-    assert not code.complaints  # of products that the compiler has to wait for one by one
-    assert not [i for i in code.of(code.loops[1]) if i.name.startswith(("LDL", "STL"))]  # spills, without a mask
-  for code in backward:
-    for loop in code.loops:
-      assert code.events(loop)[:5] == ["wait", f"{width // 8} x 64x64x16", "until 1", "exponentials", "until 0"]
+def test_forward_machine_code_for_an_h100(width, products):
+  """Both products of a turn are started without a wait, and the turn is given before one has ended."""
+  (forward,) = hopper_code.machine_code([1, 2048, 4, 2, width])
+  assert not forward.spills and not forward.complaints  # of products that the compiler has to wait for one by one
   masked, unmasked = forward.loops
   for loop in (masked, unmasked):
     events = forward.events(loop)
@@ -191,6 +190,39 @@ def test_machine_code_for_an_h100(width, products):
     assert events.count("arrive") == 3
   assert len(unmasked) < len(masked) < 1.6 * len(unmasked)  # one comparison for each score
   assert len(unmasked) < 500
+
+
+@pytest.mark.slow(reason="compiles forward and backward in a process of its own")
+@compiles_for_gpus
+@reads_machine_code
+@pytest.mark.parametrize("width", [64, 128])
+def test_backward_machine_code_for_an_h100(width):
+  """The softmax runs under the product of the output's gradient and the values; in one pass, no product is waited for
+  before the next one has started, but where the warpgroups exchange the scores' gradient."""
+  _, one_pass = hopper_code.machine_code([1, 2048, 4, 2, width], gradients=True)
+  assert not one_pass.spills and not one_pass.complaints
+  dv = dk = f"4 x 64x{width}x16"
+  dq = f"8 x 64x{width // 2}x16"  # half of the columns, from the keys of both
+  for loop in one_pass.loops:
+    events = one_pass.events(loop)
+    expected = ["wait", f"{width // 8} x 64x64x16", "until 1", "exponentials", dv, "until 1", "arrive", "wait", dq, dk]
+    assert events[:10] == expected and events[10] == "until 1" and set(events[11:]) == {"until 0", "arrive"}
+  _, *two_passes = hopper_code.machine_code([1, 2048, 4, 2, width], gradients=True, deterministic=True)
+  assert len(two_passes) == 2
+  for code in two_passes:
+    assert not code.spills and not code.complaints
+    for loop in code.loops:
+      assert code.events(loop)[:5] == ["wait", f"{width // 8} x 64x64x16", "until 1", "exponentials", "until 0"]
+
+
+@pytest.mark.slow(reason="compiles forward and backward in a process of its own")
+@compiles_for_gpus
+@reads_machine_code
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("width,options", [(80, {}), (128, {"documents": True}), (256, {"logits_soft_cap": 50.0})])
+def test_no_register_is_spilled(width, options, deterministic):
+  for code in hopper_code.machine_code([1, 2048, 4, 2, width], True, deterministic=deterministic, **options):
+    assert not code.spills and not code.complaints
 
 
 SASS = """\
@@ -218,13 +250,29 @@ ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
 
 
 def test_machine_code_is_read_in_order():
-  (code,) = hopper_schedule.parse(SASS)
+  (code,) = hopper_code.parse(SASS)
   assert code.spills == 16 and not code.complaints
   assert code.loops == (range(1, 11),)  # the jump back from behind the exit is no loop
   assert code.events(code.loops[0]) == ["wait", "2 x 64x128x16", "1 x 64x64x16", "until 1", "exponentials", "arrive"]
   loop = hopper_schedule.Loop.read(code, code.loops[0])
-  assert loop == hopper_schedule.Loop(products=64 + 64 + 32, issue=10, exponentials=16, softmax=16)
-  assert loop.bounds()["products"] == 320
+  shared = (2 * (64 + 128) + (64 + 64)) * 16 * 2 // 128  # both operands of three products
+  assert loop == hopper_schedule.Loop(products=64 + 64 + 32, issue=10, exponentials=16, softmax=16, shared=shared)
+  assert loop.bounds(copied=1280)["products"] == 320 and loop.bounds(copied=1280)["shared memory"] == 2 * shared + 10
+  steps = [step for step in code.steps(code.loops[0]) if step[0] != "run"]
+  assert steps == [("product", 128), ("product", 32), ("until", 1)]
+  assert sum(value for kind, value in code.steps(code.loops[0]) if kind == "run") == sum(
+    instruction.stall for instruction in code.of(code.loops[0])
+  )
+
+
+def test_two_warpgroups_hide_what_they_can():
+  cycles = lambda *steps: hopper_schedule.side_by_side(list(steps))
+  run, product, meet, wait = ("run", 100), ("product", 100), ("meet", 0), ("until", 0)
+  assert cycles(run) == 100
+  assert cycles(product, wait) == 200  # one queue
+  assert 200 <= cycles(run, product, wait) < 205  # of one, while the other runs
+  assert cycles(product, run, product, ("until", 1), run, wait) == 400
+  assert cycles(run, meet, product, wait) == 300  # both run at the same time, then both wait
 
 
 def test_multiprocessors_end_together_if_the_longest_tiles_start_first():

@@ -64,13 +64,17 @@ def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
 
 def is_open(config: Config) -> bool:
   """Whether the config leaves a choice to measurement."""
-  return config.train.remat == "auto" and config.train.adjoint == "checkpointed" or config.train.device_batch_size == -1
+  return _remat_is_open(config) or config.train.device_batch_size == -1
+
+
+def _remat_is_open(config: Config) -> bool:
+  return config.train.remat == "auto" and config.train.adjoint == "checkpointed"
 
 
 def candidates(config: Config, held: int) -> list[Choice]:
   """The values worth measuring on devices that hold `held` sequences each, for each remat from few to many."""
   train = config.train
-  remats = ["full", "dots", "none"] if train.remat == "auto" else [train.remat]
+  remats = ["full", "dots", "none"] if _remat_is_open(config) else [train.remat]
   parts = 4 if train.draw == "sandwich" else 1
   halves = [held >> n for n in range(SIZES) if held % (parts << n) == 0] or [held]
   sizes = sorted(halves) if train.device_batch_size == -1 else [train.device_batch_size]

@@ -57,11 +57,11 @@ class TPUBlocks:
     return self._chunk(T, self.block_kv, 2 * 2 * itemsize * W)
 
   def backward_chunk(self, S: int, W: int, itemsize: int) -> int:
-    """Queries in VMEM at a time: q, out, dO and dQ, twice each, and dQ's sum in float32.
+    """Queries in VMEM at a time: q, out, dO and dQ, twice each, q multiplied by the scale, and dQ's sum in float32.
 
     Three rows fill 8 sublanes each, two of them twice.
     """
-    return self._chunk(S, self.block_q_back, (4 * 2 * itemsize + 4) * W + 5 * 8 * 4)
+    return self._chunk(S, self.block_q_back, (9 * itemsize + 4) * W + 5 * 8 * 4)
 
   def _chunk(self, length: int, block: int, bytes_per_row: int) -> int:
     """A multiple of the block, so that chunks are of about equal size, within `chunk_bytes`."""

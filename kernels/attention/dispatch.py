@@ -1,5 +1,6 @@
 """The public function: checks the arguments and chooses the implementation."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.reference import attention_reference
 
-IMPLEMENTATIONS = ("auto", "reference", "pallas", "cudnn")
-WITHOUT_BACKEND = ("pallas_tpu", "pallas_gpu")  # for compiling ahead: the backend is not checked
+IMPLEMENTATIONS = ("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
+# for compiling ahead: the backend is not checked
+WITHOUT_BACKEND = ("pallas_tpu", "pallas_gpu", "pallas_gpu_deterministic")
 GPU_KERNEL_HEAD_DIM = 256  # the widest head of the GPU kernel
 
 
@@ -50,7 +52,8 @@ def choose(
     return "reference", f"cuDNN has no {lacking}" if backend == "gpu" else f"no kernel for the backend {backend!r}"
   if implementation not in IMPLEMENTATIONS + WITHOUT_BACKEND:
     raise ValueError(f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-  needed = {"pallas": ("tpu", "gpu"), "cudnn": ("gpu",)}.get(implementation, (backend,))
+  kernel = implementation.removesuffix("_deterministic")
+  needed = {"pallas": ("tpu", "gpu"), "cudnn": ("gpu",)}.get(kernel, (backend,))
   problem = None
   if backend not in needed:
     problem = f"the backend is {backend!r}, this implementation needs {' or '.join(map(repr, needed))}"
@@ -58,8 +61,8 @@ def choose(
     problem = f"has no {lacking}"
   elif implementation.startswith("pallas") and dtype == jnp.float64:
     problem = "has no dtype float64"
-  elif implementation == "pallas_gpu" or implementation == "pallas" and backend == "gpu":
-    problem = _what_the_gpu_kernel_lacks(dtype, head_dim, here=implementation == "pallas")
+  elif kernel == "pallas_gpu" or kernel == "pallas" and backend == "gpu":
+    problem = _what_the_gpu_kernel_lacks(dtype, head_dim, here=kernel == "pallas")
   if problem:
     raise ValueError(f"implementation={implementation!r}: {problem}; use 'auto' or 'reference'")
   return implementation, "it was requested"
@@ -92,6 +95,7 @@ def attention(
   scale: float | None = None,
   logits_soft_cap: float | None = None,
   return_lse: bool = False,
+  deterministic: bool = False,
   implementation: str | None = None,
 ) -> Any:
   """softmax(scale q k^T) v over the keys that a query attends to; differentiable once, in reverse mode.
@@ -110,8 +114,10 @@ def attention(
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
     return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf for a row
       without keys.
-    implementation: auto (or None), reference, pallas or cudnn. `pallas_tpu` and `pallas_gpu` are pallas
-      without a check of the backend, for compiling ahead.
+    deterministic: sums in the gradients have a fixed order, so that they are the same in each run; `pallas` then
+      takes two passes on a GPU, and `auto` does not take cuDNN.
+    implementation: auto (or None), reference, pallas, pallas_deterministic (pallas with `deterministic`) or cudnn.
+      `pallas_tpu`, `pallas_gpu` and `pallas_gpu_deterministic` are for compiling ahead: the backend is not checked.
 
   Returns:
     [B, S, H, D] in the dtype of q, and with `return_lse` a pair of that and the log-sum-exp.
@@ -124,12 +130,12 @@ def attention(
   mask = Mask(causal, window)
   scale = q_BxSxHxD.shape[-1] ** -0.5 if scale is None else float(scale)
   unsupported = _what_cudnn_lacks(
-    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse
+    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse, deterministic
   )
   chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unsupported=unsupported)
   if chosen == "cudnn":
     return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
-  out_BxSxHxD, lse_BxSxH = _function(chosen)(
+  out_BxSxHxD, lse_BxSxH = _function(chosen, deterministic)(
     q_BxSxHxD,
     k_BxTxKxD,
     v_BxTxKxD,
@@ -142,14 +148,15 @@ def attention(
   return (out_BxSxHxD, lse_BxSxH) if return_lse else out_BxSxHxD
 
 
-def _function(chosen: str):
+def _function(chosen: str, deterministic: bool):
   """The implementation, imported at its first use, since each needs its own part of Pallas."""
   if chosen == "reference":
     return attention_reference
-  if chosen == "pallas_gpu" or (chosen == "pallas" and jax.default_backend() == "gpu"):
+  kernel = chosen.removesuffix("_deterministic")
+  if kernel == "pallas_gpu" or (kernel == "pallas" and jax.default_backend() == "gpu"):
     from diffeq_nnx.kernels.attention.gpu import attention_gpu
 
-    return attention_gpu
+    return functools.partial(attention_gpu, deterministic=deterministic or kernel != chosen)
   from diffeq_nnx.kernels.attention.tpu import attention_tpu
 
   return attention_tpu
@@ -194,7 +201,7 @@ def _check(q, k, v, q_segments, kv_segments, causal, window, scale, logits_soft_
       raise ValueError(f"{name}={value}: must be above 0")
 
 
-def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, return_lse) -> str | None:
+def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, return_lse, deterministic) -> str | None:
   """The first feature that jax.nn.dot_product_attention lacks with cuDNN, or None."""
   if causal and q.shape[1] != k.shape[1]:
     return f"causal mask over {q.shape[1]} queries and {k.shape[1]} keys"
@@ -202,6 +209,8 @@ def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, re
     return "segment ids of keys that differ from the queries'"
   if logits_soft_cap is not None:
     return "soft cap"
+  if deterministic:
+    return "deterministic gradients"  # their order is left to a flag of XLA's
   return "log-sum-exp" if return_lse else None
 
 

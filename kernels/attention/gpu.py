@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diffeq_nnx.kernels.attention import flash, gpu_backward, gpu_forward
+from diffeq_nnx.kernels.attention import flash, gpu_forward, gpu_one_pass, gpu_two_pass
 from diffeq_nnx.kernels.attention.gpu_parts import Problem
 from diffeq_nnx.kernels.attention.mask import Mask
 
@@ -15,14 +15,16 @@ from diffeq_nnx.kernels.attention.mask import Mask
 class GPUKernel(Problem):
   """The kernels for one problem; see `flash.Kernel`."""
 
+  deterministic: bool = False
+
   def forward(self, q, k, v, q_segments, kv_segments):
     """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, T, K, D]."""
     return gpu_forward.forward(q, k, v, q_segments, kv_segments, self)
 
   def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
     """Gradients of q, k and v."""
-    delta = flash.delta(out, dout, dlse)
-    return gpu_backward.backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
+    kernels = gpu_two_pass if self.deterministic or self.D > gpu_one_pass.WIDEST_HEAD else gpu_one_pass
+    return kernels.backward(q, k, v, q_segments, kv_segments, lse, flash.delta(out, dout, dlse), dout, self)
 
 
 def attention_gpu(
@@ -35,6 +37,7 @@ def attention_gpu(
   mask: Mask,
   scale: float,
   logits_soft_cap: float | None,
+  deterministic: bool = False,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention's output [B, S, H, D] and log-sum-exp [B, S, H] (float32), like `attention_reference`.
@@ -42,10 +45,12 @@ def attention_gpu(
   Takes bfloat16 and D up to 256; needs jax 0.11.2.
 
   Args:
+    deterministic: gradients in two passes, which add in a fixed order; one pass, the default, adds the parts of dQ as
+      they come. Heads wider than 128 take two passes always.
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU. Set the environment variable
       NPROC=8 on machines of fewer cores: the interpreter blocks one of XLA's threads for each warpgroup that waits.
   """
-  kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret)
+  kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret, deterministic)
   out_BxSxHxD, lse_BxHxS = flash.flash_attention(
     q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel
   )

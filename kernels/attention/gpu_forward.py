@@ -135,7 +135,7 @@ def _kernel(
           return weights, new_top, correction, total * correction + weights.sum(axis=1)
 
         (weights, top, correction, total), acc = _two_products(
-          q_smem.at[wg],
+          q_smem.at[wg + parts.zero_in_loop(n)],
           k_smem.at[slot],
           weights,
           v_smem.at[before],

@@ -32,12 +32,15 @@ class Ring:
 # (forward, backward) by the largest head width. Shared memory, of the 227 KiB of a Hopper block; a row of bfloat16
 # takes 256 or 512 bytes, and a ring holds two arrays:
 #   128  forward  q 128 rows = 32 KiB; ring 2 x 2 x 128 rows = 128 KiB: together 160 KiB
-#        backward two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB
+#        backward two arrays of 128 rows = 64 KiB; ring 2 x 2 x 64 rows = 64 KiB: 128 KiB; in one pass also the scores'
+#                 gradient twice, 32 KiB, and dQ's part in float32, 32 KiB: 192 KiB
 #   256  forward  64 KiB; 2 x 2 x 64 rows = 128 KiB: 192 KiB
 #        backward 128 KiB; 2 x 1 x 64 rows = 64 KiB: 192 KiB
 # 32-bit registers of a thread, with 128 threads for the 64 rows:
 #   128  forward  scores 64, out 64, the former block's weights in bfloat16 32: 160
-#        backward dK and dV 2 x 64, scores and their gradient 2 x 32, both again in bfloat16 2 x 16: 224
+#        backward dK and dV 2 x 64, scores and their gradient 2 x 32, both again in bfloat16 2 x 16: 224; dQ's part
+#                 comes after, 32
+#    64  backward 160, and in one pass the tile's keys and values, 2 x 16
 #   256  forward  32 + 128 + 16: 176; backward, dK and dV in two passes, 128 + 2 x 32 + 2 x 16: 224
 RINGS = {128: (Ring(128, 2), Ring(64, 2)), 256: (Ring(64, 2), Ring(64, 1))}
 COMPUTE_REGISTERS, FETCH_REGISTERS = 240, 24  # (2 x 240 + 24) x 128 threads = 64,512 of 65,536
@@ -95,17 +98,27 @@ def two_products(a, b_transposed, c, d_transposed, shape, between):
   return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
-def add_product(total, a, b, interpret):
-  """total + a b; a in registers, b in shared memory."""
-  if interpret:  # the interpreter has no wgmma from registers, and no accumulator that starts from a value
+def start_product(acc_ref, a, b, interpret, total=None):
+  """Starts total + a b in an accumulator; b in shared memory, a in registers, or without a total there too.
+
+  Returns a function that gives the result once at most `wait_n` products run that were started later.
+  """
+  if interpret and isinstance(a, jax.Array):
+    # the interpreter has no wgmma from registers, and no accumulator that starts from a value
     here = b[...]
     plgpu.commit_smem()  # unlike wgmma, such a read is not seen by the copies that overwrite it
-    return total + jax.lax.dot(a, here, preferred_element_type=jnp.float32)
+    sums = jax.lax.dot(a, here, preferred_element_type=jnp.float32)
+    return lambda wait_n=0: sums if total is None else total + sums
+  if total is not None:
+    acc_ref[...] = total
+  plgpu.wgmma(acc_ref, a, b)
+  return lambda wait_n=0: plgpu.wgmma_accumulator_load(acc_ref, wait_n=wait_n)
 
-  def compute(acc_ref):
-    plgpu.wgmma(acc_ref, a, b)
 
-  return pl.run_state(compute)(plgpu.ACC.init(total))
+def add_product(total, a, b, interpret):
+  """total + a b; a in registers, b in shared memory."""
+  compute = lambda acc_ref: start_product(acc_ref, a, b, interpret, total)()
+  return pl.run_scoped(compute, plgpu.ACC(total.shape, jnp.float32))
 
 
 def zeros(shape):
@@ -198,15 +211,35 @@ def feed(blocks, ring: Ring, copies, arrived, consumed, G: int = 1):
     plgpu.barrier_wait(consumed.at[jax.lax.rem(n, ring.stages)])
 
 
+def zero_in_loop(n):
+  """0 for the n-th block, which the compiler doesn't know.
+
+  Added to the index of a tile's own array, it makes the compiler compute addresses for wgmma in each iteration. Before
+  the loop, it would compute one for each 16 columns, and keep all of them in registers.
+  """
+  return jax.lax.shift_right_logical(n, 30)
+
+
+def queries_of(b, first_head, by_position, by_head):
+  """What `feed` copies for blocks of queries, from pairs of an array and its buffers.
+
+  Args:
+    by_position: arrays [B, S, H, D].
+    by_head: arrays [B, H, S].
+  """
+  whole = [(lambda g, rows, x=x: x.at[b, rows, first_head + g], buffer) for x, buffer in by_position]
+  return whole + [(lambda g, rows, x=x: x.at[b, first_head + g, rows], buffer) for x, buffer in by_head]
+
+
 def walk(blocks, stages, carry, visit, arrived, consumed, G: int = 1):
-  """A computing warpgroup: carry = visit(block, slot, masked, carry) for each block of the range, for G heads."""
+  """A computing warpgroup: carry = visit(n, head, block, slot, masked, carry) for each block of the range, G heads."""
   num_masked, count, place = order(blocks, G)
 
   def step(masked):
     def body(n, carry):
-      slot = jax.lax.rem(n, stages)
+      slot = jax.lax.rem(n, stages) if stages > 1 else zero_in_loop(n)
       plgpu.barrier_wait(arrived.at[slot])
-      carry = visit(place(n)[1], slot, masked, carry)
+      carry = visit(n, *place(n), slot, masked, carry)
       plgpu.barrier_arrive(consumed.at[slot])
       return carry
 
@@ -229,7 +262,7 @@ def here(ranges_ref, longest_last: bool):
 
 
 def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, arguments):
-  """Runs a kernel over heads, tiles and batch; an argument may be None."""
+  """Runs a kernel over heads, tiles and batch; an argument may be None, or a `jax.Ref` that the kernel writes to."""
   given = [a is not None for a in arguments]
 
   def body(*refs):
@@ -250,10 +283,15 @@ def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, argume
   )(*(a for a in arguments if a is not None))
 
 
-def shared(count: int, rows: int, D: int, dtype) -> plgpu.SMEM:
-  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them: the widest swizzle that divides D."""
-  columns = math.gcd(D, 64)
-  transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> plgpu.SMEM:
+  """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them: the widest swizzle that divides D.
+
+  Args:
+    part: a number of columns that it divides, too.
+  """
+  size = jnp.dtype(dtype).itemsize
+  columns = math.gcd(D, part, 128 // size)
+  transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(size * columns))
   return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
 
 

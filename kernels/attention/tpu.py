@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash, tpu_backward, tpu_forward
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.flash import LOG2_E, pad
+from diffeq_nnx.kernels.attention.flash import pad
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.tpu_parts import LANES, TPUProblem
 
@@ -62,9 +62,6 @@ def attention_tpu(
     heads = 1
   W = heads * D if heads > 1 else D + -D % LANES
   blocks = blocks or TPUBlocks.tuned(S, T, W, q_BxSxHxD.dtype.itemsize)
-  if logits_soft_cap is None:
-    q_BxSxHxD = (q_BxSxHxD.astype(jnp.float32) * (scale * LOG2_E)).astype(q_BxSxHxD.dtype)
-    scale = 1 / LOG2_E
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, heads, W, q_segments_BxS is not None, blocks, interpret)
 
   def merged(x, copies: int = 1):

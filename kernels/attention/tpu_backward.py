@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
-from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, MASKED, pad
+from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import block_ranges
 from diffeq_nnx.kernels.attention.tpu_parts import (
   NN,
@@ -23,6 +23,7 @@ from diffeq_nnx.kernels.attention.tpu_parts import (
   lanes_of_head,
   of_head,
   rows,
+  scaled,
   scores_of,
   visible_in,
   visit_all,
@@ -47,6 +48,7 @@ def _backward_kernel(
   dk_acc,
   dv_acc,
   delta_ref,
+  scaled_ref,
   *,
   static: TPUProblem,
 ):
@@ -55,17 +57,19 @@ def _backward_kernel(
   block_q, block_kv = static.blocks.block_q_back, static.blocks.block_kv_back
   chunk_blocks = q_ref.shape[0] // block_q
 
-  def deltas(i, _):
-    """The sums of dO O over the lanes of each head as rows [heads, block_q]: products with rows of ones."""
+  def prepare(i, _):
+    """Scales q, and sums dO O over the lanes of each head as rows [heads, block_q]: products with rows of ones."""
     rows = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
     products = do_ref[rows, :].astype(jnp.float32) * out_ref[rows, :].astype(jnp.float32)
     own = lanes_of_head(jax.lax.broadcasted_iota(jnp.int32, (8, static.W), 0), (8, static.W), static)
     delta_ref[:, rows] = dot(own.astype(jnp.float32), products, NT)
+    # not k, whose rounding is not the forward pass's: where scores are large, gradients were up to 4 times as far off
+    scaled_ref[rows, :] = scaled(q_ref[rows, :], static)
 
   @pl.when(j == 0)
   def _start():
     dq_acc[...] = jnp.zeros_like(dq_acc)
-    jax.lax.fori_loop(0, chunk_blocks, deltas, None)
+    jax.lax.fori_loop(0, chunk_blocks, prepare, None)
 
   dk_acc[...] = jnp.zeros_like(dk_acc)
   dv_acc[...] = jnp.zeros_like(dv_acc)
@@ -73,7 +77,7 @@ def _backward_kernel(
   def visit(i, masked: bool):
     local = pl.multiple_of((i - chunk * chunk_blocks) * block_q, block_q)
     rows = pl.ds(local, block_q)
-    q, do = q_ref[rows, :], do_ref[rows, :]
+    q, do = scaled_ref[rows, :], do_ref[rows, :]
     dks, dvs = [], []
     for n in range(static.heads):
       k, v = of_head(n, k_ref[...], static), of_head(n, v_ref[...], static)
@@ -93,7 +97,8 @@ def _backward_kernel(
     dv_acc[...] += by_lane(dvs, static)
 
   visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
-  dk_ref[...] = (dk_acc[...] * static.scale).astype(dk_ref.dtype)
+  rest = 1 / LOG2_E if static.soft_cap is None else static.scale  # of the scale: the sum is of products with scaled q
+  dk_ref[...] = (dk_acc[...] * rest).astype(dk_ref.dtype)
   dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
   @pl.when(j == pl.num_programs(3) - 1)
@@ -153,6 +158,7 @@ def backward(
       pltpu.VMEM((block_kv, W), jnp.float32),
       pltpu.VMEM((block_kv, W), jnp.float32),
       pltpu.VMEM((8, chunk), jnp.float32),
+      pltpu.VMEM((chunk, W), q.dtype),
     ],
     name="attention_backward",
   )(ranges, q, k, v, *segments, out, lse, do, dlse)

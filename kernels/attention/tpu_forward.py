@@ -22,6 +22,7 @@ from diffeq_nnx.kernels.attention.tpu_parts import (
   dot,
   of_head,
   rows,
+  scaled,
   scores_of,
   visible_in,
   visit_all,
@@ -41,6 +42,7 @@ def _forward_kernel(
   max_ref,
   sum_ref,
   acc_ref,
+  scaled_ref,
   *,
   static: TPUProblem,
 ):
@@ -54,13 +56,14 @@ def _forward_kernel(
     max_ref[...] = jnp.full_like(max_ref, MASKED)
     sum_ref[...] = jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
+    scaled_ref[...] = scaled(q_ref[...], static)
 
   def visit(j, masked: bool):
     local = pl.multiple_of((j - chunk * chunk_blocks) * block_kv, block_kv)
     k, v = k_ref[pl.ds(local, block_kv), :], v_ref[pl.ds(local, block_kv), :]
     corrections, products = [], []
     for n in range(static.heads):
-      scores = scores_of(dot(of_head(n, q_ref[...], static), k, NT), static)
+      scores = scores_of(dot(of_head(n, scaled_ref[...], static), k, NT), static)
       if masked:
         segments = (
           None
@@ -127,7 +130,7 @@ def forward(q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT, static: 
       jax.ShapeDtypeStruct(q.shape, q.dtype),
       jax.ShapeDtypeStruct((B, M // W, static.heads, q.shape[1]), jnp.float32),
     ],
-    scratch_shapes=[sums, sums, pltpu.VMEM((blocks.block_q, W), jnp.float32)],
+    scratch_shapes=[sums, sums, pltpu.VMEM((blocks.block_q, W), jnp.float32), pltpu.VMEM((blocks.block_q, W), q.dtype)],
     name="attention_forward",
   )(ranges, q, k, v, *segments)
   return out[:, :S], lse.reshape(B, -1, q.shape[1])[:, :, :S]

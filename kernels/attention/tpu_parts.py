@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.flash import pad
+from diffeq_nnx.kernels.attention.flash import LOG2_E, pad
 from diffeq_nnx.kernels.attention.mask import Mask
 
 LANES = 128
@@ -25,7 +25,7 @@ NN = (((1,), (0,)), ((), ()))  # a b
 
 @dataclasses.dataclass(frozen=True)
 class TPUProblem:
-  """What the kernels are specialized for; without a soft cap q was multiplied so that q k^T are the scores."""
+  """What the kernels are specialized for."""
 
   mask: Mask
   scale: float
@@ -44,8 +44,13 @@ def dot(a, b, dimensions):
   return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
 
 
+def scaled(q, static: TPUProblem):
+  """q as `scores_of` expects it: without a soft cap times the scale and log2 e, rounded to its dtype."""
+  return q if static.soft_cap is not None else (q.astype(jnp.float32) * (static.scale * LOG2_E)).astype(q.dtype)
+
+
 def scores_of(products, static: TPUProblem):
-  """Like `flash.scores`; without a soft cap, q was multiplied before."""
+  """Like `flash.scores`, from products of `scaled` q and k."""
   return products if static.soft_cap is None else flash.scores(products, static)
 
 

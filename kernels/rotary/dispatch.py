@@ -20,7 +20,8 @@ def rotate(x_BxLxHxC: jax.Array, positions: jax.Array, implementation: str = "au
   Returns:
     [B, L, H, C] in the dtype of x, computed in float32 or wider.
   """
-  on_tpu = implementation == "pallas_tpu" or (implementation in ("auto", "pallas") and jax.default_backend() == "tpu")
+  by_backend = implementation in ("auto", "pallas", "pallas_deterministic")
+  on_tpu = implementation == "pallas_tpu" or (by_backend and jax.default_backend() == "tpu")
   _, L, H, C = x_BxLxHxC.shape
   if on_tpu and L >= FEW and C in (32, 64, 128, 256) and H * C % 128 == 0 and x_BxLxHxC.dtype != jnp.float64:
     from diffeq_nnx.kernels.rotary.tpu import rotate_tpu

@@ -1,4 +1,7 @@
-"""The backward kernels for NVIDIA Hopper GPUs: one for dQ, one for dK and dV. Letters and tiles: gpu_parts.py."""
+"""The backward kernels for NVIDIA Hopper GPUs in two passes, with seven products. Letters and tiles: gpu_parts.py.
+
+One kernel computes dQ, one dK and dV, so that all sums have a fixed order.
+"""
 
 import functools
 
@@ -12,11 +15,6 @@ from diffeq_nnx.kernels.attention import gpu_parts as parts
 from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, pad
 from diffeq_nnx.kernels.attention.gpu_parts import COLUMN, ROW, ROWS, TILE, Problem
 from diffeq_nnx.kernels.attention.mask import block_ranges
-
-
-def _for_cap(products, static: Problem):
-  """What the gradient through a soft cap needs: kept in registers only if there is one."""
-  return None if static.soft_cap is None else products
 
 
 def _dq_kernel(
@@ -56,17 +54,20 @@ def _dq_kernel(
     lse, delta = (parts.load(ref, (b, h, rows), ROW) for ref in (lse_ref, delta_ref))
     q_ids = None if q_segments_ref is None else parts.load(q_segments_ref, (b, rows), ROW)
 
-    def visit(j, slot, masked, dq):
+    def visit(n, _g, j, slot, masked, dq):
+      own = wg + parts.zero_in_loop(n)
+
       def softmax(products):
         scores = flash.scores(products, static)
         if masked:
           scores = parts.masked(scores, static, first_row, j * width, False, q_ids, kv_segments_ref, b)
-        return _for_cap(products, static), jnp.exp2(scores - parts.along_rows(lse, scores.shape))
+        weights = jnp.exp2(scores - parts.along_rows(lse, scores.shape))
+        return flash.uncapped(weights, products, static)
 
-      (products, weights), dweights = parts.two_products(
-        q_smem.at[wg], k_smem.at[slot], dout_smem.at[wg], v_smem.at[slot], (ROWS, width), softmax
+      slopes, dweights = parts.two_products(
+        q_smem.at[own], k_smem.at[slot], dout_smem.at[own], v_smem.at[slot], (ROWS, width), softmax
       )
-      dscores = flash.uncapped(weights * (dweights - parts.along_rows(delta, dweights.shape)), products, static)
+      dscores = slopes * (dweights - parts.along_rows(delta, dweights.shape))
       return parts.add_product(dq, dscores.astype(q_ref.dtype), k_smem.at[slot], static.interpret)
 
     dq = parts.walk(blocks, ring.stages, parts.zeros((ROWS, D)), visit, arrived, consumed)
@@ -116,8 +117,9 @@ def _dkv_kernel(
     plgpu.barrier_wait(own_arrived.at[wg])
     kv_ids = None if kv_segments_ref is None else parts.load(kv_segments_ref, (b, rows), ROW)
 
-    def visit(j, slot, masked, carry):
+    def visit(n, _g, j, slot, masked, carry):
       dk, dv = carry
+      own = wg + parts.zero_in_loop(n)
       shape = (ROWS, width)
 
       def softmax(products):
@@ -125,20 +127,20 @@ def _dkv_kernel(
         if masked:
           scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
-        return _for_cap(products, static), jnp.exp2(scores - parts.along_columns(lse, shape))
+        weights = jnp.exp2(scores - parts.along_columns(lse, shape))
+        return weights if wanted[1] else None, flash.uncapped(weights, products, static) if wanted[0] else None
 
       if wanted[0]:
-        (products, weights), dweights = parts.two_products(
-          k_smem.at[wg], q_smem.at[slot], v_smem.at[wg], dout_smem.at[slot], shape, softmax
+        (weights, slopes), dweights = parts.two_products(
+          k_smem.at[own], q_smem.at[slot], v_smem.at[own], dout_smem.at[slot], shape, softmax
         )
       else:
-        _, weights = softmax(parts.product(k_smem.at[wg], q_smem.at[slot], shape))
+        weights, _ = softmax(parts.product(k_smem.at[own], q_smem.at[slot], shape))
       if wanted[1]:
         dv = parts.add_product(dv, weights.astype(q_ref.dtype), dout_smem.at[slot], static.interpret)
       if wanted[0]:
         delta = parts.along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMN), shape)
-        dscores = flash.uncapped(weights * (dweights - delta), products, static)
-        dk = parts.add_product(dk, dscores.astype(q_ref.dtype), q_smem.at[slot], static.interpret)
+        dk = parts.add_product(dk, (slopes * (dweights - delta)).astype(q_ref.dtype), q_smem.at[slot], static.interpret)
       return dk, dv
 
     start = tuple(parts.zeros((ROWS, D)) if want else None for want in wanted)
@@ -152,11 +154,10 @@ def _dkv_kernel(
 
   @pl.when(wg == 2)
   def _fetch():
-    of_rows = [(lambda g, at, x=x: x.at[b, at, h * G + g], s) for x, s in ((q_ref, q_smem), (dout_ref, dout_smem))]
-    per_row = [
-      (lambda g, at, x=x: x.at[b, h * G + g, at], s) for x, s in ((lse_ref, lse_smem), (delta_ref, delta_smem))
-    ]
-    parts.feed(blocks, ring, of_rows + per_row, arrived, consumed, G)
+    copies = parts.queries_of(
+      b, h * G, ((q_ref, q_smem), (dout_ref, dout_smem)), ((lse_ref, lse_smem), (delta_ref, delta_smem))
+    )
+    parts.feed(blocks, ring, copies, arrived, consumed, G)
 
 
 def backward(

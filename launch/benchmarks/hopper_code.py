@@ -1,0 +1,210 @@
+"""Machine code of the attention kernels for an H100, compiled without one, and what it does in order.
+
+Needs jax 0.11.2 or later, the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version, and `nvdisasm`, which CUDA's
+toolkit and the wheel of triton hold, on the PATH.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+FLOPS_PER_CYCLE = 4096  # of a multiprocessor, bfloat16 products
+SHARED_BYTES = 128  # a cycle of shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """Of the machine code; `stall` is how many cycles its warp waits before the next one."""
+
+  stall: int
+  text: str
+
+  @property
+  def name(self) -> str:
+    """With its modifiers, without predicate and operands."""
+    return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
+
+  @property
+  def product_cycles(self) -> int:
+    """Cycles of the tensor cores; 0 if it is no matrix product."""
+    size = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", self.name)
+    m, n, k = map(int, size.groups()) if size else (0, 0, 0)
+    return 2 * m * n * k // FLOPS_PER_CYCLE
+
+  @property
+  def shared_bytes(self) -> int:
+    """Traffic of shared memory by a warpgroup; loads by columns are the same for 8 threads each."""
+    if size := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", self.name):
+      m, n, k = map(int, size.groups())
+      first_operand = self.text.split(",")[1]
+      return 2 * k * (n + (m if "gdesc" in first_operand else 0))  # bfloat16
+    kind = self.name.split(".")
+    if kind[0] in ("STSM", "LDSM"):
+      return 4 * 128 * int(kind[-1])  # matrices of 8 x 8
+    wide = 4 * {"64": 2, "128": 4}.get(kind[-1], 1)
+    return 128 * wide if kind[0] == "STS" else 4 * SHARED_BYTES if kind[0] == "LDS" else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+  """A kernel as the compiler left it: its instructions, and its innermost loops with matrix products as ranges."""
+
+  instructions: tuple[Instruction, ...]
+  loops: tuple[range, ...]
+  spills: int  # bytes stored and loaded
+  complaints: tuple[str, ...]  # of the compiler about matrix products that it had to keep apart
+
+  def of(self, loop: range) -> list[Instruction]:
+    """The instructions of a loop."""
+    return [self.instructions[i] for i in loop]
+
+  def events(self, loop: range) -> list[str]:
+    """What a loop does in order: wait, arrive, `N x SIZE` products, `until N` groups of them are left, exponentials."""
+    found: list[str] = []
+    for instruction in self.of(loop):
+      name = instruction.name
+      if name.startswith("HGMMA"):
+        event = name.split(".")[1]
+      elif name.startswith("WARPGROUP.DEPBAR"):
+        event = f"until {int(instruction.text.split(',')[-1], 16)}"
+      elif "TRYWAIT" in name:
+        event = "wait"
+      elif name.startswith("SYNCS.ARRIVE"):
+        event = "arrive"
+      elif name.startswith("MUFU.EX2"):
+        event = "exponentials"
+      else:
+        continue
+      if event[0].isdigit() and found and found[-1].endswith(event):
+        event = f"{int(found.pop().split(' x ')[0]) + 1} x {event}"
+      elif event[0].isdigit():
+        event = f"1 x {event}"
+      if event != "exponentials" or found[-1:] != ["exponentials"]:
+        found.append(event)
+    return found
+
+  def steps(self, loop: range) -> list[tuple[str, int]]:
+    """One iteration as ("run", cycles), ("product", cycles of a group), ("until", groups left) and ("meet", 0)."""
+    steps: list[tuple[str, int]] = []
+    product = arrived = 0
+    for instruction in self.of(loop):
+      product += instruction.product_cycles
+      if instruction.product_cycles and instruction.text.endswith("gsb0"):
+        steps.append(("product", product))
+        product = 0
+      elif instruction.name.startswith("WARPGROUP.DEPBAR"):
+        steps.append(("until", int(instruction.text.split(",")[-1], 16)))
+      elif "TRYWAIT" in instruction.name and arrived:  # for the warpgroup to which it has just said that it is there
+        steps.append(("meet", 0))
+      arrived = instruction.name.startswith("SYNCS.ARRIVE") or (arrived and "SYNCS" not in instruction.name)
+      steps.append(("run", instruction.stall))
+    return steps
+
+
+def _instructions(lines: list[str]) -> tuple[tuple[Instruction, ...], tuple[range, ...]]:
+  """The instructions of a dump with control codes, and the innermost loops with products."""
+  instructions: list[Instruction] = []
+  labels: dict[str, int] = {}
+  for line in lines:
+    if label := re.match(r"(\.L_x_\d+):", line):
+      labels[label[1]] = len(instructions)
+    elif found := re.match(r"\s*\S+:\S+:\S+:\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(\S.*)", line):
+      instructions.append(Instruction(int(found[1]), found[2].strip(" ;")))
+  loops = []
+  for i, instruction in enumerate(instructions):
+    if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction.text):
+      body = range(labels.get(target[1], i + 1), i + 1)
+      names = {instructions[j].name.split(".")[0] for j in body}
+      if "HGMMA" in names and "EXIT" not in names:  # past the exits, waits jump back to where they came from
+        loops.append(body)
+  innermost = [a for a in loops if not any(b != a and b.start in a and b[-1] in a for b in loops)]
+  return tuple(instructions), tuple(innermost)
+
+
+def parse(text: str) -> list[MachineCode]:
+  """The kernels in what the compiler printed: for each its remarks, then a dump with control codes."""
+  kernels = []
+  remarks: list[str] = []
+  for dump in re.split(r"(?m)^(?=[ \t]*\.target\s)", text):
+    lines = dump.splitlines()
+    if remarks:
+      spills = [re.findall(r"(\d+) bytes spill", line) for line in remarks if "bytes stack frame" in line]
+      complaints = tuple(line for line in remarks if "(C75" in line)
+      kernels.append(MachineCode(*_instructions(lines), sum(map(int, spills[0])), complaints))
+    remarks = [line for line in lines if line.startswith("ptxas") or "bytes stack frame" in line]
+  return kernels
+
+
+def compile_here(shape: list[int], gradients: bool, documents: bool, **options) -> None:
+  """Compiles attention, or its gradients, for an H100, in a process that dumps machine code."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from diffeq_nnx.kernels.attention import attention
+  from launch import gpus
+
+  batch, length, heads, kv_heads, width = shape
+  (device,) = gpus.devices_of("h100:1")
+  mesh = jax.sharding.Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  everywhere = jax.sharding.PartitionSpec()
+  array = lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype, sharding=jax.sharding.NamedSharding(mesh, everywhere))
+  q, k = (array(batch, length, count, width, dtype=jnp.bfloat16) for count in (heads, kv_heads))
+  segments = (array(batch, length, dtype=jnp.int32),) if documents else ()
+
+  def function(q, k, v, *segments):
+    return attention(q, k, v, segment_ids=(*segments, None)[0], implementation="pallas_gpu", **options)
+
+  if gradients:
+    forward = function
+    function = jax.grad(lambda *arrays: forward(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
+  # under shard_map, so that the kernel knows which device it is for
+  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.jit(function).trace(q, k, k, *segments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def machine_code(
+  shape: list[int], gradients: bool = False, documents: bool = False, **options: Any
+) -> list[MachineCode]:
+  """The kernels of causal attention at [batch, length, heads, key/value heads, width]; with gradients all of them.
+
+  Args:
+    documents: rows hold several.
+    options: of `attention`.
+
+  Raises:
+    SystemExit: something is missing, or doesn't compile.
+  """
+  disassembler = shutil.which("nvdisasm")
+  if disassembler is None:
+    raise SystemExit("error: no nvdisasm on the PATH; CUDA's toolkit has it, and the wheel of triton")
+  with tempfile.TemporaryDirectory() as folder:
+    (pathlib.Path(folder) / "bin").mkdir()
+    (pathlib.Path(folder) / "bin" / "nvdisasm").symlink_to(disassembler)
+    environment = os.environ | {
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
+      "CUDA_ROOT": folder,  # where Mosaic GPU looks for nvdisasm
+      "MOSAIC_GPU_DUMP_SASS_CTRL": "1",
+      "MOSAIC_GPU_DUMP_PTXAS": "1",
+      "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is taken from a cache is not dumped
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+    }
+    arguments = {"shape": shape, "gradients": gradients, "documents": documents, **options}
+    command = [sys.executable, __file__, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  if done.returncode:
+    raise SystemExit(f"error: attention at {shape} does not compile for an H100: {done.stderr[-2000:]}")
+  return parse(done.stdout)
+
+
+if __name__ == "__main__":
+  compile_here(**json.loads(sys.argv[1]))
