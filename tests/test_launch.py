@@ -1,7 +1,9 @@
 """The programs in launch/ on small sizes: what they print, not how fast they are."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from diffeq_nnx import config as config_lib
@@ -79,11 +81,11 @@ def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
     benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=17", *SMALL])
 
 
-def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):
+def test_compare_prints_paired_differences_and_does_not_train_twice(tmp_path, capsys):
   arguments = [
     "--config=configs/tiny.py",
-    "--rows=gpt",
-    "--rates=1e-30,3e-2",
+    "--rows=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
+    "--rates=3e-2",
     "--seeds=0,1",
     f"--workdir={tmp_path}/runs",
     *SMALL,
@@ -93,13 +95,29 @@ def test_compare_finds_the_best_rate_and_does_not_train_twice(tmp_path, capsys):
     f"--set=data.cache_dir={tmp_path}/cache",
   ]
   compare.main(arguments)
-  line = capsys.readouterr().out.strip().splitlines()[-1]
-  assert line.startswith("| gpt | 0.03 | ")
-  losses = json.loads((tmp_path / "runs" / "results.json").read_text())
-  assert set(losses) == {"gpt_rate1e-30_seed0", "gpt_rate0.03_seed0", "gpt_rate0.03_seed1"}
-  compare.main(arguments)
-  out = capsys.readouterr().out
-  assert out.strip().splitlines()[-1] == line and "--" not in out.splitlines()[0]
+  rows = capsys.readouterr().out.strip().splitlines()[-2:]
+  assert rows[0].startswith("| gpt | 0.03 | ") and rows[1].startswith("| gpt@optimizer.name=muon@")
+  results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")}
+  runs = {f"gpt_rate0.03_seed{seed}.json" for seed in (0, 1)}
+  assert {name for name in results if "@" not in name} == runs and len(results) == 4
+  losses = [[loss for name, loss in results.items() if ("@" in name) == other] for other in (False, True)]
+  difference = float(rows[1].split("|")[4].split("±")[0])
+  assert difference == pytest.approx(np.mean(losses[1]) - np.mean(losses[0]), abs=1e-4)
+  compare.main([*arguments, f"--plot={tmp_path}/curves.png"])
+  out = capsys.readouterr().out.strip().splitlines()
+  assert out[-2:] == rows and "--" not in out[0] and (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: abs(math.log2(rate)) + seed)
+  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--seeds=0,2", f"--workdir={tmp_path}", "--bracket"]
+  compare.main([*arguments, "--rates=8,4"])
+  row = [cell.strip() for cell in capsys.readouterr().out.strip().splitlines()[-1].split("|")]
+  assert row[2:4] == ["1", "1.0000 ± 1.0000"]
+  assert row[6] == "0.5: 1.0000, 1: 0.0000, 2: 1.0000, 4: 2.0000, 8: 3.0000"
+  monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: rate)
+  with pytest.raises(UserError, match="--bracket: of 12 rates"):
+    compare.main([*arguments, "--rates=8,4"])
 
 
 @pytest.mark.parametrize(

@@ -1,62 +1,184 @@
 """Trains several rows of the model table at several peak rates and seeds, and prints a Markdown table.
 
   python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=1e-3,2e-3,4e-3 \
-      --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--set=model.num_steps=6]
+      --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--bracket] [--all-seeds] [--plot=FILE.png]
 
-Every rate is run with the first seed, and the best one then with the other seeds; `--all-seeds` runs every rate with
-every seed and chooses the best by the mean. Finished runs are not repeated, so the same command continues after an
-interruption. Results are in results.json of the work directory.
+A row's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every rate is run with the first seed, and the
+best one then with the other seeds; `--all-seeds` runs every rate with every seed and chooses the best by the mean.
+`--bracket` also runs half the lowest rate, or twice the highest, for as long as the best is at that end, so that it
+lies between two worse ones. Finished runs are not repeated, so the same command continues after an interruption, and
+several commands can share a work directory: each result is a file there, RUN.json.
+
+The table has each row's best rate, the mean of its validation losses in nats per token with the standard error over
+seeds, the mean of its differences from the first row's with the same seed and their standard error, losses by seed and
+by rate, trained parameters and floating-point operations of the training (`training.flops`, generator included).
+`--plot` draws validation losses against tokens and against those operations: means over seeds, and the range.
 """
 
 import argparse
+import dataclasses
 import json
+import math
 import os
+import re
 import statistics
 
+import jax
+import numpy as np
+
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
+from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.training import flops
+from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.step import init_state
+
+MOST_RATES = 12  # that are tried for a row
 
 
 class Runs:
-  """Finished runs by name, stored in results.json."""
+  """Finished runs by name, each in a file of the work directory."""
 
   def __init__(self, args: argparse.Namespace):
     self._args = args
-    self._path = os.path.join(args.workdir, "results.json")
     os.makedirs(args.workdir, exist_ok=True)
-    self.losses: dict[str, float] = {}
-    if os.path.exists(self._path):
-      with open(self._path, encoding="utf-8") as file:
-        self.losses = json.load(file)
+    former = self.place("results.json")  # of a version that had this file alone
+    self._former = files.read_json(former) if os.path.exists(former) else {}
+
+  def place(self, name: str) -> str:
+    """A path in the work directory."""
+    return os.path.join(self._args.workdir, name)
+
+  def name(self, row: str, rate: float, seed: int) -> str:
+    """Of a run, and of its directory."""
+    return f"{row.replace('/', '_')}_rate{rate:g}_seed{seed}"
+
+  def config(self, row: str, *settings: str) -> Config:
+    """Of a row, with its own settings, these, and those of the command line."""
+    row, *own = row.split("@")
+    return config_lib.load(f"{self._args.config}:{row}", [*settings, *self._args.set, *own])
 
   def loss(self, row: str, rate: float, seed: int) -> float:
     """Final validation loss of one run, in nats per token; infinite if it diverged."""
     settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
-    return self.loss_of(f"{row}_rate{rate:g}_seed{seed}", row, settings)
+    return self.loss_of(self.name(row, rate, seed), row, settings)
 
   def loss_of(self, name: str, row: str, settings: list[str]) -> float:
     """The same of a run of this name, with settings before those of the command line."""
-    if name not in self.losses:
-      settings = [*settings, *self._args.set]
-      config = config_lib.load(f"{self._args.config}:{row}", settings)
+    path = self.place(f"{name}.json")
+    if name in self._former:
+      return self._former[name]
+    if not os.path.exists(path):
+      config = self.config(row, *settings)
       print(f"-- {name}", flush=True)
       try:
-        self.losses[name] = train(config, os.path.join(self._args.workdir, name))["loss"]
+        loss = train(config, self.place(name))["loss"]
       except RunError as error:
         print(error, flush=True)
-        self.losses[name] = float("inf")
-      with open(self._path, "w", encoding="utf-8") as file:
-        json.dump(self.losses, file, indent=2)
-    return self.losses[name]
+        loss = math.inf
+      files.write(path, json.dumps(loss).encode())
+    return files.read_json(path)
+
+  def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
+    """Train steps and validation losses of a run."""
+    with open(os.path.join(self.place(self.name(row, rate, seed)), "metrics.jsonl"), encoding="utf-8") as file:
+      records = [record for record in map(json.loads, file) if record["split"] == "validation"]
+    by_step = {record["step"]: record["loss"] for record in records}  # the last, where a run was continued
+    return list(by_step), list(by_step.values())
 
 
-def best_of(runs: Runs, row: str, rates: list[float], seeds: list[int], all_seeds: bool):
-  """(best rate, its losses by seed, {rate: mean loss over the seeds that it ran with})."""
-  tried = seeds if all_seeds else seeds[:1]
-  by_rate = {rate: statistics.mean(runs.loss(row, rate, seed) for seed in tried) for rate in rates}
-  best = min(by_rate, key=by_rate.get)
-  return best, [runs.loss(row, best, seed) for seed in seeds], by_rate
+@dataclasses.dataclass
+class Row:
+  """What was found for a row; `losses` are by seed, `by_rate` means over the seeds that a rate ran with."""
+
+  name: str
+  config: Config
+  rate: float
+  losses: list[float]
+  by_rate: dict[float, float]
+
+
+def best_of(runs: Runs, row: str, args: argparse.Namespace) -> Row:
+  """A row at its best rate.
+
+  Raises:
+    UserError: with `--bracket`, the best of `MOST_RATES` is still the lowest or the highest.
+  """
+  tried = args.seeds if args.all_seeds else args.seeds[:1]
+  by_rate: dict[float, float] = {}
+  rates = list(args.rates)
+  while rates:
+    by_rate |= {rate: statistics.mean(runs.loss(row, rate, seed) for seed in tried) for rate in rates}
+    best, low, high = min(by_rate, key=lambda rate: by_rate[rate]), min(by_rate), max(by_rate)
+    rates = [rate for end, rate in ((low, low / 2), (high, high * 2)) if best == end] if args.bracket else []
+    if rates and len(by_rate) >= MOST_RATES:
+      raise UserError(f"--bracket: of {len(by_rate)} rates {best:g} is the best for {row}, at an end; change --rates")
+  losses = [runs.loss(row, best, seed) for seed in args.seeds]
+  return Row(row, runs.config(row, f"optimizer.peak_rate={best!r}"), best, losses, dict(sorted(by_rate.items())))
+
+
+def mean_and_error(values: list[float], digits: str = ".4f") -> str:
+  """The mean, with its standard error where there are several values."""
+  if len(values) == 1:
+    return f"{values[0]:{digits}}"
+  return f"{statistics.mean(values):{digits}} ± {np.std(values, ddof=1) / len(values) ** 0.5:.4f}"
+
+
+def operations(config: Config, steps: int) -> float:
+  """Floating-point operations of so many train steps, generating weights included."""
+  counts = [drawn_counts(config, step) for step in range(steps)]
+  each = {one: flops.model_flops(config, one) + flops.generator_flops(config.model, one) for one in set(counts)}
+  return sum(each[one] for one in counts)
+
+
+def num_parameters(config: Config) -> int:
+  """Parameters that are trained."""
+  shapes = jax.eval_shape(lambda: init_state(config))["params"]
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def table(rows: list[Row]) -> str:
+  """As Markdown."""
+  head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
+  lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+  for row in rows:
+    cells = [
+      row.name,
+      f"{row.rate:g}",
+      mean_and_error(row.losses),
+      mean_and_error(list(np.subtract(row.losses, rows[0].losses)), "+.4f") if row is not rows[0] else "",
+      ", ".join(f"{loss:.4f}" for loss in row.losses),
+      ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items()),
+      f"{num_parameters(row.config):,}",
+      f"{operations(row.config, row.config.train.steps):.3g}",
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
+def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:
+  """Validation losses of each row at its best rate against tokens and against operations."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot  # after choosing the backend
+
+  figure, panels = pyplot.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained", sharey=True)
+  for row in rows:
+    curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
+    steps, losses = curves[0][0], np.array([losses for _, losses in curves])
+    tokens = [step * row.config.train.batch_size * row.config.model.seq_len for step in steps]
+    for axes, places in zip(panels, (tokens, [operations(row.config, step) for step in steps])):
+      (line,) = axes.plot(places, losses.mean(0), marker="o", markersize=3, linewidth=1.3, label=row.name)
+      axes.fill_between(places, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+  panels[0].set(xlabel="tokens", ylabel="validation loss, nats per token")
+  panels[1].set(xlabel="floating-point operations")
+  for axes in panels:
+    axes.grid(alpha=0.25)
+  panels[0].legend(fontsize=8)
+  figure.savefig(path, dpi=120)
 
 
 def numbers(kind):
@@ -68,22 +190,21 @@ def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", required=True)
-  parser.add_argument("--rows", type=lambda text: text.split(","), default=["diffeq", "baseline"])
+  apart = r",(?![^(]*\))"  # a setting may be a tuple
+  parser.add_argument("--rows", type=lambda text: re.split(apart, text), default=["diffeq", "baseline"])
   parser.add_argument("--rates", type=numbers(float), default=[1e-3, 2e-3, 4e-3])
   parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
   parser.add_argument("--all-seeds", action="store_true")
+  parser.add_argument("--bracket", action="store_true")
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
   runs = Runs(args)
-  lines = ["| row | peak rate | mean validation loss | by seed | by rate |", "| --- | --- | --- | --- | --- |"]
-  for row in args.rows:
-    rate, losses, by_rate = best_of(runs, row, args.rates, args.seeds, args.all_seeds)
-    lines.append(
-      f"| {row} | {rate:g} | {statistics.mean(losses):.4f} | {', '.join(f'{l:.4f}' for l in losses)} | "
-      f"{', '.join(f'{r:g}: {l:.4f}' for r, l in by_rate.items())} |"
-    )
-  print("\n".join(lines))
+  rows = [best_of(runs, row, args) for row in args.rows]
+  print(table(rows))
+  if args.plot:
+    plot(runs, rows, args.seeds, args.plot)
 
 
 if __name__ == "__main__":
