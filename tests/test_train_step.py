@@ -14,7 +14,7 @@ from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.depths import drawn_counts
-from diffeq_nnx.training.optimizer import MUON_RMS, make_optimizer, schedule
+from diffeq_nnx.training.optimizer import MUON_RMS, differentiated_at, kept, make_optimizer, schedule
 from diffeq_nnx.training.step import (
   init_state,
   loss_and_gradients,
@@ -147,7 +147,23 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
       np.testing.assert_allclose(update, functools.reduce(lambda tree, key: tree[key.key], path, updates["adamw"]))
 
 
-@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_schedule_free_training_keeps_the_mean_of_its_iterates():
+  config = OptimizerConfig(name="schedule_free", peak_rate=0.1, warmup_fraction=0.0, weight_decay=0.0)
+  optimizer = make_optimizer(config, 10)
+  params = {"embedding": jnp.arange(4.0)}
+  state, iterates = optimizer.init(params), []
+  for n in range(5):
+    at = differentiated_at(state, params)
+    between = config.b1 * params["embedding"] + (1 - config.b1) * state.z["embedding"]
+    np.testing.assert_allclose(at["embedding"], between, rtol=1e-6)
+    updates, state = optimizer.update({"embedding": jnp.sin(at["embedding"] + n)}, state, at)
+    params = kept(state, optax.apply_updates(at, updates))
+    iterates.append(state.z["embedding"])
+  np.testing.assert_allclose(params["embedding"], np.mean(iterates, 0), rtol=1e-5)
+  assert schedule(config, 10)(9) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "schedule_free"])
 def test_moments_are_split_over_devices_like_their_parameters(name):
   config = small_config(small_model(**ROWS["diffeq"]))
   config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
@@ -162,7 +178,7 @@ def test_moments_are_split_over_devices_like_their_parameters(name):
 
 
 @pytest.mark.parametrize(
-  "row,name", [("diffeq", "adamw"), ("baseline", "adamw"), ("diffeq", "muon"), ("diffeq", "lion")]
+  "row,name", [("baseline", "adamw"), *itertools.product(["diffeq"], ["adamw", "muon", "lion", "schedule_free"])]
 )
 def test_a_batch_is_learnt(row, name):
   rate = 5e-3 if name == "lion" else 1e-2

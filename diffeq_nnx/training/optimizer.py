@@ -11,14 +11,17 @@ from diffeq_nnx.config import OptimizerConfig
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Learning rate by step: linear from 0 over the warm-up, then a cosine to `final_fraction` of the peak."""
+  """Learning rate by step: linear from 0 over the warm-up, then a cosine to `final_fraction` of the peak.
+
+  Schedule-free AdamW stays at the peak after the warm-up.
+  """
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps) if config.warmup_fraction else 0
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0 if warmup else config.peak_rate,
     peak_value=config.peak_rate,
     warmup_steps=warmup,
     decay_steps=max(steps, warmup + 1),
-    end_value=config.final_fraction * config.peak_rate,
+    end_value=config.peak_rate * (1.0 if config.name == "schedule_free" else config.final_fraction),
   )
 
 
@@ -62,13 +65,39 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
   Muon: Jordan et al. 2024; its momentum is 0.95, and b1, b2 and eps are those of AdamW for the rest. Lion: Chen et al.
-  2023, whose learning rate is usually 3 to 10 times smaller than AdamW's.
+  2023, whose learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the
+  mean over iterates takes the place of momentum and decay, with b1 the share of that mean where gradients are taken.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-  directions = {"adamw": adam, "muon": _muon(adam), "lion": optax.scale_by_lion(config.b1, config.b2)}
-  return optax.chain(
+  directions = {
+    "adamw": adam,
+    "muon": _muon(adam),
+    "lion": optax.scale_by_lion(config.b1, config.b2),
+    "schedule_free": optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True),
+  }
+  rate = schedule(config, steps)
+  whole = optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     directions[config.name],
     optax.add_decayed_weights(config.weight_decay, _by_path(decays)),
-    optax.scale_by_learning_rate(schedule(config, steps)),
+    optax.scale_by_learning_rate(rate),
   )
+  return optax.contrib.schedule_free(whole, rate, config.b1) if config.name == "schedule_free" else whole
+
+
+def differentiated_at(opt_state: optax.OptState, params: Any) -> Any:
+  """The parameters at which the gradient is taken: `params`, or with schedule_free between them and the last iterate.
+
+  The state of training holds the averages of schedule-free training, x in the paper, which every job reads.
+  """
+  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
+    return params
+  b1 = opt_state.b1
+  return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, opt_state.z)
+
+
+def kept(opt_state: optax.OptState, params: Any) -> Any:
+  """The parameters to keep, from those of `differentiated_at` after their update."""
+  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
+    return params
+  return optax.contrib.schedule_free_eval_params(opt_state, params)

@@ -233,15 +233,16 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
     parts = [grids.make_grid(config.model, count) for count in counts]
     key = jax.random.fold_in(state["key"], state["step"])
-    loss, gradients = loss_and_gradients(config, parts, state["params"], batch, key, state["frozen"])
-    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+    params = optimizer_lib.differentiated_at(state["opt_state"], state["params"])
+    loss, gradients = loss_and_gradients(config, parts, params, batch, key, state["frozen"])
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], params)
     metrics = {
       "loss": loss,
       "gradient_norm": optax.tree.norm(gradients),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
     return {
-      "params": optax.apply_updates(state["params"], updates),
+      "params": optimizer_lib.kept(opt_state, optax.apply_updates(params, updates)),
       "opt_state": opt_state,
       "step": state["step"] + 1,
       "key": state["key"],
