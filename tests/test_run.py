@@ -367,11 +367,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
   assert kept(workdir) == before
 
 
-def test_a_directory_of_another_model_or_tokenizer_names_the_keys(run, tmp_path):
+def test_a_directory_of_another_model_optimizer_or_tokenizer_names_the_keys(run, tmp_path):
   config, workdir = run
   other = dataclasses.replace(config, model=dataclasses.replace(config.model, num_steps=3, embed_dim=32))
+  other = dataclasses.replace(other, optimizer=dataclasses.replace(config.optimizer, name="lion"))
   with pytest.raises(UserError) as told:
     train(other, str(workdir))
+  assert "optimizer.name is 'adamw' there and 'lion' here" in str(told.value)
   assert "model.num_steps is 2 there and 3 here" in str(told.value)
   assert "model.embed_dim is 16 there and 32 here" in str(told.value)
   assert "model.num_heads" not in str(told.value)

@@ -22,12 +22,13 @@ STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
 
 def identity(config: Config) -> dict[str, Any]:
-  """What must stay the same for a run to go on: the model, the data, the seed; flat, by dotted key.
+  """What must stay the same for a run to go on: model, data, seed, kind of optimizer; flat, by dotted key.
 
   Prepared shards are identified by `Corpus.fingerprint` of their tokens instead; they may be moved.
   """
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
+  flat["optimizer.name"] = config.optimizer.name  # of which checkpoints hold moments
   for key in (
     "data.cache_dir",
     "data.tfds_dir",
