@@ -37,17 +37,13 @@ def attention_reference(
     visible_1xSxT = visible_1xSxT & (q_segments_BxS[:, :, None] == kv_segments_BxT[:, None, :])
   visible_Bx1x1xSxT = visible_1xSxT[:, None, None]
   scores_BxKxGxSxT = jnp.where(visible_Bx1x1xSxT, scores_BxKxGxSxT, jnp.finfo(wide).min)
-  largest_BxKxGxS = jax.lax.stop_gradient(scores_BxKxGxSxT.max(-1))  # the softmax doesn't depend on it
-  weights_BxKxGxSxT = jnp.exp(scores_BxKxGxSxT - largest_BxKxGxS[..., None])
-  total_BxKxGxS = weights_BxKxGxSxT.sum(-1)
-  lse_BxKxGxS = largest_BxKxGxS + jnp.log(total_BxKxGxS)
+  weights_BxKxGxSxT = jax.nn.softmax(scores_BxKxGxSxT, axis=-1)
+  lse_BxKxGxS = jax.nn.logsumexp(scores_BxKxGxSxT, axis=-1)
   if q_segments_BxS is not None or not mask.every_row_attends(S, T):
     some_Bx1x1xS = visible_Bx1x1xSxT.any(-1)
     weights_BxKxGxSxT = jnp.where(some_Bx1x1xS[..., None], weights_BxKxGxSxT, 0)
     lse_BxKxGxS = jnp.where(some_Bx1x1xS, lse_BxKxGxS, -jnp.inf)
   weights_BxKxGxSxT = weights_BxKxGxSxT.astype(v_BxTxKxD.dtype)
-  # divided after the product, which has fewer elements than the weights
   out_BxSxKxGxD = jnp.einsum("bkgst,btkd->bskgd", weights_BxKxGxSxT, v_BxTxKxD, preferred_element_type=wide)
-  out_BxSxKxGxD /= jnp.moveaxis(total_BxKxGxS, 3, 1)[..., None]
   lse_BxSxH = jnp.moveaxis(lse_BxKxGxS.reshape(B, H, S), 1, 2)
   return out_BxSxKxGxD.reshape(B, S, H, D).astype(q_BxSxHxD.dtype), lse_BxSxH
