@@ -13,7 +13,7 @@ from launch.benchmarks import analysis as benchmark_analysis
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
-from launch.experiments import compare, finetune_depths
+from launch.experiments import cloze, compare, finetune_depths, inside, tables
 
 SMALL = [
   "--set=model.num_steps=2",
@@ -81,7 +81,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
     benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=17", *SMALL])
 
 
-def test_compare_prints_paired_differences_and_does_not_train_twice(tmp_path, capsys):
+def test_the_smallest_study_end_to_end(tmp_path, capsys):
   arguments = [
     "--config=configs/tiny.py",
     "--rows=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
@@ -107,6 +107,26 @@ def test_compare_prints_paired_differences_and_does_not_train_twice(tmp_path, ca
   out = capsys.readouterr().out.strip().splitlines()
   assert out[-2:] == rows and "--" not in out[0] and (tmp_path / "curves.png").stat().st_size > 10_000
 
+  runs = f"--runs={tmp_path}/runs/gpt_rate0.03_seed*,{tmp_path}/runs/gpt@*_seed*"
+  inside.main([runs, "--texts=2", "--tokens=8", f"--plot={tmp_path}/inside.png"])
+  cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+  assert cells[0][1] == "gpt_rate0.03" and all("±" in cell for row in cells[2:] for cell in row[1:])
+  assert (tmp_path / "inside.png").stat().st_size > 10_000
+  arguments = [runs, "--text=builtin", f"--to={tmp_path}/cloze", "--passages=20"]
+  cloze.main(arguments)
+  out = capsys.readouterr().out.splitlines()
+  assert out[-2].count("±") == 3 and out[-1].count("±") == 6
+  cloze.main(arguments)
+  assert capsys.readouterr().out.splitlines() == out[-4:]
+
+
+def test_passages_end_in_a_word_that_they_hold():
+  words = " ".join(f"word{i}" for i in range(34))
+  text = (
+    f"Too short. The lake was cold. {words} and the river met the lake. {words} and then there was the END. No more."
+  )
+  assert list(cloze.passages(text)) == [(f"The lake was cold. {words} and the river met the", "lake")]
+
 
 def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: abs(math.log2(rate)) + seed)
@@ -118,6 +138,15 @@ def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_
   monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: rate)
   with pytest.raises(UserError, match="--bracket: of 12 rates"):
     compare.main([*arguments, "--rates=8,4"])
+
+
+def test_runs_by_row_says_what_does_not_fit(tmp_path):
+  for name in ("a_seed0", "a_seed1", "b_seed0", "c"):
+    (tmp_path / name).mkdir()
+  assert tables.runs_by_row(f"{tmp_path}/a_*") == {"a": [f"{tmp_path}/a_seed0", f"{tmp_path}/a_seed1"]}
+  for pattern, part in (("a_*,{}/b_*", "different seeds"), ("*_seed*", "one row"), ("d*", "none"), ("c", "_seedN")):
+    with pytest.raises(UserError, match=part):
+      tables.runs_by_row(f"{tmp_path}/" + pattern.format(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +171,7 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
     "--rows=full,lora",
     "--steps=2,3",
     "--set=train.steps=2",
+    "--set=train.log_every=1",
     "--set=train.batch_size=4",
     "--set=train.loss_chunks=4",
     "--set=eval.max_batches=1",
@@ -152,11 +182,14 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
   finetune_depths.main(arguments)
   again = capsys.readouterr()
   assert again.out == table and "nothing to train" in again.err
-  with pytest.raises(UserError, match="full_2 was trained with other settings"):
+  with pytest.raises(UserError, match="full_2_.* was trained with other settings"):
     finetune_depths.main([*arguments, "--set=optimizer.peak_rate=0.5"])
-  monkeypatch.setattr(finetune_depths, "read_metrics", lambda *_: [{"step": 0, "perplexity": 9.0}])
+  monkeypatch.setattr(finetune_depths, "read_metrics", lambda *_: [{"step": 0, "loss": 9.0}])
   with pytest.raises(RunError, match="is not finished"):
     finetune_depths.main(arguments)
   header, _, *rows = table.splitlines()
-  assert header == "| steps | before | full | lora |" and [row.split(" | ")[0] for row in rows] == ["| 2", "| 3"]
-  assert all(float(cell.strip("| ")) > 1 for row in rows for cell in row.split(" | ")[1:])
+  assert header == "| steps | before | full | over training | lora | over training |" and [
+    row.split(" | ")[0] for row in rows
+  ] == ["| 2", "| 3"]
+  values = [[float(cell.strip("| ")) for cell in row.split(" | ")[1:]] for row in rows]
+  assert all(0 < loss < 10 for before, full, _, lora, _ in values for loss in (before, full, lora))

@@ -85,7 +85,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   return optax.contrib.schedule_free(whole, rate, config.b1) if config.name == "schedule_free" else whole
 
 
-def differentiated_at(opt_state: optax.OptState, params: Any) -> Any:
+def differentiated_at(opt_state: Any, params: Any) -> Any:
   """The parameters at which the gradient is taken: `params`, or with schedule_free between them and the last iterate.
 
   The state of training holds the averages of schedule-free training, x in the paper, which every job reads.
@@ -96,7 +96,7 @@ def differentiated_at(opt_state: optax.OptState, params: Any) -> Any:
   return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, opt_state.z)
 
 
-def kept(opt_state: optax.OptState, params: Any) -> Any:
+def kept(opt_state: Any, params: Any) -> Any:
   """The parameters to keep, from those of `differentiated_at` after their update."""
   if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
     return params

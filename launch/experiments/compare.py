@@ -34,6 +34,7 @@ from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.step import init_state
+from launch.experiments import tables
 
 MOST_RATES = 12  # that are tried for a row
 
@@ -119,13 +120,6 @@ def best_of(runs: Runs, row: str, args: argparse.Namespace) -> Row:
   return Row(row, runs.config(row, f"optimizer.peak_rate={best!r}"), best, losses, dict(sorted(by_rate.items())))
 
 
-def mean_and_error(values: list[float], digits: str = ".4f") -> str:
-  """The mean, with its standard error where there are several values."""
-  if len(values) == 1:
-    return f"{values[0]:{digits}}"
-  return f"{statistics.mean(values):{digits}} ± {np.std(values, ddof=1) / len(values) ** 0.5:.4f}"
-
-
 def operations(config: Config, steps: int) -> float:
   """Floating-point operations of so many train steps, generating weights included."""
   counts = [drawn_counts(config, step) for step in range(steps)]
@@ -142,20 +136,20 @@ def num_parameters(config: Config) -> int:
 def table(rows: list[Row]) -> str:
   """As Markdown."""
   head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
-  lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
-  for row in rows:
-    cells = [
+  cells = [
+    [
       row.name,
       f"{row.rate:g}",
-      mean_and_error(row.losses),
-      mean_and_error(list(np.subtract(row.losses, rows[0].losses)), "+.4f") if row is not rows[0] else "",
+      tables.mean_and_error(row.losses),
+      tables.difference(row.losses, rows[0].losses) if row is not rows[0] else "",
       ", ".join(f"{loss:.4f}" for loss in row.losses),
       ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items()),
       f"{num_parameters(row.config):,}",
       f"{operations(row.config, row.config.train.steps):.3g}",
     ]
-    lines.append(f"| {' | '.join(cells)} |")
-  return "\n".join(lines)
+    for row in rows
+  ]
+  return tables.markdown(head, cells)
 
 
 def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:

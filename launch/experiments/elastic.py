@@ -31,6 +31,7 @@ from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.setup import checked_mesh, load_corpus
+from launch.experiments import tables
 from launch.experiments.compare import numbers
 
 matplotlib.use("Agg")
@@ -183,15 +184,7 @@ def _correlation(config: ModelConfig, seed: int) -> float:
   return float((e_NxUxT[:, 1:] * e_NxUxT[:, :-1]).sum(-1).mean())
 
 
-def difference(values: list[float], base: list[float]) -> str:
-  """The mean of paired differences, with its standard error where there are several."""
-  differences = np.subtract(values, base)
-  if len(differences) == 1:
-    return f"{differences[0]:+.3f}"
-  return f"{differences.mean():+.3f} ± {differences.std(ddof=1) / len(differences) ** 0.5:.3f}"
-
-
-def tables(found: dict[str, list[Result]], own: str) -> str:
+def both_tables(found: dict[str, list[Result]], own: str) -> str:
   """Losses by recipe and number of steps, and the differences from the models trained at one number alone."""
   head = lambda first, columns: [
     f"| {' | '.join([first, *columns])} |",
@@ -207,7 +200,10 @@ def tables(found: dict[str, list[Result]], own: str) -> str:
   lines += ["", *head("recipe", [f"at {n}, against {own.format(n)}" for n in bases])]
   for recipe, results in found.items():
     at = lambda of, n: [result.losses[n] for result in of]
-    cells = [difference(at(results, n), at(base, n)) if n in results[0].losses else "" for n, base in bases.items()]
+    cells = [
+      tables.difference(at(results, n), at(base, n), "+.3f") if n in results[0].losses else ""
+      for n, base in bases.items()
+    ]
     lines.append(f"| {' | '.join([recipe, *cells])} |")
   return "\n".join(lines)
 
@@ -253,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every recipe
     for recipe in args.recipes:
       found[recipe].append(run(args, recipe, seed))
-  print(tables(found, args.own))
+  print(both_tables(found, args.own))
   if args.plot:
     plot(found, args.own, args.plot)
 

@@ -1,26 +1,44 @@
-"""Fine-tunes one run at several numbers of steps; prints validation perplexity before and after as a Markdown table.
+"""Fine-tunes runs at several numbers of steps; prints validation losses before and after as a Markdown table.
 
-  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english \\
-      --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 [--set=train.steps=200]
+  python -m launch.experiments.finetune_depths --config=configs/finetune_small.py \\
+      --from_workdir='runs/english/diffeq_rate0.001_seed*' --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 \\
+      [--set=train.steps=200]
 
-A run with stored weights has one number of steps: give that as --steps. Finished runs are not repeated, so the same
+Losses are in nats per token. `over training` is the validation loss less the mean training loss of the last tenth of
+the steps: how much a model overfits. Where --from_workdir matches several runs, cells are means with standard errors. A
+run with stored weights has one number of steps: give that as --steps. Finished runs are not repeated, so the same
 command continues after an interruption.
 """
 
 import argparse
+import dataclasses
+import glob
 import os
+import statistics
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.report import read_metrics
+from launch.experiments import tables
+from launch.experiments.compare import numbers
 
 
-def perplexities(args: argparse.Namespace, row: str, num_steps: int) -> tuple[float, float]:
-  """Validation perplexity at step 0 and at the last step."""
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+  """Validation losses at step 0 and at the last step, and the second less the last training loss."""
+
+  before: float
+  after: float
+  over_training: float
+
+
+def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
+  """One fine-tuning, done if it is not there yet."""
   config = config_lib.load(f"{args.config}{',' if ':' in args.config else ':'}{row}", args.set)
-  workdir = os.path.join(args.workdir, f"{row}_{num_steps}")
+  name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
+  workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
     known = workdir_lib.config_of(workdir)
     if (known.optimizer, known.train.steps, known.train.batch_size, known.seed) != (
@@ -29,12 +47,14 @@ def perplexities(args: argparse.Namespace, row: str, num_steps: int) -> tuple[fl
       config.train.batch_size,
       config.seed,
     ):
-      raise UserError(f"--workdir={args.workdir}: {row}_{num_steps} was trained with other settings; name another")
-  jobs.run("finetune", config, workdir, from_workdir=args.from_workdir, num_steps=num_steps)
+      raise UserError(f"--workdir={args.workdir}: {name} was trained with other settings; name another")
+  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)
   recorded = read_metrics(workdir, "validation")
   if recorded[0]["step"] or recorded[-1]["step"] < config.train.steps:
     raise RunError(f"{workdir}: is not finished; run the same command to continue")
-  return recorded[0]["perplexity"], recorded[-1]["perplexity"]
+  last = [one["loss"] for one in read_metrics(workdir, "train") if one["step"] > 0.9 * config.train.steps]
+  after = recorded[-1]["loss"]
+  return Tuned(recorded[0]["loss"], after, after - statistics.mean(last))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -44,15 +64,19 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--from_workdir", required=True)
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--rows", type=lambda text: text.split(","), default=["full", "lora"])
-  parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")], default=[3, 4, 6, 8, 12])
+  parser.add_argument("--steps", type=numbers(int), default=[3, 4, 6, 8, 12])
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  found = {(row, count): perplexities(args, row, count) for count in args.steps for row in args.rows}
-  lines = [f"| steps | before | {' | '.join(args.rows)} |", "| --- " * (2 + len(args.rows)) + "|"]
+  sources = sorted(glob.glob(args.from_workdir))
+  if not sources:
+    raise UserError(f"--from_workdir={args.from_workdir}: there is no such directory")
+  cells = []
   for count in args.steps:
-    after = " | ".join(f"{found[row, count][1]:.2f}" for row in args.rows)
-    lines.append(f"| {count} | {found[args.rows[0], count][0]:.2f} | {after} |")
-  print("\n".join(lines))
+    found = [[tuned(args, source, row, count) for source in sources] for row in args.rows]
+    cell = lambda runs, of: tables.mean_and_error([getattr(one, of) for one in runs], ".3f")
+    after = [cell(runs, of) for runs in found for of in ("after", "over_training")]
+    cells.append([str(count), cell(found[0], "before"), *after])
+  print(tables.markdown(["steps", "before", *(x for row in args.rows for x in (row, "over training"))], cells))
 
 
 if __name__ == "__main__":

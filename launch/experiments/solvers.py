@@ -41,6 +41,7 @@ from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
+from launch.experiments import tables
 from launch.experiments.compare import Runs, numbers
 
 matplotlib.use("Agg")
@@ -202,17 +203,12 @@ def losses(args: argparse.Namespace) -> str:
       values = found[solver, count]
       first.setdefault(equal_steps, values)
       cells += [] if equal_steps else [str(count)]
-      cells += [f"{statistics.mean(values):.3f}", _difference(values, first[equal_steps])]
+      cells += [
+        f"{statistics.mean(values):.3f}",
+        tables.difference(values, first[equal_steps], "+.3f") if values is not first[equal_steps] else "0",
+      ]
     lines.append(f"| {solver} | {' | '.join(cells)} |")
   return "\n".join(lines)
-
-
-def _difference(values: list[float], base: list[float]) -> str:
-  """The mean of the paired differences and its standard error."""
-  differences = np.subtract(values, base)
-  if not differences.any() or len(values) < 2:
-    return f"{differences.mean():+.3f}" if differences.any() else "0"
-  return f"{differences.mean():+.3f} ± {differences.std(ddof=1) / len(values) ** 0.5:.3f}"
 
 
 def main(argv: list[str] | None = None) -> None:

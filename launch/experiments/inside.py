@@ -1,0 +1,144 @@
+"""What is inside trained models: eigenvalues over depth, clusters, exponents; a Markdown table, rows by seeds.
+
+  python -m launch.experiments.inside --runs='runs/small/diffeq_rate0.001_seed*,runs/small/gpt_rate0.001_seed*' \
+      [--texts=8] [--tokens=32] [--plot=FILE.png]
+
+Of each row, means over seeds with standard errors:
+
+- mean |eigenvalue| of W_q W_k^T and of W_v W_o in the last third of depth over that in the first, and Spearman's
+  correlation of that mean with depth;
+- mean distance of two tokens' directions at the end of depth (0 to 2; random directions: 1.41), with the model's own
+  weights and with those of the first or the last step at all steps;
+- Spearman's correlation, over a text's tokens, of three measures with the effect that replacing a token by another has
+  on the prediction after the last one: the leading exact exponent, the leading exponent in the paper's per-token form,
+  and attention rollout. The effect is the mean Kullback-Leibler divergence over 8 random replacements.
+
+Texts are windows of the runs' validation part, the same for all runs. `--plot` draws mean |eigenvalue| over depth:
+means over seeds, and the range.
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import matplotlib
+from matplotlib import pyplot
+import numpy as np
+from scipy import stats
+
+import diffeq_nnx
+from diffeq_nnx.analysis import attention, clustering, sensitivity
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
+from diffeq_nnx.analysis.spectra import spectra
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.training.setup import load_corpus
+from launch.experiments import tables
+
+REPLACEMENTS = 8
+PAIRS = {"qk": "W_q W_k^T", "ov": "W_v W_o"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """Figures of a run by name, and mean |eigenvalue| over its steps by pair, [S]."""
+
+  figures: dict[str, float]
+  magnitudes: dict[str, np.ndarray]
+
+
+def growth(magnitudes_S: np.ndarray) -> tuple[float, float]:
+  """(mean of the last third over that of the first, Spearman's correlation with depth; nan where all are equal)."""
+  third = max(1, len(magnitudes_S) // 3)
+  ratio = magnitudes_S[-third:].mean() / magnitudes_S[:third].mean()
+  if np.ptp(magnitudes_S) == 0:
+    return float(ratio), float("nan")
+  return float(ratio), float(stats.spearmanr(np.arange(len(magnitudes_S)), magnitudes_S).statistic)
+
+
+def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int = 0) -> np.ndarray:
+  """KL(p || p') in nats of the prediction after the last token, for each token before it replaced, [L - 1]."""
+  L, config = len(tokens_L), analyzed.config
+  texts_RxL = np.tile(tokens_L, (1 + (L - 1) * REPLACEMENTS, 1))
+  others = np.random.default_rng(seed).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
+  texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
+  with analyzed.computing():
+    passed = observe(config, analyzed.grid, False, analyzed.rest, analyzed.weights, texts_RxL)
+    logits_RxV = logits_of(config, analyzed.rest, passed.states[-1][:, -1:])[:, 0]
+    logs_RxV = np.asarray(jax.nn.log_softmax(logits_RxV), np.float64)
+  divergences = (np.exp(logs_RxV[0]) * (logs_RxV[0] - logs_RxV[1:])).sum(-1)
+  return divergences.reshape(L - 1, REPLACEMENTS).mean(-1)
+
+
+def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
+  """One run."""
+  run = diffeq_nnx.load(workdir)
+  with jax.set_mesh(run.mesh):
+    analyzed = AnalyzedModel(run.model)
+  validation = load_corpus(run.config).validation.tokens
+  texts = [
+    np.asarray(validation[start : start + num_tokens])
+    for start in np.linspace(0, len(validation) - num_tokens, num_texts, dtype=int)
+  ]
+  found: dict[str, list[float]] = {}
+  add = lambda name, value: found.setdefault(name, []).append(float(value))
+  eigen = spectra(analyzed, feedforward=False)
+  magnitudes = {pair: np.abs(eigen.of(pair)).mean((1, 2)) for pair in PAIRS}
+  for pair in PAIRS:
+    ratio, correlation = growth(magnitudes[pair])
+    add(f"{pair.upper()}, last third / first", ratio)
+    add(f"{pair.upper()}, correlation with depth", correlation)
+  for tokens_L in texts:
+    for label, held in (("own", None), ("of the first step", 0), ("of the last step", analyzed.grid.num_steps - 1)):
+      add(f"distance at the end, weights {label}", clustering.depth_spread(analyzed, tokens_L, held)[0][-1])
+    effects = replacement_effects(analyzed, tokens_L)
+    for form in sensitivity.FORMS:
+      exponents = sensitivity.exponents(analyzed, tokens_L, leading=1, form=form).exponents[:, 0]
+      add(f"effect of a token: {form.replace('_', '-')} exponent", stats.spearmanr(exponents[:-1], effects).statistic)
+    recorded = analyzed.observe(tokens_L, attention=True).attention
+    shares = attention.rollout(np.asarray(recorded[:, 0]))[-1]
+    add("effect of a token: attention rollout", stats.spearmanr(shares[:-1], effects).statistic)
+  return Measured({name: float(np.mean(values)) for name, values in found.items()}, magnitudes)
+
+
+def table(rows: dict[str, list[Measured]]) -> str:
+  """Figures downwards, rows of the comparison across."""
+  names = next(iter(rows.values()))[0].figures
+  of = lambda seeds, name: tables.mean_and_error([one.figures[name] for one in seeds], ".2f")
+  return tables.markdown(["", *rows], [[name, *(of(seeds, name) for seeds in rows.values())] for name in names])
+
+
+def plot(rows: dict[str, list[Measured]], path: str) -> None:
+  """Mean |eigenvalue| over depth."""
+  matplotlib.use("Agg")
+  figure, panels = pyplot.subplots(1, len(PAIRS), figsize=(9.6, 3.4), layout="constrained")
+  for axes, (pair, name) in zip(panels, PAIRS.items()):
+    for row, seeds in rows.items():
+      values = np.array([one.magnitudes[pair] for one in seeds])
+      depth = (np.arange(values.shape[1]) + 1) / values.shape[1]
+      (line,) = axes.plot(depth, values.mean(0), marker="o", markersize=3, linewidth=1.3, label=row)
+      axes.fill_between(depth, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="depth t", ylabel=f"mean |eigenvalue| of {name}", ylim=(0, None))
+    axes.grid(alpha=0.25)
+  panels[0].legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Measures every run and prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--runs", type=tables.runs_by_row, required=True)
+  parser.add_argument("--texts", type=int, default=8)
+  parser.add_argument("--tokens", type=int, default=32)
+  parser.add_argument("--plot", metavar="FILE.png")
+  args = parser.parse_args(argv)
+  rows = {row: [measured(workdir, args.texts, args.tokens) for workdir in seeds] for row, seeds in args.runs.items()}
+  print(table(rows))
+  if args.plot:
+    plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,54 @@
+"""Tables of experiments: means with standard errors over seeds, paired differences, Markdown; and runs by row and seed.
+
+The runs of a row are those that match a pattern, in the order of their seeds: `runs/small/gpt_rate0.001_seed*`.
+"""
+
+from collections.abc import Sequence
+import glob
+import os
+import re
+
+import numpy as np
+
+from diffeq_nnx.errors import UserError
+
+
+def mean_and_error(values: Sequence[float], digits: str = ".4f") -> str:
+  """The mean, with its standard error where there are several values."""
+  if len(values) == 1:
+    return f"{values[0]:{digits}}"
+  return f"{np.mean(values):{digits}} ± {np.std(values, ddof=1) / len(values) ** 0.5:{digits.lstrip('+')}}"
+
+
+def difference(values: Sequence[float], base: Sequence[float], digits: str = "+.4f") -> str:
+  """`mean_and_error` of the paired differences from `base`."""
+  return mean_and_error([float(x) for x in np.subtract(values, base)], digits)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A table."""
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def runs_by_row(patterns: str) -> dict[str, list[str]]:
+  """Row -> work directories of its seeds, for comma-separated patterns.
+
+  Raises:
+    UserError: a pattern that nothing matches, directories without `_seedN` at the end, or rows with different seeds.
+  """
+  found, seeds = {}, set()
+  for pattern in patterns.split(","):
+    matches, names = {}, set()
+    for path in filter(os.path.isdir, glob.glob(pattern)):
+      named = re.fullmatch(r"(.+)_seed(\d+)", os.path.basename(path))
+      if named is None:
+        raise UserError(f"{path}: a run's name must end in _seedN, as those of launch.experiments.compare do")
+      matches[int(named[2])] = path
+      names.add(named[1])
+    if len(names) != 1:
+      raise UserError(f"{pattern!r}: must match the runs of one row, and matches {', '.join(sorted(names)) or 'none'}")
+    found[names.pop()] = [matches[seed] for seed in sorted(matches)]
+    seeds.add(tuple(sorted(matches)))
+  if len(seeds) > 1:
+    raise UserError(f"{patterns!r}: rows have different seeds: {', '.join(map(str, sorted(seeds)))}")
+  return found
