@@ -147,6 +147,21 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
       np.testing.assert_allclose(update, functools.reduce(lambda tree, key: tree[key.key], path, updates["adamw"]))
 
 
+def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix():
+  config = OptimizerConfig(name="muon_weights", peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
+  made = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  e_UxT1, of_weights = made(0, 3, 6), made(1, 3, 8, 16)
+  tree = lambda kernel: {"weight_source": {"generator": {"up": {"kernel": kernel}}}}
+  optimizer = make_optimizer(config, 10, lambda params: {"up": e_UxT1})
+  params = tree(made(2, 6, 8, 16))
+  gradients = tree(jnp.tensordot(e_UxT1.T, of_weights, 1))
+  updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+  change_UxDxF = jnp.tensordot(e_UxT1, updates["weight_source"]["generator"]["up"]["kernel"], 1)
+  plain = make_optimizer(dataclasses.replace(config, name="muon"), 10)
+  expected, _ = plain.update(tree(of_weights), plain.init(tree(of_weights)), tree(of_weights))
+  np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
+
+
 def test_schedule_free_training_keeps_the_mean_of_its_iterates():
   config = OptimizerConfig(name="schedule_free", peak_rate=0.1, warmup_fraction=0.0, weight_decay=0.0)
   optimizer = make_optimizer(config, 10)
@@ -163,7 +178,7 @@ def test_schedule_free_training_keeps_the_mean_of_its_iterates():
   assert schedule(config, 10)(9) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["muon", "lion", "schedule_free"])
+@pytest.mark.parametrize("name", ["muon", "muon_weights", "lion", "schedule_free"])
 def test_moments_are_split_over_devices_like_their_parameters(name):
   config = small_config(small_model(**ROWS["diffeq"]))
   config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
@@ -178,7 +193,8 @@ def test_moments_are_split_over_devices_like_their_parameters(name):
 
 
 @pytest.mark.parametrize(
-  "row,name", [("baseline", "adamw"), *itertools.product(["diffeq"], ["adamw", "muon", "lion", "schedule_free"])]
+  "row,name",
+  [("baseline", "adamw"), *itertools.product(["diffeq"], ["adamw", "muon", "muon_weights", "lion", "schedule_free"])],
 )
 def test_a_batch_is_learnt(row, name):
   rate = 5e-3 if name == "lion" else 1e-2

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -56,15 +57,49 @@ def _muon(rest: optax.GradientTransformation) -> optax.GradientTransformation:
   return optax.partition({True: optax.chain(orthogonal, scaled), False: rest}, _by_path(is_matrix))
 
 
+Vectors = Callable[[Any], dict[str, jax.Array]]  # parameters -> by group, e(t) with a one for F_0, [U, T + 1]
+
+
+def _muon_weights(rest: optax.GradientTransformation, vectors: Vectors) -> optax.GradientTransformation:
+  """Muon for W(t) at the times of the solver, W_u = sum_j e_uj F_j, and `rest` for all but the kernels.
+
+  F's gradient is e^T G, where G is that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are
+  independent; the momentum and update of W are Muon's, and p pulls the update back: the smallest change of F that
+  changes W so.
+  """
+  muon = _muon(rest)
+
+  def mapped(tree: Any, matrices: dict[str, jax.Array]) -> Any:
+    """The tree with every F [T + 1, ...] or W [U, ...] multiplied by its group's matrix."""
+    product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(_keys(path)) else leaf
+    return jax.tree_util.tree_map_with_path(product, tree)
+
+  def init(params: Any) -> optax.OptState:
+    return muon.init(mapped(params, vectors(params)))
+
+  def update(gradients: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
+    inverses = {group: jnp.linalg.pinv(e_UxT1, rcond=1e-3) for group, e_UxT1 in vectors(params).items()}
+    transposed = {group: inverse.T for group, inverse in inverses.items()}
+    updates, state = muon.update(mapped(gradients, transposed), state)
+    return mapped(updates, inverses), state
+
+  return optax.GradientTransformation(init, update)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  return tuple(key.key for key in path)
+
+
 def _by_path(holds: Callable[[tuple[str, ...]], bool]) -> Callable[[Any], Any]:
   """A function of a tree of parameters that says for each whether its path fulfills a condition."""
-  return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(tuple(k.key for k in path)), params)
+  return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(_keys(path)), params)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, steps: int, vectors: Vectors | None = None) -> optax.GradientTransformation:
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
-  Muon: Jordan et al. 2024; its momentum is 0.95, and b1, b2 and eps are those of AdamW for the rest. Lion: Chen et al.
+  Muon: Jordan et al. 2024; its momentum is 0.95, and b1, b2 and eps are those of AdamW for the rest; muon_weights needs
+  `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al.
   2023, whose learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the
   mean over iterates takes the place of momentum and decay, with b1 the share of that mean where gradients are taken.
   """
@@ -72,6 +107,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   directions = {
     "adamw": adam,
     "muon": _muon(adam),
+    "muon_weights": _muon(adam) if vectors is None else _muon_weights(adam, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
     "schedule_free": optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True),
   }

@@ -16,7 +16,7 @@ import optax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids, integration, parameters
+from diffeq_nnx.model import grids, integration, parameters, solvers, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
@@ -42,8 +42,22 @@ def state_of(config: Config, params: Params) -> State:
   """The state at step 0 of a model that has these parameters. Jit it."""
   _, key = jax.random.split(jax.random.key(config.seed))
   params, frozen = parameters.split(config.model, params)
-  opt_state = optimizer_lib.make_optimizer(config.optimizer, config.train.steps).init(params)
+  opt_state = _optimizer(config).init(params)
   return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+  """The config's, which may read e(t) at the times of the model's own steps from the parameters."""
+
+  def vectors(params: Params) -> dict[str, jax.Array]:
+    source = parameters.build(config.model, params).weight_source
+    assert isinstance(source, weight_sources.GeneratedWeights)
+    e_NxUxT = source.mean_vectors(solvers.weight_times(config.model, grids.make_grid(config.model)))
+    e_NxUxT1 = jnp.concatenate([e_NxUxT, jnp.ones_like(e_NxUxT[..., :1])], axis=2)
+    return {group: e_NxUxT1[n % len(e_NxUxT1)] for n, group in enumerate(source.groups)}
+
+  generated = config.model.weights == "generated"
+  return optimizer_lib.make_optimizer(config.optimizer, config.train.steps, vectors if generated else None)
 
 
 def all_params(state: State) -> Params:
@@ -221,7 +235,7 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   gradient_norm (before clipping), learning_rate. Call it inside `jax.set_mesh(mesh)`; without
   a mesh, it is for one device.
   """
-  optimizer = optimizer_lib.make_optimizer(config.optimizer, config.train.steps)
+  optimizer = _optimizer(config)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
 
   places = None if mesh is None else (state_shardings(config, mesh), sharding.replicated(mesh))
