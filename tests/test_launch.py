@@ -128,6 +128,26 @@ def test_passages_end_in_a_word_that_they_hold():
   assert list(cloze.passages(text)) == [(f"The lake was cold. {words} and the river met the", "lake")]
 
 
+@pytest.mark.parametrize("killed_in", range(5))
+def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(killed_in, tmp_path, monkeypatch):
+  trained, finished = [], set()
+
+  def train(config, workdir):
+    trained.append(workdir)
+    assert workdir not in finished
+    if len(trained) == killed_in + 1:
+      raise KeyboardInterrupt
+    finished.add(workdir)
+    return {"loss": abs(config.optimizer.peak_rate - 2) + config.seed}
+
+  monkeypatch.setattr(compare, "train", train)
+  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--rates=1,2,4", "--seeds=0,1,2", f"--workdir={tmp_path}"]
+  with pytest.raises(KeyboardInterrupt):
+    compare.main(arguments)
+  compare.main(arguments)
+  assert len(finished) == 5 and trained.count(trained[killed_in]) == 2 and len(trained) == 6
+
+
 def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: abs(math.log2(rate)) + seed)
   arguments = ["--config=configs/tiny.py", "--rows=gpt", "--seeds=0,2", f"--workdir={tmp_path}", "--bracket"]
