@@ -38,3 +38,7 @@ class UserError(_OneLine, ValueError):
 
 class RunError(_OneLine, RuntimeError):
   """A run that can't continue (a loss that is not finite, a full disk), reported in one line; exit code 1."""
+
+
+class Diverged(RunError):
+  """A run whose loss or gradient is not finite."""

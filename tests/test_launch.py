@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -128,21 +129,26 @@ def test_passages_end_in_a_word_that_they_hold():
   assert list(cloze.passages(text)) == [(f"The lake was cold. {words} and the river met the", "lake")]
 
 
+@pytest.mark.parametrize("how", ["kill", "SIGTERM"])
 @pytest.mark.parametrize("killed_in", range(5))
-def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(killed_in, tmp_path, monkeypatch):
+def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(killed_in, how, tmp_path, monkeypatch):
   trained, finished = [], set()
 
   def train(config, workdir):
     trained.append(workdir)
     assert workdir not in finished
-    if len(trained) == killed_in + 1:
+    killed = len(trained) == killed_in + 1
+    if killed and how == "kill":
       raise KeyboardInterrupt
-    finished.add(workdir)
+    finished.update([] if killed else [workdir])
+    os.makedirs(workdir, exist_ok=True)
+    with open(f"{workdir}/metrics.jsonl", "a") as file:  # SIGTERM ends a run after a checkpoint
+      print(json.dumps({"step": config.train.steps - killed, "split": "validation"}), file=file)
     return {"loss": abs(config.optimizer.peak_rate - 2) + config.seed}
 
   monkeypatch.setattr(compare, "train", train)
   arguments = ["--config=configs/tiny.py", "--rows=gpt", "--rates=1,2,4", "--seeds=0,1,2", f"--workdir={tmp_path}"]
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises((KeyboardInterrupt, RunError)):
     compare.main(arguments)
   compare.main(arguments)
   assert len(finished) == 5 and trained.count(trained[killed_in]) == 2 and len(trained) == 6

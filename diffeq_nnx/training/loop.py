@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError
+from diffeq_nnx.errors import Diverged, RunError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.checkpoint import Checkpoints
@@ -38,7 +38,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
-    RunError: a loss or gradient that is not finite, or a file that can't be written.
+    Diverged: a loss or gradient that is not finite.
+    RunError: a file that can't be written.
   """
   goodput = Goodput()
   mesh = checked_mesh(config)
@@ -220,7 +221,7 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        raise RunError(
+        raise Diverged(
           f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
           "checkpoints stay as they are; lower optimizer.peak_rate, or run again to continue from the newest",
           everywhere=True,

@@ -29,10 +29,11 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state
 from launch.experiments import tables
 
@@ -74,12 +75,7 @@ class Runs:
     if not os.path.exists(path):
       config = self.config(row, *settings)
       print(f"-- {name}", flush=True)
-      try:
-        loss = train(config, self.place(name))["loss"]
-      except RunError as error:
-        print(error, flush=True)
-        loss = math.inf
-      files.write(path, json.dumps(loss).encode())
+      files.write(path, json.dumps(trained(config, self.place(name))).encode())
     return files.read_json(path)
 
   def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
@@ -88,6 +84,23 @@ class Runs:
       records = [record for record in map(json.loads, file) if record["split"] == "validation"]
     by_step = {record["step"]: record["loss"] for record in records}  # the last, where a run was continued
     return list(by_step), list(by_step.values())
+
+
+def trained(config: Config, workdir: str) -> float:
+  """Trains a run to its last step; its validation loss there, infinite if the run diverged.
+
+  Raises:
+    RunError: the run ended before, by SIGTERM or an error.
+  """
+  try:
+    loss = train(config, workdir).get("loss")
+  except Diverged as error:
+    print(error, flush=True)
+    return math.inf
+  recorded = read_metrics(workdir, "validation")
+  if loss is None or recorded[-1]["step"] < config.train.steps:
+    raise RunError(f"{workdir}: is not finished; run the same command to continue")
+  return loss
 
 
 @dataclasses.dataclass
@@ -204,5 +217,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
   try:
     main()
-  except UserError as error:
+  except (RunError, UserError) as error:
     raise SystemExit(f"error: {error}") from None

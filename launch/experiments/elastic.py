@@ -12,6 +12,7 @@ after an interruption, and commands with other recipes or seeds can run beside i
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import time
@@ -29,10 +30,9 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.setup import checked_mesh, load_corpus
 from launch.experiments import tables
-from launch.experiments.compare import numbers
+from launch.experiments.compare import numbers, trained
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -127,12 +127,8 @@ def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
       config = _made_continuous(args, recipe, seed, workdir)
     else:
       config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
-    try:
-      train(config, workdir)
-      losses = evaluated(config, workdir)
-    except RunError as error:
-      print(error, flush=True)
-      losses = dict.fromkeys(COUNTS, float("inf"))
+    finite = math.isfinite(trained(config, workdir))
+    losses = evaluated(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
     result = Result(losses, time.perf_counter() - start)
     files.write(path, json.dumps(dataclasses.asdict(result)).encode())
   found = files.read_json(path)
@@ -257,5 +253,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
   try:
     main()
-  except UserError as error:
+  except (RunError, UserError) as error:
     raise SystemExit(f"error: {error}") from None

@@ -36,7 +36,7 @@ import matplotlib
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
@@ -244,5 +244,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
   try:
     main()
-  except UserError as error:
+  except (RunError, UserError) as error:
     raise SystemExit(f"error: {error}") from None
