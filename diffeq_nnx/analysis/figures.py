@@ -25,8 +25,8 @@ def sections(found: Findings) -> list[Section]:
       "pairs of tokens, and its output-value product is what an attended token adds to the state. Positive "
       "eigenvalues mean that tokens attend to similar tokens and that the attended token is copied. Normalization, "
       "biases, rotary positions, gates and the step size dt are not included. In small models that this project "
-      "trained, output-value eigenvalues grew with depth in a GPT alone; in a DiffEqFormer they were largest in the first step, "
-      "against the paper's claim (docs/results.md).",
+      "trained, output-value eigenvalues grew with depth in a GPT alone; in a DiffEqFormer they were largest in the "
+      "first step, against the paper's claim (docs/results.md).",
       [real_parts(found), magnitudes(found), positive_shares(found), induction(found), spectra_table(found)],
     ),
     (
