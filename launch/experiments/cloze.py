@@ -117,12 +117,13 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--text", required=True)
   parser.add_argument("--to", required=True)
-  parser.add_argument("--runs", type=tables.runs_by_row, required=True)
+  parser.add_argument("--runs", required=True)
   parser.add_argument("--passages", type=int, default=1000)
   args = parser.parse_args(argv)
+  runs = tables.runs_by_row(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)
-  rows = {row: [measured(workdir, args.to) for workdir in seeds] for row, seeds in args.runs.items()}
+  rows = {row: [measured(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
   base = next(iter(rows.values()))
   cells = []
   for row, values in rows.items():

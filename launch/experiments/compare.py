@@ -24,6 +24,7 @@ import re
 import statistics
 
 import jax
+from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
@@ -167,12 +168,8 @@ def table(rows: list[Row]) -> str:
 
 def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:
   """Validation losses of each row at its best rate against tokens and against operations."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot  # after choosing the backend
-
-  figure, panels = pyplot.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained", sharey=True)
+  figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+  panels = figure.subplots(1, 2, sharey=True)
   for row in rows:
     curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
     steps, losses = curves[0][0], np.array([losses for _, losses in curves])

@@ -21,8 +21,7 @@ import argparse
 import dataclasses
 
 import jax
-import matplotlib
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 import numpy as np
 from scipy import stats
 
@@ -109,8 +108,8 @@ def table(rows: dict[str, list[Measured]]) -> str:
 
 def plot(rows: dict[str, list[Measured]], path: str) -> None:
   """Mean |eigenvalue| over depth."""
-  matplotlib.use("Agg")
-  figure, panels = pyplot.subplots(1, len(PAIRS), figsize=(9.6, 3.4), layout="constrained")
+  figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+  panels = figure.subplots(1, len(PAIRS))
   for axes, (pair, name) in zip(panels, PAIRS.items()):
     for row, seeds in rows.items():
       values = np.array([one.magnitudes[pair] for one in seeds])
@@ -126,12 +125,15 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--runs", type=tables.runs_by_row, required=True)
+  parser.add_argument("--runs", required=True)
   parser.add_argument("--texts", type=int, default=8)
   parser.add_argument("--tokens", type=int, default=32)
   parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
-  rows = {row: [measured(workdir, args.texts, args.tokens) for workdir in seeds] for row, seeds in args.runs.items()}
+  rows = {
+    row: [measured(workdir, args.texts, args.tokens) for workdir in seeds]
+    for row, seeds in tables.runs_by_row(args.runs).items()
+  }
   print(table(rows))
   if args.plot:
     plot(rows, args.plot)
