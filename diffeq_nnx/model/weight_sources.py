@@ -205,14 +205,18 @@ class GeneratedWeights(nnx.Module):
     shares_UxQ = jnp.asarray(times.shares_UxQ, e_NxMxT.dtype)
     return jnp.einsum("nuqt,uq->nut", e_NxUxQxT, shares_UxQ, precision=jax.lax.Precision.HIGHEST)
 
+  def vectors_of_kernels(self, times: Times) -> dict[str, jax.Array]:
+    """`mean_vectors` by group, with a one for F_0 at the end, [U, T + 1]."""
+    e_NxUxT = self.mean_vectors(times)
+    e_NxUxT1 = jnp.concatenate([e_NxUxT, jnp.ones_like(e_NxUxT[..., :1])], axis=2)
+    return {group: e_NxUxT1[n % len(e_NxUxT1)] for n, group in enumerate(self.groups)}
+
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """W of each set in `dtype`, made in float32 or wider; a TPU rounds the factors of products itself."""
-    e_NxUxT = self.mean_vectors(times)
+    vectors = self.vectors_of_kernels(times)
     weights: BlockWeights = {group: {} for group in self.groups}
     for group, name, start in self.starts:
-      e_UxT = e_NxUxT[self.groups.index(group) % len(e_NxUxT)]
-      if name == "kernel":  # a one for F_0
-        e_UxT = jnp.concatenate([e_UxT, jnp.ones_like(e_UxT[:, :1])], axis=1)
+      e_UxT = vectors[group] if name == "kernel" else vectors[group][:, :-1]
       made = _combine(e_UxT, self.generator[group][name][...], dtype)
       weights[group][name] = (made + start if start else made).astype(dtype)
     return weights

@@ -99,9 +99,9 @@ def make_optimizer(config: OptimizerConfig, steps: int, vectors: Vectors | None 
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
   Muon: Jordan et al. 2024; its momentum is 0.95, and b1, b2 and eps are those of AdamW for the rest; muon_weights needs
-  `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al.
-  2023, whose learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the
-  mean over iterates takes the place of momentum and decay, with b1 the share of that mean where gradients are taken.
+  `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al. 2023, whose learning rate is usually 3
+  to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the mean over iterates takes the place of
+  momentum and decay, with b1 the share of that mean where gradients are taken.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
   directions = {

@@ -52,9 +52,7 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
   def vectors(params: Params) -> dict[str, jax.Array]:
     source = parameters.build(config.model, params).weight_source
     assert isinstance(source, weight_sources.GeneratedWeights)
-    e_NxUxT = source.mean_vectors(solvers.weight_times(config.model, grids.make_grid(config.model)))
-    e_NxUxT1 = jnp.concatenate([e_NxUxT, jnp.ones_like(e_NxUxT[..., :1])], axis=2)
-    return {group: e_NxUxT1[n % len(e_NxUxT1)] for n, group in enumerate(source.groups)}
+    return source.vectors_of_kernels(solvers.weight_times(config.model))
 
   generated = config.model.weights == "generated"
   return optimizer_lib.make_optimizer(config.optimizer, config.train.steps, vectors if generated else None)

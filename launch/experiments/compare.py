@@ -81,8 +81,7 @@ class Runs:
 
   def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
     """Train steps and validation losses of a run."""
-    with open(os.path.join(self.place(self.name(row, rate, seed)), "metrics.jsonl"), encoding="utf-8") as file:
-      records = [record for record in map(json.loads, file) if record["split"] == "validation"]
+    records = read_metrics(self.place(self.name(row, rate, seed)), "validation")
     by_step = {record["step"]: record["loss"] for record in records}  # the last, where a run was continued
     return list(by_step), list(by_step.values())
 
@@ -94,14 +93,13 @@ def trained(config: Config, workdir: str) -> float:
     RunError: the run ended before, by SIGTERM or an error.
   """
   try:
-    loss = train(config, workdir).get("loss")
+    values = train(config, workdir)
   except Diverged as error:
     print(error, flush=True)
     return math.inf
-  recorded = read_metrics(workdir, "validation")
-  if loss is None or recorded[-1]["step"] < config.train.steps:
+  if not values or read_metrics(workdir, "validation")[-1]["step"] < config.train.steps:
     raise RunError(f"{workdir}: is not finished; run the same command to continue")
-  return loss
+  return values["loss"]
 
 
 @dataclasses.dataclass
@@ -175,8 +173,7 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:
     steps, losses = curves[0][0], np.array([losses for _, losses in curves])
     tokens = [step * row.config.train.batch_size * row.config.model.seq_len for step in steps]
     for axes, places in zip(panels, (tokens, [operations(row.config, step) for step in steps])):
-      (line,) = axes.plot(places, losses.mean(0), marker="o", markersize=3, linewidth=1.3, label=row.name)
-      axes.fill_between(places, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+      tables.draw_range(axes, places, losses, row.name)
   panels[0].set(xlabel="tokens", ylabel="validation loss, nats per token")
   panels[1].set(xlabel="floating-point operations")
   for axes in panels:

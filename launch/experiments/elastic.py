@@ -182,26 +182,24 @@ def _correlation(config: ModelConfig, seed: int) -> float:
 
 def both_tables(found: dict[str, list[Result]], own: str) -> str:
   """Losses by recipe and number of steps, and the differences from the models trained at one number alone."""
-  head = lambda first, columns: [
-    f"| {' | '.join([first, *columns])} |",
-    f"| {' | '.join(['---'] * (len(columns) + 1))} |",
-  ]
-  lines = head("recipe", [*map(str, COUNTS), "seconds"])
+  rows = []
   for recipe, results in found.items():
     losses = [f"{statistics.mean(r.losses[n] for r in results):.3f}" if n in results[0].losses else "" for n in COUNTS]
-    lines.append(f"| {' | '.join([recipe, *losses, f'{statistics.mean(r.seconds for r in results):.0f}'])} |")
+    rows.append([recipe, *losses, f"{statistics.mean(r.seconds for r in results):.0f}"])
+  by_recipe = tables.markdown(["recipe", *map(str, COUNTS), "seconds"], rows)
   bases = {n: found[own.format(n)] for n in OWN if own.format(n) in found}
   if not bases:
-    return "\n".join(lines)
-  lines += ["", *head("recipe", [f"at {n}, against {own.format(n)}" for n in bases])]
+    return by_recipe
+  rows = []
   for recipe, results in found.items():
     at = lambda of, n: [result.losses[n] for result in of]
     cells = [
       tables.difference(at(results, n), at(base, n), "+.3f") if n in results[0].losses else ""
       for n, base in bases.items()
     ]
-    lines.append(f"| {' | '.join([recipe, *cells])} |")
-  return "\n".join(lines)
+    rows.append([recipe, *cells])
+  against = tables.markdown(["recipe", *(f"at {n}, against {own.format(n)}" for n in bases)], rows)
+  return f"{by_recipe}\n\n{against}"
 
 
 def plot(found: dict[str, list[Result]], own: str, path: str) -> None:

@@ -67,9 +67,8 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--steps", type=numbers(int), default=[3, 4, 6, 8, 12])
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  sources = sorted(filter(os.path.isdir, glob.glob(args.from_workdir))) or [
-    args.from_workdir
-  ]  # which may be in a bucket
+  matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
+  sources = matches or [args.from_workdir]  # which may be in a bucket
   cells = []
   for count in args.steps:
     found = [[tuned(args, source, row, count) for source in sources] for row in args.rows]

@@ -114,8 +114,7 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
     for row, seeds in rows.items():
       values = np.array([one.magnitudes[pair] for one in seeds])
       depth = (np.arange(values.shape[1]) + 1) / values.shape[1]
-      (line,) = axes.plot(depth, values.mean(0), marker="o", markersize=3, linewidth=1.3, label=row)
-      axes.fill_between(depth, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+      tables.draw_range(axes, depth, values, row)
     axes.set(xlabel="depth t", ylabel=f"mean |eigenvalue| of {name}", ylim=(0, None))
     axes.grid(alpha=0.25)
   panels[0].legend(fontsize=8)

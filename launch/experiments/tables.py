@@ -1,4 +1,4 @@
-"""Tables of experiments: means with standard errors over seeds, paired differences, Markdown; and runs by row and seed.
+"""Tables and curves of experiments: means, standard errors over seeds, paired differences; and runs by row and seed.
 
 The runs of a row are those that match a pattern, in the order of their seeds: `runs/small/gpt_rate0.001_seed*`.
 """
@@ -8,7 +8,9 @@ import glob
 import os
 import re
 
+from matplotlib.axes import Axes
 import numpy as np
+from numpy.typing import ArrayLike
 
 from diffeq_nnx.errors import UserError
 
@@ -28,6 +30,12 @@ def difference(values: Sequence[float], base: Sequence[float], digits: str = "+.
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A table."""
   return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def draw_range(axes: Axes, places: ArrayLike, values: np.ndarray, label: str) -> None:
+  """A line of the means over seeds and a band of their range, for values [seeds, places]."""
+  (line,) = axes.plot(places, values.mean(0), marker="o", markersize=3, linewidth=1.3, label=label)
+  axes.fill_between(places, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
 
 
 def runs_by_row(patterns: str) -> dict[str, list[str]]:
