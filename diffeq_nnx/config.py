@@ -201,6 +201,7 @@ class MeshConfig:
 
   data: int = 1  # groups of devices that each hold all parameters; -1: what the others leave
   fsdp: int = -1  # devices over which parameters and sequences are split
+  context: int = 1  # devices over which the positions of each sequence are split, and parameters
   tensor: int = 1  # devices over which heads and the feed-forward branch are split
 
 
@@ -328,12 +329,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _check_mesh(mesh: MeshConfig) -> None:
-  sizes = {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.tensor": mesh.tensor}
+  sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(mesh).items()}
   for key, size in sizes.items():
     if not (size >= 1 or size == -1):
       raise UserError(f"{key}={size}: must be 1 or above, or -1 for all remaining devices")
   if list(sizes.values()).count(-1) > 1:
-    raise UserError("mesh.data, mesh.fsdp, mesh.tensor: only one may be -1; give the others their sizes")
+    raise UserError(f"{', '.join(sizes)}: only one may be -1; give the others their sizes")
 
 
 def _check_divides(key: str, value: int, of_key: str, of: int) -> None:

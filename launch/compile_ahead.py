@@ -235,16 +235,23 @@ def communication_lines(program: hlo.Program) -> list[str]:
 
 
 def kernel_seconds(step: Step, program: hlo.Program) -> float:
-  """Seconds of attention at the chip's peak, 2 products forward and 5 backward over half of all pairs of positions, and
-  of other kernels (rotary embedding) at the bandwidth of its memory."""
+  """Seconds of attention at the chip's peak, 2 products forward and 5 backward, and of other kernels (rotary embedding)
+  at the bandwidth of its memory.
+
+  A product is over half of all pairs of positions that a device holds; where they are split over devices, also over all
+  pairs of two chunks, each half as long.
+  """
   config = step.config
   heads = config.model.num_heads // step.mesh.shape["tensor"]
+  length = config.model.seq_len // step.mesh.shape["context"]
   # 2 operations per multiply-add, half of all pairs
-  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * config.model.seq_len**2
+  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * length**2
   seconds = 0.0
   for kernel in program.kernels:
     if "attention_" in kernel.name:
-      each = (5 if "backward" in kernel.name else 2) * product / peak_flops(step.device_kind)
+      of_chunks = step.mesh.shape["context"] > 1 and kernel.results[0].shape[1] <= length // 2
+      pairs = product / 2 if of_chunks else product
+      each = (5 if "backward" in kernel.name else 2) * pairs / peak_flops(step.device_kind)
     else:
       each = kernel.bytes / (1e9 * step.chip.bandwidth)
     seconds += kernel.times * each

@@ -79,7 +79,7 @@ def test_a_program_is_counted_with_its_loops():
     ("send", 8, 1, 8),
   ]
   assert program.cycles == 8 * 110 + 5
-  assert program.kernels == [hlo.Kernel("a/attention_forward", 8, bytes=16)]
+  assert program.kernels == [hlo.Kernel("a/attention_forward", 8, 16, program.kernels[0].results)]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,19 @@ def test_what_it_prints(capsys, tmp_path):
   assert sum(float(line[:6]) for line in kinds) == pytest.approx(100, abs=0.1) and len(largest) == 30
   assert {"products", "our kernels"} < {line[35:] for line in kinds}
   assert any(re.search(r" backward .*\] x \[.* model/vector_fields.py:\d+$", line) for line in largest)
+
+
+@needs_libtpu
+def test_a_ring_of_four_sends_keys_and_values_three_times_in_each_pass(capsys):
+  """Forward, forward again for the backward pass, and back; then once each way to restore the order of positions."""
+  assert (
+    compile_ahead.main([*TINY, "--topology=v5e:2x2", "--set=mesh.context=4", "--set=train.device_batch_size=16"]) == 0
+  )
+  out = capsys.readouterr().out
+  sent, times = re.search(r"collective-permute +([\d.]+)   in (\d+) operations", out).groups()
+  held = 16 * 128 * 512 * 2  # bytes of the keys, the values, or the state: in two chunks
+  assert int(times) == 2 * 3 * 3 * 2 + 2 * 2
+  assert float(sent) == pytest.approx((2 * 3 * 3 * 2 * held + 2 * held) / 1e9, abs=6e-4)
 
 
 @pytest.mark.slow(reason="compiles a small train step for GPUs, which takes half a minute")

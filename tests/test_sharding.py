@@ -15,18 +15,19 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import init_state, state_shardings
 from tests.conftest import XLA_FLAGS, small_config, small_model
 
-MESH = {"slice": 1, "data": 2, "fsdp": 4, "tensor": 2}
+MESH = {"slice": 1, "data": 2, "fsdp": 2, "context": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(
   "axes,shape,expected",
   [
-    (("embed", "mlp"), (32, 64), ("fsdp", "tensor")),
-    (("mlp", "embed"), (64, 32), (("tensor", "fsdp"), None)),  # the first axis takes both
-    ((None, "heads", "embed"), (9, 64, 32), (None, ("tensor", "fsdp"), None)),  # never over T
-    (("vocab", "embed"), (50257, 32), (None, "fsdp")),  # what doesn't divide stays whole
+    (("embed", "mlp"), (32, 64), (("fsdp", "context"), "tensor")),
+    (("mlp", "embed"), (64, 32), (("tensor", "fsdp", "context"), None)),  # the first axis takes both
+    ((None, "heads", "embed"), (9, 64, 32), (None, ("tensor", "fsdp", "context"), None)),  # never over T
+    (("vocab", "embed"), (50257, 32), (None, ("fsdp", "context"))),  # what doesn't divide stays whole
     (("batch", None, None), (16, 5, 32), (("slice", "data", "fsdp"), None, None)),
-    (("position", "embed"), (7, 32), (None, "fsdp")),
+    (("position", "embed"), (7, 32), (None, ("fsdp", "context"))),
+    (("batch", "context", None), (16, 12, 32), (("slice", "data", "fsdp"), "context", None)),
   ],
 )
 def test_the_rules(axes, shape, expected):
@@ -39,7 +40,7 @@ def test_the_rules(axes, shape, expected):
 @pytest.mark.parametrize("weights", ["generated", "stored", "shared"])
 def test_every_large_parameter_and_its_moments_are_split_over_all_devices(field, weights):
   config = small_config(small_model(field=field, weights=weights, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=64))
-  mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+  mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 5)
   state = state_shardings(config, mesh)
   shapes = jax.eval_shape(lambda: init_state(config))
   moments = [part for part in state["opt_state"] if hasattr(part, "mu")]
@@ -63,7 +64,10 @@ def leaf_at(tree, path):
 @pytest.mark.parametrize(
   "mesh,part",
   [
-    (MeshConfig(data=3), "mesh.data=3, mesh.fsdp=-1, mesh.tensor=1: don't multiply to the 1 devices of a slice"),
+    (
+      MeshConfig(data=3),
+      "mesh.data=3, mesh.fsdp=-1, mesh.context=1, mesh.tensor=1: don't multiply to the 1 devices of a slice",
+    ),
     (MeshConfig(data=2, fsdp=1, tensor=1), "don't multiply to the 1 devices"),
   ],
 )
@@ -76,7 +80,7 @@ def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
 class Sizes:
   """A mesh as far as `check` looks."""
 
-  shape = {"slice": 1, "data": 1, "fsdp": 3, "tensor": 3}
+  shape = {"slice": 1, "data": 1, "fsdp": 3, "context": 5, "tensor": 3}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,16 @@ class Sizes:
     (
       small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=25), batch_size=3),
       "mesh.fsdp=3: must divide model.embed_dim=25",
+    ),
+    (
+      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=24), batch_size=3),
+      "mesh.context=5: must divide model.seq_len / 2=6",
+    ),
+    (
+      small_config(
+        small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=24, seq_len=30), batch_size=3, loss_chunks=4
+      ),
+      "train.loss_chunks=4: must divide the 6 positions of a sequence that a device holds (mesh.context=5)",
     ),
   ],
 )

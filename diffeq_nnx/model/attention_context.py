@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.kernels.attention import attention, ring_attention
 from diffeq_nnx.kernels.rotary import rotate
+from diffeq_nnx.parallel import context as context_lib
 from diffeq_nnx.parallel import sharding
 
 
@@ -62,17 +63,53 @@ def sharded_attention(
   return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), segment_ids_BxL)
 
 
+class SplitPacking(NamedTuple):
+  """A packing of rows whose positions are split over devices, in the order of `parallel.context.zigzag`.
+
+  Attributes:
+    segment_ids_BxL: as `Packing`'s, in that order.
+    positions_BxL: each token's place in its document, in that order.
+  """
+
+  segment_ids_BxL: jax.Array | None
+  positions_BxL: jax.Array
+
+  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
+    """Causal attention among the tokens of each row, [B, L, H, C]; keys and values go around the devices."""
+
+    def run(q, k, v, segment_ids=None):
+      return ring_attention(q, k, v, segment_ids, axis_name="context", implementation=implementation)
+
+    return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL, "context")
+
+
+def packed(
+  tokens_BxL: jax.Array, segment_ids_BxL: jax.Array | None, positions_BxL: jax.Array | None
+) -> tuple[jax.Array, Packing | SplitPacking]:
+  """Tokens and their packing; both in zigzag order where the surrounding mesh splits such sequences."""
+  if context_lib.num_parts(tokens_BxL.shape[1]) == 1:
+    return tokens_BxL, Packing(segment_ids_BxL, positions_BxL)
+  if positions_BxL is None:
+    positions_BxL = jnp.broadcast_to(jnp.arange(tokens_BxL.shape[1]), tokens_BxL.shape)
+  segment_ids_BxL = None if segment_ids_BxL is None else context_lib.zigzag(segment_ids_BxL)
+  return context_lib.zigzag(tokens_BxL), SplitPacking(segment_ids_BxL, context_lib.zigzag(positions_BxL))
+
+
 def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, implementation: str) -> jax.Array:
   """Rotary position embedding, each device with its own sequences and heads; positions None: 0 to L-1."""
 
   def run(x, positions=None):
     return rotate(x, jnp.arange(x.shape[1]) if positions is None else positions, implementation)
 
-  return per_device(run, (x_BxLxHxC,), positions_BxL)
+  return per_device(run, (x_BxLxHxC,), positions_BxL, None if positions_BxL is None else "context")
 
 
-def per_device(function: Callable, by_head: tuple[jax.Array, ...], by_token: jax.Array | None) -> jax.Array:
+def per_device(
+  function: Callable, by_head: tuple[jax.Array, ...], by_token: jax.Array | None, length: str | None = None
+) -> jax.Array:
   """function(*by_head, by_token) on each device for its sequences and heads: the compiler can't partition a kernel.
+
+  `length` is "context" where each device has its own part of the positions, too.
 
   Arrays [B, L, H, C] cross the boundary as [B, L, H C]. Otherwise the TPU compiler folds the reshape into the product
   before it, and copies the result into the layout that the kernel reads.
@@ -85,7 +122,7 @@ def per_device(function: Callable, by_head: tuple[jax.Array, ...], by_token: jax
 
   merged = [x.reshape(*x.shape[:2], -1) for x in by_head]
   tokens = () if by_token is None else (by_token,)
-  return sharding.per_device(run, ("batch", None, "heads"), *merged, *tokens).reshape(by_head[0].shape)
+  return sharding.per_device(run, ("batch", length, "heads"), *merged, *tokens).reshape(by_head[0].shape)
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each

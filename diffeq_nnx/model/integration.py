@@ -140,7 +140,7 @@ class Advance:
     weights, dt, key = link
     gathered = [self.gather(each) for each in weights]
     carry = method(field, carry, [gathered[n] for n in self.which], dt, key)
-    return jax.tree.map(lambda leaf: sharding.constrain(leaf, "batch", None, None), carry)
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, "batch", "context", None), carry)
 
 
 def advance_of(solver: Solver, grid: Grid, gather: Gather = lambda weights: weights) -> Advance:

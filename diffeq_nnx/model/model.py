@@ -13,9 +13,10 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
-from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, packed
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
+from diffeq_nnx.parallel.context import in_order
 
 
 def parameter_dtype(dtype: str) -> jnp.dtype:
@@ -142,7 +143,8 @@ class Model(nnx.Module):
     L = tokens_BxL.shape[1]
     if self.positions is not None and context is None and L > self.config.seq_len:
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
-    context = Packing(segment_ids_BxL, positions_BxL) if context is None else context
+    if context is None:
+      tokens_BxL, context = packed(tokens_BxL, segment_ids_BxL, positions_BxL)
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     dropout = vector_fields.Dropout()
     if dropout_key is not None and self.config.dropout:
@@ -159,7 +161,7 @@ class Model(nnx.Module):
       adjoint=adjoint,
       gather=self.gathered,
     )
-    return self.normed(x_BxLxD)
+    return self.normed(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 
   def hidden_unrolled(
     self,

@@ -1,9 +1,9 @@
 """Where arrays are placed: a mesh of devices, names for the axes of arrays, one table from names to mesh axes.
 
-The mesh has four axes: `slice` (TPU slices, connected by the data-center network), `data`, `fsdp` and `tensor`.
-Sequences are split over slice, data and fsdp, and devices along tensor share them; parameters are split over fsdp and
-tensor. Functions here read the mesh of the surrounding `jax.set_mesh`, and do nothing without one, or with a mesh of
-another kind.
+The mesh has five axes: `slice` (TPU slices, connected by the data-center network), `data`, `fsdp`, `context` and
+`tensor`. A batch's sequences are split over slice, data and fsdp, the positions of each over context, and devices along
+tensor share them; parameters are split over fsdp, context and tensor. Functions here read the mesh of the surrounding
+`jax.set_mesh`, and do nothing without one, or with a mesh of another kind.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,19 @@ import numpy as np
 from diffeq_nnx.config import Config, MeshConfig
 from diffeq_nnx.errors import UserError
 
-MESH_AXES = ("slice", "data", "fsdp", "tensor")
+MESH_AXES = ("slice", "data", "fsdp", "context", "tensor")
 
 # The mesh axes that an array's axis may be split over. Each mesh axis splits at most one axis of an array: the first
 # that names it and that it divides. So a kernel [embed, mlp] is split over fsdp and tensor, and a kernel [mlp, embed]
 # over both along mlp, which costs a TPU no padding. An axis without a name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("slice", "data", "fsdp"),
-  "embed": ("fsdp",),
-  "heads": ("tensor", "fsdp"),
-  "mlp": ("tensor", "fsdp"),
-  "vocab": ("tensor", "fsdp"),
+  "context": ("context",),
+  "parts": ("slice", "data", "fsdp", "context"),  # of a batch's tokens, where both are one axis
+  "embed": ("fsdp", "context"),
+  "heads": ("tensor", "fsdp", "context"),
+  "mlp": ("tensor", "fsdp", "context"),
+  "vocab": ("tensor", "fsdp", "context"),
   "position": (),
 }
 SPLIT_IN_USE = ("tensor",)  # mesh axes over which a parameter stays split while it is used
@@ -47,21 +49,22 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
   slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
   sizes = _sizes(config, len(devices) // slices)
   if slices > 1:
-    placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1, 1), devices, allow_split_physical_axes=True)
   else:
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   return Mesh(placed.reshape(slices, *sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _sizes(config: MeshConfig, count: int) -> tuple[int, int, int]:
-  known = math.prod(size for size in (config.data, config.fsdp, config.tensor) if size != -1)
-  data, fsdp, tensor = (count // known if size == -1 else size for size in (config.data, config.fsdp, config.tensor))
-  if data * fsdp * tensor != count:
+def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
+  given = config.data, config.fsdp, config.context, config.tensor
+  known = math.prod(size for size in given if size != -1)
+  sizes = tuple(count // known if size == -1 else size for size in given)
+  if math.prod(sizes) != count:
     raise UserError(
-      f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor}: don't multiply to "
+      f"{', '.join(f'mesh.{axis}={size}' for axis, size in zip(MESH_AXES[1:], given))}: don't multiply to "
       f"the {count} devices of a slice; set one of them to -1 and the others to divisors of {count}"
     )
-  return data, fsdp, tensor
+  return sizes
 
 
 def check(config: Config, mesh: Mesh) -> None:
@@ -77,14 +80,22 @@ def check(config: Config, mesh: Mesh) -> None:
     ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
     ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
     ("model.embed_dim", model.embed_dim, "fsdp", fsdp),
+    ("model.seq_len / 2", model.seq_len / 2, "context", mesh.shape["context"]),
   ):
     if value % by:
-      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value}")
+      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value:g}")
+  held, chunks = model.seq_len // mesh.shape["context"], config.train.loss_chunks
+  if chunks is not None and held % chunks:
+    raise UserError(
+      f"train.loss_chunks={chunks}: must divide the {held} positions of a sequence that a device holds "
+      f"(mesh.context={mesh.shape['context']})"
+    )
 
 
 def describe(mesh: Mesh) -> str:
-  """The mesh as text: "data 1 x fsdp 8 x tensor 1", slices only where there are several."""
-  return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1 or axis != "slice")
+  """The mesh as text: "data 1 x fsdp 8 x tensor 1", slices and context only where there are several."""
+  rare = ("slice", "context")
+  return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1 or axis not in rare)
 
 
 def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:

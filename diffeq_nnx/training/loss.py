@@ -1,8 +1,8 @@
 """Cross-entropy that never holds the logits of all positions at one time.
 
-B batch, L positions, N chunks, C = L / N positions a chunk, D embed_dim, V vocab_size. The batch is taken as R
-parts of b sequences each, one part to a device: each adds up its own loss and gradient of the head over the chunks,
-and they are added across devices once, at the end.
+B batch, L positions, N chunks, C positions a chunk, D embed_dim, V vocab_size. The batch is taken as R = P X
+parts, one to a device: P parts of b sequences, each in X stretches where positions are split over devices. Each part
+adds up its own loss and gradient of the head over the chunks, and they are added across devices once, at the end.
 """
 
 import functools
@@ -25,7 +25,7 @@ def chunked_cross_entropy(
 ) -> jax.Array:
   """Sum over positions of mask * -log softmax(hidden head^T)[target], a scalar in float32 or wider, nats.
 
-  Works on L / num_chunks positions of all sequences at a time, so that a batch sharded over devices stays
+  Works on a share of 1 / num_chunks of all sequences at a time, so that a batch sharded over devices stays
   so. Logits are accumulated in float32 or wider. Where a gradient is wanted, the forward pass makes it
   chunk by chunk while the logits are at hand: three matrix products a chunk, no second look. Memory beyond
   the gradients themselves is a few arrays of [B, C, V].
@@ -35,11 +35,11 @@ def chunked_cross_entropy(
     head_VxD: the output head.
     targets_BxL: token ids.
     mask_BxL: weight of each position, usually 0 or 1; not differentiated.
-    num_chunks: must divide L; None: the fewest whose logits take at most `LOGITS_BYTES` on a device, since each
-      chunk reads and writes the whole gradient of the head.
+    num_chunks: must divide L, or a device's stretch of it; None: the fewest whose logits take at most `LOGITS_BYTES`
+      on a device, since each chunk reads and writes the whole gradient of the head.
 
   Raises:
-    ValueError: num_chunks does not divide L.
+    ValueError: num_chunks does not divide it.
   """
   chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks, len(head_VxD))
 
@@ -55,25 +55,32 @@ def _zeros(hidden_NxRxbxCxD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """[R, ...], each part on its own device."""
   wide = jnp.promote_types(hidden_NxRxbxCxD.dtype, jnp.float32)
   zeros = jnp.zeros((hidden_NxRxbxCxD.shape[1], *shape), wide)
-  return sharding.constrain(zeros, "batch", *(("vocab", None) if shape else ()))
+  return sharding.constrain(zeros, "parts", *(("vocab", None) if shape else ()))
 
 
 def _chunks(arrays, num_chunks: int | None, V: int):
   """[B, L, ...] -> [N, R, b, C, ...] for each array."""
-  B, L = arrays[0].shape[:2]
-  R = sharding.num_shards("batch")
-  R = R if B % R == 0 else 1
+  P, X = _parts(arrays[0])
+  b, length = arrays[0].shape[0] // P, arrays[0].shape[1] // X
   if num_chunks is None:
-    most = LOGITS_BYTES // (B // R * V * 4)  # positions
-    num_chunks = next(n for n in range(1, L + 1) if L % n == 0 and (L // n <= most or n == L))
-  if L % num_chunks:
-    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {L}")
+    most = LOGITS_BYTES // (b * V * 4)  # positions
+    num_chunks = next(n for n in range(1, length + 1) if length % n == 0 and (length // n <= most or n == length))
+  if length % num_chunks:
+    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {length}")
 
   def split(a):
-    a = jnp.moveaxis(a.reshape(R, B // R, num_chunks, -1, *a.shape[2:]), 2, 0)
-    return sharding.constrain(a, None, "batch", *[None] * (a.ndim - 2))
+    a = jnp.moveaxis(a.reshape(P, b, X, num_chunks, -1, *a.shape[2:]), (3, 2), (0, 2))
+    a = a.reshape(num_chunks, P * X, *a.shape[3:])
+    return sharding.constrain(a, None, "parts", *[None] * (a.ndim - 2))
 
   return tuple(map(split, arrays))
+
+
+def _parts(a_BxL: jax.Array) -> tuple[int, int]:
+  """How a batch is split over devices: the number of parts of its sequences, and of their positions."""
+  P, X = sharding.num_shards("batch"), sharding.num_shards("context")
+  B, L = a_BxL.shape[:2]
+  return P if B % P == 0 else 1, X if L % X == 0 else 1
 
 
 def _chunk_loss(head_VxD, hidden_RxbxCxD, targets_RxbxC, mask_RxbxC):
@@ -102,7 +109,8 @@ def _forward(hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks):
 
   start = (_zeros(chunks[0], ()), _zeros(chunks[0], head_VxD.shape))
   (total_R, head_gradient_RxVxD), hidden_gradient_NxRxbxCxD = jax.lax.scan(chunk, start, chunks)
-  hidden_gradient_BxLxD = jnp.moveaxis(hidden_gradient_NxRxbxCxD, 0, 2).reshape(hidden_BxLxD.shape)
+  split = hidden_gradient_NxRxbxCxD.reshape(-1, *_parts(hidden_BxLxD), *hidden_gradient_NxRxbxCxD.shape[2:])
+  hidden_gradient_BxLxD = jnp.moveaxis(split, (0, 2), (3, 2)).reshape(hidden_BxLxD.shape)
   return total_R.sum(), (hidden_gradient_BxLxD, head_gradient_RxVxD.sum(0).astype(head_VxD.dtype))
 
 

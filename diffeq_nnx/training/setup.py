@@ -32,7 +32,7 @@ def checked_mesh(config: Config) -> Mesh:
     sharding.check(config, mesh)
     if config.train.adjoint == "reversible":
       make_adjoint(config)
-    say_attention(config.model)
+    say_attention(config.model, "log-sum-exp, which mesh.context needs" if config.mesh.context > 1 else None)
     return mesh
 
 
@@ -72,14 +72,16 @@ def claim_workdir(config: Config, workdir: str, corpus: data.Corpus, source: str
     workdir_lib.require(workdir, config, corpus)
 
 
-def say_attention(model: ModelConfig) -> None:
-  """Prints which implementation of attention the run uses, and why.
+def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
+  """Prints which implementation of attention the run uses, and why; `unsupported` is as for `attention.choose`.
 
   Raises:
     UserError: this backend lacks the requested one.
   """
   try:
-    name, why = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim)
+    name, why = attention.choose(
+      model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim, unsupported=unsupported
+    )
   except ValueError as error:
     raise UserError(f"model.attention={model.attention!r}: {error}") from error
   say(f"attention: {name} ({why})")

@@ -1,5 +1,6 @@
 """Fused attention: `attention` uses the TPU kernel, cuDNN or the reference, by the backend."""
 
 from diffeq_nnx.kernels.attention.dispatch import IMPLEMENTATIONS, attention, choose
+from diffeq_nnx.kernels.attention.ring import ring_attention
 
-__all__ = ["IMPLEMENTATIONS", "attention", "choose"]
+__all__ = ["IMPLEMENTATIONS", "attention", "choose", "ring_attention"]

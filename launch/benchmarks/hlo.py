@@ -97,11 +97,13 @@ class Kernel:
     name: JAX's name of the call in the source, which contains the kernel's.
     times: executions in a run of the program.
     bytes: of the arrays that one execution reads and writes.
+    results: those that it writes.
   """
 
   name: str
   times: int
   bytes: int
+  results: tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +170,13 @@ class Program:
     """All collectives, except those of a single device; `send` goes to another slice.
 
     The TPU compiler may split a collective over several fusions to overlap it with computation: they share its channel.
+    So may separate permutes, of which none is split.
     """
     found: dict[Any, Collective] = {}
     for instruction, times in self._executed(self._entry, 1, inside_fusions=True):
       kind = instruction.opcode.removesuffix("-start")
       if kind in KINDS:
-        channel = re.search(r"channel_id=(\d+)", instruction.rest)
+        channel = None if kind == "collective-permute" else re.search(r"channel_id=(\d+)", instruction.rest)
         arrays = _result(instruction) if instruction.opcode.endswith("-start") else instruction.arrays
         arrays = arrays[:1] if kind == "send" else arrays
         found.setdefault(
@@ -236,7 +239,10 @@ class Program:
     """The hand-written kernels."""
     return [
       Kernel(
-        instruction.op_name, times, sum(array.bytes for array in (*self.arguments(instruction), *instruction.arrays))
+        instruction.op_name,
+        times,
+        sum(array.bytes for array in (*self.arguments(instruction), *instruction.arrays)),
+        instruction.arrays,
       )
       for instruction, times in self.executed()
       if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest

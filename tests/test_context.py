@@ -1,0 +1,100 @@
+"""Sequences split over devices: the order of their chunks, ring attention, and a train step that it doesn't change."""
+
+import os
+import subprocess
+import sys
+
+from tests.conftest import XLA_FLAGS
+
+
+def run(program: str) -> None:
+  """Runs a program on eight virtual devices; apart, since a process has its number of devices for good."""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
+RING = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.kernels.attention import attention, ring_attention
+from diffeq_nnx.parallel import context, sharding
+jax.config.update("jax_enable_x64", True)
+
+L, rng = 48, np.random.default_rng(0)
+q, k, v, cotangent = (jnp.asarray(rng.normal(size=(2, L, heads, 8))) for heads in (4, 2, 2, 4))
+segments = jnp.asarray(np.sort(rng.integers(0, 4, size=(2, L)), 1))
+for n, of, cap in ((2, segments, None), (3, None, 3.0), (8, segments, None)):
+  mesh = sharding.make_mesh(MeshConfig(context=n), jax.devices()[:n])
+  split = PartitionSpec(None, "context")
+
+  def around(q, k, v):
+    ring = functools.partial(ring_attention, axis_name="context", logits_soft_cap=cap)
+    arrays = (q, k, v) if of is None else (q, k, v, of)
+    merge = lambda x: jax.vmap(context.zigzag, -1, -1)(x.reshape(2, L, -1)).reshape(x.shape)
+    arrays = [merge(x) if x.ndim > 2 else context.zigzag(x) for x in arrays]
+    function = lambda q, k, v, segments=None: ring(q, k, v, segments)
+    out = jax.shard_map(function, in_specs=(split,) * len(arrays), out_specs=split, check_vma=False)(*arrays)
+    return context.in_order(out.reshape(2, L, -1)).reshape(q.shape)
+
+  with jax.set_mesh(mesh):
+    assert context.num_parts(L) == n and context.num_parts(L + 1) == 1
+    tokens = jnp.arange(2 * L).reshape(2, L)
+    moved = jax.jit(lambda x: (context.zigzag(x), context.in_order(context.zigzag(x)[..., None])[..., 0]))(tokens)
+    first = sorted([*np.asarray(moved[0])[0, : L // n]])
+    assert first == [*range(L // (2 * n)), *range(L - L // (2 * n), L)] and (moved[1] == tokens).all()
+    out, pull = jax.vjp(jax.jit(around), q, k, v)
+    gradients = jax.jit(pull)(cotangent)
+  alone = functools.partial(attention, segment_ids=of, logits_soft_cap=cap, implementation="reference")
+  expected, pull = jax.vjp(alone, q, k, v)
+  for one, other in zip((out, *gradients), (expected, *pull(cotangent))):
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+"""
+
+
+def test_the_ring_computes_attention_and_its_gradients_to_1e_12():
+  """On two, three and eight devices, with documents and without; each device first has an early and a late chunk."""
+  run(RING)
+
+
+STEP = """
+import jax, numpy as np
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.model.grids import make_grid
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_eval_step, make_generate, state_shardings
+from tests.conftest import packed_batch, random_batch, small_config, small_model
+
+def found(config, make_batch, devices, **sizes):
+  mesh = sharding.make_mesh(MeshConfig(**sizes), jax.devices()[:devices])
+  sharding.check(config, mesh)
+  with jax.set_mesh(mesh):
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    batch = sharding.Share(mesh, config.train.batch_size).place(make_batch(config))
+    grid = make_grid(config.model)
+    step = jax.jit(lambda params, batch: loss_and_gradients(config, [grid], params, batch, state["key"]))
+    trained = step(state["params"], batch)
+    masked = {**batch, "mask": jax.numpy.ones(batch["inputs"].shape, "float32")}
+    weights = make_generate(config, 3)(state["params"])
+    total = make_eval_step(config, 3, mesh)(state["params"], weights, masked)
+    return jax.device_get((trained, total))
+
+for field, make_batch, held, sizes in (("llama", packed_batch, 2, dict(data=2, context=2, tensor=2)),
+                                       ("gpt", random_batch, None, dict(context=8))):
+  model = small_model(field=field, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, seq_len=48, vocab_size=40)
+  config = small_config(model, batch_size=8, remat="full", device_batch_size=held)
+  one, eight = (found(config, make_batch, *args, **sizes) for args, sizes in (((1,), {}), ((8,), sizes)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * np.abs(a).max()), one, eight)
+"""
+
+
+def test_a_sequence_over_devices_has_the_loss_and_gradients_of_one_device_to_1e_5():
+  """In float32, with documents and micro-batches beside the other axes of the mesh, and over eight devices alone."""
+  run(STEP)
