@@ -68,10 +68,16 @@ def passages(text: str) -> Iterator[tuple[str, str]]:
 
 
 def questions(found: list[tuple[str, str]], rng: random.Random) -> Iterator[dict]:
-  """Of passages: passage, answer, choices, gold."""
+  """Of passages: passage, answer, four choices, gold.
+
+  Raises:
+    UserError: the passages end in too few different words.
+  """
   answers = sorted({answer for _, answer in found})
   for before, answer in found:
     others = [word for word in rng.sample(answers, min(30, len(answers))) if word not in before and word != answer]
+    if len(others) < 3:
+      raise UserError(f"--passages={len(found)}: they end in too few different words for four choices; ask for more")
     choices = [answer, *others[:3]]
     rng.shuffle(choices)
     yield {"passage": before, "answer": answer, "choices": choices, "gold": choices.index(answer)}

@@ -12,7 +12,8 @@ several commands can share a work directory: each result is a file there, RUN.js
 The table has each row's best rate, the mean of its validation losses in nats per token with the standard error over
 seeds, the mean of its differences from the first row's with the same seed and their standard error, losses by seed and
 by rate, trained parameters and floating-point operations of the training (`training.flops`, generator included).
-`--plot` draws validation losses against tokens and against those operations: means over seeds, and the range.
+`--plot` draws validation losses against tokens and against those operations: means over seeds, and the range; and
+prints the means in a second table, a column for each validation.
 """
 
 import argparse
@@ -164,13 +165,14 @@ def table(rows: list[Row]) -> str:
   return tables.markdown(head, cells)
 
 
-def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:
-  """Validation losses of each row at its best rate against tokens and against operations."""
+def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
+  """Draws validation losses of each row at its best rate against tokens and operations; returns them as Markdown."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-  panels = figure.subplots(1, 2, sharey=True)
+  panels, steps, cells = figure.subplots(1, 2, sharey=True), [], []
   for row in rows:
     curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
     steps, losses = curves[0][0], np.array([losses for _, losses in curves])
+    cells.append([row.name, *(tables.mean_and_error(column.tolist(), ".3f") for column in losses.T)])
     tokens = [step * row.config.train.batch_size * row.config.model.seq_len for step in steps]
     for axes, places in zip(panels, (tokens, [operations(row.config, step) for step in steps])):
       tables.draw_range(axes, places, losses, row.name)
@@ -180,6 +182,7 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> None:
     axes.grid(alpha=0.25)
   panels[0].legend(fontsize=8)
   figure.savefig(path, dpi=120)
+  return tables.markdown(["row", *(f"step {step}" for step in steps)], cells)
 
 
 def numbers(kind):
@@ -205,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
   rows = [best_of(runs, row, args) for row in args.rows]
   print(table(rows))
   if args.plot:
-    plot(runs, rows, args.seeds, args.plot)
+    print("\n" + plot(runs, rows, args.seeds, args.plot))
 
 
 if __name__ == "__main__":

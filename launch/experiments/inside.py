@@ -9,6 +9,8 @@ Of each row, means over seeds with standard errors:
   correlation of that mean with depth;
 - mean distance of two tokens' directions at the end of depth (0 to 2; random directions: 1.41), with the model's own
   weights and with those of the first or the last step at all steps;
+- of generated weights, the largest sum_j |e_j(t)| over weights and steps, by which a change of all F_j moves W(t) at
+  most;
 - Spearman's correlation, over a text's tokens, of three measures with the effect that replacing a token by another has
   on the prediction after the last one: the leading exact exponent, the leading exponent in the paper's per-token form,
   and attention rollout. The effect is the mean Kullback-Leibler divergence over 8 random replacements.
@@ -30,6 +32,7 @@ from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.weight_sources import GeneratedWeights
 from diffeq_nnx.training.setup import load_corpus
 from launch.experiments import tables
 
@@ -86,6 +89,9 @@ def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
     ratio, correlation = growth(magnitudes[pair])
     add(f"{pair.upper()}, last third / first", ratio)
     add(f"{pair.upper()}, correlation with depth", correlation)
+  source = run.model.weight_source
+  if isinstance(source, GeneratedWeights):
+    add("sum of |e_j|, largest", np.abs(source.mean_vectors(run.model.times())).sum(-1).max())
   for tokens_L in texts:
     for label, held in (("own", None), ("of the first step", 0), ("of the last step", analyzed.grid.num_steps - 1)):
       add(f"distance at the end, weights {label}", clustering.depth_spread(analyzed, tokens_L, held)[0][-1])
@@ -101,8 +107,10 @@ def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
 
 def table(rows: dict[str, list[Measured]]) -> str:
   """Figures downwards, rows of the comparison across."""
-  names = next(iter(rows.values()))[0].figures
-  of = lambda seeds, name: tables.mean_and_error([one.figures[name] for one in seeds], ".2f")
+  names = dict.fromkeys(name for seeds in rows.values() for name in seeds[0].figures)
+  of = lambda seeds, name: (
+    tables.mean_and_error([one.figures[name] for one in seeds], ".2f") if name in seeds[0].figures else ""
+  )
   return tables.markdown(["", *rows], [[name, *(of(seeds, name) for seeds in rows.values())] for name in names])
 
 
