@@ -100,6 +100,19 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert second.out == ""
 
 
+def test_two_processes_with_a_half_of_each_sequence_train_as_one(cache, tmp_path):
+  """Within 2e-6 in float32, validation included."""
+  more = ("--config.model.dropout=0.0", *(f"--config.{key}=5" for key in ("train.steps", "eval.every")))
+  with job(cache, tmp_path / "one", 1, more=more) as (alone,):
+    assert alone.end() == 0, alone.lines[-20:]
+  with job(cache, tmp_path / "two", 2, more=(*more, "--config.mesh.context=2")) as running:
+    assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
+    assert any("context 2" in line for line in running[0].lines)
+  one, two = ([record["loss"] for record in records(tmp_path / run)] for run in ("one", "two"))
+  assert len(one) == 6 and one[-2] < one[0]
+  np.testing.assert_allclose(two, one, rtol=2e-6)
+
+
 FAILS_ALONE = """
 from absl import app
 from diffeq_nnx import main
