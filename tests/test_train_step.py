@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from diffeq_nnx.config import OptimizerConfig
+from diffeq_nnx.config import OptimizerConfig, TimeConfig
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.depths import drawn_counts
@@ -97,9 +97,8 @@ def test_under_accumulation_the_generator_runs_once():
 
 
 def test_what_decays():
-  optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0), 10)
-
-  def shrunk(row):
+  def shrunk(row, **more):
+    optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0, **more), 10)
     shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
     params = jax.tree.map(lambda a: jnp.ones(a.shape), shapes)
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
@@ -112,6 +111,8 @@ def test_what_decays():
   assert shrunk("diffeq") == {"embedding", "positions"}
   stored = {f"weight_source/stored/{name}/kernel" for name in ("qkv", "out", "up", "down")}
   assert shrunk("baseline") == shrunk("shared") == {"embedding", "positions"} | stored
+  generated = {name.replace("stored", "generator") for name in stored}
+  assert shrunk("diffeq", decay_generated=True) == {"embedding", "positions"} | generated
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -160,6 +161,23 @@ def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix()
   plain = make_optimizer(dataclasses.replace(config, name="muon"), 10)
   expected, _ = plain.update(tree(of_weights), plain.init(tree(of_weights)), tree(of_weights))
   np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_time_embedding_learns_at_its_own_rate(name):
+  params = init_state(small_config(small_model(time=TimeConfig(embedding="learned", sinusoidal_dim=6))))["params"]
+  gradients = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), params)
+  updates = []
+  for factor in (1.0, 0.25):
+    optimizer = make_optimizer(OptimizerConfig(name=name, time_rate=factor, warmup_fraction=0.0), 10)
+    updates.append(jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[0])
+  ratios = {
+    jax.tree_util.keystr(path): float(slow.ravel()[1] / fast.ravel()[1])
+    for (path, fast), slow in zip(jax.tree_util.tree_leaves_with_path(updates[0]), jax.tree.leaves(updates[1]))
+  }
+  slowed = {path for path, ratio in ratios.items() if ratio == pytest.approx(0.25)}
+  assert slowed == {path for path in ratios if "time_mlp" in path or "frequencies_M" in path} and len(slowed) == 5
+  assert all(ratio == pytest.approx(1) for path, ratio in ratios.items() if path not in slowed)
 
 
 def test_schedule_free_training_keeps_the_mean_of_its_iterates():

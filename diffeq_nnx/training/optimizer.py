@@ -26,15 +26,16 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   )
 
 
-def decays(path: tuple[str, ...]) -> bool:
+def decays(path: tuple[str, ...], generated: bool = False) -> bool:
   """Whether weight decay applies to the parameter at `path` in the pure dict of a model.
 
-  It applies to the embedding tables, the head, and stored or shared kernels; not to generators, LoRA adapters, biases
-  and norms.
+  It applies to the embedding tables, the head, stored or shared kernels, and, if `generated`, to those of generators;
+  not to LoRA adapters, biases and norms.
   """
   if path[0] in ("embedding", "positions", "head"):
     return True
-  return path[:2] == ("weight_source", "stored") and path[-1] == "kernel"
+  sources = ("stored", "generator") if generated else ("stored",)
+  return path[0] == "weight_source" and path[1] in sources and path[-1] == "kernel"
 
 
 MUON_RMS = 0.2  # of an update's elements before the learning rate, about as Adam's (Liu et al. 2025, section 2.2)
@@ -86,6 +87,22 @@ def _muon_weights(rest: optax.GradientTransformation, vectors: Vectors) -> optax
   return optax.GradientTransformation(init, update)
 
 
+def of_time(path: tuple[str, ...]) -> bool:
+  """Whether the parameter at `path` is one that e(t) is made with: of the time MLP, or learned frequencies."""
+  return path[0] == "weight_source" and path[1] in ("time_mlp", "frequencies_M")
+
+
+def _slowed(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
+  """`rest`, whose state it has, with the updates of e(t)'s parameters multiplied by a factor."""
+
+  def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    updates, state = rest.update(updates, state, params)
+    slow = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
+    return jax.tree_util.tree_map_with_path(slow, updates), state
+
+  return optax.GradientTransformation(rest.init, update)
+
+
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
   return tuple(key.key for key in path)
 
@@ -115,8 +132,8 @@ def make_optimizer(config: OptimizerConfig, steps: int, vectors: Vectors | None 
   whole = optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     directions[config.name],
-    optax.add_decayed_weights(config.weight_decay, _by_path(decays)),
-    optax.scale_by_learning_rate(rate),
+    optax.add_decayed_weights(config.weight_decay, _by_path(lambda path: decays(path, config.decay_generated))),
+    _slowed(optax.scale_by_learning_rate(rate), config.time_rate),
   )
   return optax.contrib.schedule_free(whole, rate, config.b1) if config.name == "schedule_free" else whole
 

@@ -1,0 +1,50 @@
+"""configs/english.py with a residual from the embedding, dx/dt = f(x, W(t)) + lambda(t) x(0): a config and its solver.
+
+  python -m launch.experiments.compare --config=launch/experiments/from_embedding.py --rows=diffeq,parallel \
+      --workdir=runs/from_embedding
+
+Rows use Euler's method: the sequential GPT becomes `parallel`. docs/results.md has what was measured.
+"""
+
+import dataclasses
+import runpy
+
+import ml_collections
+
+from diffeq_nnx.model import solvers
+from diffeq_nnx.model.weight_sources import LeafSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class FromEmbedding(solvers.Solver):
+  """Euler's method for f + lambda(t) x(0); lambda [D] is 0 at first, and comes from where the block's biases come."""
+
+  def init(self, x_BxLxD):
+    """The state and the embedding."""
+    return x_BxLxD, x_BxLxD
+
+  def step(self, field, carry, weights, dt, key):
+    """See `Solver.step`."""
+    x_BxLxD, embedded_BxLxD = carry
+    share_D = weights[0]["from_embedding"]["share"]
+    slopes = field(x_BxLxD, weights[0], key), share_D[None, None] * embedded_BxLxD
+    return solvers.moved(x_BxLxD, dt, (1.0, 1.0), slopes), embedded_BxLxD
+
+  def read(self, carry):
+    """The state."""
+    return carry[0]
+
+  def specs(self, embed_dim):
+    """lambda."""
+    return {"from_embedding": {"share": LeafSpec((embed_dim,), ("embed",))}}
+
+
+if "from_embedding" not in solvers.SOLVERS:  # a config file is executed each time that it is loaded
+  solvers.register("from_embedding", FromEmbedding())
+
+
+def get_config(choice: str = "") -> ml_collections.ConfigDict:
+  """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
+  config = runpy.run_path("configs/english.py")["get_config"](choice)
+  config.model.solver = "from_embedding"
+  return config
