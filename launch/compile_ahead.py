@@ -249,7 +249,7 @@ def kernel_seconds(step: Step, program: hlo.Program) -> float:
   seconds = 0.0
   for kernel in program.kernels:
     if "attention_" in kernel.name:
-      of_chunks = step.mesh.shape["context"] > 1 and kernel.results[0].shape[1] <= length // 2
+      of_chunks = step.mesh.shape["context"] > 1 and kernel.results[0].shape[1] < length
       pairs = product / 2 if of_chunks else product
       each = (5 if "backward" in kernel.name else 2) * pairs / peak_flops(step.device_kind)
     else:
@@ -339,13 +339,17 @@ def advice(config: Config, mesh: jax.sharding.Mesh, needed: float | None) -> lis
     share = math.ceil(100 * needed / chip.memory) / 100
     lines.append(f"change: JAX takes {gpus.memory_share():g} of a GPU's memory; set XLA_CLIENT_MEM_FRACTION={share:g}")
   elif sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
-    lines.append("change: the state alone fills the device: use more devices, with a larger mesh.fsdp or mesh.tensor")
+    lines.append(
+      "change: the state alone fills the device: use more devices, with a larger mesh.fsdp, mesh.context or mesh.tensor"
+    )
   elif held > 1:
     lines.append(f"change: a device holds {held} sequences at a time; set train.device_batch_size={held // 2}")
   elif config.train.remat != "full":
     lines.append(f"change: train.remat={config.train.remat!r}; set it to full")
   else:
-    lines.append("change: a device holds one sequence at a time; raise mesh.tensor, or lower model.seq_len")
+    lines.append(
+      "change: a device holds one sequence at a time; raise mesh.context or mesh.tensor, or lower model.seq_len"
+    )
   return lines
 
 

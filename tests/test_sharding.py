@@ -98,7 +98,7 @@ class Sizes:
     ),
     (
       small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=24), batch_size=3),
-      "mesh.context=5: must divide model.seq_len / 2=6",
+      "mesh.context=5: twice this must divide model.seq_len=12",
     ),
     (
       small_config(

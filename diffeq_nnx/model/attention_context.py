@@ -122,7 +122,7 @@ def per_device(
 
   merged = [x.reshape(*x.shape[:2], -1) for x in by_head]
   tokens = () if by_token is None else (by_token,)
-  return sharding.per_device(run, ("batch", length, "heads"), *merged, *tokens).reshape(by_head[0].shape)
+  return sharding.per_device(run, ("batch", length, "whole_heads"), *merged, *tokens).reshape(by_head[0].shape)
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each

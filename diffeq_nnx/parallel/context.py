@@ -18,7 +18,7 @@ def num_parts(length: int) -> int:
 
 
 def zigzag(x_BxL: jax.Array) -> jax.Array:
-  """What every device along `context` holds in the order of positions, in zigzag order, each with its own part."""
+  """x, which devices along `context` hold whole, in zigzag order and split: each keeps its own two chunks."""
   (B, L), n = x_BxL.shape, num_parts(x_BxL.shape[1])
   order_2n = np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], 1).reshape(-1)
   return sharding.constrain(x_BxL.reshape(B, 2 * n, -1)[:, order_2n].reshape(B, L), "batch", "context")

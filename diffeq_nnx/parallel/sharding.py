@@ -22,14 +22,16 @@ from diffeq_nnx.errors import UserError
 MESH_AXES = ("slice", "data", "fsdp", "context", "tensor")
 
 # The mesh axes that an array's axis may be split over. Each mesh axis splits at most one axis of an array: the first
-# that names it and that it divides. So a kernel [embed, mlp] is split over fsdp and tensor, and a kernel [mlp, embed]
-# over both along mlp, which costs a TPU no padding. An axis without a name (None) is replicated.
+# that names it and that it divides. So a kernel [embed, mlp] is split over fsdp and context along embed and over
+# tensor along mlp, and a kernel [mlp, embed] over all three along mlp, which costs a TPU no padding. An axis without a
+# name (None) is replicated.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("slice", "data", "fsdp"),
   "context": ("context",),
-  "parts": ("slice", "data", "fsdp", "context"),  # of a batch's tokens, where both are one axis
+  "parts": ("slice", "data", "fsdp", "context"),  # one for each device that holds tokens of its own
   "embed": ("fsdp", "context"),
   "heads": ("tensor", "fsdp", "context"),
+  "whole_heads": ("tensor",),  # of queries, keys and values, where no part of a head is of use
   "mlp": ("tensor", "fsdp", "context"),
   "vocab": ("tensor", "fsdp", "context"),
   "position": (),
@@ -73,22 +75,23 @@ def check(config: Config, mesh: Mesh) -> None:
   if config.train.batch_size % shards:
     raise UserError(
       f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
-      f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.tensor"
+      f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.context or mesh.tensor"
     )
   tensor, fsdp, model = mesh.shape["tensor"], mesh.shape["fsdp"], config.model
   for key, value, by_key, by in (
     ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
     ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
     ("model.embed_dim", model.embed_dim, "fsdp", fsdp),
-    ("model.seq_len / 2", model.seq_len / 2, "context", mesh.shape["context"]),
   ):
     if value % by:
-      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value:g}")
-  held, chunks = model.seq_len // mesh.shape["context"], config.train.loss_chunks
-  if chunks is not None and held % chunks:
+      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value}")
+  context, chunks = mesh.shape["context"], config.train.loss_chunks
+  if context > 1 and model.seq_len % (2 * context):
+    raise UserError(f"mesh.context={context}: twice this must divide model.seq_len={model.seq_len}")
+  if chunks is not None and model.seq_len // context % chunks:
     raise UserError(
-      f"train.loss_chunks={chunks}: must divide the {held} positions of a sequence that a device holds "
-      f"(mesh.context={mesh.shape['context']})"
+      f"train.loss_chunks={chunks}: must divide the {model.seq_len // context} positions of a sequence that a device "
+      f"holds (mesh.context={context})"
     )
 
 

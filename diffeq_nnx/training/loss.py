@@ -25,10 +25,10 @@ def chunked_cross_entropy(
 ) -> jax.Array:
   """Sum over positions of mask * -log softmax(hidden head^T)[target], a scalar in float32 or wider, nats.
 
-  Works on a share of 1 / num_chunks of all sequences at a time, so that a batch sharded over devices stays
+  Works on 1 / num_chunks of the positions that each device holds at a time, so that a batch sharded over devices stays
   so. Logits are accumulated in float32 or wider. Where a gradient is wanted, the forward pass makes it
   chunk by chunk while the logits are at hand: three matrix products a chunk, no second look. Memory beyond
-  the gradients themselves is a few arrays of [B, C, V].
+  the gradients themselves is a few arrays of [R, b, C, V].
 
   Args:
     hidden_BxLxD: the model's last hidden state.
@@ -66,7 +66,7 @@ def _chunks(arrays, num_chunks: int | None, V: int):
     most = LOGITS_BYTES // (b * V * 4)  # positions
     num_chunks = next(n for n in range(1, length + 1) if length % n == 0 and (length // n <= most or n == length))
   if length % num_chunks:
-    raise ValueError(f"num_chunks={num_chunks}: must divide the sequence length {length}")
+    raise ValueError(f"num_chunks={num_chunks}: must divide the {length} positions of a sequence that a device holds")
 
   def split(a):
     a = jnp.moveaxis(a.reshape(P, b, X, num_chunks, -1, *a.shape[2:]), (3, 2), (0, 2))

@@ -34,8 +34,7 @@ def decays(path: tuple[str, ...], generated: bool = False) -> bool:
   """
   if path[0] in ("embedding", "positions", "head"):
     return True
-  sources = ("stored", "generator") if generated else ("stored",)
-  return path[0] == "weight_source" and path[1] in sources and path[-1] == "kernel"
+  return is_matrix(path) and (generated or path[1] == "stored")
 
 
 MUON_RMS = 0.2  # of an update's elements before the learning rate, about as Adam's (Liu et al. 2025, section 2.2)

@@ -32,7 +32,7 @@ def checked_mesh(config: Config) -> Mesh:
     sharding.check(config, mesh)
     if config.train.adjoint == "reversible":
       make_adjoint(config)
-    say_attention(config.model, "log-sum-exp, which mesh.context needs" if config.mesh.context > 1 else None)
+    say_attention(config.model, "log-sum-exp, which mesh.context needs" if mesh.shape["context"] > 1 else None)
     return mesh
 
 

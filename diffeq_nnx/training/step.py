@@ -143,7 +143,7 @@ def _concatenated(arrays: list[jax.Array]) -> jax.Array:
     return arrays[0]
   R = sharding.num_shards("batch")
   joined = jnp.concatenate([a.reshape(R, -1, *a.shape[1:]) for a in arrays], 1)  # on each device its own
-  return sharding.constrain(joined.reshape(-1, *joined.shape[2:]), "batch", *[None] * (arrays[0].ndim - 1))
+  return sharding.constrain(joined.reshape(-1, *joined.shape[2:]), "batch", "context", *[None] * (arrays[0].ndim - 2))
 
 
 def num_microbatches(config: Config) -> int:

@@ -3,7 +3,7 @@
 B batch, H query heads, K key/value heads, D head width, n devices, c = L / 2n positions of a chunk.
 
 A sequence of L positions is cut into 2n chunks, and device i holds chunks i and 2n - 1 - i: with causal attention all
-devices then have the same work, at each turn of the ring two pairs of chunks that see each other in full.
+devices then have the same work, at each turn of the ring the queries of two chunks with all keys of another.
 """
 
 import functools

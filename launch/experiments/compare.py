@@ -7,7 +7,8 @@ A row's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every 
 best one then with the other seeds; `--all-seeds` runs every rate with every seed and chooses the best by the mean.
 `--bracket` also runs half the lowest rate, or twice the highest, for as long as the best is at that end, so that it
 lies between two worse ones. Finished runs are not repeated, so the same command continues after an interruption, and
-several commands can share a work directory: each result is a file there, RUN.json.
+several commands can share a work directory, as long as no two train the same run at one time: each result is a file
+there, RUN.json.
 
 The table has each row's best rate, the mean of its validation losses in nats per token with the standard error over
 seeds, the mean of its differences from the first row's with the same seed and their standard error, losses by seed and
@@ -168,11 +169,11 @@ def table(rows: list[Row]) -> str:
 def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
   """Draws validation losses of each row at its best rate against tokens and operations; returns them as Markdown."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-  panels, steps, cells = figure.subplots(1, 2, sharey=True), [], []
+  panels, by_row = figure.subplots(1, 2, sharey=True), {}
   for row in rows:
     curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
     steps, losses = curves[0][0], np.array([losses for _, losses in curves])
-    cells.append([row.name, *(tables.mean_and_error(column.tolist(), ".3f") for column in losses.T)])
+    by_row[row.name] = {n: tables.mean_and_error(column.tolist(), ".3f") for n, column in zip(steps, losses.T)}
     tokens = [step * row.config.train.batch_size * row.config.model.seq_len for step in steps]
     for axes, places in zip(panels, (tokens, [operations(row.config, step) for step in steps])):
       tables.draw_range(axes, places, losses, row.name)
@@ -182,6 +183,8 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
     axes.grid(alpha=0.25)
   panels[0].legend(fontsize=8)
   figure.savefig(path, dpi=120)
+  steps = sorted(set().union(*by_row.values()))
+  cells = [[name, *(found.get(step, "") for step in steps)] for name, found in by_row.items()]
   return tables.markdown(["row", *(f"step {step}" for step in steps)], cells)
 
 

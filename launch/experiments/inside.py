@@ -9,8 +9,8 @@ Of each row, means over seeds with standard errors:
   correlation of that mean with depth;
 - mean distance of two tokens' directions at the end of depth (0 to 2; random directions: 1.41), with the model's own
   weights and with those of the first or the last step at all steps;
-- of generated weights, the largest sum_j |e_j(t)| over weights and steps, by which a change of all F_j moves W(t) at
-  most;
+- of generated weights, the largest sum_j |e_j(t)| over weights and steps: if no element of F_1 to F_T changes by more
+  than d, none of W(t) does by more than d times this;
 - Spearman's correlation, over a text's tokens, of three measures with the effect that replacing a token by another has
   on the prediction after the last one: the leading exact exponent, the leading exponent in the paper's per-token form,
   and attention rollout. The effect is the mean Kullback-Leibler divergence over 8 random replacements.
