@@ -168,7 +168,7 @@ def table(rows: list[Row]) -> str:
 
 def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
   """Draws validation losses of each row at its best rate against tokens and operations; returns them as Markdown."""
-  figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+  figure = Figure(figsize=(9.6, 4.4), layout="constrained")
   panels, by_row = figure.subplots(1, 2, sharey=True), {}
   for row in rows:
     curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
@@ -181,7 +181,7 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
   panels[1].set(xlabel="floating-point operations")
   for axes in panels:
     axes.grid(alpha=0.25)
-  panels[0].legend(fontsize=8)
+  figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
   figure.savefig(path, dpi=120)
   steps = sorted(set().union(*by_row.values()))
   cells = [[name, *(found.get(step, "") for step in steps)] for name, found in by_row.items()]
