@@ -48,7 +48,7 @@ def test_bfloat16_accumulates_in_float32():
 
 
 def test_chunks_that_do_not_divide_are_an_error():
-  with pytest.raises(ValueError, match="num_chunks=5: must divide the sequence length 12"):
+  with pytest.raises(ValueError, match="num_chunks=5: must divide the 12 positions of a sequence that a device holds"):
     chunked_cross_entropy(*example(), 5)
 
 

@@ -7,10 +7,11 @@ Rows use Euler's method: the sequential GPT becomes `parallel`. docs/results.md 
 """
 
 import dataclasses
-import runpy
 
 import ml_collections
 
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import config_fields
 from diffeq_nnx.model import solvers
 from diffeq_nnx.model.weight_sources import LeafSpec
 
@@ -45,6 +46,7 @@ if "from_embedding" not in solvers.SOLVERS:  # a config file is executed each ti
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
   """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
-  config = runpy.run_path("configs/english.py")["get_config"](choice)
+  english = config_lib.load(f"configs/english.py:{choice}")
+  config = config_fields.merged(config_lib.default(), config_lib.to_dict(english))
   config.model.solver = "from_embedding"
   return config
