@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -142,6 +143,19 @@ def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config
   """A whole experiment around `small_model`."""
   values = dict(batch_size=4, loss_chunks=3, remat="none", steps=10)
   return config_lib.Config(model=model or small_model(), train=config_lib.TrainConfig(**{**values, **train}))
+
+
+def on_eight_devices(program: str) -> str:
+  """What a program prints on eight virtual devices; apart, since a process has its number of devices for good."""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
 
 
 def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:

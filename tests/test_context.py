@@ -1,23 +1,6 @@
 """Sequences split over devices: the order of their chunks, ring attention, and a train step that it doesn't change."""
 
-import os
-import subprocess
-import sys
-
-from tests.conftest import XLA_FLAGS
-
-
-def run(program: str) -> None:
-  """Runs a program on eight virtual devices; apart, since a process has its number of devices for good."""
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-
+from tests.conftest import on_eight_devices
 
 RING = """
 import functools
@@ -61,7 +44,7 @@ for n, of, cap in ((2, segments, None), (3, None, 3.0), (8, segments, None)):
 
 def test_the_ring_computes_attention_and_its_gradients_to_1e_12():
   """On two, three and eight devices, with documents and without; each device first has an early and a late chunk."""
-  run(RING)
+  on_eight_devices(RING)
 
 
 STEP = """
@@ -99,4 +82,4 @@ for field, make_batch, held, sizes in (("llama", packed_batch, 2, dict(data=2, c
 
 def test_a_sequence_over_devices_has_the_loss_and_gradients_of_one_device_to_1e_5():
   """In float32, with documents and micro-batches beside the other axes of the mesh, and over eight devices alone."""
-  run(STEP)
+  on_eight_devices(STEP)

@@ -1,9 +1,6 @@
 """Generation: the tokens of the uncached forward, rows that don't touch each other, draws, ends, streaming."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 from flax import nnx
 import jax
@@ -18,7 +15,7 @@ from diffeq_nnx.inference import generation
 from diffeq_nnx.inference.sampling import Sampling, sample
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model.model import Model
-from tests.conftest import ROWS, SOLVER_ROWS, XLA_FLAGS, moved_instance, small_model, told
+from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, on_eight_devices, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
@@ -319,10 +316,4 @@ assert found[0] == found[1] == found[2], found
 
 
 def test_a_model_split_over_devices_generates_what_it_does_on_one():
-  done = subprocess.run(
-    [sys.executable, "-c", SPLIT],
-    capture_output=True,
-    text=True,
-    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
-  )
-  assert done.returncode == 0, done.stderr
+  on_eight_devices(SPLIT)

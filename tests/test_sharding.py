@@ -1,9 +1,6 @@
 """Where arrays live: the table of rules, meshes that can't be, and that the mesh changes no figure."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -13,7 +10,7 @@ from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import init_state, state_shardings
-from tests.conftest import XLA_FLAGS, small_config, small_model
+from tests.conftest import on_eight_devices, small_config, small_model
 
 MESH = {"slice": 1, "data": 2, "fsdp": 2, "context": 2, "tensor": 2}
 
@@ -157,15 +154,7 @@ for field in ("gpt", "llama"):  # documents apart; the second in two parts
 
 def test_one_device_and_eight_in_three_meshes_give_the_same_ten_losses():
   """Within 2e-6 of the loss in float32, dropout included: sums over devices are added in another order."""
-  found = subprocess.run(
-    [sys.executable, "-c", PROGRAM],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
-  )
-  assert found.returncode == 0, found.stderr[-3000:]
-  for line in found.stdout.splitlines():
+  for line in on_eight_devices(PROGRAM).splitlines():
     one, *others = json.loads(line)
     assert one[-1] != one[0]
     for other in others:

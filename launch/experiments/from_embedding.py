@@ -3,7 +3,7 @@
   python -m launch.experiments.compare --config=launch/experiments/from_embedding.py --rows=diffeq,parallel \
       --workdir=runs/from_embedding
 
-Rows use Euler's method: the sequential GPT becomes `parallel`. docs/results.md has what was measured.
+Rows use Euler's method: the sequential GPT becomes `parallel`. Not measured yet.
 """
 
 import dataclasses
