@@ -6,19 +6,21 @@ the frozen dataclasses below, which the rest of the package reads.
 
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
-import re
 import runpy
 from typing import Any
 
 import ml_collections
 
 from diffeq_nnx import config_fields
+from diffeq_nnx.config_fields import check_divides, number, one_of
 from diffeq_nnx.config_fields import flatten as flatten
 from diffeq_nnx.config_fields import nearest as nearest
-from diffeq_nnx.config_fields import number, one_of
 from diffeq_nnx.config_harness import HarnessConfig as HarnessConfig
+from diffeq_nnx.config_model import LoraConfig as LoraConfig
+from diffeq_nnx.config_model import ModelConfig as ModelConfig
+from diffeq_nnx.config_model import RopeConfig as RopeConfig
+from diffeq_nnx.config_model import TimeConfig as TimeConfig
 from diffeq_nnx.errors import UserError
 
 RUN_FILE = "run.json"  # of a work directory, as the folders below
@@ -28,104 +30,6 @@ FROZEN_FOLDER = "frozen"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
-SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeConfig:
-  """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
-
-  embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")  # docs/depth.md#the-time-embedding
-  sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
-  time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
-  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1; unless uniform
-  common: float = number(0.0, at_least=0)  # size of a feature that is the same at all t, beside waves of size 1
-  length: float | None = number(None, above=0)  # of e(t), its root sum of squares; None: as the MLP makes it
-  constant_share: float = number(0.0, at_least=0, below=1)  # of W's initial variance, that which is the same at all t
-  weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
-  constant: bool = False  # hold t at 0: the control that has the parameters but not the time
-
-  @property
-  def radians(self) -> float:
-    """The angle that the fastest wave turns from t = 0 to t = 1."""
-    return math.pi * self.sinusoidal_dim if self.embedding == "uniform" else self.scale
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-  """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
-
-  rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
-  alpha: float = number(16.0, above=0)
-  targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
-  dropout: float = number(0.0, at_least=0, below=1)  # share of a kernel's inputs dropped before A
-  embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """Three independent choices (weights, field, solver) and their sizes."""
-
-  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each time; shared: one set
-  field: str = one_of("gpt", "llama")
-  solver: str = one_of(*SOLVER_NAMES)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
-  initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
-  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
-  num_steps: int = number(12, above=0)
-  horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
-  step_sizes: tuple[float, ...] = ()  # dt of each of num_steps steps; (): all alike
-  embed_dim: int = number(768, above=0)
-  num_heads: int = number(12, above=0)
-  num_kv_heads: int | None = number(None, above=0)  # None: num_heads
-  mlp_dim: int | None = number(None, above=0)  # None: 4 embed_dim
-  vocab_size: int = number(50257, above=0)
-  seq_len: int = number(1024, above=0)
-  norm_eps: float | None = number(None, above=0)  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
-  final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
-  dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
-  dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
-  # the implementation: see kernels/README.md
-  attention: str = one_of("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
-  time: TimeConfig = TimeConfig()
-  lora: LoraConfig = LoraConfig()
-
-  @property
-  def kv_heads(self) -> int:
-    """Key and value heads, the default filled in."""
-    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-  @property
-  def head_dim(self) -> int:
-    """Width of one head."""
-    return self.embed_dim // self.num_heads
-
-  @property
-  def hidden_dim(self) -> int:
-    """Width inside the feed-forward branch, the default filled in."""
-    return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
-
-  @property
-  def block_eps(self) -> float:
-    """eps of the block's norms, the default filled in."""
-    return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
-
-  @property
-  def block_shift(self) -> bool:
-    """Whether the block's norms have a shift, the default filled in."""
-    by_default = self.field == "gpt" or self.initialization == "published"
-    return by_default if self.norm_shift is None else self.norm_shift
-
-  @property
-  def final_eps(self) -> float:
-    """eps of the norm after the last step, the default filled in."""
-    return 1e-5 if self.final_norm_eps is None else self.final_norm_eps
-
-  @property
-  def total_time(self) -> float:
-    """The horizon, the default filled in."""
-    if self.step_sizes:
-      return math.fsum(self.step_sizes)
-    return float(self.num_steps) if self.horizon is None else self.horizon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +182,7 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   config = config_fields.freeze(Config, raw)
   config_fields.check(config)
   _check_mesh(config.mesh)
-  _check_model(config.model)
+  config.model.check()
   _check_training(config)
   config.harness.check(RUN_FOLDERS)
   return config
@@ -339,35 +243,6 @@ def _check_mesh(mesh: MeshConfig) -> None:
     raise UserError(f"{', '.join(sizes)}: only one may be -1; give the others their sizes")
 
 
-def _check_divides(key: str, value: int, of_key: str, of: int) -> None:
-  if of % value:
-    divisors = ", ".join(str(divisor) for divisor in range(1, min(of, 10**5) + 1) if of % divisor == 0)
-    raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {divisors}")
-
-
-def _check_model(model: ModelConfig) -> None:
-  _check_divides("model.num_heads", model.num_heads, "model.embed_dim", model.embed_dim)
-  _check_divides("model.num_kv_heads", model.kv_heads, "model.num_heads", model.num_heads)
-  if model.field == "llama" and model.head_dim % 2:
-    raise UserError(
-      f"model.num_heads={model.num_heads}: a llama head must have an even width to be rotated, "
-      f"not {model.head_dim}; change model.num_heads or model.embed_dim={model.embed_dim}"
-    )
-  if model.field == "gpt" and model.norm_shift is False:
-    raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
-  if model.step_sizes:
-    if model.horizon is not None:
-      raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
-    if len(model.step_sizes) != model.num_steps or not all(0 < size < math.inf for size in model.step_sizes):
-      raise UserError(f"model.step_sizes={model.step_sizes}: must be model.num_steps={model.num_steps} numbers above 0")
-  try:
-    re.compile(model.lora.targets)
-  except re.error as error:
-    raise UserError(f"model.lora.targets={model.lora.targets!r}: is no regular expression ({error})") from error
-  if model.time.constant and model.weights != "generated":
-    raise UserError("model.time.constant=True: only weights that are generated have a time; set it to False")
-
-
 def _check_training(config: Config) -> None:
   model, train = config.model, config.train
   if not train.step_counts and (train.draw != "one" or train.draw_from):
@@ -375,7 +250,7 @@ def _check_training(config: Config) -> None:
   if train.draw == "sandwich" and train.batch_size % 4:
     raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
   if train.loss_chunks is not None:
-    _check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
+    check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = (
     {"model.num_steps": model.num_steps}
     if not train.step_counts
@@ -385,7 +260,7 @@ def _check_training(config: Config) -> None:
     if count <= 0:
       raise UserError(f"{key}={count}: must be above 0")
     if train.adjoint == "checkpointed" and train.remat != "none":
-      _check_divides("train.remat_every", train.remat_every, key, count)
+      check_divides("train.remat_every", train.remat_every, key, count)
     _check_stored_count(model, key, count)
   if config.eval.num_steps is not None:
     _check_stored_count(model, "eval.num_steps", config.eval.num_steps)

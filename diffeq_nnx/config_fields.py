@@ -229,3 +229,10 @@ def changed(
       wanted, found = types[key].__name__, type(value).__name__
       raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}") from None
   return raw
+
+
+def check_divides(key: str, value: int, of_key: str, of: int) -> None:
+  """Raises UserError unless the value of a key divides that of another."""
+  if of % value:
+    divisors = ", ".join(str(divisor) for divisor in range(1, min(of, 10**5) + 1) if of % divisor == 0)
+    raise UserError(f"{key}={value}: must divide {of_key}={of}; choose one of {divisors}")

@@ -90,8 +90,8 @@ def test_the_papers_hyper_parameters(name, choice, expected):
 def test_no_key_that_nothing_reads():
   read = set()
   for path in (ROOT / "diffeq_nnx").rglob("*.py"):
-    if path.name in ("config.py", "config_fields.py", "presets.py"):
-      tree = ast.parse(path.read_text())  # of config.py, only the properties that fill in defaults
+    if path.name in ("config.py", "config_fields.py", "config_model.py", "presets.py"):
+      tree = ast.parse(path.read_text())  # of these, only the properties that fill in defaults
       nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.decorator_list]
     else:
       nodes = [ast.parse(path.read_text())]
@@ -105,6 +105,9 @@ def test_no_key_that_nothing_reads():
   "settings,parts",
   [
     ({"model__num_heads": 7}, ["model.num_heads=7", "must divide model.embed_dim=768", "8, 12"]),
+    ({"model__rope__base": 5e5}, ["model.rope", "model.field=llama"]),
+    ({"model__rope__factor": 0.5}, ["model.rope.factor=0.5"]),
+    ({"model__field": "llama", "model__rope__low_freq_factor": 4.0}, ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
     ({"model__time__embedding": "x"}, ["model.time.embedding='x'", "fixed, learned, shared_mlp"]),

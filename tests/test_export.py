@@ -26,7 +26,7 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.config import RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
@@ -46,6 +46,10 @@ CASES = [
   ),
   ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2),
   ("gpt", "euler", {"horizon": 2.5}, None),
+  *(
+    ("llama", solver, {"rope": RopeConfig(50.0, 8.0, 1.0, 4.0, original_len=8)}, None)
+    for solver in ("sequential", "euler")
+  ),
 ]
 
 

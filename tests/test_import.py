@@ -17,7 +17,7 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data, jobs
-from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
+from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, RopeConfig, TrainConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.loop import train
@@ -37,6 +37,10 @@ LLAMA = dict(
   bos_token_id=None,
   eos_token_id=0,
 )
+LLAMA_3 = dict(
+  rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8
+)
+ROPE = {"gpt": RopeConfig(), "llama": RopeConfig(50.0, 8.0, 1.0, 4.0, 8)}
 
 
 def foreign(kind, **changes):
@@ -66,6 +70,7 @@ def same_logits(folder, theirs):
     ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3}),
     ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
     ("llama", {}),
+    ("llama", {"rope_parameters": {"rope_theta": 50.0, **LLAMA_3}}),
     ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
   ],
 )
@@ -107,6 +112,7 @@ def test_import_is_the_inverse_of_export(field, tmp_path):
       weights="stored",
       step_sizes=(0.5, 1.0, 2.0),
       dropout=0.1,
+      rope=ROPE[field],
       num_kv_heads=None if field == "gpt" else 2,
       norm_eps=1e-4,
       final_norm_eps=1e-4,
@@ -136,6 +142,7 @@ def test_import_is_the_inverse_of_export(field, tmp_path):
     final_norm_eps=1e-4,
     dtype="float32",
     dropout=0.1 if field == "gpt" else 0.0,
+    rope=ROPE[field],
   )
   diffeq_nnx.export_hf(again, str(tmp_path / "twice"))
   for name in ("config.json", "model.safetensors"):
@@ -161,10 +168,11 @@ def write(folder, config, tensors=None):
     ("gpt2", {"n_head": 5}, ["n_head is 5", "n_embd, 24"]),
     ("gpt2", {"n_inner": 0}, ["n_inner is 0"]),
     ("gpt2", {"torch_dtype": "int8"}, ["dtype is 'int8'", "float32"]),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "llama3"]),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
-    ("llama", {"rope_theta": 500000.0}, ["rope_theta is 500000.0", "10000.0"]),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ["rope_theta is 500000.0"]),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor is None", "above 0"]),
+    ("llama", {"rope_scaling": {**LLAMA_3, "factor": "8"}}, ["factor is '8'", "a number above 1"]),
+    ("llama", {"rope_scaling": {**LLAMA_3, "high_freq_factor": 1.0}}, ["high_freq_factor is 1.0", "above 1.0"]),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type is 'linear'", "'llama3'"]),
+    ("llama", {"rope_theta": -1.0}, ["rope_theta is -1.0", "above 0"]),
     ("llama", {"attention_bias": True}, ["attention_bias is True"]),
     ("llama", {"mlp_bias": True}, ["mlp_bias is True"]),
     ("llama", {"head_dim": 16}, ["head_dim is 16", "must be 6"]),

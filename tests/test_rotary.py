@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diffeq_nnx.kernels.rotary import rotate
+from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.kernels.rotary.reference import rotate_reference
 from diffeq_nnx.kernels.rotary.tpu import rotate_tpu
 
@@ -26,14 +28,27 @@ def test_each_pair_of_channels_turns_by_its_angle():
   np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag]), rtol=1e-12)
 
 
+def test_llama_3_s_scaling_slows_long_waves_alone():
+  """Against transformers' own function, and at its two ends."""
+  settings = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+  rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64, **settings}
+  config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=512, rope_parameters=rope)
+  expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+  scaled, plain = frequencies(32, base=5e5, original_len=64, **settings), frequencies(32, base=5e5)
+  np.testing.assert_allclose(scaled, expected.numpy(), rtol=1e-6)
+  assert factor == 1 and scaled[0] == plain[0] and np.isclose(scaled[-1], plain[-1] / 8)
+  assert len({*np.round(plain / scaled, 6)} - {1.0, 8.0}) > 0  # some between
+
+
 @pytest.mark.parametrize("C", [32, 64, 128, 256])
 @pytest.mark.parametrize("each", ["one for all", "by sequence"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_and_its_gradient_agree_with_plain_jax(C, each, dtype):
   x, gradient, positions = inputs(C, dtype=jnp.dtype(dtype))
   positions = positions if each == "by sequence" else jnp.arange(x.shape[1])
-  ours, pull = jax.vjp(lambda x: rotate_tpu(x, positions, interpret=True), x)
-  exact, exact_pull = jax.vjp(lambda x: rotate_reference(x, positions), x)
+  turns = frequencies(C, base=5e5, factor=8.0, original_len=64)
+  ours, pull = jax.vjp(lambda x: rotate_tpu(x, positions, turns, interpret=True), x)
+  exact, exact_pull = jax.vjp(lambda x: rotate_reference(x, positions, turns), x)
   tolerance = 1e-5 if dtype == "float32" else 2**-6  # a unit in the last place of values below 4
   np.testing.assert_allclose(np.float32(ours), np.float32(exact), atol=tolerance)
   np.testing.assert_allclose(np.float32(pull(gradient)[0]), np.float32(exact_pull(gradient)[0]), atol=tolerance)

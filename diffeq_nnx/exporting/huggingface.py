@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
@@ -196,7 +196,8 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
         "head_dim": exported.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": exported.block_eps,
-        "rope_theta": 10000.0,
+        "rope_theta": exported.rope.base,
+        "rope_scaling": _scaling(exported.rope),
         "attention_bias": False,
         "mlp_bias": False,
       }
@@ -213,8 +214,23 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "norm_eps": exported.block_eps,
       "final_norm_eps": exported.final_eps,
       "norm_shift": exported.block_shift,
+      "rotary_base": exported.rope.base,
+      "rotary_scaling": _scaling(exported.rope),
     }
   )
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
+  """The scaling as config.json has it."""
+  if rope.factor == 1:
+    return None
+  return {
+    "rope_type": "llama3",
+    "factor": rope.factor,
+    "low_freq_factor": rope.low_freq_factor,
+    "high_freq_factor": rope.high_freq_factor,
+    "original_max_position_embeddings": rope.original_len,
+  }
 
 
 def _logit_difference(stored: ModelConfig, params: Params, exported: ModelConfig, read: Params) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 import os
 import re
 from typing import Any
@@ -12,12 +13,11 @@ import numpy as np
 import safetensors
 
 from diffeq_nnx import data, files
-from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
-from diffeq_nnx.kernels.rotary.reference import BASE as ROPE_BASE
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
 
@@ -173,6 +173,13 @@ class _Values:
       raise self.folder.error(f"{key} is {value!r}: must be an integer above 0; restore config.json")
     return value
 
+  def above(self, key: str, bound: float) -> float:
+    """A finite number above a bound."""
+    value = self.values.get(key)
+    if type(value) not in (int, float) or not bound < value < math.inf:
+      raise self.folder.error(f"{key} is {value!r}: must be a number above {bound}; restore config.json")
+    return float(value)
+
   def require(self, key: str, *allowed: Any) -> None:
     """Raises UserError unless a key has one of these values or, for the first of them, is missing."""
     value = self.values.get(key, allowed[0])
@@ -197,7 +204,8 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
     sizes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
     sizes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
   else:
-    _check_rope(config, width // heads)
+    config.require("head_dim", None, width // heads)
+    sizes["rope"] = _rope(config, sizes["seq_len"])
     eps = values.get("rms_norm_eps", 1e-6)
     kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -220,18 +228,23 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
   )
 
 
-def _check_rope(config: _Values, head_dim: int) -> None:
-  """Raises UserError unless rotary positions are those of our Llama."""
-  config.require("head_dim", None, head_dim)
-  rope = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
-  if rope.get("rope_type", rope.get("type", "default")) != "default":
-    raise config.folder.error(
-      f"rope_scaling is {rope!r}: scaled rotary positions are not supported; give a folder without"
-    )
-  base = rope.get("rope_theta", config.values.get("rope_theta", ROPE_BASE))
-  rope = _Values(config.folder, {**rope, "rope_theta": base})
-  rope.require("rope_theta", ROPE_BASE)
+def _rope(config: _Values, seq_len: int) -> RopeConfig:
+  """The rotary positions; raises UserError unless they are plain or scaled as Llama 3's."""
+  values = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
+  rope = _Values(config.folder, {"rope_theta": config.values.get("rope_theta", RopeConfig().base), **values})
   rope.require("partial_rotary_factor", None, 1.0)
+  kind = values.get("rope_type", values.get("type", "default"))
+  if kind not in ("default", "llama3"):
+    raise config.folder.error(f"rope_type is {kind!r}: not supported, it must be 'default' or 'llama3'")
+  if kind == "default" or values.get("factor") == 1:
+    return RopeConfig(base=rope.above("rope_theta", 0))
+  return RopeConfig(
+    base=rope.above("rope_theta", 0),
+    factor=rope.above("factor", 1),
+    low_freq_factor=rope.above("low_freq_factor", 0),
+    high_freq_factor=rope.above("high_freq_factor", rope.above("low_freq_factor", 0)),
+    original_len=rope.size("original_max_position_embeddings", seq_len),
+  )
 
 
 def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Params:

@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from diffeq_nnx.config import RopeConfig
 from diffeq_nnx.kernels.attention import attention, ring_attention
-from diffeq_nnx.kernels.rotary import rotate
+from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.parallel import context as context_lib
 from diffeq_nnx.parallel import sharding
 
@@ -95,11 +96,13 @@ def packed(
   return context_lib.zigzag(tokens_BxL), SplitPacking(segment_ids_BxL, context_lib.zigzag(positions_BxL))
 
 
-def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, implementation: str) -> jax.Array:
+def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str) -> jax.Array:
   """Rotary position embedding, each device with its own sequences and heads; positions None: 0 to L-1."""
+  frequencies_R = frequencies(x_BxLxHxC.shape[-1], **dataclasses.asdict(rope))
 
   def run(x, positions=None):
-    return rotate(x, jnp.arange(x.shape[1]) if positions is None else positions, implementation)
+    known = jnp.arange(x.shape[1]) if positions is None else positions
+    return rotate(x, known, frequencies_R, implementation=implementation)
 
   return per_device(run, (x_BxLxHxC,), positions_BxL, None if positions_BxL is None else "context")
 

@@ -83,6 +83,7 @@ class GPTField:
   implementation: str  # of attention, as in model.attention
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
+  rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
 
@@ -162,6 +163,7 @@ class LlamaField:
   implementation: str  # of attention, as in model.attention
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
+  rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 
@@ -210,8 +212,8 @@ class LlamaField:
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     B, L, _ = x_BxLxD.shape
     project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
-    q_BxLxHxC = rotated(project("query", self.num_heads), context.positions_BxL, self.implementation)
-    k_BxLxKxC = rotated(project("key", self.num_kv_heads), context.positions_BxL, self.implementation)
+    q_BxLxHxC = rotated(project("query", self.num_heads), context.positions_BxL, self.rope, self.implementation)
+    k_BxLxKxC = rotated(project("key", self.num_kv_heads), context.positions_BxL, self.rope, self.implementation)
     out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
     return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
 
@@ -296,5 +298,5 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
   return FIELDS[model.field](
-    model.num_heads, model.kv_heads, model.head_dim, model.attention, model.block_eps, model.final_eps
+    model.num_heads, model.kv_heads, model.head_dim, model.attention, model.block_eps, model.final_eps, model.rope
   )

@@ -12,8 +12,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
-from diffeq_nnx.kernels.rotary.reference import tables
+from diffeq_nnx.kernels.rotary.reference import frequencies, tables
 
 LANES = 128
 ROWS, COLUMNS = 256, 2048  # positions and lanes of a block
@@ -50,27 +51,34 @@ def _turned(x_BxLxM, cos_GxLxW, sin_GxLxW, C: int, interpret: Any):
   )(x_BxLxM, cos_GxLxW, sin_GxLxW)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rotate(x_BxLxM, positions_GxL, C: int, interpret: Any):
-  return _forward(x_BxLxM, positions_GxL, C, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotate(x_BxLxM, positions_GxL, frequencies_R, interpret: Any):
+  return _forward(x_BxLxM, positions_GxL, frequencies_R, interpret)[0]
 
 
-def _forward(x_BxLxM, positions_GxL, C, interpret, sign: float = 1.0):
-  cos, sin = tables(positions_GxL, C, jnp.float32)
+def _forward(x_BxLxM, positions_GxL, frequencies_R, interpret, sign: float = 1.0):
+  C = 2 * len(frequencies_R)
+  cos, sin = tables(positions_GxL, frequencies_R, jnp.float32)
   widen = lambda table: jnp.tile(table, (1, 1, math.ceil(LANES / C)))
-  return _turned(x_BxLxM, widen(cos), widen(sign * sin), C, interpret), positions_GxL
+  return _turned(x_BxLxM, widen(cos), widen(sign * sin), C, interpret), (positions_GxL, frequencies_R)
 
 
-def _backward(C, interpret, positions_GxL, gradient_BxLxM):
+def _backward(interpret, turned_by, gradient_BxLxM):
   """Turns back: a rotation's transpose."""
-  return _forward(gradient_BxLxM, positions_GxL, C, interpret, -1.0)[0], None
+  return _forward(gradient_BxLxM, *turned_by, interpret, -1.0)[0], None, None
 
 
 _rotate.defvjp(_forward, _backward)
 
 
-def rotate_tpu(x_BxLxHxC: jax.Array, positions: jax.Array, interpret: Any = False) -> jax.Array:
+def rotate_tpu(
+  x_BxLxHxC: jax.Array,
+  positions: jax.Array,
+  frequencies_R: np.ndarray | jax.Array | None = None,
+  interpret: Any = False,
+) -> jax.Array:
   """As `rotate_reference`, for C of 32, 64, 128 or 256, H C a multiple of 128; differentiable in reverse mode."""
   B, L, H, C = x_BxLxHxC.shape
   positions_GxL = positions if positions.ndim == 2 else positions[None]
-  return _rotate(x_BxLxHxC.reshape(B, L, H * C), positions_GxL, C, interpret).reshape(B, L, H, C)
+  turns_R = jnp.asarray(frequencies(C) if frequencies_R is None else frequencies_R, jnp.float32)
+  return _rotate(x_BxLxHxC.reshape(B, L, H * C), positions_GxL, turns_R, interpret).reshape(B, L, H, C)

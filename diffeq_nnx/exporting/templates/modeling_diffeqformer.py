@@ -26,6 +26,7 @@ class DiffEqFormerConfig(PretrainedConfig):
     (feed-forward reads the sum with attention).
   step_sizes: dt of each step; None: all are 1, where dt is folded into the projections `out` and `down`.
   weight_sets: for each step the layers that it uses, one for each node of the method; None: step i uses layer i.
+  rotary_base, rotary_scaling: of rotary positions; the second as Llama 3's rope_scaling, or None.
   """
 
   model_type = "diffeqformer"
@@ -49,6 +50,8 @@ class DiffEqFormerConfig(PretrainedConfig):
     method=None,
     step_sizes=None,
     weight_sets=None,
+    rotary_base=10000.0,
+    rotary_scaling=None,
     use_cache=True,
     **kwargs,
   ):
@@ -63,6 +66,7 @@ class DiffEqFormerConfig(PretrainedConfig):
     self.method = METHODS[solver] if method is None else method
     self.step_sizes = [1.0] * self.num_steps if step_sizes is None else step_sizes
     self.weight_sets = [[i] for i in range(self.num_steps)] if weight_sets is None else weight_sets
+    self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
     self.use_cache = use_cache
 
 
@@ -130,6 +134,18 @@ class RMSNorm(nn.Module):
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
     return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)
+
+
+def rotary_rates(config):
+  """Radians that each pair of channels turns for each position, [C / 2], with Llama 3's scaling if there is one."""
+  half = config.hidden_size // config.num_attention_heads // 2
+  rates = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+  if scaling := config.rotary_scaling:
+    turns = scaling["original_max_position_embeddings"] * rates / (2 * torch.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    rates = rates * (kept + (1 - kept) / scaling["factor"])
+  return rates.float()
 
 
 def rotate(x, cos, sin):
@@ -260,9 +276,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     if self.positions is not None:
       x = x + self.positions(position_ids)
     else:
-      half = self.config.hidden_size // self.config.num_attention_heads // 2
-      rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-      angles = position_ids[:, None, :, None].float() * rates
+      angles = position_ids[:, None, :, None].float() * rotary_rates(self.config).to(x.device)
       rotation = angles.cos(), angles.sin()
     entries = itertools.count()
 

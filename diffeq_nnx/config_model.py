@@ -1,0 +1,154 @@
+"""The keys of `model`: three independent choices, their sizes, and what generated weights are made from."""
+
+import dataclasses
+import math
+import re
+
+from diffeq_nnx.config_fields import check_divides, number, one_of
+from diffeq_nnx.errors import UserError
+
+SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeConfig:
+  """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
+
+  embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")  # docs/depth.md#the-time-embedding
+  sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
+  time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
+  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1; unless uniform
+  common: float = number(0.0, at_least=0)  # size of a feature that is the same at all t, beside waves of size 1
+  length: float | None = number(None, above=0)  # of e(t), its root sum of squares; None: as the MLP makes it
+  constant_share: float = number(0.0, at_least=0, below=1)  # of W's initial variance, that which is the same at all t
+  weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
+  constant: bool = False  # hold t at 0: the control that has the parameters but not the time
+
+  @property
+  def radians(self) -> float:
+    """The angle that the fastest wave turns from t = 0 to t = 1."""
+    return math.pi * self.sinusoidal_dim if self.embedding == "uniform" else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
+
+  rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
+  alpha: float = number(16.0, above=0)
+  targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
+  dropout: float = number(0.0, at_least=0, below=1)  # share of a kernel's inputs dropped before A
+  embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+  """Rotary positions of llama (Su et al. 2021), and Llama 3's scaling of them for longer sequences (Dubey et al. 2024).
+
+  Channel pair i turns by base^(-2 i / C) radians for each position. With a factor, a pair whose wavelength is above
+  original_len / low_freq_factor positions turns `factor` times slower, one below original_len / high_freq_factor turns
+  as before, and those between are interpolated.
+  """
+
+  base: float = number(10000.0, above=0)
+  factor: float = number(1.0, at_least=1)  # 1: no scaling
+  low_freq_factor: float = number(1.0, above=0)
+  high_freq_factor: float = number(4.0, above=0)
+  original_len: int = number(8192, above=0)  # positions of the training before
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Three independent choices (weights, field, solver) and their sizes."""
+
+  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each time; shared: one set
+  field: str = one_of("gpt", "llama")
+  solver: str = one_of(*SOLVER_NAMES)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
+  initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
+  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
+  num_steps: int = number(12, above=0)
+  horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
+  step_sizes: tuple[float, ...] = ()  # dt of each of num_steps steps; (): all alike
+  embed_dim: int = number(768, above=0)
+  num_heads: int = number(12, above=0)
+  num_kv_heads: int | None = number(None, above=0)  # None: num_heads
+  mlp_dim: int | None = number(None, above=0)  # None: 4 embed_dim
+  vocab_size: int = number(50257, above=0)
+  seq_len: int = number(1024, above=0)
+  norm_eps: float | None = number(None, above=0)  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
+  final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
+  dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
+  dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
+  # the implementation: see kernels/README.md
+  attention: str = one_of("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
+  rope: RopeConfig = RopeConfig()
+  time: TimeConfig = TimeConfig()
+  lora: LoraConfig = LoraConfig()
+
+  @property
+  def kv_heads(self) -> int:
+    """Key and value heads, the default filled in."""
+    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+  @property
+  def head_dim(self) -> int:
+    """Width of one head."""
+    return self.embed_dim // self.num_heads
+
+  @property
+  def hidden_dim(self) -> int:
+    """Width inside the feed-forward branch, the default filled in."""
+    return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+  @property
+  def block_eps(self) -> float:
+    """eps of the block's norms, the default filled in."""
+    return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
+
+  @property
+  def block_shift(self) -> bool:
+    """Whether the block's norms have a shift, the default filled in."""
+    by_default = self.field == "gpt" or self.initialization == "published"
+    return by_default if self.norm_shift is None else self.norm_shift
+
+  @property
+  def final_eps(self) -> float:
+    """eps of the norm after the last step, the default filled in."""
+    return 1e-5 if self.final_norm_eps is None else self.final_norm_eps
+
+  @property
+  def total_time(self) -> float:
+    """The horizon, the default filled in."""
+    if self.step_sizes:
+      return math.fsum(self.step_sizes)
+    return float(self.num_steps) if self.horizon is None else self.horizon
+
+  def check(self) -> None:
+    """Raises UserError: keys that don't fit each other."""
+    check_divides("model.num_heads", self.num_heads, "model.embed_dim", self.embed_dim)
+    check_divides("model.num_kv_heads", self.kv_heads, "model.num_heads", self.num_heads)
+    if self.field == "llama" and self.head_dim % 2:
+      raise UserError(
+        f"model.num_heads={self.num_heads}: a llama head must have an even width to be rotated, "
+        f"not {self.head_dim}; change model.num_heads or model.embed_dim={self.embed_dim}"
+      )
+    if self.field == "gpt" and self.norm_shift is False:
+      raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
+    if self.field == "gpt" and self.rope != RopeConfig():
+      raise UserError("model.rope: gpt's positions are learned; leave these keys out, or set model.field=llama")
+    if self.rope.low_freq_factor >= self.rope.high_freq_factor:
+      raise UserError(
+        f"model.rope.low_freq_factor={self.rope.low_freq_factor}: must be below "
+        f"model.rope.high_freq_factor={self.rope.high_freq_factor}"
+      )
+    if self.step_sizes:
+      if self.horizon is not None:
+        raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
+      if len(self.step_sizes) != self.num_steps or not all(0 < size < math.inf for size in self.step_sizes):
+        raise UserError(f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers above 0")
+    try:
+      re.compile(self.lora.targets)
+    except re.error as error:
+      raise UserError(f"model.lora.targets={self.lora.targets!r}: is no regular expression ({error})") from error
+    if self.time.constant and self.weights != "generated":
+      raise UserError("model.time.constant=True: only weights that are generated have a time; set it to False")
