@@ -1,9 +1,9 @@
 """Neural ODE Transformers (DiffEqFormer): a transformer whose depth is time, in Flax NNX.
 
-The package itself offers `load` (of `runs.opening`), `discretize` (`model.discretization`), `Decoder`, `generate` and
-`generate_texts` (`inference.generation`), `export_hf` (`exporting.huggingface`), `export_stablehlo`
-(`exporting.stablehlo`) and `import_hf` (`exporting.importing`). Training is `training.loop.train`, a model
-`model.Model`, its settings `config`.
+The package itself offers `load` (of `runs.opening`), `discretize` (`model.discretization`), `Decoder`
+(`inference.decoding`), `generate` and `generate_texts` (`inference.generation`), `export_hf` (`exporting.huggingface`),
+`export_stablehlo` (`exporting.stablehlo`) and `import_hf` (`exporting.importing`). Training is `training.loop.train`, a
+model `model.Model`, its settings `config`.
 """
 
 import importlib
@@ -14,7 +14,7 @@ _HOMES = {  # where each public name is defined
   "discretize": "model.discretization",
   "generate": "inference.generation",
   "generate_texts": "inference.generation",
-  "Decoder": "inference.generation",
+  "Decoder": "inference.decoding",
   "export_hf": "exporting.huggingface",
   "export_stablehlo": "exporting.stablehlo",
   "import_hf": "exporting.importing",

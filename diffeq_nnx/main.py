@@ -32,6 +32,8 @@ flags.DEFINE_float(
   "For discretize: choose the fewest steps whose validation loss is within this, in nats per token, of that of many.",
 )
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
+flags.DEFINE_string("prompts", None, "For generate: a file of JSON lines with the key `prompt`, in place of --prompt.")
+flags.DEFINE_integer("rows", None, "For generate: prompts that are continued at a time; default: all, up to 64.")
 flags.DEFINE_integer("max_tokens", None, "For generate: the largest number of new tokens; default: 128.")
 flags.DEFINE_float("temperature", None, "For generate: divides the logits; 0: greedy; default: 1.")
 flags.DEFINE_integer("top_k", None, "For generate: sample among this many most likely tokens; default: all.")
@@ -41,7 +43,7 @@ flags.DEFINE_float(
   "For generate: sample among the fewest most likely tokens that together have this probability; default: 1.",
 )
 flags.DEFINE_integer("seed", None, "For generate: random seed; default: 0.")
-flags.DEFINE_string("out", None, "For export: the folder to make.")
+flags.DEFINE_string("out", None, "For export: the folder to make. For generate: the file for the answers to --prompts.")
 flags.DEFINE_enum(
   "format",
   None,
@@ -118,9 +120,10 @@ def _options(name: str) -> dict[str, Any]:
       jobs = [other for other, job in JOBS.items() if flag in job.flags]
       value = ",".join(value) if isinstance(value, list) else value
       raise UserError(f"--{flag}={value}: is for --job={' or '.join(jobs)}, and this is --job={name}; leave it out")
-  for flag in JOBS[name].required:
-    if given[flag] is None:
-      raise UserError(f"--{flag}: missing; e.g. --job={name} {JOBS[name].example}")
+  for either in JOBS[name].required:
+    either = (either,) if isinstance(either, str) else either
+    if all(given[flag] is None for flag in either):
+      raise UserError(f"--{either[0]}: missing; e.g. --job={name} {JOBS[name].example}")
   for flag in ("step_sizes", "times"):
     if given.get(flag):
       try:
@@ -130,7 +133,7 @@ def _options(name: str) -> dict[str, Any]:
   if given.get("num_steps"):
     given["num_steps"] = _num_steps(name, given["num_steps"])
   if "prompt" in given:
-    given["prompts"] = given.pop("prompt")
+    given["prompts_file"], given["prompts"] = given.pop("prompts"), given.pop("prompt")
   return {flag: value for flag, value in given.items() if value is not None}
 
 

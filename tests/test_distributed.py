@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pathlib
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from diffeq_nnx import jobs
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel import distributed
 from launch import local
@@ -307,3 +309,57 @@ def test_local_runs_its_processes_and_returns_the_first_failure():
   assert local.run([exits(0), exits(0)], {}) == 0
   assert local.run([exits(0), exits(3)], {}) == 3
   assert local.run([[sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]], {}) == 137
+
+
+def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(finished, tmp_path):
+  """Every prompt once, every bad line named; weights split over two processes of two devices each."""
+  config, workdir = finished
+  lines = [json.dumps({"prompt": "Document hills and rain. "[: 1 + n % 6] * (n % 2 + 1)}) for n in range(160)]
+  bad = {
+    3: "{",
+    20: '{"prompt": 5}',
+    41: '["a"]',
+    60: '{"prompt": ""}',
+    99: '{"prompt": "\\ud800"}',
+    120: json.dumps({"prompt": "rain " * 40}),
+  }
+  for n, line in bad.items():
+    lines[n - 1] = line
+  (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
+  out, settings = tmp_path / "out" / "two.jsonl", {"max_tokens": 6, "seed": 3, "rows": 4}
+  one = {"prompts_file": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "one.jsonl"), **settings}
+  answers = jobs.run("generate", config, str(workdir), **one)
+  assert [answer["line"] for answer in answers] == [*range(1, 161)]
+  assert {answer["line"] for answer in answers if "error" in answer} == {*bad}
+  words = [
+    "--job=generate",
+    f"--workdir={workdir}",
+    f"--prompts={tmp_path / 'prompts.jsonl'}",
+    f"--out={out}",
+    "--config.mesh.tensor=2",
+    *(f"--{name}={value}" for name, value in settings.items()),
+  ]
+
+  def started():
+    commands = local.commands(2, local.free_port(), words)
+    return [Process(line[3:], local.environment(2)) for line in commands]
+
+  running = started()
+  unfinished = pathlib.Path(f"{out}.unfinished")
+  deadline = time.monotonic() + 120
+  while not unfinished.exists() or len(unfinished.read_text().splitlines()) <= 30:
+    assert time.monotonic() < deadline, running[0].lines[-20:]
+    time.sleep(0.02)
+  for process in running:
+    process.send(signal.SIGKILL)
+    process.end()
+  before = unfinished.read_text()
+  assert not out.exists() and 30 < len(before.splitlines()) < 150
+  unfinished.write_text(before + '{"line": 1')  # cut off
+  running = started()
+  assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
+  assert out.read_text() == (tmp_path / "one.jsonl").read_text() and not unfinished.exists()
+  unfinished.write_text('{"seed": 4}\n')
+  out.unlink()
+  with pytest.raises(UserError, match="begun with other settings"):
+    jobs.run("generate", config, str(workdir), **{**one, "out": str(out)})

@@ -11,7 +11,7 @@ import pytest
 import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
-from diffeq_nnx.inference import generation
+from diffeq_nnx.inference import batching, decoding, generation
 from diffeq_nnx.inference.sampling import Sampling, sample
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model.model import Model
@@ -52,25 +52,28 @@ def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
 
 
 @pytest.mark.parametrize(
-  "field,solver,num_steps",
-  [("gpt", "euler", None), ("llama", "euler", 2), ("gpt", "sequential", 2), ("llama", "sequential", None)],
+  "field,solver,num_steps,first",
+  [("gpt", "euler", None, 7), ("llama", "euler", 2, 7), ("gpt", "sequential", 2, 3), ("llama", "sequential", None, 1)],
 )
-def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, num_steps, x64):
-  """Rows of different lengths, read in one call and then token by token, against the forward pass of each row."""
+def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, num_steps, first, x64):
+  """Rows of different lengths, read whole or in chunks and then token by token, against the forward pass of each."""
   model = make(small_model(field=field, solver=solver, dtype="float64"))
   decoder, lengths = diffeq_nnx.Decoder(model, num_steps), (2, 7, 4)
   rows = np.random.default_rng(0).integers(31, size=(3, 11)).astype(np.int32)
   tokens_BxL = np.zeros((3, 7), np.int32)
   for padded, row, length in zip(tokens_BxL, rows, lengths):
     padded[7 - length :] = row[:length]
-  first_B = jnp.asarray([7 - length for length in lengths], jnp.int32)
-  read = jax.jit(generation.prompt_logits, static_argnums=(0, 1, 2))
-  go_on = jax.jit(generation.next_logits, static_argnums=(0, 1))
-  state, logits_BxV = read(decoder.config, decoder.grid, 16, decoder.weights, tokens_BxL, first_B)
+  next_B = jnp.asarray([length - 7 for length in lengths], jnp.int32)
+  read = jax.jit(decoding.first_logits, static_argnums=(0, 1, 2))
+  go_on = jax.jit(decoding.more_logits, static_argnums=(0, 1))
+  state, logits_BxV = read(decoder.config, decoder.grid, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
   found = [logits_BxV]
+  for start in range(first, 7, 2):  # the rest of the prompts, two tokens at a time
+    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, tokens_BxL[:, start : start + 2])
+    found = [logits_BxV]
   for place in range(4):
-    newest_B = jnp.asarray([row[length + place] for row, length in zip(rows, lengths)])
-    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, newest_B)
+    newest_Bx1 = jnp.asarray([[row[length + place]] for row, length in zip(rows, lengths)])
+    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, newest_Bx1)
     found.append(logits_BxV)
   expected = uncached(model, rows.tolist(), num_steps)
   for row, length in enumerate(lengths):
@@ -79,21 +82,27 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
 
 
 def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
-  model, calls, make_ready = make(small_model()), [], generation.make_ready
-  monkeypatch.setattr(generation, "make_ready", lambda *args, **named: calls.append(1) or make_ready(*args, **named))
+  model, calls, make_ready = make(small_model()), [], decoding.make_ready
+  monkeypatch.setattr(decoding, "make_ready", lambda *args, **named: calls.append(1) or make_ready(*args, **named))
   diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 1
   decoder = diffeq_nnx.Decoder(model)
   assert "weight_source" not in decoder.weights["rest"]
   state, _ = jax.eval_shape(
-    lambda: generation.prompt_logits(
-      decoder.config, decoder.grid, 64, decoder.weights, jnp.zeros((1, 8), jnp.int32), jnp.zeros(1, jnp.int32)
+    lambda: decoding.first_logits(
+      decoder.config,
+      decoder.grid,
+      64,
+      decoder.weights,
+      {"next_B": jnp.zeros(1, jnp.int32)},
+      jnp.zeros((1, 8), jnp.int32),
     )
   )
-  step = jax.jit(generation.next_logits, static_argnums=(0, 1))
-  program = str(step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros(1, jnp.int32)).jaxpr)
+  step = jax.jit(decoding.more_logits, static_argnums=(0, 1))
+  traced = step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
+  program = traced.lower().as_text()
   # per solver step six products with kernels and two of attention's, then the head; and no loop
-  assert program.count("dot_general[") == 3 * (6 + 2) + 1 and "scan[" not in program
+  assert program.count("stablehlo.dot_general") == 3 * (6 + 2) + 1 and "while" not in program
   for one in (decoder, decoder):  # a decoder's own weights serve many calls
     diffeq_nnx.generate(one, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 2
@@ -175,6 +184,47 @@ def test_rows_end_where_learned_positions_do_and_rotary_ones_go_on(decoder):
   alone = diffeq_nnx.generate(gpt, prompts[2:], max_tokens=8, temperature=0)
   assert made[2:] == alone
   assert [len(row) for row in diffeq_nnx.generate(decoder, [[1] * 13, [2]], max_tokens=70)] == [70, 70]
+
+
+def one_by_one(decoder, prompts, **how):
+  """Each prompt alone, with the random numbers that it has among the others."""
+  found = []
+  for n, prompt in enumerate(prompts):
+    ids = []
+    take = lambda _, token: "mark" if token == how.get("mark") else ids.append(token)
+    list(batching.continued(decoder, [prompt], Sampling(**how["sampling"]), take, row_numbers=[n]))
+    found.append(ids)
+  return found
+
+
+def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decoder):
+  """Twelve prompts in three rows: the ring of 64 slots turns more than once; texts end at a mark or at their length."""
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(31, size=size).tolist() for size in (3, 30, 1, 9, 40, 2, 5, 17, 1, 33, 4, 8)]
+  sampling = dict(max_tokens=20, seed=4)
+  expected = one_by_one(decoder, prompts, mark=7, sampling=sampling)
+  assert len({len(ids) for ids in expected}) > 3 and sum(map(len, expected)) > 3 * 40
+  ended = []
+  ids = [[] for _ in prompts]
+  take = lambda n, token: "mark" if token == 7 else ids[n].append(token)
+  for n, reason in batching.continued(decoder, prompts, Sampling(**sampling), take, rows=3):
+    ended.append(n)
+    assert (reason, ids[n]) == ("length" if len(expected[n]) == 20 else "mark", expected[n])
+  assert sorted(ended) == list(range(12)) != ended
+  assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[7], **sampling) == expected
+
+
+def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(decoder, monkeypatch):
+  rng = np.random.default_rng(1)
+  prompts = [rng.integers(31, size=size).tolist() for size in (5, 70, 200, 130, 64, 3)]
+  expected = diffeq_nnx.generate(decoder, prompts, max_tokens=9, temperature=0)
+  monkeypatch.setattr(decoding, "CHUNK", 64)
+  reads, read_more = [], decoding.read_more
+  monkeypatch.setattr(decoding, "read_more", lambda *args: reads.append(args[-1].shape) or read_more(*args))
+  assert diffeq_nnx.generate(decoder, prompts, max_tokens=9, temperature=0, rows=2) == expected
+  long = [n for n, shape in enumerate(reads) if shape == (1, 64)]
+  assert len(long) == 3 + 2  # after the first of 200 and of 130 tokens
+  assert reads[long[3] + 1 : long[4]] == [(2, 1)]  # a token of the first between the chunks of the second
 
 
 def test_bad_input_is_one_line(decoder):
@@ -286,7 +336,7 @@ def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
   def compiled():
-    return generation.read_prompts._cache_size(), generation.next_tokens._cache_size()
+    return decoding.read_first._cache_size(), decoding.read_more._cache_size()
 
   diffeq_nnx.generate(decoder, [[1]], max_tokens=3, top_p=0.5)
   before = compiled()
@@ -303,15 +353,20 @@ from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.training.step import init_state, state_shardings
 from tests.conftest import small_config, small_model
-config, found = small_config(small_model(embed_dim=32, mlp_dim=64)), []
-for sizes in (None, MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
+config = small_config(small_model(embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=64))
+prompts, found = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11], [2]], []
+for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
   mesh = sharding.make_mesh(MeshConfig() if sizes is None else sizes, jax.devices()[:1] if sizes is None else None)
   with jax.set_mesh(mesh):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
-    decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params))
-    found.append(diffeq_nnx.generate(decoder, [[1, 2, 3], [4]], max_tokens=5, seed=1))
-    assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1}
-assert found[0] == found[1] == found[2], found
+  for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
+    decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
+    kernel = decoder.weights["sets"][0]["up"]["kernel"]
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1 if place is None else mesh.size}
+    assert kernel.sharding.shard_shape(kernel.shape)[1] == 64 // (1 if place is None else mesh.shape["tensor"])
+    for rows in batches:
+      found.append(diffeq_nnx.generate(decoder, prompts, max_tokens=5, seed=1, rows=rows))
+assert all(one == found[0] for one in found), found
 """
 
 

@@ -224,7 +224,7 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   arguments = [
     "--job=harness",
     f"--workdir={workdir}",
-    "--config.harness.tasks=choice",
+    "--config.harness.tasks=choice,continuing",
     "--config.harness.default_tasks=False",
     "--config.harness.folder=by_two",
     *(f"--config.harness.{name}={value}" for name, value in settings.items()),
@@ -235,7 +235,7 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   assert json.loads(line)["acc"]
   alone, by_two = (
     {name: json.loads((folder / name).read_text()) for name in ("results.json", "perplexity.json")}
-    for folder in (evaluate(**settings, folder="alone"), workdir / "by_two")
+    for folder in (evaluate(**settings, tasks="choice,continuing", folder="alone"), workdir / "by_two")
   )
   assert np.isclose(by_two["perplexity.json"]["nats"], alone["perplexity.json"]["nats"], rtol=1e-6)
   assert by_two["perplexity.json"]["tokens"] == alone["perplexity.json"]["tokens"] > 6

@@ -75,9 +75,12 @@ def test_benchmark_analysis_prints_times_and_memory(capsys):
 
 @pytest.mark.parametrize("row", ["gpt", "diffeq"])
 def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
-  benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=16", "--rounds=2", "--tokens=2", *SMALL])
-  header, _, titles, _, values = capsys.readouterr().out.strip().splitlines()
-  assert header.startswith(f"configs/tiny.py:{row}, 1 rows of 16 slots, median of 2 interleaved rounds of 2, ")
+  benchmark_generation.main(
+    [f"--config=configs/tiny.py:{row}", "--slots=16", "--rounds=2", "--tokens=2", "--rows=1,3", *SMALL]
+  )
+  header, _, titles, _, first, values = capsys.readouterr().out.strip().splitlines()
+  assert header.startswith(f"configs/tiny.py:{row}, rows of 16 slots, median of 2 interleaved rounds of 2, ")
+  assert first.startswith("| 1 |") and values.startswith("| 3 |")
   values = [cell.strip() for cell in values.strip("|").split("|")]
   assert len(values) == titles.count("|") - 1 and all(float(value.split()[0].replace(",", "")) >= 0 for value in values)
   with pytest.raises(UserError, match="--slots=17: the model has 16 positions"):

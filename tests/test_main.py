@@ -63,7 +63,10 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
       "--prompt=a,b: is for --job=generate, and this",
     ),
     (["--workdir=x", "--job=discretize", "--from_workdir=y", "--top_k=2"], "--top_k=2: is for --job=generate"),
-    (["--workdir=x", "--config=configs/tiny.py", "--out=y"], "--out=y: is for --job=export, and this is --job=train"),
+    (
+      ["--workdir=x", "--config=configs/tiny.py", "--out=y"],
+      "--out=y: is for --job=generate or export, and this is --job=train",
+    ),
     (["--workdir=x", "--job=export", "--from_workdir=y"], "--from_workdir=y: is for --job=discretize"),
     (["--workdir=x", "--job=export"], "--out: missing"),
     (["--workdir=/none", "--job=export", "--out=y"], "--workdir=/none: holds no run"),

@@ -245,11 +245,14 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
     ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
     ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
     ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
+    ({"prompts": ["a"], "rows": 0}, "rows=0: must be 1"),
+    ({"prompts": ["a"], "prompts_file": "b"}, "--prompt, --prompts: give one of them"),
+    ({"prompts_file": "b"}, "--prompts, --out: go together"),
+    ({"prompts_file": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
+    ({"prompts_file": __file__, "out": __file__}, "is there already"),
+    ({"prompts_file": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
-  with monkeypatch.context() as patch:
-    patch.setattr("jax.process_count", lambda: 2)
-    assert "runs in one process" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
   shutil.rmtree(tmp_path / "run" / "checkpoints")
   assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")

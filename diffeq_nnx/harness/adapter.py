@@ -1,7 +1,7 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import inspect
@@ -24,7 +24,9 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
-from diffeq_nnx.inference.generation import Decoder, encoded
+from diffeq_nnx.inference.batching import continued
+from diffeq_nnx.inference.decoding import Decoder
+from diffeq_nnx.inference.generation import encoded
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model import vector_fields
@@ -278,11 +280,10 @@ class DiffEqLM(TemplateLM):
     """The text that follows each context, up to a stop string, the end mark or the limit of tokens.
 
     Raises:
-      UserError: several processes, a limit of tokens that the model can't read, or generation_kwargs that aren't
+      UserError: a limit of tokens that the model can't read, or generation_kwargs that aren't
         supported.
       RunError: the run continued after its checkpoint was read.
     """
-    check_generating()
     if self._decoder is None:
       run = self._open()  # again: the scorer keeps the generated weights, not the parameters that they come from
       if run.step != self._step:
@@ -290,7 +291,7 @@ class DiffEqLM(TemplateLM):
           f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a "
           "copy, or wait for its end"
         )
-      self._decoder = Decoder(run.model, self._num_steps, self.scorer.config)
+      self._decoder = Decoder(run.model, self._num_steps, self.scorer.config, run.mesh)
     repeats: dict[tuple[str, str], int] = collections.Counter()
     generations = []
     for request in requests:
@@ -311,11 +312,12 @@ class DiffEqLM(TemplateLM):
     )
     texts = []
     with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
-      for batch in batches.get_batched(n=self.batch_size):
-        texts += self._generate(batch)
-        for one, text in zip(batch, texts[-len(batch) :]):
-          self.cache_hook.add_partial("generate_until", one.request.args, text)
-        bar.update(len(batch))
+      for group in batches.get_batched(n=0):  # all that share sampling and stop strings
+        streams = [TextStream(self._tokenizer.decode, one.until) for one in group]
+        for n in self._generated(group, streams):
+          self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
+          bar.update()
+        texts += [stream.text for stream in streams]
     return batches.get_original(texts)
 
   def _sampling(self, request: Instance) -> tuple[Sampling, tuple[str, ...]]:
@@ -342,22 +344,20 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return sampling, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _generate(self, batch: Sequence["_Generation"]) -> list[str]:
-    """The texts of generations that share sampling and stop strings."""
-    streams = [TextStream(self._tokenizer.decode, batch[0].until) for _ in batch]
-    ended = [False] * len(batch)
-    prompts, row_numbers = [one.prompt for one in batch], [one.row_number for one in batch]
-    for tokens_B in self._decoder.stream(prompts, batch[0].sampling, row_numbers):
-      for row, token in enumerate(tokens_B.tolist()):
-        ended[row] = ended[row] or token == self.eot_token_id
-        if not ended[row]:
-          streams[row].add(token)
-          ended[row] = streams[row].stopped
-      if all(ended):
-        break
-    for stream in streams:
-      stream.finish()
-    return [stream.text for stream in streams]
+  def _generated(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
+    """Continues generations that share sampling and stop strings; yields their numbers as they end."""
+
+    def take(n: int, token: int) -> str | None:
+      if token == self.eot_token_id:
+        return "eos"
+      streams[n].add(token)
+      return "stop" if streams[n].stopped else None
+
+    prompts, row_numbers = [one.prompt for one in group], [one.row_number for one in group]
+    rows = self.batch_size * self._decoder.parts
+    for n, _ in continued(self._decoder, prompts, group[0].sampling, take, rows=rows, row_numbers=row_numbers):
+      streams[n].finish()
+      yield n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,12 +372,6 @@ class _Generation:
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))
-
-
-def check_generating() -> None:
-  """Raises UserError in a job of several processes, where tasks that generate texts can't run."""
-  if jax.process_count() > 1:
-    raise UserError("tasks that generate: run in one process; start them on one host", everywhere=True)
 
 
 def _batch_size(given: int | str) -> int:

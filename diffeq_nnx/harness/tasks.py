@@ -38,11 +38,6 @@ def manager(include_path: str | None, default_tasks: bool) -> TaskManager:
   return TaskManager(include_path=folders, include_defaults=default_tasks)
 
 
-def output_types(names: Sequence[str], tasks: TaskManager) -> set[str]:
-  """The types of request that tasks make, e.g. generate_until; loads the tasks' data."""
-  return {task.get_config("output_type") for task in tasks.load(list(names))["tasks"].values()}
-
-
 def is_paper(names: Sequence[str]) -> bool:
   """Whether nothing but the paper's list is named."""
   return bool(names) and set(names) <= {"paper", GROUP}

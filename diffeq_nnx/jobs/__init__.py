@@ -13,7 +13,7 @@ class Job:
   Attributes:
     home: module and name of its function of a config and a work directory, imported when it is called.
     flags: names of the flags that it takes beside those that every job takes.
-    required: those that must be given.
+    required: those that must be given; of a tuple of flags, one of them.
     example: what to write after --job=NAME.
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
       file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
@@ -23,7 +23,7 @@ class Job:
 
   home: str
   flags: tuple[str, ...] = ()
-  required: tuple[str, ...] = ()
+  required: tuple[str | tuple[str, ...], ...] = ()
   example: str = "--config=configs/tiny.py --workdir=runs/tiny"
   config: str = "run"
   prepare: str = ""
@@ -71,8 +71,8 @@ JOBS = {
   ),
   "generate": Job(
     "jobs.generate:generate",
-    ("prompt", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"),
-    ("prompt",),
+    ("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"),
+    (("prompt", "prompts"),),
     "--workdir=runs/tiny --prompt='The river'",
   ),
   "export": Job(

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import printable
-from diffeq_nnx.inference.generation import Decoder, generate_texts, prompt_ids
+from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.inference.decoding import Decoder
+from diffeq_nnx.inference.generation import Continuation, continued_texts, generate_texts, prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -18,17 +20,28 @@ from diffeq_nnx.training.setup import say_attention
 
 
 def generate(
-  config: Config, workdir: str, *, prompts: Sequence[str], num_steps: int | None = None, **sampling: Any
+  config: Config,
+  workdir: str,
+  *,
+  prompts: Sequence[str] | None = None,
+  prompts_file: str | None = None,
+  out: str | None = None,
+  rows: int | None = None,
+  num_steps: int | None = None,
+  **sampling: Any,
 ) -> list[dict]:
-  """Continues prompts with the newest model of a run, and prints on stdout.
+  """Continues prompts with the newest model of a run, on all devices.
 
-  For one prompt its text, on a terminal as it comes and with control characters escaped; for several a JSON line each:
-  prompt, text, tokens, stopped (eos or length).
+  Without files it prints on stdout: for one prompt its text, on a terminal as it comes and with control characters
+  escaped; for several a JSON line each: prompt, text, tokens, stopped (eos or length).
 
   Args:
-    config: of the run.
+    config: of the run; `mesh.tensor` splits the weights.
     workdir: the run's directory; the text that it was trained on need not be there.
     prompts: texts.
+    prompts_file: JSON lines with the key `prompt`, in place of `prompts`.
+    out: the file for the answers to `prompts_file`; see `jobs.prompt_files`.
+    rows: prompts that are continued at a time; None: all, up to 64.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
     **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
 
@@ -36,27 +49,49 @@ def generate(
     What the JSON lines say.
 
   Raises:
-    UserError: several processes, prompts or values that can't be, no checkpoint, an attention that this backend lacks.
+    UserError: no prompts or two kinds of them, values that can't be, no checkpoint, an attention that this backend
+      lacks, files that can't be used.
   """
-  distributed.require_one_process("generate")
-  Sampling(**sampling)  # mistakes are reported before anything is read
+  settings = Sampling(**sampling)  # mistakes are reported before anything is read
+  if rows is not None and rows < 1:
+    raise UserError(f"rows={rows}: must be 1 or above")
+  if (prompts is None) == (prompts_file is None):
+    raise UserError("--prompt, --prompts: give one of them")
+  if (prompts_file is None) != (out is None):
+    raise UserError("--prompts, --out: go together; give both, or --prompt")
   workdir_lib.require(workdir, config)
   config, tokenizer = opening.described(workdir, config)
   say_attention(config.model)
-  prompt_ids(tokenizer, prompts)
+  if prompts is not None:
+    prompt_ids(tokenizer, prompts)
   run = opening.read(workdir, config, tokenizer)
+  steps = config.eval.num_steps if num_steps is None else num_steps
   with jax.set_mesh(run.mesh):
-    decoder = Decoder(run.model, config.eval.num_steps if num_steps is None else num_steps)
+    decoder = Decoder(run.model, steps, mesh=run.mesh)
+  step = run.step
   del run  # the decoder has what it needs
+  if prompts_file is not None and out is not None:
+    identity = {"workdir": workdir, "step": step, "num_steps": decoder.grid.num_steps, **sampling}
+    answers = prompt_files.Answers(prompts_file, out, identity)
+    texts, ids, numbers = answers.open(tokenizer, decoder)
+    if texts:
+      for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, rows=rows, row_numbers=numbers):
+        answers.add(numbers[n], _said(one))
+    return answers.close()
+  assert prompts is not None
   alone = len(prompts) == 1
   streams = alone and sys.stdout.isatty()
-  show = (lambda _, piece: print(printable(piece), end="", flush=True)) if streams else None
+  show = (lambda _, piece: print(printable(piece), end="", flush=True)) if streams and distributed.leads() else None
   try:
-    found = generate_texts(decoder, tokenizer, prompts, on_text=show, **sampling)
+    found = generate_texts(decoder, tokenizer, prompts, rows=rows, on_text=show, **sampling)
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None
-  results = [{"prompt": one.prompt, "text": one.text, "tokens": len(one.ids), "stopped": one.stopped} for one in found]
-  for result in results:
+  results = [_said(one) for one in found]
+  for result in results if distributed.leads() else ():
     print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
   return results
+
+
+def _said(one: Continuation) -> dict[str, Any]:
+  return {"prompt": one.prompt, "text": one.text, "tokens": len(one.ids), "stopped": one.stopped}

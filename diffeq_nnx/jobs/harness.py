@@ -70,8 +70,6 @@ def evaluate_downstream(
     with _lm_eval_errors(settings):
       manager = tasks.manager(settings.include_path, settings.default_tasks)
       names = tasks.matching(settings.names, manager)
-      if "generate_until" in tasks.output_types(names, manager):  # before anything is computed
-        adapter.check_generating()
   lm = adapter.DiffEqLM(
     workdir,
     batch_size=settings.batch_size,

@@ -5,6 +5,7 @@ B batch, L positions, D embed_dim, H query heads, K key/value heads, C head_dim,
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import NamedTuple, Protocol
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.config import RopeConfig
 from diffeq_nnx.kernels.attention import attention, ring_attention
+from diffeq_nnx.kernels.attention.ring import merged
 from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.parallel import context as context_lib
 from diffeq_nnx.parallel import sharding
@@ -128,6 +130,7 @@ def per_device(
   return sharding.per_device(run, ("batch", length, "whole_heads"), *merged, *tokens).reshape(by_head[0].shape)
 
 
+ROWS_OF_A_PRODUCT = 8  # below which the TPU compiler computes products on the vector unit, at a fraction of the speed
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
 
 
@@ -156,39 +159,68 @@ class PrefillCache:
 
 @dataclasses.dataclass
 class DecodeCache:
-  """One new token per row, with the keys and values of those before it; P slots per row; for an unrolled pass.
+  """Q new tokens per row, with the keys and values of those before them, in a ring of P slots; for an unrolled pass.
 
-  Rows begin at different slots, so that the new token has the same slot in all of them.
+  New tokens have the same slots in all rows. A slot holds the token of a row that is as many positions before the
+  row's next one as the slot is before `slot`, going around; there is none if that position is below 0.
 
   Attributes:
     before: keys and values for each evaluation of attention, in order, [B, K, P, C] each.
-    slot: the new token's, [].
-    first_B: the slot of each row's first token.
-    positions_BxL: the new token's place in its row, [B, 1].
-    stored: those before with the new token's; each evaluation appends its own.
+    slot: the first new token's, []; slot + Q is at most P.
+    next_B: the first new token's place in each row; below 0 at padding.
+    positions_BxL: the new tokens' places as they are embedded, [B, Q].
+    stored: those before with the new tokens'; each evaluation appends its own.
   """
 
   before: Sequence[KeysValues]
   slot: jax.Array
-  first_B: jax.Array
+  next_B: jax.Array
   positions_BxL: jax.Array
   stored: list[KeysValues] = dataclasses.field(default_factory=list)
 
-  def attend(self, q_Bx1xHxC: jax.Array, k_Bx1xKxC: jax.Array, v_Bx1xKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of the new token to its row, [B, 1, H, C]; in plain JAX, since kernels are for many queries."""
-    del implementation
+  def attend(self, q_BxQxHxC: jax.Array, k_BxQxKxC: jax.Array, v_BxQxKxC: jax.Array, implementation: str) -> jax.Array:
+    """Attention of the new tokens to their rows, [B, Q, H, C]; of single ones in plain JAX: kernels are for many."""
     insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
     keys, values = self.before[len(self.stored)]
-    keys, values = insert(keys, k_Bx1xKxC), insert(values, v_Bx1xKxC)
-    self.stored.append((keys, values))
-    slots_1xP = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
-    visible_BxP = (slots_1xP >= self.first_B[:, None]) & (slots_1xP <= self.slot)
-    segments = jnp.ones((len(visible_BxP), 1), jnp.int32), visible_BxP.astype(jnp.int32)
-    return attention(
-      q_Bx1xHxC,
-      keys.swapaxes(1, 2),
-      values.swapaxes(1, 2),
-      causal=False,
-      segment_ids=segments,
-      implementation="reference",
-    )
+    self.stored.append((insert(keys, k_BxQxKxC), insert(values, v_BxQxKxC)))
+    if q_BxQxHxC.shape[1] > 1:
+      return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
+    keys, values = self.stored[-1]
+    by_group = -(-ROWS_OF_A_PRODUCT * keys.shape[1] // q_BxQxHxC.shape[2])
+    arguments = q_BxQxHxC, keys, values, self._held(keys.shape[2], 0)
+    single, several = (functools.partial(_attend_once, queries=count) for count in (1, by_group))
+    return jax.lax.platform_dependent(*arguments, tpu=several, default=single)
+
+  def _held(self, P: int, newest: int) -> jax.Array:
+    """Whether a slot holds a token of the row, [B, P] of 0 and 1; `newest`: 0 for the first new one, -1 before it."""
+    ages_P = (self.slot + newest - jnp.arange(P, dtype=jnp.int32)) % P
+    return (self.next_B[:, None] + newest >= ages_P[None]).astype(jnp.int32)
+
+  def _attend_in_two(self, q, k, v, keys, values, implementation: str) -> jax.Array:
+    """Attention to the tokens before and among the new ones, merged."""
+    Q, P = q.shape[1], keys.shape[2]
+    implementation = "reference" if implementation == "cudnn" else implementation  # which gives no log-sum-exp
+
+    def run(q, k, v, keys, values, by_token_BxN):
+      here, held = by_token_BxN[:, :Q], by_token_BxN[:, Q:]
+      attend = functools.partial(attention, return_lse=True, implementation=implementation)
+      among, lse = attend(q, k, v, segment_ids=here)
+      before = attend(q, keys, values, causal=False, segment_ids=(jnp.ones_like(here), held))
+      return merged((among.astype(lse.dtype), lse), *before)[0].astype(q.dtype)
+
+    real_BxQ = self.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None] >= 0
+    by_token_BxN = jnp.concatenate([real_BxQ.astype(jnp.int32), self._held(P, -1)], 1)
+    return per_device(run, (q, k, v, keys.swapaxes(1, 2), values.swapaxes(1, 2)), by_token_BxN)
+
+
+def _attend_once(q_Bx1xHxC, keys_BxKxPxC, values_BxKxPxC, held_BxP, *, queries: int) -> jax.Array:
+  """Attention of one token of each row to what the row holds, [B, 1, H, C]; computed for so many, the others zero."""
+  q_BxQxHxC = jnp.pad(q_Bx1xHxC, ((0, 0), (0, queries - 1), (0, 0), (0, 0)))
+  return attention(
+    q_BxQxHxC,
+    keys_BxKxPxC.swapaxes(1, 2),
+    values_BxKxPxC.swapaxes(1, 2),
+    causal=False,
+    segment_ids=(jnp.ones(q_BxQxHxC.shape[:2], jnp.int32), held_BxP),
+    implementation="reference",
+  )[:, :1]

@@ -57,6 +57,12 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
   return Mesh(placed.reshape(slices, *sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def without_fsdp(mesh: Mesh) -> Mesh:
+  """The same devices, those along all axes but `tensor` along `data`: each holds parameters ready for use."""
+  shape = (1, mesh.size // mesh.shape["tensor"], 1, 1, mesh.shape["tensor"])
+  return Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
 def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
   given = config.data, config.fsdp, config.context, config.tensor
   known = math.prod(size for size in given if size != -1)

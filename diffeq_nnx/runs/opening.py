@@ -39,25 +39,25 @@ def load(workdir: str, config: Config | None = None) -> Run:
 
   Args:
     workdir: the run's directory.
-    config: the run's, changed; None: unchanged. Mesh and attention are those of `portable`, unless they were changed.
+    config: the run's, changed; None: unchanged. Mesh and attention are as for `described`.
 
   Raises:
     UserError: the directory holds no run, or no checkpoint that can be read.
   """
-  own = workdir_lib.config_of(workdir)
-  asked = own if config is None else config
-  config, tokenizer = described(workdir, asked)
-  if asked.mesh != own.mesh:
-    config = dataclasses.replace(config, mesh=asked.mesh)
-  if asked.model.attention != own.model.attention:
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=asked.model.attention))
-  return read(workdir, config, tokenizer)
+  return read(workdir, *described(workdir, workdir_lib.config_of(workdir) if config is None else config))
 
 
 def described(workdir: str, config: Config) -> tuple[Config, Tokenizer]:
-  """A run's config, made `portable`, and its tokenizer; without its model. Raises as `load`."""
-  config = portable(config)
-  return config, workdir_lib.tokenizer_of(workdir, config)
+  """A run's config and tokenizer, without its model. Raises as `load`.
+
+  Mesh and attention are those of `portable` unless `config` has others than the run's own.
+  """
+  own, here = workdir_lib.config_of(workdir), portable(config)
+  if config.mesh != own.mesh:
+    here = dataclasses.replace(here, mesh=config.mesh)
+  if config.model.attention != own.model.attention:
+    here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention=config.model.attention))
+  return here, workdir_lib.tokenizer_of(workdir, here)
 
 
 def read(workdir: str, config: Config, tokenizer: Tokenizer) -> Run:

@@ -53,14 +53,14 @@ def ring_attention(
     pair = lambda queries, keys: None if queries is None else (queries, keys)
     # a high chunk sees the low chunks of all devices
     seen = attend(q_high, k_low, v_low, causal=False, segment_ids=pair(segments_high, kv_segments_low))
-    high = _merged(high, *seen)
+    high = merged(high, *seen)
     # a low chunk sees those of the devices before; a high one the high chunks of those after
     before = i >= number
     pick = lambda one, other: None if one is None else jnp.where(before, one, other)
     segments = pair(pick(segments_low, segments_high), pick(kv_segments_low, kv_segments_high))
     out, lse = attend(pick(q_low, q_high), pick(k_low, k_high), pick(v_low, v_high), causal=False, segment_ids=segments)
-    low = _merged(low, out, jnp.where(before, lse, -jnp.inf))
-    high = _merged(high, out, jnp.where(before, -jnp.inf, lse))
+    low = merged(low, out, jnp.where(before, lse, -jnp.inf))
+    high = merged(high, out, jnp.where(before, -jnp.inf, lse))
     return (held, low, high), None
 
   carry = (k_Bx2cxKxD, v_Bx2cxKxD, segments_Bx2c), (out_low, lse_low), (out_high, lse_high)
@@ -68,7 +68,7 @@ def ring_attention(
   return jnp.concatenate([low[0], high[0]], 1).astype(q_Bx2cxHxD.dtype)
 
 
-def _merged(
+def merged(
   sums: tuple[jax.Array, jax.Array], out_BxcxHxD: jax.Array, lse_BxcxH: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Attention over two sets of keys from that over each: (out, log-sum-exp) in float32 or wider.

@@ -1,12 +1,13 @@
 """Token latency relative to reading the weights once (ideal 1.0), in interleaved rounds within one process.
 
-  python -m launch.benchmarks.generation --config=configs/llama1b.py:builtin,llama [--rows=1] [--slots=256] \
+  python -m launch.benchmarks.generation --config=configs/llama1b.py:builtin,llama [--rows=1,16] [--slots=256] \
       [--rounds=9] [--set=model.num_steps=4]
 
 The token is one call of the program that generation runs for each token of all rows, greedy, with keys and values of
 `slots` tokens a row. The read is a sum over every array that this program reads (block weights, output head, keys and
-values), with the bandwidth that it reaches. Times are medians over rounds of `--tokens` consecutive calls, the ratio is
-the median of the rounds' ratios with quartiles. Weights have their initial values, generated on the first device.
+values), with the bandwidth that it reaches. Times are medians over rounds of `--tokens` consecutive calls, ratios are
+medians of the rounds' ratios with quartiles; the last column is tokens/s over those of the first number of prompts.
+Weights have their initial values, generated on the first device.
 
 With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
 compiler, pip install 'jax[tpu]'): the compiler's cycles at the chip's clock against the bytes at its memory bandwidth.
@@ -14,6 +15,7 @@ compiler, pip install 'jax[tpu]'): the compiler's cycles at the chip's clock aga
 
 import argparse
 from collections.abc import Callable
+import dataclasses
 import functools
 import math
 import statistics
@@ -29,20 +31,20 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference import generation
+from diffeq_nnx.inference import decoding
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, graph, params_of
 from diffeq_nnx.model.ready import generated
+from diffeq_nnx.training import flops
 from launch.benchmarks import hlo
+from launch.experiments.compare import numbers
 
-# memory bandwidth of a chip in GB/s, from Google's page of the TPU version
-MEMORY = {"TPU v5 lite": 819, "TPU v5": 2765, "TPU v6 lite": 1638}
 GREEDY = Sampling(temperature=0)
 
 
-def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
+def read_by_a_token(weights: decoding.Weights, state: dict) -> dict[str, Any]:
   """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
   head = weights["rest"].get("head")
   return {
@@ -53,21 +55,25 @@ def read_by_a_token(weights: generation.Weights, state: dict) -> dict[str, Any]:
 
 
 def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
-  """The state with so many slots filled."""
+  """The state with all slots but one filled."""
   shape = (rows, config.kv_heads, slots, config.head_dim)
   evaluations = num_steps * solvers.SOLVERS[config.solver].evaluations.attention
   cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(evaluations)]
-  return {"cache": cache, "slot": jnp.int32(slots - 1), "first_B": jnp.zeros(rows, jnp.int32)}
+  return {
+    "cache": cache,
+    "slot": jnp.int32(slots - 1),
+    "next_B": jnp.full(rows, slots - 1, jnp.int32),
+    "numbers_B": jnp.zeros(rows, jnp.uint32),
+  }
 
 
 class Programs:
   """The two programs and their arguments."""
 
-  def __init__(self, config: Config, rows: int, slots: int):
-    make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-    self._decoder = generation.Decoder(nnx.merge(graph(config.model), make()), config.eval.num_steps)
-    rows = self._decoder.num_rows(rows)
-    self._state = state_of(config.model, self._decoder.grid.num_steps, rows, slots)
+  def __init__(self, decoder: decoding.Decoder, rows: int, slots: int):
+    self.prompts, self._decoder = rows, decoder
+    rows = decoder.num_rows(rows)
+    self._state = state_of(decoder.config, decoder.grid.num_steps, rows, slots)
     self._tokens_B = jnp.zeros(rows, jnp.int32)
     self._values = GREEDY.values()
 
@@ -76,10 +82,10 @@ class Programs:
     return read_by_a_token(self._decoder.weights, self._state)
 
   def token(self) -> jax.Array:
-    """One token of each row; the last slot is overwritten at each call, and all slots are read."""
+    """One token of each row; slots are overwritten one after the other, and all are read."""
     decoder = self._decoder
-    self._state, self._tokens_B = generation.next_tokens(
-      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
+    self._state, self._tokens_B = decoding.read_more(
+      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B[:, None]
     )
     return self._tokens_B
 
@@ -104,34 +110,40 @@ def timed(call: Callable[[], jax.Array], count: int) -> float:
 
 
 def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
-  """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`."""
+  """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`.
+
+  The floor is the larger of the read and of the products' time at the chip's peak.
+  """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
   model, grid = config.model, grids.make_grid(config.model, config.eval.num_steps)
-  rows = 2 if rows == 1 else rows  # see `Decoder.num_rows`
+  prompts, rows = rows, 2 if rows == 1 else rows  # see `Decoder.num_rows`
   device = compile_ahead.devices_of(topology, 1)[0]
   place = SingleDeviceSharding(device)
   sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
-  weights, state, values, tokens_B = jax.tree.map(
+  weights, state, values, tokens_Bx1 = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     (
       {"sets": sets, "rest": rest},
       jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
       jax.eval_shape(GREEDY.values),
-      jax.ShapeDtypeStruct((rows,), jnp.int32),
+      jax.ShapeDtypeStruct((rows, 1), jnp.int32),
     ),
   )
-  traced = generation.next_tokens.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
+  traced = decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_Bx1)
   program = hlo.Program(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
   size, cached = (
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     for arrays in (read_by_a_token(weights, state), state["cache"])
   )
-  token = program.cycles / (1e9 * compile_ahead.CHIPS[device.device_kind].clock)
-  read = size / (1e9 * MEMORY[device.device_kind])
+  chip = compile_ahead.CHIPS[device.device_kind]
+  token = program.cycles / (1e9 * chip.clock)
+  read = size / (1e9 * chip.bandwidth)
+  peak = next(tflops for name, tflops in flops.PEAK_TFLOPS.items() if name in device.device_kind)
+  products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / (1e12 * peak)
   return (
-    f"| {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
-    f"{token / read:.3f} |"
+    f"| {prompts} | {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
+    f"{1e3 * products:.3f} | {token / max(read, products):.3f} |"
   )
 
 
@@ -139,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch")
+  parser.add_argument("--rows", type=numbers(int), default=[1], help="numbers of prompts in a batch, e.g. 1,16")
   parser.add_argument("--slots", type=int, default=256, help="tokens in the cache of each row")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
@@ -150,30 +162,43 @@ def main(argv: list[str] | None = None) -> None:
   if config.model.field == "gpt" and args.slots > config.model.seq_len:
     raise UserError(f"--slots={args.slots}: the model has {config.model.seq_len} positions; give at most that many")
   if args.topology:
-    print(f"{args.config}, {args.rows} rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
-    print("| weights, MiB | keys and values, MiB | token, ms | read once, ms | token / read |")
-    print("| --- | --- | --- | --- | --- |")
-    print(ahead(config, args.topology, args.rows, args.slots))
+    print(f"{args.config}, rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
+    print(
+      "| prompts | weights, MiB | keys and values, MiB | token, ms | read once, ms | products, ms | token / floor |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for rows in args.rows:
+      print(ahead(config, args.topology, rows, args.slots), flush=True)
     return
-  programs = Programs(config, args.rows, args.slots)
-  size = sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()))
-  weights = size - sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()["cache"]))
-  for call in (programs.token, programs.read):
+  make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
+  decoder = decoding.Decoder(nnx.merge(graph(config.model), make()), config.eval.num_steps)
+  each = [Programs(decoder, rows, args.slots) for rows in args.rows]
+  calls = [call for programs in each for call in (programs.token, programs.read)]
+  for call in calls:
     timed(call, 2)
-  times = np.array([[timed(call, args.tokens) for call in (programs.token, programs.read)] for _ in range(args.rounds)])
-  token, read = (statistics.median(column) for column in times.T)
-  low, middle, high = np.percentile(times[:, 0] / times[:, 1], (25, 50, 75))
+  times = np.array([[timed(call, args.tokens) for call in calls] for _ in range(args.rounds)])
   device = jax.devices()[0]
   print(
-    f"{args.config}, {args.rows} rows of {args.slots} slots, median of {args.rounds} interleaved rounds of "
-    f"{args.tokens}, {device.device_kind} ({device.platform}), jax {jax.__version__}\n"
+    f"{args.config}, rows of {args.slots} slots, median of {args.rounds} interleaved rounds of {args.tokens}, "
+    f"{device.device_kind} ({device.platform}), jax {jax.__version__}\n"
   )
-  print("| weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token / read |")
-  print("| --- | --- | --- | --- | --- | --- | --- |")
   print(
-    f"| {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | {1e3 * token:.3f} | {args.rows / token:,.1f} | "
-    f"{1e3 * read:.3f} | {size / read / 1e9:,.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
+    "| prompts | weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token / read | "
+    "tokens/s over the first |"
   )
+  print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+  spread = lambda ratios: "{1:.3f} ({0:.3f} to {2:.3f})".format(*np.percentile(ratios, (25, 50, 75)))
+  for n, programs in enumerate(each):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()))
+    weights = size - sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()["cache"]))
+    token, read = times[:, 2 * n], times[:, 2 * n + 1]
+    gained = programs.prompts / each[0].prompts * times[:, 0] / token
+    print(
+      f"| {programs.prompts} | {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | "
+      f"{1e3 * statistics.median(token):.3f} | {programs.prompts / statistics.median(token):,.1f} | "
+      f"{1e3 * statistics.median(read):.3f} | {size / statistics.median(read) / 1e9:,.1f} | {spread(token / read)} | "
+      f"{spread(gained)} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,130 @@
+"""Prompts from a file of JSON lines, and a file of answers that goes on after a kill.
+
+While it is written, the answers are in OUT.unfinished, a JSON line each after one that says what made them. When all
+are there, OUT is written at once, in the order of the prompts, and the other file is removed.
+"""
+
+import hashlib
+import json
+import os
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from diffeq_nnx import files
+from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data.tokenizers.files import parse_json
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.inference.decoding import Decoder
+from diffeq_nnx.inference.generation import encoded
+from diffeq_nnx.parallel import distributed
+
+
+class Answers:
+  """The answers to a file of prompts; process 0 writes them.
+
+  An answer has `line`, the prompt's line from 1, and what its continuation says; or `error`, why there is none.
+  """
+
+  def __init__(self, prompts: str, out: str, identity: dict[str, Any]):
+    """Reads the prompts; `identity`: what the answers depend on, in JSON's types.
+
+    Raises:
+      UserError: prompts that can't be read, or an `out` that is there already or in a bucket.
+    """
+    try:
+      content = files.read(prompts)
+    except OSError as error:
+      raise UserError(f"--prompts={prompts}: can't be read ({error.strerror or error}); name a file") from error
+    if files.is_url(out):
+      raise UserError(f"--out={out}: must be on a disk, since it grows; copy it when it is finished")
+    if files.exists(out):
+      raise UserError(f"--out={out}: is there already; name another file")
+    self._lines = {n: line for n, line in enumerate(content.splitlines(), 1) if line.strip()}
+    self._out, self._unfinished = out, f"{out}.unfinished"
+    self._identity = {**identity, "prompts": hashlib.sha256(content).hexdigest()}
+    self._answers: dict[int, dict[str, Any]] = {}
+    self._started = time.monotonic()
+    self._tokens = 0
+
+  def open(self, tokenizer: Tokenizer, decoder: Decoder) -> tuple[list[str], list[list[int]], list[int]]:
+    """(prompts, their ids, their lines) that are to be answered; prompts that can't be have their error already.
+
+    Raises:
+      UserError: answers that other settings made.
+    """
+    with distributed.together():
+      if distributed.leads():
+        self._answers = self._before()
+    self._answers = {
+      one["line"]: one for one in json.loads(distributed.exchange(json.dumps([*self._answers.values()]))[0])
+    }
+    self._bar = tqdm(
+      total=len(self._lines), initial=len(self._answers), desc="prompts", disable=not distributed.leads()
+    )
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    texts, ids, numbers = [], [], []
+    for n, line in self._lines.items():
+      if n in self._answers:
+        continue
+      try:
+        text = _prompt(line)
+        one = begin + encoded(tokenizer, [text], "prompt")[0]
+        if problem := decoder.problem(one):
+          raise UserError(f"prompt: {problem}")
+      except UserError as error:
+        self.add(n, {"error": str(error)})
+        continue
+      texts.append(text)
+      ids.append(one)
+      numbers.append(n)
+    return texts, ids, numbers
+
+  def add(self, line: int, answer: dict[str, Any]) -> None:
+    """Notes an answer."""
+    self._answers[line] = {"line": line, **answer}
+    self._tokens += answer.get("tokens", 0)
+    if distributed.leads():
+      self._file.write(json.dumps(self._answers[line]) + "\n")
+      self._file.flush()
+    self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._started):.1f} tokens/s", refresh=False)
+    self._bar.update()
+
+  def close(self) -> list[dict[str, Any]]:
+    """Writes the finished file, and returns its answers."""
+    self._bar.close()
+    answers = [self._answers[n] for n in sorted(self._answers)]
+    if distributed.leads():
+      files.write(self._out, "".join(json.dumps(one) + "\n" for one in answers).encode())
+      self._file.close()
+      os.remove(self._unfinished)
+    return answers
+
+  def _before(self) -> dict[int, dict[str, Any]]:
+    """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
+    lines = []
+    if files.exists(self._unfinished):
+      kept = files.read(self._unfinished)
+      kept = kept[: kept.rfind(b"\n") + 1]
+      lines = [parse_json(line, self._unfinished, "--out") for line in kept.splitlines()]
+      if lines and lines[0] != self._identity:
+        raise UserError(
+          f"--out={self._out}: {self._unfinished} was begun with other settings or prompts; repeat those, or remove it"
+        )
+      os.truncate(self._unfinished, len(kept))
+    else:
+      files.make_folder(os.path.dirname(self._unfinished) or ".")
+    self._file = open(self._unfinished, "a", encoding="utf-8")  # noqa: SIM115
+    if not lines:
+      self._file.write(json.dumps(self._identity) + "\n")
+      self._file.flush()
+    return {one["line"]: one for one in lines[1:]}
+
+
+def _prompt(line: bytes) -> str:
+  """The prompt of a JSON line; raises UserError."""
+  value = parse_json(line, "the line", "prompt")
+  if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+    raise UserError("prompt: the line must be an object whose key `prompt` is a text")
+  return value["prompt"]
