@@ -34,6 +34,8 @@ flags.DEFINE_float(
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_string("prompts", None, "For generate: a file of JSON lines with the key `prompt`, in place of --prompt.")
 flags.DEFINE_integer("rows", None, "For generate: prompts that are continued at a time; default: all, up to 64.")
+flags.DEFINE_integer("draft_steps", None, "For generate: number of solver steps that draft tokens; default: no drafts.")
+flags.DEFINE_integer("draft_tokens", None, "For generate: tokens drafted at a time; default: 4.")
 flags.DEFINE_integer("max_tokens", None, "For generate: the largest number of new tokens; default: 128.")
 flags.DEFINE_float("temperature", None, "For generate: divides the logits; 0: greedy; default: 1.")
 flags.DEFINE_integer("top_k", None, "For generate: sample among this many most likely tokens; default: all.")

@@ -47,6 +47,7 @@ class Decoder:
     weights: "sets", BlockWeights at each of its times; "rest", the other parameters.
     platform: of the devices: cpu, gpu or tpu.
     parts: that rows are split into.
+    mesh: of the devices.
   """
 
   def __init__(
@@ -64,13 +65,13 @@ class Decoder:
       UserError: a number of steps that the model has no weights for.
     """
     ready = make_ready(model, num_steps, config=config, mesh=mesh, unrolled=True)
-    self.config, self.grid, self._mesh = ready.config, ready.grid, ready.mesh
+    self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
     self.weights: Weights = {"sets": ready.weights, "rest": ready.rest}
     if mesh is not None:
-      self._mesh = sharding.without_fsdp(mesh)
-      self.weights = _placed(model, self.weights, self._mesh)
-    self.platform = self._mesh.devices.flat[0].platform
-    self.parts = self._mesh.shape["data"]
+      self.mesh = sharding.without_fsdp(mesh)
+      self.weights = _placed(model, self.weights, self.mesh)
+    self.platform = self.mesh.devices.flat[0].platform
+    self.parts = self.mesh.shape["data"]
 
   def room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
     """The number of tokens that can follow each prompt: learned positions limit the tokens that are read.
@@ -125,7 +126,7 @@ class Decoder:
       row[L - len(prompt) :] = prompt
     first = L % CHUNK or CHUNK
     shared = self.config, self.grid
-    with jax.set_mesh(self._mesh):
+    with jax.set_mesh(self.mesh):
       state = {
         "next_B": np.array([len(prompt) - L for prompt in prompts], np.int32),
         "numbers_B": np.array(row_numbers, np.uint32),
@@ -136,7 +137,7 @@ class Decoder:
       )
     for start in range(first, L, CHUNK):
       yield None
-      with jax.set_mesh(self._mesh):
+      with jax.set_mesh(self.mesh):
         state, tokens_B = read_more(
           *shared, sampling.filters, self.weights, values, state, tokens_BxL[:, start : start + CHUNK]
         )
@@ -144,7 +145,7 @@ class Decoder:
 
   def next_tokens(self, sampling: Sampling, state: State, tokens_B: jax.Array) -> tuple[State, jax.Array]:
     """The state after the newest tokens [B], and the next ones; the old state is used up."""
-    with jax.set_mesh(self._mesh):
+    with jax.set_mesh(self.mesh):
       return read_more(
         self.config, self.grid, sampling.filters, self.weights, sampling.values(), state, tokens_B[:, None]
       )
@@ -153,7 +154,7 @@ class Decoder:
     self, state: State, tokens_B: jax.Array, row: int, new: State, new_token: jax.Array
   ) -> tuple[State, jax.Array]:
     """The state and newest tokens of a batch of which one row is now the only one of another; both are used up."""
-    with jax.set_mesh(self._mesh):
+    with jax.set_mesh(self.mesh):
       return with_row(state, tokens_B, np.int32(row), new, new_token)
 
 
@@ -205,6 +206,20 @@ def more_logits(
   config: ModelConfig, grid: grids.Grid, weights: Weights, state: State, tokens_BxQ: jax.Array
 ) -> tuple[State, jax.Array]:
   """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P."""
+  state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
+  return state, partial_model(config, weights["rest"]).logits(hidden_BxQxD[:, -1:])[:, 0]
+
+
+def all_logits(
+  config: ModelConfig, grid: grids.Grid, weights: Weights, state: State, tokens_BxQ: jax.Array
+) -> tuple[State, jax.Array]:
+  """As `more_logits`, with the logits [B, Q, V] after each of the tokens."""
+  state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
+  return state, partial_model(config, weights["rest"]).logits(hidden_BxQxD)
+
+
+def _more(config, grid, weights, state, tokens_BxQ) -> tuple[State, jax.Array]:
+  """The state after Q more tokens, and their last hidden states [B, Q, D]."""
   Q, P = tokens_BxQ.shape[1], state["cache"][0][0].shape[2]
   tokens_BxQ = sharding.constrain(tokens_BxQ, "batch", None)
   positions_BxQ = state["next_B"][:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
@@ -214,15 +229,14 @@ def more_logits(
   model = partial_model(config, weights["rest"])
   hidden_BxQxD = model.hidden_unrolled(tokens_BxQ, weights["sets"], context, grid)
   cache = [(_split(keys), _split(values)) for keys, values in context.stored]
-  state = {**state, "cache": cache, "slot": (state["slot"] + Q) % P, "next_B": state["next_B"] + Q}
-  return state, model.logits(hidden_BxQxD[:, -1:])[:, 0]
+  return {**state, "cache": cache, "slot": (state["slot"] + Q) % P, "next_B": state["next_B"] + Q}, hidden_BxQxD
 
 
 def _split(cached_BxKxPxC: jax.Array) -> jax.Array:
   return sharding.constrain(cached_BxKxPxC, "batch", "whole_heads", None, None)
 
 
-def _sampled(filters: Filters, values: dict[str, jax.Array], state: State, logits_BxV: jax.Array) -> jax.Array:
+def sampled(filters: Filters, values: dict[str, jax.Array], state: State, logits_BxV: jax.Array) -> jax.Array:
   """The next tokens [B], which every device has."""
   values = {**values, "rows": state["numbers_B"]}
   return sharding.constrain(sample(filters, values, logits_BxV, state["next_B"]), None)
@@ -241,7 +255,7 @@ def read_first(
 ) -> tuple[State, jax.Array]:
   """As `first_logits`, with the next tokens [B] drawn."""
   state, logits_BxV = first_logits(config, grid, num_slots, weights, state, tokens_BxQ)
-  return state, _sampled(filters, values, state, logits_BxV)
+  return state, sampled(filters, values, state, logits_BxV)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="state")
@@ -259,7 +273,7 @@ def read_more(
   The old state's buffers are donated, so that keys and values are updated in place.
   """
   state, logits_BxV = more_logits(config, grid, weights, state, tokens_BxQ)
-  return state, _sampled(filters, values, state, logits_BxV)
+  return state, sampled(filters, values, state, logits_BxV)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

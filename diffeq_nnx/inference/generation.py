@@ -9,6 +9,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.batching import continued
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.speculation import speculated
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model.model import Model
 
@@ -37,6 +38,8 @@ def generate(
   stop_ids: Sequence[int] = (),
   num_steps: int | None = None,
   rows: int | None = None,
+  draft: Decoder | None = None,
+  draft_tokens: int = 4,
   **sampling: Any,
 ) -> list[list[int]]:
   """Continues prompts of token ids, of any lengths.
@@ -47,6 +50,8 @@ def generate(
     stop_ids: tokens that end a row; they are left out.
     num_steps: of the solver; None: the model's own.
     rows: prompts that are continued at a time; None: all, up to 64.
+    draft: the same model at fewer steps, which drafts tokens for this one to verify (`inference.speculation`).
+    draft_tokens: number of tokens drafted at a time.
     **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
 
   Returns:
@@ -63,9 +68,19 @@ def generate(
     ids[row].append(token)
     return None
 
-  for _ in continued(decoder_of(model, num_steps), prompts, Sampling(**sampling), take, rows=rows):
+  decoder, settings = decoder_of(model, num_steps), Sampling(**sampling)
+  for _ in _continued(decoder, prompts, settings, take, draft=draft, draft_tokens=draft_tokens, rows=rows):
     pass
   return ids
+
+
+def _continued(
+  decoder: Decoder, *arguments: Any, draft: Decoder | None = None, draft_tokens: int = 4, **batching: Any
+) -> Iterator[tuple[int, str]]:
+  """`continued`, or `speculated` with a draft."""
+  if draft is None:
+    return continued(decoder, *arguments, **batching)
+  return speculated(decoder, draft, *arguments, draft_tokens=draft_tokens, **batching)
 
 
 def generate_texts(
@@ -76,6 +91,8 @@ def generate_texts(
   stop: Sequence[str] = (),
   num_steps: int | None = None,
   rows: int | None = None,
+  draft: Decoder | None = None,
+  draft_tokens: int = 4,
   on_text: Callable[[int, str], None] | None = None,
   **sampling: Any,
 ) -> list[Continuation]:
@@ -87,7 +104,9 @@ def generate_texts(
     prompts: texts.
     stop: strings that end a text; they are left out.
     num_steps: as for `generate`.
-    rows: likewise.
+    rows: likewise, as are the next two.
+    draft: the model at fewer steps.
+    draft_tokens: number of tokens drafted at a time.
     on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
     **sampling: as for `generate`.
 
@@ -95,9 +114,9 @@ def generate_texts(
     UserError: as `generate`; or a prompt without tokens, or with invalid Unicode.
   """
   settings, ids = Sampling(**sampling), prompt_ids(tokenizer, prompts)
-  made = continued_texts(
-    decoder_of(model, num_steps), tokenizer, prompts, ids, settings, stop=stop, rows=rows, on_text=on_text
-  )
+  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens}
+  decoder = decoder_of(model, num_steps)
+  made = continued_texts(decoder, tokenizer, prompts, ids, settings, stop=stop, on_text=on_text, **batching)
   return [one for _, one in sorted(made, key=lambda pair: pair[0])]
 
 
@@ -112,7 +131,7 @@ def continued_texts(
   on_text: Callable[[int, str], None] | None = None,
   **batching: Any,
 ) -> Iterator[tuple[int, Continuation]]:
-  """Yields (number, continuation) of texts as they end; `batching` as for `continued`, the rest as `generate_texts`."""
+  """Yields (number, continuation) of texts as they end; the rest is as for `generate_texts`."""
   if not all(stop):
     raise UserError("stop: holds an empty string, which every text contains; leave it out")
   ids: list[list[int]] = [[] for _ in prompts]
@@ -129,7 +148,7 @@ def continued_texts(
     emit(row, texts[row].add(token))
     return "stop" if texts[row].stopped else None
 
-  for row, reason in continued(decoder, prompts_ids, sampling, take, **batching):
+  for row, reason in _continued(decoder, prompts_ids, sampling, take, **batching):
     emit(row, texts[row].finish())
     reason = "stop" if texts[row].stopped else reason
     yield row, Continuation(prompts[row], texts[row].text, ids[row], reason)

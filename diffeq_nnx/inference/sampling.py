@@ -78,12 +78,41 @@ def sample(filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array
   """
   if filters.greedy:
     return logits_BxV.argmax(-1).astype(jnp.int32)
+  keys_B = keys_of(values, positions_B)
+  logits_BxN, tokens_BxN = _filtered(filters, values, logits_BxV)
+  chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxN).astype(jnp.int32)
+  if tokens_BxN is None:
+    return chosen_B
+  return jnp.take_along_axis(tokens_BxN, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+def shares(filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array) -> jax.Array:
+  """The probabilities [B, V] with which `sample` draws tokens."""
+  if filters.greedy:
+    return jax.nn.one_hot(logits_BxV.argmax(-1), logits_BxV.shape[1], dtype=logits_BxV.dtype)
+  logits_BxN, tokens_BxN = _filtered(filters, values, logits_BxV)
+  shares_BxN = jax.nn.softmax(logits_BxN)
+  if tokens_BxN is None:
+    return shares_BxN
+  return jax.vmap(lambda tokens, shares: jnp.zeros(logits_BxV.shape[1], shares.dtype).at[tokens].set(shares))(
+    tokens_BxN, shares_BxN
+  )
+
+
+def keys_of(values: dict[str, jax.Array], positions_B: jax.Array) -> jax.Array:
+  """Keys [B] that depend on the seed, the row's number and the position alone."""
   key = lambda row, position: jax.random.fold_in(jax.random.fold_in(values["key"], row), position)
-  rows_B = values.get("rows", jnp.arange(len(logits_BxV), dtype=jnp.uint32))
-  keys_B = jax.vmap(key)(rows_B, positions_B)
+  rows_B = values.get("rows", jnp.arange(len(positions_B), dtype=jnp.uint32))
+  return jax.vmap(key)(rows_B, positions_B)
+
+
+def _filtered(
+  filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+  """Logits of the tokens that the filters leave, and these tokens, [B, N] each; None: all, in order."""
   logits_BxV = logits_BxV / values["temperature"]
   if filters.top_k is None and not filters.nucleus:
-    return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)
+    return logits_BxV, None
   V = logits_BxV.shape[1]
   logits_BxN, tokens_BxN = jax.lax.top_k(logits_BxV, min(filters.top_k or V, V))  # the likeliest first
   if filters.nucleus:
@@ -91,5 +120,4 @@ def sample(filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array
     before_BxN = shares_BxN.cumsum(-1) - shares_BxN
     included_BxN = (before_BxN < values["top_p"]).at[:, 0].set(True)
     logits_BxN = jnp.where(included_BxN, logits_BxN, -jnp.inf)
-  chosen_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxN)
-  return jnp.take_along_axis(tokens_BxN, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)
+  return logits_BxN, tokens_BxN

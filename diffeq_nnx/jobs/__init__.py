@@ -71,7 +71,10 @@ JOBS = {
   ),
   "generate": Job(
     "jobs.generate:generate",
-    ("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "num_steps", "seed"),
+    (
+      *("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "seed"),
+      *("num_steps", "draft_steps", "draft_tokens"),
+    ),
     (("prompt", "prompts"),),
     "--workdir=runs/tiny --prompt='The river'",
   ),

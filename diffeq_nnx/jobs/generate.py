@@ -28,6 +28,8 @@ def generate(
   out: str | None = None,
   rows: int | None = None,
   num_steps: int | None = None,
+  draft_steps: int | None = None,
+  draft_tokens: int = 4,
   **sampling: Any,
 ) -> list[dict]:
   """Continues prompts with the newest model of a run, on all devices.
@@ -43,6 +45,8 @@ def generate(
     out: the file for the answers to `prompts_file`; see `jobs.prompt_files`.
     rows: prompts that are continued at a time; None: all, up to 64.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
+    draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
+    draft_tokens: number of tokens drafted at a time.
     **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
 
   Returns:
@@ -68,14 +72,22 @@ def generate(
   steps = config.eval.num_steps if num_steps is None else num_steps
   with jax.set_mesh(run.mesh):
     decoder = Decoder(run.model, steps, mesh=run.mesh)
+    draft = None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
+  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens}
   step = run.step
   del run  # the decoder has what it needs
   if prompts_file is not None and out is not None:
-    identity = {"workdir": workdir, "step": step, "num_steps": decoder.grid.num_steps, **sampling}
+    identity = {
+      "workdir": workdir,
+      "step": step,
+      "num_steps": decoder.grid.num_steps,
+      "draft_steps": draft_steps,
+      **sampling,
+    }
     answers = prompt_files.Answers(prompts_file, out, identity)
     texts, ids, numbers = answers.open(tokenizer, decoder)
     if texts:
-      for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, rows=rows, row_numbers=numbers):
+      for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, **batching):
         answers.add(numbers[n], _said(one))
     return answers.close()
   assert prompts is not None
@@ -83,7 +95,7 @@ def generate(
   streams = alone and sys.stdout.isatty()
   show = (lambda _, piece: print(printable(piece), end="", flush=True)) if streams and distributed.leads() else None
   try:
-    found = generate_texts(decoder, tokenizer, prompts, rows=rows, on_text=show, **sampling)
+    found = generate_texts(decoder, tokenizer, prompts, on_text=show, **batching, **sampling)
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None

@@ -1,0 +1,90 @@
+"""Self-speculation of an elastic run: drafted tokens that are kept, and speed against plain decoding.
+
+  python -m launch.benchmarks.speculation --workdir=runs/elastic --prompts=prompts.jsonl [--num_steps=12] \
+      [--draft_steps=2,3,4,6] [--draft_tokens=1,2,4] [--rows=1] [--max_tokens=64] [--temperature=0] [--rounds=5]
+
+In each round all variants continue the same prompts, and plain decoding too. Speeds are tokens/s over those of plain
+decoding, medians over rounds with quartiles. Kept is the mean number of drafted tokens that are kept in a round of
+drafting; with several rows, in all of them.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from diffeq_nnx.data.tokenizers.files import parse_json
+from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.files import read
+from diffeq_nnx.inference.batching import continued
+from diffeq_nnx.inference.decoding import Decoder
+from diffeq_nnx.inference.generation import prompt_ids
+from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.speculation import speculated
+from diffeq_nnx.runs import opening
+from launch.experiments import tables
+from launch.experiments.compare import numbers
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Times, prints."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--workdir", required=True)
+  parser.add_argument("--prompts", required=True, help="JSON lines with the key `prompt`")
+  parser.add_argument("--num_steps", type=int, help="of plain decoding and of the verification")
+  parser.add_argument("--draft_steps", type=numbers(int), default=[2, 3, 4, 6])
+  parser.add_argument("--draft_tokens", type=numbers(int), default=[1, 2, 4])
+  parser.add_argument("--rows", type=int, default=1)
+  parser.add_argument("--max_tokens", type=int, default=64)
+  parser.add_argument("--temperature", type=float, default=0.0)
+  parser.add_argument("--rounds", type=int, default=5)
+  args = parser.parse_args(argv)
+  run = opening.load(args.workdir)
+  lines = [parse_json(line, args.prompts, "--prompts") for line in read(args.prompts).splitlines()]
+  prompts = prompt_ids(run.tokenizer, [line["prompt"] for line in lines])
+  settings = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
+  decoder = Decoder(run.model, args.num_steps)
+  drafts = {steps: Decoder(run.model, steps) for steps in args.draft_steps}
+  variants = [None, *((steps, count) for steps in args.draft_steps for count in args.draft_tokens)]
+  kept: dict[tuple[int, int], list[int]] = {}
+
+  def seconds(variant: tuple[int, int] | None) -> float:
+    start, take = time.perf_counter(), lambda n, token: None
+    if variant is None:
+      ends = continued(decoder, prompts, settings, take, rows=args.rows)
+    else:
+      steps, count = variant
+      note = kept.setdefault(variant, []).append
+      ends = speculated(
+        decoder, drafts[steps], prompts, settings, take, draft_tokens=count, rows=args.rows, on_round=note
+      )
+    for _ in ends:
+      pass
+    return time.perf_counter() - start
+
+  for variant in variants:
+    seconds(variant)  # compiles
+  times = np.array([[seconds(variant) for variant in variants] for _ in range(args.rounds)])
+  device = jax.devices()[0]
+  tokens = sum(decoder.room(prompts, args.max_tokens))
+  print(
+    f"{len(prompts)} prompts, {args.rows} at a time, {tokens} tokens at {decoder.grid.num_steps} steps, median of "
+    f"{args.rounds} interleaved rounds, {device.device_kind} ({device.platform}), jax {jax.__version__}\n"
+  )
+  print(f"Plain decoding: {tokens / statistics.median(times[:, 0]):,.1f} tokens/s.\n")
+  rows = []
+  for n, variant in enumerate(variants[1:], 1):
+    low, middle, high = np.percentile(times[:, 0] / times[:, n], (25, 50, 75))
+    rows.append(
+      [*map(str, variant), f"{statistics.mean(kept[variant]):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+    )
+  print(tables.markdown(["draft at steps", "drafted at a time", "kept", "speed over plain"], rows))
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except (RunError, UserError) as error:
+    raise SystemExit(f"error: {error}") from None
