@@ -127,6 +127,9 @@ def test_a_prompt_alone_on_a_tpu_is_computed_twice_and_given_once(decoder, monke
   expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
   monkeypatch.setattr(decoder, "platform", "tpu")
   assert [decoder.num_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
+  monkeypatch.setattr(decoder, "parts", 2)
+  assert [decoder.num_rows(prompts) for prompts in (1, 2, 3, 5)] == [2, 4, 4, 6]
+  monkeypatch.setattr(decoder, "parts", 1)
   assert [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)] == expected
 
 

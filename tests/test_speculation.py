@@ -45,6 +45,9 @@ def test_a_draft_by_the_model_itself_is_always_kept(x64):
     )
     found, kept = made(decoder, decoder, PROMPTS, settings, draft_tokens=2)
     assert found == plain and {*kept} == {2}
+  long = Sampling(max_tokens=100, temperature=0)  # past the first slots of the prompt's padding
+  found, kept = made(decoder, decoder, PROMPTS[:1], long, draft_tokens=2)
+  assert found == diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=100, temperature=0) and {*kept} == {2}
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.6}])
@@ -60,7 +63,7 @@ def test_tokens_have_the_deep_model_s_distribution(how):
     named = one_by_one(number)
     tokens = [sample(filters, named, jnp.asarray(draft[i][None], jnp.float32), jnp.array([5 + i])) for i in range(2)]
     logits = [jnp.asarray(x[None], jnp.float32) for x in (draft, deep)]
-    return speculation.judged(filters, named, jnp.stack(tokens, 1), *logits, jnp.array([5]))
+    return speculation.judged(filters, named, jnp.stack(tokens, 1), *logits, jnp.array([5]), jnp.array([True]))
 
   new, kept = jax.jit(jax.vmap(row))(jnp.arange(count, dtype=jnp.uint32))
   new, kept = np.asarray(new)[:, 0], np.asarray(kept)

@@ -311,7 +311,7 @@ class DiffEqLM(TemplateLM):
       group_by="gen_kwargs",
     )
     texts = []
-    with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
+    with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.leads()) as bar:
       for group in batches.get_batched(n=0):  # all that share sampling and stop strings
         streams = [TextStream(self._tokenizer.decode, one.until) for one in group]
         for n in self._generated(group, streams):

@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder, padded
 from diffeq_nnx.inference.sampling import Sampling
 
 ROWS = 64  # of a batch, at most, unless the caller says otherwise
+
+
+def check_rows(rows: int | None) -> None:
+  """Raises UserError for a number of rows below 1."""
+  if rows is not None and rows < 1:
+    raise UserError(f"rows={rows}: must be 1 or above")
 
 
 def continued(
@@ -33,8 +40,9 @@ def continued(
     row_numbers: what the random numbers of each prompt depend on, beside the seed, below 2^32; None: 0, 1, ...
 
   The next tokens are computed while the caller handles those before. The chunks of a prompt that comes later are read
-  between them. Raises as `Decoder.room`.
+  between them. Raises as `Decoder.room`, or UserError for rows below 1.
   """
+  check_rows(rows)
   room = decoder.room(prompts, sampling.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
   waiting, ended = deque(range(len(prompts))), set()
@@ -62,7 +70,7 @@ def continued(
   while held or waiting or coming or computed:
     unseen = computed
     computed = []
-    while coming or (waiting and len(held) < B):
+    while coming or (waiting and len(held) < len(first)):
       if coming is None:
         n = waiting.popleft()
         free = next(row for row in range(B) if row not in held)

@@ -62,8 +62,10 @@ class Decoder:
       mesh: the devices of the model; None: everything is moved to one of them.
 
     Raises:
-      UserError: a number of steps that the model has no weights for.
+      UserError: a number of steps that the model has no weights for, or heads that `mesh` would cut.
     """
+    if mesh is not None and model.config.kv_heads % mesh.shape["tensor"]:
+      raise UserError(f"mesh.tensor={mesh.shape['tensor']}: must divide model.num_kv_heads={model.config.kv_heads}")
     ready = make_ready(model, num_steps, config=config, mesh=mesh, unrolled=True)
     self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
     self.weights: Weights = {"sets": ready.weights, "rest": ready.rest}
@@ -102,12 +104,12 @@ class Decoder:
   def num_rows(self, prompts: int) -> int:
     """Rows computed for so many prompts: a multiple of the parts that rows are split into, if there are that many.
 
-    A single one is computed twice on a TPU, where the compiler runs products with a single row on the vector unit,
-    which is slower than the memory.
+    A single one on a device is computed twice on a TPU, where the compiler runs products with a single row on the
+    vector unit, which is slower than the memory.
     """
-    if prompts >= self.parts:
-      prompts = -(-prompts // self.parts) * self.parts
-    return 2 if prompts == 1 and self.platform == "tpu" else prompts
+    parts = self.parts if prompts >= self.parts else 1
+    on_each = -(-prompts // parts)
+    return parts * (2 if on_each == 1 and self.platform == "tpu" else on_each)
 
   @property
   def _learned(self) -> bool:

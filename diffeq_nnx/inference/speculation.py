@@ -17,10 +17,11 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference.batching import ROWS
+from diffeq_nnx.inference.batching import ROWS, check_rows
 from diffeq_nnx.inference.decoding import Decoder, State, Weights, all_logits, more_logits, padded, sampled
 from diffeq_nnx.inference.sampling import Filters, Sampling, keys_of, sample, shares
 from diffeq_nnx.model import grids
+from diffeq_nnx.parallel import sharding
 
 
 def speculated(
@@ -53,12 +54,14 @@ def speculated(
   """
   if draft_tokens < 1:
     raise UserError(f"draft_tokens={draft_tokens}: must be 1 or above")
+  check_rows(rows)
   room = decoder.room(prompts, sampling.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
   for start in range(0, len(prompts), rows or ROWS):
     group = list(range(start, min(start + (rows or ROWS), len(prompts))))
     filled = group + group[:1] * (decoder.num_rows(len(group)) - len(group))
-    num_slots = padded(max(len(prompts[n]) + room[n] for n in group) + draft_tokens + 1)
+    longest = padded(max(len(prompts[n]) for n in group))  # which `read` fills with prompts and padding
+    num_slots = padded(longest + max(room[n] for n in group) + draft_tokens)  # so that no round goes around the ring
     texts, seeds = [prompts[n] for n in filled], [numbers[n] for n in filled]
     both = [next(filter(None, one.read(texts, sampling, seeds, num_slots))) for one in (decoder, draft)]
     (state, tokens_B), (draft_state, _) = both
@@ -75,6 +78,7 @@ def speculated(
             ended.add(n)
             yield n, reason
       if len(ended) == len(group):
+        del both, state, draft_state  # the next group's need the memory
         break
       with jax.set_mesh(decoder.mesh):
         state, draft_state, tokens_B, new_BxN1, count = next_several(
@@ -89,6 +93,7 @@ def speculated(
           state,
           draft_state,
           tokens_B,
+          np.array([row < len(group) and group[row] not in ended for row in range(len(filled))]),
         )
       new = np.asarray(new_BxN1)[:, : int(count)]
       on_round(int(count) - 1)
@@ -107,10 +112,12 @@ def next_several(
   state: State,
   draft_state: State,
   tokens_B: jax.Array,
+  live_B: jax.Array,
 ) -> tuple[State, State, jax.Array, jax.Array, jax.Array]:
   """One round: (both states, newest tokens [B], new tokens [B, N + 1], how many of them count []).
 
-  Both states hold all tokens but the newest; the last of the new tokens that count are the newest.
+  Both states hold all tokens but the newest; the last of the new tokens that count are the newest. `live_B` says which
+  rows matter.
   """
   P = state["cache"][0][0].shape[2]
   read, drafted_logits = [tokens_B], []
@@ -122,9 +129,12 @@ def next_several(
   first_B = state["next_B"] + 1  # positions of the first new tokens
   state, logits_BxN1xV = all_logits(config, grid, weights, state, jnp.stack(read, 1))
   values = {**values, "rows": state["numbers_B"]}
-  new_BxN1, kept = judged(filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B)
+  new_BxN1, kept = judged(
+    filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B, live_B
+  )
+  new_BxN1 = sharding.constrain(new_BxN1, None, None)  # every device has them
   back = lambda s: {**s, "slot": (s["slot"] - (N - kept)) % P, "next_B": s["next_B"] - (N - kept)}
-  newest_B = jax.lax.dynamic_index_in_dim(new_BxN1, kept, 1, keepdims=False)
+  newest_B = sharding.constrain(jax.lax.dynamic_index_in_dim(new_BxN1, kept, 1, keepdims=False), None)
   return back(state), back(draft_state), newest_B, new_BxN1, kept + 1
 
 
@@ -135,8 +145,11 @@ def judged(
   draft_logits_BxNxV: jax.Array,
   logits_BxN1xV: jax.Array,
   first_B: jax.Array,
+  live_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """(new tokens [B, N + 1], number of drafted tokens that are kept in all rows []); what follows the next is unused.
+  """(new tokens [B, N + 1], number of drafted tokens that are kept in all live rows []).
+
+  New tokens after the first that is not kept are unused.
 
   Args:
     filters: of the sampling.
@@ -145,6 +158,7 @@ def judged(
     draft_logits_BxNxV: these logits.
     logits_BxN1xV: the deep model's at the same places, and after the last drafted token.
     first_B: position of the first drafted token in each row.
+    live_B: which rows are live.
   """
   B, N = drafts_BxN.shape
   accepted, instead = [], []
@@ -161,7 +175,7 @@ def judged(
     accepted.append(jax.vmap(jax.random.uniform)(other) * of_draft(draft_BxV) < of_draft(deep_BxV))
   instead.append(sample(filters, values, logits_BxN1xV[:, N], first_B + N))
   accepted_BxN = jnp.cumprod(jnp.stack(accepted, 1).astype(jnp.int32), axis=1)
-  kept = accepted_BxN.sum(1).min()
+  kept = jnp.where(live_B, accepted_BxN.sum(1), N).min()
   last_BxN1 = jnp.concatenate([accepted_BxN, jnp.zeros((B, 1), jnp.int32)], 1)
   padded_BxN1 = jnp.concatenate([drafts_BxN, jnp.zeros((B, 1), drafts_BxN.dtype)], 1)
   return jnp.where(last_BxN1 == 1, padded_BxN1, jnp.stack(instead, 1)).astype(jnp.int32), kept

@@ -9,6 +9,7 @@ import jax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.inference.batching import check_rows
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import Continuation, continued_texts, generate_texts, prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
@@ -29,7 +30,7 @@ def generate(
   rows: int | None = None,
   num_steps: int | None = None,
   draft_steps: int | None = None,
-  draft_tokens: int = 4,
+  draft_tokens: int | None = None,
   **sampling: Any,
 ) -> list[dict]:
   """Continues prompts with the newest model of a run, on all devices.
@@ -46,7 +47,7 @@ def generate(
     rows: prompts that are continued at a time; None: all, up to 64.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
     draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
-    draft_tokens: number of tokens drafted at a time.
+    draft_tokens: number of tokens drafted at a time; None: 4.
     **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
 
   Returns:
@@ -57,12 +58,17 @@ def generate(
       lacks, files that can't be used.
   """
   settings = Sampling(**sampling)  # mistakes are reported before anything is read
-  if rows is not None and rows < 1:
-    raise UserError(f"rows={rows}: must be 1 or above")
+  check_rows(rows)
+  if draft_tokens is not None and draft_steps is None:
+    raise UserError(f"--draft_tokens={draft_tokens}: goes with --draft_steps; give both")
+  if draft_tokens is not None and draft_tokens < 1:
+    raise UserError(f"draft_tokens={draft_tokens}: must be 1 or above")
   if (prompts is None) == (prompts_file is None):
     raise UserError("--prompt, --prompts: give one of them")
   if (prompts_file is None) != (out is None):
     raise UserError("--prompts, --out: go together; give both, or --prompt")
+  with distributed.together():
+    answers = None if prompts_file is None or out is None else prompt_files.Answers(prompts_file, out)
   workdir_lib.require(workdir, config)
   config, tokenizer = opening.described(workdir, config)
   say_attention(config.model)
@@ -72,20 +78,16 @@ def generate(
   steps = config.eval.num_steps if num_steps is None else num_steps
   with jax.set_mesh(run.mesh):
     decoder = Decoder(run.model, steps, mesh=run.mesh)
-    draft = None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
-  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens}
+    try:
+      draft = None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
+    except UserError as error:
+      raise UserError(f"--draft_steps: {error}") from None
+  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens or 4}
   step = run.step
   del run  # the decoder has what it needs
-  if prompts_file is not None and out is not None:
-    identity = {
-      "workdir": workdir,
-      "step": step,
-      "num_steps": decoder.grid.num_steps,
-      "draft_steps": draft_steps,
-      **sampling,
-    }
-    answers = prompt_files.Answers(prompts_file, out, identity)
-    texts, ids, numbers = answers.open(tokenizer, decoder)
+  if answers is not None:
+    depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": draft_tokens}
+    texts, ids, numbers = answers.open(tokenizer, decoder, {"workdir": workdir, "step": step, **depths, **sampling})
     if texts:
       for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, **batching):
         answers.add(numbers[n], _said(one))

@@ -27,8 +27,8 @@ class Answers:
   An answer has `line`, the prompt's line from 1, and what its continuation says; or `error`, why there is none.
   """
 
-  def __init__(self, prompts: str, out: str, identity: dict[str, Any]):
-    """Reads the prompts; `identity`: what the answers depend on, in JSON's types.
+  def __init__(self, prompts: str, out: str):
+    """Reads the prompts.
 
     Raises:
       UserError: prompts that can't be read, or an `out` that is there already or in a bucket.
@@ -43,17 +43,27 @@ class Answers:
       raise UserError(f"--out={out}: is there already; name another file")
     self._lines = {n: line for n, line in enumerate(content.splitlines(), 1) if line.strip()}
     self._out, self._unfinished = out, f"{out}.unfinished"
-    self._identity = {**identity, "prompts": hashlib.sha256(content).hexdigest()}
+    self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
     self._started = time.monotonic()
     self._tokens = 0
 
-  def open(self, tokenizer: Tokenizer, decoder: Decoder) -> tuple[list[str], list[list[int]], list[int]]:
+  def open(
+    self, tokenizer: Tokenizer, decoder: Decoder, identity: dict[str, Any]
+  ) -> tuple[list[str], list[list[int]], list[int]]:
     """(prompts, their ids, their lines) that are to be answered; prompts that can't be have their error already.
 
+    Args:
+      tokenizer: the model's.
+      decoder: the model.
+      identity: what the answers depend on beside the prompts, in JSON's types.
+
     Raises:
-      UserError: answers that other settings made.
+      UserError: answers that other settings made, or processes that read different prompts.
     """
+    if len(set(distributed.exchange(self._identity["prompts"]))) > 1:
+      raise UserError("--prompts: the file differs between processes; give all hosts the same", everywhere=True)
+    self._identity |= identity
     with distributed.together():
       if distributed.leads():
         self._answers = self._before()
@@ -69,7 +79,7 @@ class Answers:
       if n in self._answers:
         continue
       try:
-        text = _prompt(line)
+        text = prompt_of(line)
         one = begin + encoded(tokenizer, [text], "prompt")[0]
         if problem := decoder.problem(one):
           raise UserError(f"prompt: {problem}")
@@ -122,7 +132,7 @@ class Answers:
     return {one["line"]: one for one in lines[1:]}
 
 
-def _prompt(line: bytes) -> str:
+def prompt_of(line: bytes) -> str:
   """The prompt of a JSON line; raises UserError."""
   value = parse_json(line, "the line", "prompt")
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):

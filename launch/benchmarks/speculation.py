@@ -15,7 +15,6 @@ import time
 import jax
 import numpy as np
 
-from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.files import read
 from diffeq_nnx.inference.batching import continued
@@ -23,6 +22,7 @@ from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.inference.speculation import speculated
+from diffeq_nnx.jobs.prompt_files import prompt_of
 from diffeq_nnx.runs import opening
 from launch.experiments import tables
 from launch.experiments.compare import numbers
@@ -42,8 +42,11 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--rounds", type=int, default=5)
   args = parser.parse_args(argv)
   run = opening.load(args.workdir)
-  lines = [parse_json(line, args.prompts, "--prompts") for line in read(args.prompts).splitlines()]
-  prompts = prompt_ids(run.tokenizer, [line["prompt"] for line in lines])
+  try:
+    lines = [line for line in read(args.prompts).splitlines() if line.strip()]
+  except OSError as error:
+    raise UserError(f"--prompts={args.prompts}: can't be read ({error.strerror or error}); name a file") from error
+  prompts = prompt_ids(run.tokenizer, [prompt_of(line) for line in lines])
   settings = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
   decoder = Decoder(run.model, args.num_steps)
   drafts = {steps: Decoder(run.model, steps) for steps in args.draft_steps}
