@@ -92,7 +92,9 @@ def test_the_benchmark_prints_what_is_kept_and_the_speed(finished, tmp_path, cap
     ]
   )
   head, _, plain, *_, one, two = capsys.readouterr().out.strip().splitlines()
-  assert head.startswith("2 prompts, 1 at a time, 12 tokens at 2 steps") and float(plain.split()[2]) > 0
+  assert (
+    head.startswith("2 prompts, 1 at a time, 12 tokens at 2 steps") and float(plain.split()[2].replace(",", "")) > 0
+  )
   for line, drafted in ((one, 1), (two, 2)):
     steps, count, kept, speed = (cell.split()[0] for cell in line.strip("|").split("|"))
     assert (int(steps), int(count)) == (1, drafted) and 0 <= float(kept) <= drafted and float(speed) > 0
