@@ -45,6 +45,7 @@ def continued(
   check_rows(rows)
   room = decoder.room(prompts, sampling.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
+  values = decoder.values(sampling)
   waiting, ended = deque(range(len(prompts))), set()
   held: dict[int, int] = {}  # the prompt of each row in use
   left, taken = list(room), [0] * len(prompts)  # tokens that are not computed yet, and tokens given to the caller
@@ -83,7 +84,7 @@ def continued(
       held[row], coming = n, None
       note(read[1], {0: n})
     if held:
-      state, tokens_B = decoder.next_tokens(sampling, state, tokens_B)
+      state, tokens_B = decoder.next_tokens(sampling.filters, values, state, tokens_B)
       note(tokens_B, dict(held))
     for tokens, of in unseen:
       drawn = np.asarray(tokens).tolist()

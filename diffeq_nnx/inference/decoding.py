@@ -145,12 +145,17 @@ class Decoder:
         )
     yield state, tokens_B
 
-  def next_tokens(self, sampling: Sampling, state: State, tokens_B: jax.Array) -> tuple[State, jax.Array]:
+  def values(self, sampling: Sampling) -> dict[str, jax.Array]:
+    """The sampling's arguments of a program, on this decoder's devices; made once, and not for each token."""
+    with jax.set_mesh(self.mesh):
+      return sampling.values()
+
+  def next_tokens(
+    self, filters: Filters, values: dict[str, jax.Array], state: State, tokens_B: jax.Array
+  ) -> tuple[State, jax.Array]:
     """The state after the newest tokens [B], and the next ones; the old state is used up."""
     with jax.set_mesh(self.mesh):
-      return read_more(
-        self.config, self.grid, sampling.filters, self.weights, sampling.values(), state, tokens_B[:, None]
-      )
+      return read_more(self.config, self.grid, filters, self.weights, values, state, tokens_B[:, None])
 
   def replaced(
     self, state: State, tokens_B: jax.Array, row: int, new: State, new_token: jax.Array

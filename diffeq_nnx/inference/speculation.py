@@ -57,6 +57,7 @@ def speculated(
   check_rows(rows)
   room = decoder.room(prompts, sampling.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
+  values = decoder.values(sampling)
   for start in range(0, len(prompts), rows or ROWS):
     group = list(range(start, min(start + (rows or ROWS), len(prompts))))
     filled = group + group[:1] * (decoder.num_rows(len(group)) - len(group))
@@ -89,7 +90,7 @@ def speculated(
           draft_tokens,
           decoder.weights,
           draft.weights,
-          sampling.values(),
+          values,
           state,
           draft_state,
           tokens_B,

@@ -163,7 +163,7 @@ class LlamaField:
   implementation: str  # of attention, as in model.attention
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
-  rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
+  rope: config_lib.RopeConfig = config_lib.RopeConfig()  # the rotary positions
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 

@@ -54,13 +54,17 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1, 1), devices, allow_split_physical_axes=True)
   else:
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-  return Mesh(placed.reshape(slices, *sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+  return _named_mesh(placed.reshape(slices, *sizes))
 
 
 def without_fsdp(mesh: Mesh) -> Mesh:
   """The same devices, those along all axes but `tensor` along `data`: each holds parameters ready for use."""
   shape = (1, mesh.size // mesh.shape["tensor"], 1, 1, mesh.shape["tensor"])
-  return Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+  return _named_mesh(mesh.devices.reshape(shape))
+
+
+def _named_mesh(devices: np.ndarray) -> Mesh:
+  return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
