@@ -63,9 +63,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
 LONGEST = (
   "test_compile_ahead.py",
+  "test_buckets.py",
   "test_demo.py",
   "test_docs.py",
   "test_distributed.py",
+  "test_sharding.py",
   "test_attention.py",
   "test_run.py",
   "test_launch.py",
@@ -81,6 +83,8 @@ LONGEST = (
   "test_attention_compile.py",
   "test_export.py",
   "test_generation.py",
+  "test_context.py",
+  "test_speculation.py",
   "test_pages.py",
 )
 

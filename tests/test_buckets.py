@@ -141,8 +141,9 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(store, finished, capsys):
 def test_a_run_outlives_faults_and_is_the_same(store, finished, fault):
   server, root = store
   config, local = finished
-  server.fault = every(29, fault)
+  server.fault = every(61, fault)
   train(config, root)
+  assert len(server.requests) > 3 * 61
   server.fault = lambda method, path: None
   losses = [[r["loss"] for r in read_metrics(place, "validation")] for place in (root, str(local))]
   assert losses[0] == losses[1] and opening.load(root).step == 20

@@ -3,6 +3,7 @@
 Compiling needs libtpu (.ci/run installs it); for GPUs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt.
 """
 
+import functools
 import importlib.util
 import re
 from typing import NamedTuple
@@ -21,7 +22,7 @@ needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
 )
 
-# the two large compilations take a minute and a half on two idle cores
+# the large compilation takes a minute on two idle cores
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("optimizations")]
 
 
@@ -109,7 +110,6 @@ class Size(NamedTuple):
 
   settings: tuple[str, ...]
   basis: str  # an eighth of F of `up`, as the program names its type
-  least_bytes: float  # that the plain Llama sends in a step
 
 
 SMALL_STEP = Size(
@@ -122,59 +122,55 @@ SMALL_STEP = Size(
     "train.batch_size=16",
   ),
   "f32[97,64,1024]",
-  1e8,
 )
-LLAMA1B = Size((), "f32[97,256,8192]", 20e9)
-
-
-@pytest.fixture(
-  scope="module",
-  params=[
+LLAMA1B = Size((), "f32[97,256,8192]")
+at_sizes = pytest.mark.parametrize(
+  "size",
+  [
     SMALL_STEP,
     pytest.param(
       LLAMA1B,
-      marks=pytest.mark.slow(
-        reason="compiles two train steps with 1.2 billion parameters; a small width runs by default"
-      ),
+      marks=pytest.mark.slow(reason="compiles a train step with 1.2 billion parameters; a small width runs by default"),
     ),
   ],
   ids=["small", "llama1b"],
 )
-def programs(request, optimizations):
-  """(size, the compiled train steps of the rows diffeq, generated, and llama, stored) on eight v5p chips."""
-  found = {}
-  for row in ("diffeq", "llama"):
-    config = config_lib.load(f"configs/llama1b.py:{row}", request.param.settings)
-    found[row] = compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
-  return request.param, found
+
+
+@functools.cache
+def train_step(size: Size, row: str) -> str:
+  """The program of a compiled train step, weights generated (row diffeq) or stored (llama), on eight v5p chips."""
+  config = config_lib.load(f"configs/llama1b.py:{row}", size.settings)
+  return compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
 
 
 @needs_libtpu
-def test_no_collective_of_llama1b_moves_a_generator_parameter(programs):
+@at_sizes
+def test_no_collective_of_llama1b_moves_a_generator_parameter(size):
   """F is [97, in, out]; all that crosses devices with T in it is the gradient of e(t), 16 x 97 numbers a weight."""
-  size, programs = programs
   T, S = 96, 16
-  program = hlo.Program(programs["diffeq"])
-  assert size.basis in programs["diffeq"]  # an eighth of F: so it would be seen
+  text = train_step(size, "diffeq")
+  program = hlo.Program(text)
+  assert size.basis in text  # an eighth of F: so it would be seen
   moved = [array for one in program.collectives for array in one.arrays if T in array.shape or T + 1 in array.shape]
   assert len(moved) == 9  # weights and norms of the block
   assert all(sorted(array.shape)[-2:] in ([S, T], [S, T + 1]) and array.bytes <= 4 * S * (T + 1) for array in moved)
 
 
 @needs_libtpu
-def test_generated_weights_cost_no_communication(programs):
+def test_generated_weights_cost_no_communication():
   """Bytes by kind within 5 % of the plain Llama's; both gather bfloat16 weights of a layer at a time."""
-  size, programs = programs
-  ours, plain = (compile_ahead.communication(hlo.Program(programs[row])) for row in ("diffeq", "llama"))
-  assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > size.least_bytes
+  ours, plain = (compile_ahead.communication(hlo.Program(train_step(SMALL_STEP, row))) for row in ("diffeq", "llama"))
+  assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e8
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind
 
 
 @needs_libtpu
-def test_nothing_is_cast_or_copied_for_the_products_of_the_generator_or_for_attention(programs):
+@at_sizes
+def test_nothing_is_cast_or_copied_for_the_products_of_the_generator_or_for_attention(size):
   """F is read as it is stored, and attention reads what the projections wrote."""
-  text = programs[1]["diffeq"]
+  text = train_step(size, "diffeq")
   estimates = hlo.Program(text).estimates
   assert not [one for one, _, _ in estimates if one.opcode == "convert" and one.arrays[0].shape[0] == 97]
   calls = re.findall(r"%(?:attention_\w+|rotary)[.\d]* = .* custom-call\((.*?)\), custom_call_target", text)

@@ -10,7 +10,6 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 from tests.processes import Process
 
@@ -62,28 +61,18 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   return found
 
 
-LEAPFROG = ("--config.model.solver=leapfrog", "--config.train.adjoint=reversible")
-
-
-@pytest.mark.parametrize(
-  "settings",
-  [(), pytest.param(LEAPFROG, marks=pytest.mark.slow(reason="the same through another solver; euler runs by default"))],
-  ids=["euler", "leapfrog"],
-)
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, settings):
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  uninterrupted = Process(command(whole, *settings)[3:])
+  uninterrupted = Process(command(whole)[3:])
   assert uninterrupted.end(240) == 0, uninterrupted.lines[-20:]
-  process = subprocess.Popen(command(broken, *settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
+  process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
   deadline = time.monotonic() + 200
   while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline and process.poll() is None:
     time.sleep(0.005)
   process.send_signal(signal.SIGKILL)
   assert process.wait() == -signal.SIGKILL
   assert max(record["step"] for record in records(broken)) < 40
-  resumed = subprocess.run(
-    command(broken, *settings), check=True, capture_output=True, text=True, timeout=240, env=FAST
-  )
+  resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240, env=FAST)
   assert "continuing from the checkpoint of step 20" in resumed.stderr
   assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
   ours, theirs = arrays(broken, 40), arrays(whole, 40)

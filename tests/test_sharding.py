@@ -140,11 +140,10 @@ def losses(field, devices, held=None, make_batch=random_batch, solver="euler", a
 print(json.dumps([losses("gpt", 1), losses("gpt", 8), losses("gpt", 8, data=2, fsdp=2, tensor=2),
                   losses("gpt", 8, data=4, fsdp=1, tensor=2)]))
 print(json.dumps([losses("llama", 1), losses("llama", 8, data=2, fsdp=2, tensor=2)]))
-for solver in ({"solver": "leapfrog", "adjoint": "reversible"}, {"solver": "heun"}):
-  print(json.dumps([losses("gpt", 1, **solver), losses("gpt", 8, data=2, fsdp=2, tensor=2, **solver)]))
+reversible = {"solver": "leapfrog", "adjoint": "reversible"}
+print(json.dumps([losses("gpt", 1, **reversible), losses("gpt", 8, data=2, fsdp=2, tensor=2, **reversible)]))
 sandwich = {"draw": "sandwich", "counts": (2, 4, 3, 3)}
-print(json.dumps([losses("gpt", 1, **sandwich), losses("gpt", 8, **sandwich),
-                  losses("gpt", 4, held=4, data=2, fsdp=1, tensor=2, **sandwich)]))
+print(json.dumps([losses("gpt", 1, **sandwich), losses("gpt", 4, held=4, data=2, fsdp=1, tensor=2, **sandwich)]))
 print(json.dumps([losses("gpt", 1, held=4), losses("gpt", 4, held=1), losses("gpt", 8, held=1)]))  # 2, 2, 1 parts
 for field in ("gpt", "llama"):  # documents apart; the second in two parts
   print(json.dumps([losses(field, 1, make_batch=packed_batch),

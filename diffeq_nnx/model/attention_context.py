@@ -186,9 +186,9 @@ class DecodeCache:
     if q_BxQxHxC.shape[1] > 1:
       return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
     keys, values = self.stored[-1]
-    by_group = -(-ROWS_OF_A_PRODUCT * keys.shape[1] // q_BxQxHxC.shape[2])
+    copies = -(-ROWS_OF_A_PRODUCT * keys.shape[1] // q_BxQxHxC.shape[2])
     arguments = q_BxQxHxC, keys, values, self._held(keys.shape[2], 0)
-    single, several = (functools.partial(_attend_once, queries=count) for count in (1, by_group))
+    single, several = (functools.partial(_attend_once, copies=count) for count in (1, copies))
     return jax.lax.platform_dependent(*arguments, tpu=several, default=single)
 
   def _held(self, P: int, newest: int) -> jax.Array:
@@ -213,14 +213,19 @@ class DecodeCache:
     return per_device(run, (q, k, v, keys.swapaxes(1, 2), values.swapaxes(1, 2)), by_token_BxN)
 
 
-def _attend_once(q_Bx1xHxC, keys_BxKxPxC, values_BxKxPxC, held_BxP, *, queries: int) -> jax.Array:
-  """Attention of one token of each row to what the row holds, [B, 1, H, C]; computed for so many, the others zero."""
-  q_BxQxHxC = jnp.pad(q_Bx1xHxC, ((0, 0), (0, queries - 1), (0, 0), (0, 0)))
-  return attention(
-    q_BxQxHxC,
-    keys_BxKxPxC.swapaxes(1, 2),
-    values_BxKxPxC.swapaxes(1, 2),
-    causal=False,
-    segment_ids=(jnp.ones(q_BxQxHxC.shape[:2], jnp.int32), held_BxP),
-    implementation="reference",
-  )[:, :1]
+def _attend_once(q_Bx1xHxC, keys_BxKxPxC, values_BxKxPxC, held_BxP, *, copies: int) -> jax.Array:
+  """Attention of one token of each row to what the row holds, [B, 1, H, C]; products are made for copies of it."""
+  B, _, H, C = q_Bx1xHxC.shape
+  K = keys_BxKxPxC.shape[1]
+
+  def product(rows_BxKxGxN: jax.Array, equation: str, matrices: jax.Array) -> jax.Array:
+    """The copies' results are equal: a maximum takes one of them, within the product."""
+    several = jnp.broadcast_to(rows_BxKxGxN[..., None, :], (*rows_BxKxGxN.shape[:3], copies, rows_BxKxGxN.shape[3]))
+    wide = jnp.promote_types(several.dtype, jnp.float32)
+    return jnp.einsum(equation, several, matrices, preferred_element_type=wide).max(axis=3)
+
+  scores_BxKxGxP = product(q_Bx1xHxC.reshape(B, K, H // K, C), "bkgsc,bkpc->bkgsp", keys_BxKxPxC) * C**-0.5
+  scores_BxKxGxP = jnp.where(held_BxP[:, None, None] > 0, scores_BxKxGxP, jnp.finfo(scores_BxKxGxP.dtype).min)
+  weights_BxKxGxP = jax.nn.softmax(scores_BxKxGxP, axis=-1).astype(q_Bx1xHxC.dtype)
+  out_BxKxGxC = product(weights_BxKxGxP, "bkgsp,bkpc->bkgsc", values_BxKxPxC)
+  return out_BxKxGxC.astype(q_Bx1xHxC.dtype).reshape(B, 1, H, C)

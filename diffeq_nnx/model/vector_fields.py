@@ -27,6 +27,12 @@ def _once(x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x)
 
 
+def _by_head(projected_BxLxN: jax.Array, head_dim: int) -> jax.Array:
+  """[B, L, N / C, C]; of single tokens, for which the TPU compiler would transpose the weights, after the product."""
+  B, L, _ = projected_BxLxN.shape
+  return (_once(projected_BxLxN) if L == 1 else projected_BxLxN).reshape(B, L, -1, head_dim)
+
+
 def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
@@ -130,6 +136,9 @@ class GPTField:
     kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
 
     def project(part: slice) -> jax.Array:  # slicing the weights is cheaper than slicing the products
+      if L == 1:  # but for single tokens
+        made_BxLxN = _once(normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None])
+        return made_BxLxN.reshape(B, L, *slots)[..., part, :].reshape(B, L, -1, self.head_dim)
       made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
@@ -210,12 +219,11 @@ class LlamaField:
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
-    B, L, _ = x_BxLxD.shape
-    project = lambda name, heads: (normed_BxLxD @ w[name]["kernel"]).reshape(B, L, heads, self.head_dim)
-    q_BxLxHxC = rotated(project("query", self.num_heads), context.positions_BxL, self.rope, self.implementation)
-    k_BxLxKxC = rotated(project("key", self.num_kv_heads), context.positions_BxL, self.rope, self.implementation)
-    out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value", self.num_kv_heads), self.implementation)
-    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"]
+    project = lambda name: _by_head(normed_BxLxD @ w[name]["kernel"], self.head_dim)
+    q_BxLxHxC = rotated(project("query"), context.positions_BxL, self.rope, self.implementation)
+    k_BxLxKxC = rotated(project("key"), context.positions_BxL, self.rope, self.implementation)
+    out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value"), self.implementation)
+    return out_BxLxHxC.reshape(x_BxLxD.shape[:2] + (-1,)) @ w["out"]["kernel"]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, SwiGLU: [B, L, D] -> [B, L, D]."""
