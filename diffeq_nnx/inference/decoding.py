@@ -166,22 +166,28 @@ class Decoder:
 
 
 def _placed(model: Model, weights: Weights, mesh: Mesh) -> Weights:
-  """Weights as they are used on a mesh: split over its tensor axis alone."""
-  place = lambda leaf, axes: jax.device_put(leaf, sharding.named(mesh, axes, leaf.shape))
+  """Weights as they are used on a mesh: split over its tensor axis alone.
+
+  They are moved by one program: of several, each process could begin another one first, and wait for the others.
+  """
+  at = lambda leaf, axes: sharding.named(mesh, axes, leaf.shape)
   sets = [
     {
-      group: {name: place(leaf, model.block_axes[group][name]) for name, leaf in one.items()}
+      group: {name: at(leaf, model.block_axes[group][name]) for name, leaf in one.items()}
       for group, one in set_.items()
     }
     for set_ in weights["sets"]
   ]
   tables: dict[str, Any] = {"embedding": model.embedding, "positions": model.positions, "head": model.head}
   rest = {
-    name: leaf if leaf is None or name not in tables else place(leaf, tables[name].get_metadata("axes"))
+    name: sharding.replicated(mesh)
+    if name not in tables
+    else None
+    if leaf is None
+    else at(leaf, tables[name].get_metadata("axes"))
     for name, leaf in weights["rest"].items()
   }
-  rest["final_norm"] = jax.device_put(rest["final_norm"], sharding.replicated(mesh))
-  return {"sets": sets, "rest": rest}
+  return jax.jit(lambda tree: tree, out_shardings={"sets": sets, "rest": rest})(weights)
 
 
 def padded(slots: int) -> int:
