@@ -72,9 +72,10 @@ class OptimizerConfig:
   b2: float = number(0.999, at_least=0, below=1)
   eps: float = number(1e-8, above=0)
   weight_decay: float = number(0.1, at_least=0)
-  decay_generated: bool = False  # whether F_0 and all F_j of generated kernels decay as stored kernels do
+  decay_generated: bool | None = None  # whether F of generated kernels decays as stored ones; None: with muon_weights
   clip_norm: float = number(1.0, above=0)
-  time_rate: float = number(1.0, at_least=0)  # learning rate of e(t)'s parameters, over that of the others
+  # learning rate of e(t)'s parameters, over that of the others; None: 0 with muon_weights, else 1
+  time_rate: float | None = number(None, at_least=0)
 
 
 def _count_or_measured(value: int | None) -> str | None:

@@ -19,13 +19,14 @@ def _diffeq(config: ml_collections.ConfigDict) -> None:
 
 
 def _published(config: ml_collections.ConfigDict) -> None:
-  """Generated weights, Euler, as in the published code: initial spreads, horizon, a shift in a Llama's block norms.
+  """Generated weights, Euler, as in the published code: initial spreads, horizon, a shift in a Llama's norms, AdamW.
 
   One thing is the paper's rather than the code's: both norms of a Llama's block read the state. In the published code
   the second reads what the first one gives.
   """
   config.model.initialization = "published"
   config.model.horizon = 1.0
+  config.optimizer.name = "adamw"
 
 
 def around(num_steps: int) -> tuple[int, ...]:
@@ -34,8 +35,12 @@ def around(num_steps: int) -> tuple[int, ...]:
 
 
 def _elastic(config: ml_collections.ConfigDict) -> None:
-  """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth."""
+  """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth.
+
+  With AdamW: muon_weights is for one number of steps.
+  """
   n = config.model.num_steps
+  config.optimizer.name = "adamw"
   config.model.time.embedding = "uniform"
   config.model.time.sinusoidal_dim = 2 * n
   config.model.time.weights_at = "mean"

@@ -112,7 +112,8 @@ def test_what_decays():
   stored = {f"weight_source/stored/{name}/kernel" for name in ("qkv", "out", "up", "down")}
   assert shrunk("baseline") == shrunk("shared") == {"embedding", "positions"} | stored
   generated = {name.replace("stored", "generator") for name in stored}
-  assert shrunk("diffeq", decay_generated=True) == {"embedding", "positions"} | generated
+  for choice in ({"decay_generated": True}, {"name": "muon_weights"}):
+    assert shrunk("diffeq", **choice) == {"embedding", "positions"} | generated
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -178,6 +179,16 @@ def test_the_time_embedding_learns_at_its_own_rate(name):
   slowed = {path for path, ratio in ratios.items() if ratio == pytest.approx(0.25)}
   assert slowed == {path for path in ratios if "time_mlp" in path or "frequencies_M" in path} and len(slowed) == 5
   assert all(ratio == pytest.approx(1) for path, ratio in ratios.items() if path not in slowed)
+
+
+def test_with_muon_weights_the_time_embedding_stays_unless_a_rate_is_set():
+  params = {"weight_source": {"time_mlp": {"bias1": jnp.ones(3)}}}
+  moved = []
+  for time_rate in (None, 1.0):
+    optimizer = make_optimizer(OptimizerConfig(name="muon_weights", time_rate=time_rate, warmup_fraction=0.0), 10)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    moved.append(bool(updates["weight_source"]["time_mlp"]["bias1"].any()))
+  assert moved == [False, True]
 
 
 def test_schedule_free_training_keeps_the_mean_of_its_iterates():
