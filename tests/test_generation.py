@@ -227,7 +227,7 @@ def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(decoder, m
   assert diffeq_nnx.generate(decoder, prompts, max_tokens=9, temperature=0, rows=2) == expected
   long = [n for n, shape in enumerate(reads) if shape == (1, 64)]
   assert len(long) == 3 + 2  # after the first of 200 and of 130 tokens
-  assert reads[long[3] + 1 : long[4]] == [(2, 1)]  # a token of the first between the chunks of the second
+  assert reads[long[3] + 1 : long[4]] == [(2,)]  # a token of the first between the chunks of the second
 
 
 def test_bad_input_is_one_line(decoder):

@@ -155,7 +155,7 @@ class Decoder:
   ) -> tuple[State, jax.Array]:
     """The state after the newest tokens [B], and the next ones; the old state is used up."""
     with jax.set_mesh(self.mesh):
-      return read_more(self.config, self.grid, filters, self.weights, values, state, tokens_B[:, None])
+      return read_more(self.config, self.grid, filters, self.weights, values, state, tokens_B)
 
   def replaced(
     self, state: State, tokens_B: jax.Array, row: int, new: State, new_token: jax.Array
@@ -279,13 +279,13 @@ def read_more(
   weights: Weights,
   values: dict[str, jax.Array],
   state: State,
-  tokens_BxQ: jax.Array,
+  tokens: jax.Array,
 ) -> tuple[State, jax.Array]:
-  """As `more_logits`, with the next tokens [B] drawn.
+  """As `more_logits`, for tokens [B, Q] or single ones [B], with the next tokens [B] drawn.
 
   The old state's buffers are donated, so that keys and values are updated in place.
   """
-  state, logits_BxV = more_logits(config, grid, weights, state, tokens_BxQ)
+  state, logits_BxV = more_logits(config, grid, weights, state, tokens.reshape(tokens.shape[0], -1))
   return state, sampled(filters, values, state, logits_BxV)
 
 

@@ -85,7 +85,7 @@ class Programs:
     """One token of each row; slots are overwritten one after the other, and all are read."""
     decoder = self._decoder
     self._state, self._tokens_B = decoding.read_more(
-      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B[:, None]
+      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
     )
     return self._tokens_B
 
@@ -121,16 +121,16 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
   device = compile_ahead.devices_of(topology, 1)[0]
   place = SingleDeviceSharding(device)
   sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
-  weights, state, values, tokens_Bx1 = jax.tree.map(
+  weights, state, values, tokens_B = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     (
       {"sets": sets, "rest": rest},
       jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
       jax.eval_shape(GREEDY.values),
-      jax.ShapeDtypeStruct((rows, 1), jnp.int32),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
     ),
   )
-  traced = decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_Bx1)
+  traced = decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
   program = hlo.Program(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
   size, cached = (
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
