@@ -179,14 +179,10 @@ def _placed(model: Model, weights: Weights, mesh: Mesh) -> Weights:
     for set_ in weights["sets"]
   ]
   tables: dict[str, Any] = {"embedding": model.embedding, "positions": model.positions, "head": model.head}
-  rest = {
-    name: sharding.replicated(mesh)
-    if name not in tables
-    else None
-    if leaf is None
-    else at(leaf, tables[name].get_metadata("axes"))
-    for name, leaf in weights["rest"].items()
-  }
+  rest = dict.fromkeys(weights["rest"], sharding.replicated(mesh))
+  for name, table in tables.items():
+    if weights["rest"].get(name) is not None:
+      rest[name] = at(weights["rest"][name], table.get_metadata("axes"))
   return jax.jit(lambda tree: tree, out_shardings={"sets": sets, "rest": rest})(weights)
 
 

@@ -135,10 +135,14 @@ class GPTField:
     slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
     kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
 
-    def project(part: slice) -> jax.Array:  # slicing the weights is cheaper than slicing the products
-      if L == 1:  # but for single tokens
-        made_BxLxN = _once(normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None])
-        return made_BxLxN.reshape(B, L, *slots)[..., part, :].reshape(B, L, -1, self.head_dim)
+    whole_BxLxKxSxC = None
+    if L == 1:  # of single tokens, slicing the products is cheaper than slicing the weights, and else the reverse
+      made_BxLxN = normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None]
+      whole_BxLxKxSxC = _once(made_BxLxN).reshape(B, L, *slots)
+
+    def project(part: slice) -> jax.Array:
+      if whole_BxLxKxSxC is not None:
+        return whole_BxLxKxSxC[..., part, :].reshape(B, L, -1, self.head_dim)
       made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
