@@ -1,6 +1,7 @@
 """DiffEqFormer against GPT on English text, small enough for a CPU: the models of RESULTS.md.
 
-  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --workdir=runs/english
+  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=4e-3,8e-3,16e-3 \\
+      --workdir=runs/english
 
 The text is read from data/english/*train*.jsonl* and data/english/*validation*.jsonl*, key `text`.
 """
@@ -32,6 +33,6 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.eval.every = 250
   config.eval.max_batches = 32
   config.checkpoint.every = 500
-  presets.select(config, choice, default_corpus="english")
+  presets.select(config, choice, default_corpus="english")  # of whose rows some choose adamw
   config.optimizer.peak_rate = 2e-3 if config.optimizer.name == "adamw" else 8e-3
   return config

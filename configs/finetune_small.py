@@ -1,6 +1,7 @@
 """Fine-tuning of configs/english.py's run on technical text, small enough for a CPU: the depths of RESULTS.md.
 
-  python -m diffeq_nnx.main --config=configs/english.py --workdir=runs/english
+  python -m diffeq_nnx.main --config=configs/english.py --workdir=runs/english --config.optimizer.name=adamw \\
+      --config.optimizer.peak_rate=2e-3
   python -m launch.experiments.finetune_depths --config=configs/finetune_small.py --from_workdir=runs/english \\
       --workdir=runs/rfc
 

@@ -101,8 +101,8 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   step = jax.jit(decoding.more_logits, static_argnums=(0, 1))
   traced = step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
   program = traced.lower().as_text()
-  # per solver step six products with kernels and two of attention's, then the head; and no loop
-  assert program.count("stablehlo.dot_general") == 3 * (6 + 2) + 1 and "while" not in program
+  # per solver step four products with kernels and two of attention's, then the head; and no loop
+  assert program.count("stablehlo.dot_general") == 3 * (4 + 2) + 1 and "while" not in program
   for one in (decoder, decoder):  # a decoder's own weights serve many calls
     diffeq_nnx.generate(one, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 2

@@ -1,6 +1,6 @@
 """Trains several rows of the model table at several peak rates and seeds, and prints a Markdown table.
 
-  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=1e-3,2e-3,4e-3 \
+  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=4e-3,8e-3,16e-3 \
       --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--bracket] [--all-seeds] [--plot=FILE.png]
 
 A row's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every rate is run with the first seed, and the

@@ -1,7 +1,7 @@
 """Fine-tunes runs at several numbers of steps; prints validation losses before and after as a Markdown table.
 
   python -m launch.experiments.finetune_depths --config=configs/finetune_small.py \\
-      --from_workdir='runs/english/diffeq_rate0.001_seed*' --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 \\
+      --from_workdir='runs/english/diffeq_rate0.008_seed*' --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 \\
       [--set=train.steps=200]
 
 Losses are in nats per token. `over training` is the validation loss less the mean training loss of the last tenth of

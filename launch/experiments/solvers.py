@@ -3,6 +3,7 @@
   python -m launch.experiments.solvers --what=errors --workdir=runs/solvers [--plot=docs/solvers.png]
   python -m launch.experiments.solvers --what=gradients --workdir=runs/solvers
   python -m launch.experiments.solvers --what=losses --workdir=runs/solvers --config=configs/english.py:diffeq \
+      --set=optimizer.name=adamw --set=optimizer.peak_rate=2e-3 \
       [--seeds=0,1,2] [--steps=6] [--evaluations=12] [--set=train.steps=300]
 
 errors: of the logits of one model with random weights that are smooth in time, in float64, against 1,024 steps of rk4,
