@@ -89,7 +89,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
 
 def test_the_smallest_study_end_to_end(tmp_path, capsys):
   arguments = [
-    "--config=configs/tiny.py",
+    "--config=configs/tiny.py:builtin",
     "--rows=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
     "--rates=3e-2",
     "--seeds=0,1",

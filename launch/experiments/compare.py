@@ -43,6 +43,11 @@ from launch.experiments import tables
 MOST_RATES = 12  # that are tried for a row
 
 
+def with_row(config: str, row: str) -> str:
+  """A config file's path with a row chosen: `FILE:ROW`, or `FILE:CORPUS,ROW` where it names a corpus."""
+  return f"{config}{',' if ':' in config else ':'}{row}"
+
+
 class Runs:
   """Finished runs by name, each in a file of the work directory."""
 
@@ -63,7 +68,7 @@ class Runs:
   def config(self, row: str, *settings: str) -> Config:
     """Of a row, with its own settings, these, and those of the command line."""
     row, *own = row.split("@")
-    return config_lib.load(f"{self._args.config}:{row}", [*settings, *self._args.set, *own])
+    return config_lib.load(with_row(self._args.config, row), [*settings, *self._args.set, *own])
 
   def loss(self, row: str, rate: float, seed: int) -> float:
     """Final validation loss of one run, in nats per token; infinite if it diverged."""

@@ -22,7 +22,7 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.report import read_metrics
 from launch.experiments import tables
-from launch.experiments.compare import numbers
+from launch.experiments.compare import numbers, with_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tuned:
 
 def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
   """One fine-tuning, done if it is not there yet."""
-  config = config_lib.load(f"{args.config}{',' if ':' in args.config else ':'}{row}", args.set)
+  config = config_lib.load(with_row(args.config, row), args.set)
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
