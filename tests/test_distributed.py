@@ -311,6 +311,27 @@ def test_local_runs_its_processes_and_returns_the_first_failure():
   assert local.run([[sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]], {}) == 137
 
 
+def test_two_processes_with_drafts_write_what_one_writes(finished, tmp_path):
+  config, workdir = finished
+  lines = [json.dumps({"prompt": "Document hills and rain"[:n]}) for n in (3, 9, 12, 23, 7)]
+  (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+  settings = {"max_tokens": 8, "temperature": 0, "rows": 4, "draft_steps": 2, "draft_tokens": 2}
+  one = tmp_path / "one.jsonl"
+  jobs.run("generate", config, str(workdir), prompts_file=str(tmp_path / "prompts.jsonl"), out=str(one), **settings)
+  words = [
+    "--job=generate",
+    f"--workdir={workdir}",
+    f"--prompts={tmp_path / 'prompts.jsonl'}",
+    f"--out={tmp_path / 'two.jsonl'}",
+    "--config.mesh.tensor=2",
+    *(f"--{name}={value}" for name, value in settings.items()),
+  ]
+  commands = local.commands(2, local.free_port(), words)
+  running = [Process(line[3:], local.environment(2)) for line in commands]
+  assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
+  assert (tmp_path / "two.jsonl").read_text() == one.read_text()
+
+
 def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(finished, tmp_path):
   """Every prompt once, every bad line named; weights split over two processes of two devices each."""
   config, workdir = finished

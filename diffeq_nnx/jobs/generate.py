@@ -91,7 +91,8 @@ def generate(
     if texts:
       for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, **batching):
         answers.add(numbers[n], _said(one))
-    return answers.close()
+    with distributed.together():  # no process leaves while another still continues prompts
+      return answers.close()
   assert prompts is not None
   alone = len(prompts) == 1
   streams = alone and sys.stdout.isatty()
