@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx.config import RopeConfig
-from diffeq_nnx.kernels.attention import attention, ring_attention
+from diffeq_nnx.kernels.attention import attention, decode_attention, ring_attention
 from diffeq_nnx.kernels.attention.ring import merged
 from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.parallel import context as context_lib
@@ -130,7 +130,6 @@ def per_device(
   return sharding.per_device(run, ("batch", length, "whole_heads"), *merged, *tokens).reshape(by_head[0].shape)
 
 
-ROWS_OF_A_PRODUCT = 8  # below which the TPU compiler computes products on the vector unit, at a fraction of the speed
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
 
 
@@ -179,22 +178,25 @@ class DecodeCache:
   stored: list[KeysValues] = dataclasses.field(default_factory=list)
 
   def attend(self, q_BxQxHxC: jax.Array, k_BxQxKxC: jax.Array, v_BxQxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of the new tokens to their rows, [B, Q, H, C]; of single ones in plain JAX: kernels are for many."""
+    """Attention of the new tokens to their rows, [B, Q, H, C]."""
     insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
     keys, values = self.before[len(self.stored)]
     self.stored.append((insert(keys, k_BxQxKxC), insert(values, v_BxQxKxC)))
     if q_BxQxHxC.shape[1] > 1:
       return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
     keys, values = self.stored[-1]
-    copies = -(-ROWS_OF_A_PRODUCT * keys.shape[1] // q_BxQxHxC.shape[2])
-    arguments = q_BxQxHxC, keys, values, self._held(keys.shape[2], 0)
-    single, several = (functools.partial(_attend_once, copies=count) for count in (1, copies))
-    return jax.lax.platform_dependent(*arguments, tpu=several, default=single)
 
-  def _held(self, P: int, newest: int) -> jax.Array:
-    """Whether a slot holds a token of the row, [B, P] of 0 and 1; `newest`: 0 for the first new one, -1 before it."""
-    ages_P = (self.slot + newest - jnp.arange(P, dtype=jnp.int32)) % P
-    return (self.next_B[:, None] + newest >= ages_P[None]).astype(jnp.int32)
+    def run(q_BxHx1xC, keys, values, next_B, slot):
+      out_BxHxC = decode_attention(q_BxHx1xC[:, :, 0], keys, values, slot, next_B, implementation=implementation)
+      return out_BxHxC[:, :, None]
+
+    arrays = q_BxQxHxC.swapaxes(1, 2), keys, values, self.next_B, self.slot
+    return sharding.per_device(run, ("batch", "whole_heads", None, None), *arrays).swapaxes(1, 2)
+
+  def _held_before(self, P: int) -> jax.Array:
+    """Whether a slot holds a token of the row before the new ones, [B, P] of 0 and 1."""
+    ages_P = (self.slot - 1 - jnp.arange(P, dtype=jnp.int32)) % P
+    return (self.next_B[:, None] > ages_P[None]).astype(jnp.int32)
 
   def _attend_in_two(self, q, k, v, keys, values, implementation: str) -> jax.Array:
     """Attention to the tokens before and among the new ones, merged."""
@@ -209,23 +211,5 @@ class DecodeCache:
       return merged((among.astype(lse.dtype), lse), *before)[0].astype(q.dtype)
 
     real_BxQ = self.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None] >= 0
-    by_token_BxN = jnp.concatenate([real_BxQ.astype(jnp.int32), self._held(P, -1)], 1)
+    by_token_BxN = jnp.concatenate([real_BxQ.astype(jnp.int32), self._held_before(P)], 1)
     return per_device(run, (q, k, v, keys.swapaxes(1, 2), values.swapaxes(1, 2)), by_token_BxN)
-
-
-def _attend_once(q_Bx1xHxC, keys_BxKxPxC, values_BxKxPxC, held_BxP, *, copies: int) -> jax.Array:
-  """Attention of one token of each row to what the row holds, [B, 1, H, C]; products are made for copies of it."""
-  B, _, H, C = q_Bx1xHxC.shape
-  K = keys_BxKxPxC.shape[1]
-
-  def product(rows_BxKxGxN: jax.Array, equation: str, matrices: jax.Array) -> jax.Array:
-    """The copies' results are equal: a maximum takes one of them, within the product."""
-    several = jnp.broadcast_to(rows_BxKxGxN[..., None, :], (*rows_BxKxGxN.shape[:3], copies, rows_BxKxGxN.shape[3]))
-    wide = jnp.promote_types(several.dtype, jnp.float32)
-    return jnp.einsum(equation, several, matrices, preferred_element_type=wide).max(axis=3)
-
-  scores_BxKxGxP = product(q_Bx1xHxC.reshape(B, K, H // K, C), "bkgsc,bkpc->bkgsp", keys_BxKxPxC) * C**-0.5
-  scores_BxKxGxP = jnp.where(held_BxP[:, None, None] > 0, scores_BxKxGxP, jnp.finfo(scores_BxKxGxP.dtype).min)
-  weights_BxKxGxP = jax.nn.softmax(scores_BxKxGxP, axis=-1).astype(q_Bx1xHxC.dtype)
-  out_BxKxGxC = product(weights_BxKxGxP, "bkgsp,bkpc->bkgsc", values_BxKxPxC)
-  return out_BxKxGxC.astype(q_Bx1xHxC.dtype).reshape(B, 1, H, C)

@@ -10,7 +10,8 @@ medians of the rounds' ratios with quartiles; the last column is tokens/s over t
 Weights have their initial values, generated on the first device.
 
 With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
-compiler, pip install 'jax[tpu]'): the compiler's cycles at the chip's clock against the bytes at its memory bandwidth.
+compiler, pip install 'jax[tpu]'). A token then takes the compiler's cycles at the chip's clock, and for the kernel of
+attention, of which the compiler has no estimate, its bytes at the memory bandwidth.
 """
 
 import argparse
@@ -116,7 +117,8 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
   """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
-  model, grid = config.model, grids.make_grid(config.model, config.eval.num_steps)
+  model = dataclasses.replace(config.model, attention="pallas_tpu")  # which `auto` is on a TPU
+  grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, 2 if rows == 1 else rows  # see `Decoder.num_rows`
   device = compile_ahead.devices_of(topology, 1)[0]
   place = SingleDeviceSharding(device)
@@ -137,7 +139,8 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
     for arrays in (read_by_a_token(weights, state), state["cache"])
   )
   chip = compile_ahead.CHIPS[device.device_kind]
-  token = program.cycles / (1e9 * chip.clock)
+  by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
+  token = program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
   read = size / (1e9 * chip.bandwidth)
   peak = next(tflops for name, tflops in flops.PEAK_TFLOPS.items() if name in device.device_kind)
   products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / (1e12 * peak)

@@ -1,0 +1,140 @@
+"""Attention of one new token: the TPU kernel, in Pallas's interpreter, against NumPy; and through the TPU compiler."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx.kernels.attention import decode_attention, tpu_decode
+from diffeq_nnx.kernels.attention.decode import decode_reference
+from diffeq_nnx.kernels.attention.tpu_decode import block_of, decode_tpu
+from tests.conftest import moved_instance, small_model
+from tests.test_attention_compile import tpu
+
+pytestmark = pytest.mark.usefixtures("optimizations")
+
+# rows, key heads, query heads for each, slots, slots of a block
+CASES = [(4, 2, 1, 64, None), (4, 2, 3, 64, 16), (3, 1, 4, 128, 32), (5, 4, 2, 96, 48)]
+
+
+def inputs(B: int, K: int, G: int, P: int, D: int = 128, dtype: str = "float32"):
+  rng = np.random.default_rng(0)
+  return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((B, K * G, D), (B, K, P, D), (B, K, P, D))]
+
+
+def expected(q, keys, values, slot: int, next_B) -> np.ndarray:
+  """Row by row in float64: the tokens of a row are those in the slots up to `slot`, going around."""
+  q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
+  G, P = q.shape[1] // keys.shape[1], keys.shape[2]
+  out = np.zeros(q.shape)
+  for b, h in np.ndindex(*q.shape[:2]):
+    slots = [(slot - age) % P for age in range(min(int(next_B[b]) + 1, P))]
+    scores = keys[b, h // G, slots] @ q[b, h] / np.sqrt(q.shape[2])
+    shares = np.exp(scores - scores.max())
+    out[b, h] = shares @ values[b, h // G, slots] / shares.sum()
+  return out
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("float32", 3e-6), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_both_implementations_agree_with_numpy(case, dtype, tolerance):
+  """At the ends of the ring and of blocks, with rows that hold one token, all slots, and more than there are."""
+  *shape, block = case
+  arrays, P = inputs(*shape, dtype=dtype), shape[3]
+  next_B = jnp.array([0, P - 1, P // 2, 3 * P, 17][: shape[0]])
+  kernel = jax.jit(functools.partial(decode_tpu, block=block, interpret=True))
+  for slot in (0, 15, 16, P - 1):
+    right = expected(*arrays, slot, next_B)
+    for implementation in (kernel, jax.jit(decode_reference)):
+      found = implementation(*arrays, jnp.int32(slot), next_B)
+      np.testing.assert_allclose(np.asarray(found, np.float64), right, rtol=0, atol=tolerance)
+
+
+def test_blocks_that_hold_no_token_are_not_read():
+  q, keys, values = inputs(3, 2, 1, 128)
+  next_B = jnp.array([5, 40, 3])
+  slot, S, N = jnp.int32(36), 32, 4  # the newest token is the fifth of block 1
+  visited = [[int(block_of(i, slot, position, S, N)[0]) for i in range(N)] for position in next_B]
+  assert visited == [[1, 0, 0, 0], [1, 0, 3, 3], [1, 1, 1, 1]]
+  right = expected(q, keys, values, 36, next_B)
+  for b, blocks in enumerate(visited):
+    for block in {0, 1, 2, 3} - {*blocks}:
+      keys, values = (x.at[b, :, block * S : (block + 1) * S].set(jnp.nan) for x in (keys, values))
+  found = decode_tpu(q, keys, values, slot, next_B, block=S, interpret=True)
+  np.testing.assert_allclose(found, right, rtol=0, atol=3e-6)
+
+
+def test_the_interpreter_finds_no_race():
+  try:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    races = interpreter.races
+  except (ImportError, AttributeError):
+    races = None  # later versions raise
+  arrays = inputs(2, 2, 1, 64)
+  found = decode_tpu(
+    *arrays, jnp.int32(20), jnp.array([9, 50]), block=16, interpret=pltpu.InterpretParams(detect_races=True)
+  )
+  np.testing.assert_allclose(found, expected(*arrays, 20, [9, 50]), rtol=0, atol=3e-6)
+  assert races is None or not races.races_found
+
+
+def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):
+  """Heads 128 wide, and a prompt that takes another's row, so that its tokens go around the ring."""
+  model = moved_instance(small_model(field="llama", embed_dim=256, num_heads=2, num_kv_heads=1), scale=0.2)
+  prompts = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
+  how = {"max_tokens": 30, "temperature": 0, "rows": 2}
+  right = diffeq_nnx.generate(diffeq_nnx.Decoder(model), prompts, **how)
+  calls = []
+
+  def kernel(*arguments):
+    calls.append(arguments)
+    return decode_tpu(*arguments, block=16, interpret=True)
+
+  monkeypatch.setattr(tpu_decode, "decode_tpu", kernel)
+  config = dataclasses.replace(model.config, attention="pallas_tpu")
+  monkeypatch.setattr("diffeq_nnx.model.attention_context.attention", _without_kernel)  # prompts are read in plain JAX
+  assert diffeq_nnx.generate(diffeq_nnx.Decoder(model, config=config), prompts, **how) == right and calls
+
+
+def _without_kernel(*arguments, implementation, **options):
+  from diffeq_nnx.kernels.attention import attention
+
+  return attention(*arguments, implementation="reference", **options)
+
+
+def test_other_widths_numbers_and_backends_take_plain_jax(monkeypatch):
+  monkeypatch.setattr(tpu_decode, "decode_tpu", None)
+  for shape, implementation in (
+    ((2, 2, 1, 64, 64), "pallas_tpu"),
+    ((2, 2, 1, 40), "pallas_tpu"),
+    ((2, 2, 1, 64), "auto"),
+  ):
+    arrays = inputs(*shape)
+    found = decode_attention(*arrays, jnp.int32(7), jnp.array([7, 3]), implementation=implementation)
+    np.testing.assert_allclose(found, expected(*arrays, 7, [7, 3]), rtol=0, atol=3e-6)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
+@pytest.mark.parametrize(
+  "topology,shape,dtype",
+  [
+    ("v5e:2x2", (64, 16, 1, 256), "bfloat16"),
+    ("v5p:2x2x1", (2, 4, 4, 2048), "bfloat16"),
+    ("v6e:2x2", (8, 2, 1, 320, 256), "float32"),
+  ],
+)
+def test_the_kernel_compiles_for_tpus(topology, shape, dtype):
+  place = jax.sharding.SingleDeviceSharding(tpu(topology))
+  arrays = jax.eval_shape(functools.partial(inputs, *shape, dtype=dtype))
+  arrays = [*arrays, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)]
+  arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
+  function = functools.partial(decode_attention, implementation="pallas_tpu")
+  compiled = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+  assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
