@@ -3,7 +3,7 @@
   python -m launch.experiments.compare --config=launch/experiments/from_embedding.py --rows=diffeq,parallel \
       --workdir=runs/from_embedding
 
-Rows use Euler's method: the sequential GPT becomes `parallel`. Not measured yet.
+Rows use Euler's method: the sequential GPT becomes `parallel`. What it did: docs/results.md#muon.
 """
 
 import dataclasses
