@@ -34,6 +34,7 @@ FEATURES = {
   "one_kv_head": (dataclasses.replace(PLAIN, heads=4, kv_heads=1), {}),
   "window": (dataclasses.replace(PLAIN, window=100), {}),
   "window_of_one": (dataclasses.replace(PLAIN, window=1), {}),
+  "window_over_a_chunk_before": (dataclasses.replace(PLAIN, window=-40), {"causal": False}),
   "documents": (dataclasses.replace(PLAIN, documents=5), {}),
   "documents_in_a_window": (dataclasses.replace(PLAIN, documents=3, window=70), {}),
   "documents_not_causal": (dataclasses.replace(PLAIN, documents=5), {"causal": False}),
@@ -191,13 +192,19 @@ def test_large_scores_do_not_overflow():
 
 
 MASKS = [(True, None), (True, 1), (True, 90), (False, None)]
+BEFORE = [
+  (length, length, None, False, window, by_key) for length, window, by_key in ((200, -40, False), (210, -7, True))
+]
 LENGTHS = [(200, 200, None), (100, 210, None), (210, 100, None), (200, 200, 1), (200, 200, 4), (200, 200, 20)]
 
 
 # every pair of lengths and mask once, and both ways to go with each of them
 @pytest.mark.parametrize(
   "S,T,documents,causal,window,by_key",
-  [(*lengths, *mask, (i + j) % 2 == 1) for i, lengths in enumerate(LENGTHS) for j, mask in enumerate(MASKS)],
+  [
+    *((*lengths, *mask, (i + j) % 2 == 1) for i, lengths in enumerate(LENGTHS) for j, mask in enumerate(MASKS)),
+    *BEFORE,
+  ],
 )
 def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, documents, by_key):
   """The stretch holds every block with a seen pair and, documents being packed, no other; unmasked ones see all."""
@@ -318,8 +325,8 @@ def test_the_gpu_interpreter_finds_no_race(kernel):
     ({"v": jnp.zeros((2, 9, 2, 64))}, "v: shape (2, 9, 2, 64); with q"),
     ({"k": jnp.zeros((2, 8, 2, 64), jnp.bfloat16)}, "k: dtype bfloat16; must be that of q, float32"),
     ({"q": jnp.zeros((2, 8, 4, 64), jnp.float16)}, "q: dtype float16; must be float32 or bfloat16"),
-    ({"window": 4, "causal": False}, "window=4: needs causal=True"),
-    ({"window": 0}, "window=0: must be an integer of at least 1"),
+    ({"window": 0.5, "causal": False}, "window=0.5: must be an integer"),
+    ({"window": 0}, "window=0: must be an integer, with causal=True of at least 1"),
     ({"scale": 0.0}, "scale=0.0: must be above 0"),
     ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0: must be above 0"),
     ({"segment_ids": jnp.zeros((2, 8))}, "segment_ids of queries: float32 (2, 8); must be integers (2, 8)"),

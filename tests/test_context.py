@@ -14,12 +14,14 @@ jax.config.update("jax_enable_x64", True)
 L, rng = 48, np.random.default_rng(0)
 q, k, v, cotangent = (jnp.asarray(rng.normal(size=(2, L, heads, 8))) for heads in (4, 2, 2, 4))
 segments = jnp.asarray(np.sort(rng.integers(0, 4, size=(2, L)), 1))
-for n, of, cap in ((2, segments, None), (3, None, 3.0), (8, segments, None)):
+cases = ((2, segments, None, None), (3, None, 3.0, None), (8, segments, None, None))
+windows = ((2, None, None, 24), (3, segments, 3.0, 19), (8, None, None, 7))  # chunks have 12, 8 and 3 positions
+for n, of, cap, window in (*cases, *windows):
   mesh = sharding.make_mesh(MeshConfig(context=n), jax.devices()[:n])
   split = PartitionSpec(None, "context")
 
   def around(q, k, v):
-    ring = functools.partial(ring_attention, axis_name="context", logits_soft_cap=cap)
+    ring = functools.partial(ring_attention, axis_name="context", window=window, logits_soft_cap=cap)
     arrays = (q, k, v) if of is None else (q, k, v, of)
     merge = lambda x: jax.vmap(context.zigzag, -1, -1)(x.reshape(2, L, -1)).reshape(x.shape)
     arrays = [merge(x) if x.ndim > 2 else context.zigzag(x) for x in arrays]
@@ -35,7 +37,7 @@ for n, of, cap in ((2, segments, None), (3, None, 3.0), (8, segments, None)):
     assert first == [*range(L // (2 * n)), *range(L - L // (2 * n), L)] and (moved[1] == tokens).all()
     out, pull = jax.vjp(jax.jit(around), q, k, v)
     gradients = jax.jit(pull)(cotangent)
-  alone = functools.partial(attention, segment_ids=of, logits_soft_cap=cap, implementation="reference")
+  alone = functools.partial(attention, segment_ids=of, window=window, logits_soft_cap=cap, implementation="reference")
   expected, pull = jax.vjp(alone, q, k, v)
   for one, other in zip((out, *gradients), (expected, *pull(cotangent))):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
@@ -43,7 +45,7 @@ for n, of, cap in ((2, segments, None), (3, None, 3.0), (8, segments, None)):
 
 
 def test_the_ring_computes_attention_and_its_gradients_to_1e_12():
-  """On two, three and eight devices, with documents and without; each device first has an early and a late chunk."""
+  """On two, three and eight devices, with documents or windows or both; each device has an early and a late chunk."""
   on_eight_devices(RING)
 
 

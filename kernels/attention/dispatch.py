@@ -108,7 +108,8 @@ def attention(
     k_BxTxKxD: keys; K divides H.
     v_BxTxKxD: values.
     causal: query i attends to keys up to i.
-    window: query i attends to keys above i - window, itself included; needs causal.
+    window: query i attends to keys above i - window, at least 1: itself included. If not `causal`, any integer: keys
+      that lie n positions before the queries are seen through the window w with `window=w - n`.
     segment_ids: integers [B, S], or a pair ([B, S], [B, T]): a query attends to keys of its own segment only.
     scale: of the scores; None: D^-0.5.
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
@@ -130,7 +131,7 @@ def attention(
   mask = Mask(causal, window)
   scale = q_BxSxHxD.shape[-1] ** -0.5 if scale is None else float(scale)
   unsupported = _what_cudnn_lacks(
-    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, logits_soft_cap, return_lse, deterministic
+    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, mask, logits_soft_cap, return_lse, deterministic
   )
   chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unsupported=unsupported)
   if chosen == "cudnn":
@@ -192,18 +193,22 @@ def _check(q, k, v, q_segments, kv_segments, causal, window, scale, logits_soft_
   for name, ids, shape in (("queries", q_segments, (B, S)), ("keys", kv_segments, (B, T))):
     if ids is not None and (ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer)):
       raise ValueError(f"segment_ids of {name}: {ids.dtype} {ids.shape}; must be integers {shape}")
-  if window is not None and not causal:
-    raise ValueError(f"window={window}: needs causal=True; a window covers earlier keys only")
-  if window is not None and (not isinstance(window, int) or window < 1):
-    raise ValueError(f"window={window!r}: must be an integer of at least 1 (a query attends to itself)")
+  if window is not None and (not isinstance(window, int) or (causal and window < 1)):
+    raise ValueError(
+      f"window={window!r}: must be an integer, with causal=True of at least 1 (a query attends to itself)"
+    )
   for name, value in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
     if value is not None and not (math.isfinite(value) and value > 0):
       raise ValueError(f"{name}={value}: must be above 0")
 
 
-def _what_cudnn_lacks(q, k, q_segments, kv_segments, causal, logits_soft_cap, return_lse, deterministic) -> str | None:
+def _what_cudnn_lacks(
+  q, k, q_segments, kv_segments, mask: Mask, logits_soft_cap, return_lse, deterministic
+) -> str | None:
   """The first feature that jax.nn.dot_product_attention lacks with cuDNN, or None."""
-  if causal and q.shape[1] != k.shape[1]:
+  if mask.window is not None and not mask.causal:
+    return "window without a causal mask"
+  if mask.causal and q.shape[1] != k.shape[1]:
     return f"causal mask over {q.shape[1]} queries and {k.shape[1]} keys"
   if q_segments is not kv_segments:
     return "segment ids of keys that differ from the queries'"

@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-  """Query i attends to key j if j <= i (causal), and if j > i - window (sliding window)."""
+  """Query i attends to key j if j <= i (causal), and if j > i - window (sliding window, of any sign if not causal)."""
 
   causal: bool
   window: int | None
