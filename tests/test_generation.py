@@ -123,7 +123,7 @@ def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
 
 
-def test_a_prompt_alone_on_a_tpu_is_computed_twice_and_given_once(decoder, monkeypatch):
+def test_a_prompt_alone_on_an_accelerator_is_computed_twice_and_given_once(decoder, monkeypatch):
   expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
   monkeypatch.setattr(decoder, "platform", "tpu")
   assert [decoder.num_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]

@@ -104,12 +104,12 @@ class Decoder:
   def num_rows(self, prompts: int) -> int:
     """Rows computed for so many prompts: a multiple of the parts that rows are split into, if there are that many.
 
-    A single one on a device is computed twice on a TPU, where the compiler runs products with a single row on the
-    vector unit, which is slower than the memory.
+    A single one on a device is computed twice, but for a CPU: a TPU's compiler runs products with a single row on the
+    vector unit, which is slower than the memory, and a GPU's writes some of their factors to memory.
     """
     parts = self.parts if prompts >= self.parts else 1
     on_each = -(-prompts // parts)
-    return parts * (2 if on_each == 1 and self.platform == "tpu" else on_each)
+    return parts * (2 if on_each == 1 and self.platform != "cpu" else on_each)
 
   @property
   def _learned(self) -> bool:

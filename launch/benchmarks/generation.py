@@ -11,7 +11,8 @@ Weights have their initial values, generated on the first device.
 
 With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
 compiler, pip install 'jax[tpu]'). A token then takes the compiler's cycles at the chip's clock, and for the kernel of
-attention, of which the compiler has no estimate, its bytes at the memory bandwidth.
+attention, of which the compiler has no estimate, its bytes at the memory bandwidth. With --topology=h100:1 or h200:1
+(needs two wheels, see `launch.gpus.devices_of`) it takes at least the roofline's time of each kernel: `roofline`.
 """
 
 import argparse
@@ -39,7 +40,8 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, graph, params_of
 from diffeq_nnx.model.ready import generated
 from diffeq_nnx.training import flops
-from launch.benchmarks import hlo
+from launch import gpus
+from launch.benchmarks import hlo, roofline
 from launch.experiments.compare import numbers
 
 GREEDY = Sampling(temperature=0)
@@ -111,16 +113,17 @@ def timed(call: Callable[[], jax.Array], count: int) -> float:
 
 
 def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
-  """A Markdown row of the compiler's estimate for one chip, without TPU hardware; columns as in `main`.
+  """A Markdown row of an estimate for one chip, without the hardware; columns as in `main`.
 
   The floor is the larger of the read and of the products' time at the chip's peak.
   """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
-  model = dataclasses.replace(config.model, attention="pallas_tpu")  # which `auto` is on a TPU
+  on_gpu = gpus.named(topology)
+  model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")  # which `auto` is there
   grid = grids.make_grid(model, config.eval.num_steps)
-  prompts, rows = rows, 2 if rows == 1 else rows  # see `Decoder.num_rows`
-  device = compile_ahead.devices_of(topology, 1)[0]
+  prompts, rows = rows, max(rows, 2)  # see `Decoder.num_rows`
+  device = (gpus.devices_of(topology) if on_gpu else compile_ahead.devices_of(topology, 1))[0]
   place = SingleDeviceSharding(device)
   sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
   weights, state, values, tokens_B = jax.tree.map(
@@ -133,17 +136,20 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
     ),
   )
   traced = decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
-  program = hlo.Program(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
+  program = hlo.Program(traced.lower(lowering_platforms=("cuda" if on_gpu else "tpu",)).compile().as_text())
   size, cached = (
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     for arrays in (read_by_a_token(weights, state), state["cache"])
   )
   chip = compile_ahead.CHIPS[device.device_kind]
-  by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
-  token = program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
+  peak = compile_ahead.peak_flops(device.device_kind)
+  if isinstance(chip, gpus.Gpu):
+    token = sum(roofline.seconds(program, chip, peak).values())
+  else:
+    by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
+    token = program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
   read = size / (1e9 * chip.bandwidth)
-  peak = next(tflops for name, tflops in flops.PEAK_TFLOPS.items() if name in device.device_kind)
-  products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / (1e12 * peak)
+  products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / peak
   return (
     f"| {prompts} | {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
     f"{1e3 * products:.3f} | {token / max(read, products):.3f} |"
@@ -158,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--slots", type=int, default=256, help="tokens in the cache of each row")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
-  parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU instead of running")
+  parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU or GPU instead of running")
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
