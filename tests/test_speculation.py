@@ -36,6 +36,16 @@ def test_greedy_tokens_are_those_of_the_deep_model(field, solver, x64):
   assert found == expected and (field == "gpt" or len({*kept}) > 1)  # this gpt repeats itself at any depth
 
 
+def test_drawn_tokens_do_not_depend_on_other_rows(x64):
+  """Rows keep different numbers of drafted tokens, and end at different times."""
+  model = moved_instance(small_model(field="llama", dtype="float64", horizon=1.0), scale=0.2)
+  deep, draft, settings = diffeq_nnx.Decoder(model, 3), diffeq_nnx.Decoder(model, 2), Sampling(max_tokens=10, seed=1)
+  (together, kept), (alone, by_prompt) = (
+    made(deep, draft, PROMPTS, settings, draft_tokens=2, rows=rows) for rows in (None, 1)
+  )
+  assert together == alone and sorted(kept) == sorted(by_prompt) and len({*kept}) > 1
+
+
 def test_a_draft_by_the_model_itself_is_always_kept(x64):
   model = moved_instance(small_model(field="llama", dtype="float64"), scale=0.3)
   decoder = diffeq_nnx.Decoder(model)
@@ -63,10 +73,10 @@ def test_tokens_have_the_deep_model_s_distribution(how):
     named = one_by_one(number)
     tokens = [sample(filters, named, jnp.asarray(draft[i][None], jnp.float32), jnp.array([5 + i])) for i in range(2)]
     logits = [jnp.asarray(x[None], jnp.float32) for x in (draft, deep)]
-    return speculation.judged(filters, named, jnp.stack(tokens, 1), *logits, jnp.array([5]), jnp.array([True]))
+    return speculation.judged(filters, named, jnp.stack(tokens, 1), *logits, jnp.array([5]))
 
   new, kept = jax.jit(jax.vmap(row))(jnp.arange(count, dtype=jnp.uint32))
-  new, kept = np.asarray(new)[:, 0], np.asarray(kept)
+  new, kept = np.asarray(new)[:, 0], np.asarray(kept)[:, 0]
   assert {*kept} == {0, 1, 2}
   for place, rows in ((0, kept >= 0), (1, kept >= 1), (2, kept >= 2)):
     left = np.asarray(shares(filters, values, jnp.asarray(deep[place][None], jnp.float32)))[0]

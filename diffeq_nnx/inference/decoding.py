@@ -6,8 +6,9 @@ Keys and values of a row lie in a ring of P slots, its newest token in the same 
 tokens are written in place, in one piece for all rows, and a row can be replaced at any time. Prompts that are read
 together are padded on the left. Padding has positions below 0, and is never attended to.
 
-The state of a batch: cache, keys and values [B, K, P, C] of each evaluation of attention; slot [] of the next token;
-next_B, its position in each row; numbers_B, uint32, what the random numbers of each row depend on.
+The state of a batch: cache, keys and values [B, K, P, C] of each evaluation of attention; slot [] of the next token, or
+[B] where rows advance by different numbers of tokens (`speculation`); next_B, its position in each row; numbers_B,
+uint32, what the random numbers of each row depend on.
 """
 
 from collections.abc import Iterator, Sequence

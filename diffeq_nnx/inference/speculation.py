@@ -4,8 +4,7 @@ B rows, N drafted tokens, V vocab_size. An elastic model (docs/depth.md) serves 
 of the draft is kept if the deep model would draw it; the first that is not is drawn again so that all tokens have the
 deep model's distribution (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding").
 
-All rows advance together, by as many tokens as are kept in every row, so that new tokens keep having the same slots.
-Random numbers depend on row and position, so that what another row makes a row draft again comes out the same.
+Each row advances by the tokens that it keeps, and so has slots of its own: its text does not depend on other rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,7 @@ def speculated(
     draft_tokens: N, tokens drafted at a time.
     rows: prompts that are continued together; the next ones follow when all of them have ended.
     row_numbers: as for `continued`.
-    on_round: called with the number of drafted tokens that were kept, for each round of drafting.
+    on_round: called with the number of drafted tokens that a row kept, for each round of drafting and unfinished text.
 
   Raises:
     UserError: as `Decoder.room`, or draft_tokens below 1.
@@ -64,13 +63,16 @@ def speculated(
     longest = padded(max(len(prompts[n]) for n in group))  # which `read` fills with prompts and padding
     num_slots = padded(longest + max(room[n] for n in group) + draft_tokens)  # so that no round goes around the ring
     texts, seeds = [prompts[n] for n in filled], [numbers[n] for n in filled]
-    both = [next(filter(None, one.read(texts, sampling, seeds, num_slots))) for one in (decoder, draft)]
-    (state, tokens_B), (draft_state, _) = both
+    (state, tokens_B), (draft_state, _) = (
+      next(filter(None, one.read(texts, sampling, seeds, num_slots))) for one in (decoder, draft)
+    )
+    with jax.set_mesh(decoder.mesh):
+      state, draft_state = ({**one, "slot": _by_row(one["slot"], one["next_B"])} for one in (state, draft_state))
     taken, ended = dict.fromkeys(group, 0), set()
-    new = np.asarray(tokens_B)[:, None]
+    new, counts = np.asarray(tokens_B)[:, None], np.ones(len(filled), int)
     while True:
       for row, n in enumerate(group):
-        for token in new[row].tolist():
+        for token in new[row, : counts[row]].tolist():
           if n in ended:
             break
           taken[n] += 1
@@ -79,10 +81,10 @@ def speculated(
             ended.add(n)
             yield n, reason
       if len(ended) == len(group):
-        del both, state, draft_state  # the next group's need the memory
+        del state, draft_state  # the next group's need the memory
         break
       with jax.set_mesh(decoder.mesh):
-        state, draft_state, tokens_B, new_BxN1, count = next_several(
+        state, draft_state, tokens_B, new_BxN1, count_B = next_several(
           decoder.config,
           decoder.grid,
           draft.grid,
@@ -94,10 +96,16 @@ def speculated(
           state,
           draft_state,
           tokens_B,
-          np.array([row < len(group) and group[row] not in ended for row in range(len(filled))]),
         )
-      new = np.asarray(new_BxN1)[:, : int(count)]
-      on_round(int(count) - 1)
+      new, counts = np.asarray(new_BxN1), np.asarray(count_B)
+      for row, n in enumerate(group):
+        if n not in ended:
+          on_round(int(counts[row]) - 1)
+
+
+@jax.jit
+def _by_row(slot: jax.Array, next_B: jax.Array) -> jax.Array:
+  return jnp.broadcast_to(slot, next_B.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnames=("state", "draft_state"))
@@ -113,12 +121,10 @@ def next_several(
   state: State,
   draft_state: State,
   tokens_B: jax.Array,
-  live_B: jax.Array,
 ) -> tuple[State, State, jax.Array, jax.Array, jax.Array]:
-  """One round: (both states, newest tokens [B], new tokens [B, N + 1], how many of them count []).
+  """One round: (both states, newest tokens [B], new tokens [B, N + 1], how many of them count [B]).
 
-  Both states hold all tokens but the newest; the last of the new tokens that count are the newest. `live_B` says which
-  rows matter.
+  Both states, whose slots are by row, hold all tokens but the newest; the last of the new tokens that count is that.
   """
   P = state["cache"][0][0].shape[2]
   read, drafted_logits = [tokens_B], []
@@ -130,13 +136,13 @@ def next_several(
   first_B = state["next_B"] + 1  # positions of the first new tokens
   state, logits_BxN1xV = all_logits(config, grid, weights, state, jnp.stack(read, 1))
   values = {**values, "rows": state["numbers_B"]}
-  new_BxN1, kept = judged(
-    filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B, live_B
+  new_BxN1, kept_B = judged(
+    filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B
   )
-  new_BxN1 = sharding.constrain(new_BxN1, None, None)  # every device has them
-  back = lambda s: {**s, "slot": (s["slot"] - (N - kept)) % P, "next_B": s["next_B"] - (N - kept)}
-  newest_B = sharding.constrain(jax.lax.dynamic_index_in_dim(new_BxN1, kept, 1, keepdims=False), None)
-  return back(state), back(draft_state), newest_B, new_BxN1, kept + 1
+  new_BxN1, kept_B = (sharding.constrain(x, *[None] * x.ndim) for x in (new_BxN1, kept_B))  # every device has them
+  back = lambda s: {**s, "slot": (s["slot"] - (N - kept_B)) % P, "next_B": s["next_B"] - (N - kept_B)}
+  newest_B = sharding.constrain(jnp.take_along_axis(new_BxN1, kept_B[:, None], 1)[:, 0], None)
+  return back(state), back(draft_state), newest_B, new_BxN1, kept_B + 1
 
 
 def judged(
@@ -146,9 +152,8 @@ def judged(
   draft_logits_BxNxV: jax.Array,
   logits_BxN1xV: jax.Array,
   first_B: jax.Array,
-  live_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """(new tokens [B, N + 1], number of drafted tokens that are kept in all live rows []).
+  """(new tokens [B, N + 1], number of drafted tokens that are kept [B]).
 
   New tokens after the first that is not kept are unused.
 
@@ -159,7 +164,6 @@ def judged(
     draft_logits_BxNxV: these logits.
     logits_BxN1xV: the deep model's at the same places, and after the last drafted token.
     first_B: position of the first drafted token in each row.
-    live_B: which rows are live.
   """
   B, N = drafts_BxN.shape
   accepted, instead = [], []
@@ -176,7 +180,6 @@ def judged(
     accepted.append(jax.vmap(jax.random.uniform)(other) * of_draft(draft_BxV) < of_draft(deep_BxV))
   instead.append(sample(filters, values, logits_BxN1xV[:, N], first_B + N))
   accepted_BxN = jnp.cumprod(jnp.stack(accepted, 1).astype(jnp.int32), axis=1)
-  kept = jnp.where(live_B, accepted_BxN.sum(1), N).min()
   last_BxN1 = jnp.concatenate([accepted_BxN, jnp.zeros((B, 1), jnp.int32)], 1)
   padded_BxN1 = jnp.concatenate([drafts_BxN, jnp.zeros((B, 1), drafts_BxN.dtype)], 1)
-  return jnp.where(last_BxN1 == 1, padded_BxN1, jnp.stack(instead, 1)).astype(jnp.int32), kept
+  return jnp.where(last_BxN1 == 1, padded_BxN1, jnp.stack(instead, 1)).astype(jnp.int32), accepted_BxN.sum(1)

@@ -131,6 +131,8 @@ def per_device(
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
+FEW = 16  # new tokens that attend to all slots at once; more have the kernels of long sequences
+ROWS_UNROLLED = 8  # that are written without a loop, whose turns take a TPU longer than what they write
 
 
 @dataclasses.dataclass
@@ -160,12 +162,12 @@ class PrefillCache:
 class DecodeCache:
   """Q new tokens per row, with the keys and values of those before them, in a ring of P slots; for an unrolled pass.
 
-  New tokens have the same slots in all rows. A slot holds the token of a row that is as many positions before the
-  row's next one as the slot is before `slot`, going around; there is none if that position is below 0.
+  A slot holds the token of a row that is as many positions before the row's next one as the slot is before `slot`,
+  going around; there is none if that position is below 0.
 
   Attributes:
     before: keys and values for each evaluation of attention, in order, [B, K, P, C] each.
-    slot: the first new token's, []; slot + Q is at most P.
+    slot: the first new token's, [] in all rows, for which they are written in one piece, or [B]; slot + Q is at most P.
     next_B: the first new token's place in each row; below 0 at padding.
     positions_BxL: the new tokens' places as they are embedded, [B, Q].
     stored: those before with the new tokens'; each evaluation appends its own.
@@ -179,24 +181,31 @@ class DecodeCache:
 
   def attend(self, q_BxQxHxC: jax.Array, k_BxQxKxC: jax.Array, v_BxQxKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the new tokens to their rows, [B, Q, H, C]."""
-    insert = lambda cache, new: jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), self.slot, axis=2)
     keys, values = self.before[len(self.stored)]
-    self.stored.append((insert(keys, k_BxQxKxC), insert(values, v_BxQxKxC)))
-    if q_BxQxHxC.shape[1] > 1:
+    self.stored.append((self._with(keys, k_BxQxKxC), self._with(values, v_BxQxKxC)))
+    if q_BxQxHxC.shape[1] > FEW:
       return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
-    keys, values = self.stored[-1]
-
-    def run(q_BxHx1xC, keys, values, next_B, slot):
-      out_BxHxC = decode_attention(q_BxHx1xC[:, :, 0], keys, values, slot, next_B, implementation=implementation)
-      return out_BxHxC[:, :, None]
-
-    arrays = q_BxQxHxC.swapaxes(1, 2), keys, values, self.next_B, self.slot
+    run = functools.partial(decode_attention, implementation=implementation)
+    arrays = q_BxQxHxC.swapaxes(1, 2), *self.stored[-1], self.slot, self.next_B
     return sharding.per_device(run, ("batch", "whole_heads", None, None), *arrays).swapaxes(1, 2)
+
+  def _with(self, cached_BxKxPxC: jax.Array, new_BxQxKxC: jax.Array) -> jax.Array:
+    """Keys or values with the new tokens'."""
+    arrays = cached_BxKxPxC, new_BxQxKxC.swapaxes(1, 2), self.slot
+    if not self.slot.ndim:
+      return jax.lax.dynamic_update_slice_in_dim(*arrays, axis=2)
+
+    def by_row(cached, new, slot_B):
+      place = lambda b: [jnp.int32(n) for n in (b, 0, slot_B[b], 0)]
+      put = lambda b, cached: jax.lax.dynamic_update_slice(cached, new[b][None], place(b))
+      return jax.lax.fori_loop(0, len(slot_B), put, cached, unroll=min(ROWS_UNROLLED, len(slot_B)))
+
+    return sharding.per_device(by_row, ("batch", "whole_heads", None, None), *arrays)
 
   def _held_before(self, P: int) -> jax.Array:
     """Whether a slot holds a token of the row before the new ones, [B, P] of 0 and 1."""
-    ages_P = (self.slot - 1 - jnp.arange(P, dtype=jnp.int32)) % P
-    return (self.next_B[:, None] > ages_P[None]).astype(jnp.int32)
+    ages = (self.slot.reshape(-1, 1) - 1 - jnp.arange(P, dtype=jnp.int32)[None]) % P
+    return (self.next_B[:, None] > ages).astype(jnp.int32)
 
   def _attend_in_two(self, q, k, v, keys, values, implementation: str) -> jax.Array:
     """Attention to the tokens before and among the new ones, merged."""

@@ -12,7 +12,9 @@ Weights have their initial values, generated on the first device.
 With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
 compiler, pip install 'jax[tpu]'). A token then takes the compiler's cycles at the chip's clock, and for the kernel of
 attention, of which the compiler has no estimate, its bytes at the memory bandwidth. With --topology=h100:1 or h200:1
-(needs two wheels, see `launch.gpus.devices_of`) it takes at least the roofline's time of each kernel: `roofline`.
+(needs two wheels, see `launch.gpus.devices_of`) it takes at least the roofline's time of each kernel: `roofline`. With
+--draft=4,4 a round of self-speculation is compiled, too, of 4 tokens drafted at 4 steps: how many of them must be kept
+for plain decoding's speed, and the speed if all are kept.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference import decoding
+from diffeq_nnx.inference import decoding, speculation
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.model import Model
@@ -42,6 +44,7 @@ from diffeq_nnx.model.ready import generated
 from diffeq_nnx.training import flops
 from launch import gpus
 from launch.benchmarks import hlo, roofline
+from launch.experiments import tables
 from launch.experiments.compare import numbers
 
 GREEDY = Sampling(temperature=0)
@@ -112,10 +115,11 @@ def timed(call: Callable[[], jax.Array], count: int) -> float:
   return (time.perf_counter() - start) / count
 
 
-def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
-  """A Markdown row of an estimate for one chip, without the hardware; columns as in `main`.
+def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int, int] | None = None) -> list[str]:
+  """Cells of a row of an estimate for one chip, without the hardware; columns as in `main`.
 
-  The floor is the larger of the read and of the products' time at the chip's peak.
+  The floor is the larger of the read and of the products' time at the chip's peak. `draft` has the numbers of steps and
+  of tokens of a draft.
   """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
@@ -124,36 +128,53 @@ def ahead(config: Config, topology: str, rows: int, slots: int) -> str:
   grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, max(rows, 2)  # see `Decoder.num_rows`
   device = (gpus.devices_of(topology) if on_gpu else compile_ahead.devices_of(topology, 1))[0]
-  place = SingleDeviceSharding(device)
-  sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
-  weights, state, values, tokens_B = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    (
-      {"sets": sets, "rest": rest},
-      jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)),
-      jax.eval_shape(GREEDY.values),
-      jax.ShapeDtypeStruct((rows,), jnp.int32),
-    ),
+  chip = compile_ahead.CHIPS[device.device_kind]
+  peak = compile_ahead.peak_flops(device.device_kind)
+  placed = functools.partial(
+    jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
   )
-  traced = decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B)
-  program = hlo.Program(traced.lower(lowering_platforms=("cuda" if on_gpu else "tpu",)).compile().as_text())
+  values, tokens_B = placed((jax.eval_shape(GREEDY.values), jax.ShapeDtypeStruct((rows,), jnp.int32)))
+
+  def read_at(grid: grids.Grid) -> tuple[decoding.Weights, decoding.State]:
+    sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
+    return placed(({"sets": sets, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots))))
+
+  def seconds(traced) -> float:
+    program = hlo.Program(traced.lower(lowering_platforms=("cuda" if on_gpu else "tpu",)).compile().as_text())
+    if isinstance(chip, gpus.Gpu):
+      return sum(roofline.seconds(program, chip, peak).values())
+    by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
+    return program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
+
+  weights, state = read_at(grid)
   size, cached = (
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     for arrays in (read_by_a_token(weights, state), state["cache"])
   )
-  chip = compile_ahead.CHIPS[device.device_kind]
-  peak = compile_ahead.peak_flops(device.device_kind)
-  if isinstance(chip, gpus.Gpu):
-    token = sum(roofline.seconds(program, chip, peak).values())
-  else:
-    by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
-    token = program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
+  token = seconds(decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B))
   read = size / (1e9 * chip.bandwidth)
   products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / peak
-  return (
-    f"| {prompts} | {(size - cached) / 2**20:,.1f} | {cached / 2**20:,.1f} | {1e3 * token:.3f} | {1e3 * read:.3f} | "
-    f"{1e3 * products:.3f} | {token / max(read, products):.3f} |"
-  )
+  mebibytes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
+  cells = [str(prompts), *mebibytes, *(f"{1e3 * one:.3f}" for one in (token, read, products))]
+  cells.append(f"{token / max(read, products):.3f}")
+  if draft is not None:
+    coarse = grids.make_grid(model, draft[0])
+    both = [(held, {**one, "slot": tokens_B}) for held, one in ((weights, state), read_at(coarse))]  # slots by row
+    round_ = seconds(
+      speculation.next_several.trace(
+        model,
+        grid,
+        coarse,
+        GREEDY.filters,
+        draft[1],
+        *(held for held, _ in both),
+        values,
+        *(one for _, one in both),
+        tokens_B,
+      )
+    )
+    cells += [f"{1e3 * round_:.3f}", f"{round_ / token - 1:.2f}", f"{(draft[1] + 1) * token / round_:.2f}"]
+  return cells
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -165,6 +186,9 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
   parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU or GPU instead of running")
+  parser.add_argument(
+    "--draft", type=numbers(int), metavar="STEPS,TOKENS", help="with --topology: also self-speculation"
+  )
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
@@ -172,12 +196,12 @@ def main(argv: list[str] | None = None) -> None:
     raise UserError(f"--slots={args.slots}: the model has {config.model.seq_len} positions; give at most that many")
   if args.topology:
     print(f"{args.config}, rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
-    print(
-      "| prompts | weights, MiB | keys and values, MiB | token, ms | read once, ms | products, ms | token / floor |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for rows in args.rows:
-      print(ahead(config, args.topology, rows, args.slots), flush=True)
+    columns = ["prompts", "weights, MiB", "keys and values, MiB", "token, ms", "read once, ms", "products, ms"]
+    columns.append("token / floor")
+    if args.draft:
+      columns += ["round of drafting, ms", "drafts kept at equal speed", "speed if all are kept"]
+    draft = tuple(args.draft) if args.draft else None
+    print(tables.markdown(columns, [ahead(config, args.topology, rows, args.slots, draft) for rows in args.rows]))
     return
   make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
   decoder = decoding.Decoder(nnx.merge(graph(config.model), make()), config.eval.num_steps)

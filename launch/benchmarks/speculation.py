@@ -4,8 +4,8 @@
       [--draft_steps=2,3,4,6] [--draft_tokens=1,2,4] [--rows=1] [--max_tokens=64] [--temperature=0] [--rounds=5]
 
 In each round all variants continue the same prompts, and plain decoding too. Speeds are tokens/s over those of plain
-decoding, medians over rounds with quartiles. Kept is the mean number of drafted tokens that are kept in a round of
-drafting; with several rows, in all of them.
+decoding, medians over rounds with quartiles. Kept is the mean number of drafted tokens that a row keeps in a round of
+drafting.
 """
 
 import argparse
