@@ -248,6 +248,8 @@ def _check_training(config: Config) -> None:
   model, train = config.model, config.train
   if not train.step_counts and (train.draw != "one" or train.draw_from):
     raise UserError("train.draw, train.draw_from: choose among train.step_counts; set that too, or leave them out")
+  if train.step_counts and model.weights == "generated" and config.optimizer.name == "muon_weights":
+    raise UserError("optimizer.name=muon_weights: trains one number of steps; use muon or adamw with train.step_counts")
   if train.draw == "sandwich" and train.batch_size % 4:
     raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
   if train.loss_chunks is not None:

@@ -158,3 +158,10 @@ def test_a_config_from_before_norm_shift_means_what_it_meant(field, initializati
 def test_a_config_argument_that_means_nothing_is_told(choice):
   with pytest.raises(UserError, match="write CORPUS,ROW; "):
     raw_config("gpt_small", choice)
+
+
+def test_muon_on_weights_is_refused_for_several_numbers_of_steps():
+  settings = ["optimizer.name=muon_weights", "train.step_counts=(2, 3)"]
+  with pytest.raises(UserError, match="optimizer.name=muon_weights: trains one number of steps"):
+    config_lib.load("configs/tiny.py", settings)
+  config_lib.load("configs/tiny.py:elastic", ["optimizer.name=muon", "optimizer.peak_rate=8e-3"])

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from diffeq_nnx.config import OptimizerConfig, TimeConfig
-from diffeq_nnx.model import grids, solvers
-from diffeq_nnx.model.parameters import build
+from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.optimizer import MUON_RMS, differentiated_at, kept, make_optimizer, schedule
@@ -163,24 +162,6 @@ def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix()
   plain = make_optimizer(dataclasses.replace(config, name="muon"), 10)
   expected, _ = plain.update(tree(of_weights), plain.init(tree(of_weights)), tree(of_weights))
   np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
-
-
-def test_muon_weights_moves_all_parts_of_a_coarse_step_alike():
-  """And as it does where no finer steps are trained."""
-  time = TimeConfig(embedding="uniform", sinusoidal_dim=4, time_embed_dim=8, weights_at="mean")
-  muon = OptimizerConfig(name="muon_weights", warmup_fraction=0.0, weight_decay=0.0)
-
-  def change(counts, num_steps):
-    config = dataclasses.replace(small_config(small_model(num_steps=2, time=time), step_counts=counts), optimizer=muon)
-    times = solvers.weight_times(config.model, grids.make_grid(config.model, num_steps))
-    weights = lambda state: build(config.model, state["params"]).weight_source(times, jnp.float32)["up"]["kernel"]
-    state = jax.jit(init_state, static_argnums=0)(config)
-    before = weights(state)
-    state, _ = make_train_step(config)(state, random_batch(config), (2,))
-    return weights(state) - before
-
-  fine_4xDxF, coarse_2xDxF = change((2, 4), 4), change((), 2)
-  np.testing.assert_allclose(fine_4xDxF, jnp.repeat(coarse_2xDxF, 2, axis=0), atol=1e-3 * jnp.abs(coarse_2xDxF).max())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

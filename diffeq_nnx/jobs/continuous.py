@@ -23,14 +23,15 @@ PART = 4  # the new run is to train for 1/PART of the source's steps, with 1/PAR
 def config_from(source: Config) -> Config:
   """The config of the new run: generated weights, as of `continuation.continuous_config`, to be trained elastically.
 
-  That is for half to twice the source's number of solver steps. docs/depth.md has the measurements behind `PART`, which
-  are of AdamW.
+  That is for half to twice the source's number of solver steps, for which muon_weights, at one number, becomes muon.
+  docs/depth.md has the measurements behind `PART`, which are of AdamW.
   """
   steps = max(1, source.train.steps // PART)
+  name = "muon" if source.optimizer.name == "muon_weights" else source.optimizer.name
   return dataclasses.replace(
     source,
     model=continuous_config(source.model),
-    optimizer=dataclasses.replace(source.optimizer, peak_rate=source.optimizer.peak_rate / PART),
+    optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=source.optimizer.peak_rate / PART),
     train=dataclasses.replace(
       source.train, steps=steps, step_counts=presets.around(source.model.num_steps), remat_every=1
     ),

@@ -61,12 +61,11 @@ Vectors = Callable[[Any], dict[str, jax.Array]]  # parameters -> by group, e(t) 
 
 
 def _muon_weights(rest: optax.GradientTransformation, vectors: Vectors) -> optax.GradientTransformation:
-  """Muon for W(t) at the times of the finest grid, W_u = sum_j e_uj F_j, and `rest` for all but the kernels.
+  """Muon for W(t) at the times of the solver, W_u = sum_j e_uj F_j, and `rest` for all but the kernels.
 
   F's gradient is e^T G, where G is that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are
   independent; the momentum and update of W are Muon's, and p pulls the update back: the smallest change of F that
-  changes W so. A train step of fewer solver steps, whose W are means of these, gives all that a mean is made of the same
-  update.
+  changes W so.
   """
   muon = _muon(rest)
 

@@ -47,14 +47,12 @@ def state_of(config: Config, params: Params) -> State:
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
-  """The config's, which may read e(t) from the parameters, at the times of the most solver steps that it trains."""
+  """The config's, which may read e(t) at the times of the model's own steps from the parameters."""
 
   def vectors(params: Params) -> dict[str, jax.Array]:
-    most = max((config.model.num_steps, *config.train.step_counts))
-    times = solvers.weight_times(config.model, grids.make_grid(config.model, most))
     source = parameters.build(config.model, params).weight_source
     assert isinstance(source, weight_sources.GeneratedWeights)
-    return source.vectors_of_kernels(times)
+    return source.vectors_of_kernels(solvers.weight_times(config.model))
 
   generated = config.model.weights == "generated"
   return optimizer_lib.make_optimizer(config.optimizer, config.train.steps, vectors if generated else None)
