@@ -20,7 +20,7 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import load_corpus
+from diffeq_nnx.training.setup import corpus_of_run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -32,8 +32,8 @@ ENTRIES = 5  # of W(t)
 def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[float], str]:
   """A run's newest model, its validation perplexity at each number of solver steps, and its training steps."""
   config, model, _, mesh, _ = diffeq_nnx.load(workdir)
+  corpus, params = corpus_of_run(config, workdir), params_of(model)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
-  corpus, params = load_corpus(config), params_of(model)
   with jax.set_mesh(mesh):
     found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]
   counts = config.train.step_counts or (config.model.num_steps,)
