@@ -14,7 +14,9 @@ from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.inference import batching, decoding, generation
 from diffeq_nnx.inference.sampling import Sampling, sample
 from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.output_first import OutputFirst
 from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, on_eight_devices, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
@@ -111,7 +113,39 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
 def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
   decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
   kept = {**decoder.weights["rest"], **decoder.weights["sets"][0]["up"]}
-  assert {kept[name].dtype for name in ("embedding", "head", "kernel")} == {jnp.bfloat16.dtype}
+  kept = [kept[name] for name in ("embedding", "head", "kernel")]
+  assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}
+
+
+class SummedField(vector_fields.GPTField):
+  """A GPT's block, with a product written in another way."""
+
+  def feedforward(self, x_BxLxD, w):
+    down = {**w["down"], "kernel": jnp.einsum("fd->fd", w["down"]["kernel"])}
+    return super().feedforward(x_BxLxD, {**w, "down": down})
+
+
+@pytest.mark.parametrize("field,stored_so", [(vector_fields.GPTField, True), (SummedField, False)])
+def test_on_a_cpu_kernels_are_output_first_if_the_block_only_multiplies_by_them(field, stored_so, monkeypatch):
+  monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
+  decoder = diffeq_nnx.Decoder(make(small_model()))
+  kernels = [leaf["kernel"] for one in decoder.weights["sets"] for leaf in one.values() if "kernel" in leaf]
+  assert kernels and all(isinstance(kernel, OutputFirst) == stored_so for kernel in kernels)
+  made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
+  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
+  for prompt, tokens, logits in zip(PROMPTS, made, uncached(make(small_model()), [one[:-1] for one in whole])):
+    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x64):
+  x_BxLxI = jax.random.normal(jax.random.key(0), (2, 3, 8), dtype)
+  kernel_IxO = jax.random.normal(jax.random.key(1), (8, 5), dtype)
+  found = jax.jit(lambda x, kernel: x @ kernel)(x_BxLxI, OutputFirst(kernel_IxO.T))
+  expected = x_BxLxI @ kernel_IxO
+  assert found.dtype == expected.dtype
+  eps = float(jnp.finfo(dtype).eps)
+  np.testing.assert_allclose(*(np.asarray(a, np.float64) for a in (found, expected)), rtol=4 * eps, atol=8 * eps)
 
 
 def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
@@ -364,9 +398,9 @@ for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
   for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
     decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
-    kernel = decoder.weights["sets"][0]["up"]["kernel"]
+    stored_OxI = decoder.weights["sets"][0]["up"]["kernel"].stored_OxI
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1 if place is None else mesh.size}
-    assert kernel.sharding.shard_shape(kernel.shape)[1] == 64 // (1 if place is None else mesh.shape["tensor"])
+    assert stored_OxI.sharding.shard_shape(stored_OxI.shape)[0] == 64 // (1 if place is None else mesh.shape["tensor"])
     for rows in batches:
       found.append(diffeq_nnx.generate(decoder, prompts, max_tokens=5, seed=1, rows=rows))
 assert all(one == found[0] for one in found), found

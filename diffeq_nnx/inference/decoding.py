@@ -25,7 +25,8 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.sampling import Filters, Sampling, sample
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import DecodeCache, Packing, PrefillCache
-from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.model import Model, parameter_dtype
+from diffeq_nnx.model.output_first import only_multiplies, output_first, product
 from diffeq_nnx.model.parameters import partial_model
 from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.parallel import sharding
@@ -74,6 +75,8 @@ class Decoder:
       self.mesh = sharding.without_fsdp(mesh)
       self.weights = _placed(model, self.weights, self.mesh)
     self.platform = self.mesh.devices.flat[0].platform
+    if self.platform == "cpu":
+      self.weights = _for_cpu(self.config, self.weights)
     self.parts = self.mesh.shape["data"]
 
   def room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
@@ -187,6 +190,14 @@ def _placed(model: Model, weights: Weights, mesh: Mesh) -> Weights:
   return jax.jit(lambda tree: tree, out_shardings={"sets": sets, "rest": rest})(weights)
 
 
+def _for_cpu(config: ModelConfig, weights: Weights) -> Weights:
+  """Weights with kernels stored as a CPU reads them fastest, if the block does nothing but multiply by them."""
+  field, sets = vector_fields.make_field(config), weights["sets"]
+  if not only_multiplies(field.attention, field.feedforward, sets[0], config.embed_dim):
+    return weights
+  return {**weights, "sets": jax.jit(lambda sets: [output_first(one) for one in sets])(sets)}
+
+
 def padded(slots: int) -> int:
   """A number of slots that is a multiple of BUCKET."""
   return -(-slots // BUCKET) * BUCKET
@@ -209,7 +220,7 @@ def first_logits(
   room = ((0, 0), (0, 0), (0, num_slots - Q), (0, 0))
   cache = [(_split(jnp.pad(keys, room)), _split(jnp.pad(values, room))) for keys, values in context.stored]
   state = {**state, "cache": cache, "slot": jnp.int32(Q % num_slots), "next_B": state["next_B"] + Q}
-  return state, model.logits(hidden_BxQxD[:, -1:])[:, 0]
+  return state, _logits(model, hidden_BxQxD[:, -1:])[:, 0]
 
 
 def more_logits(
@@ -217,7 +228,7 @@ def more_logits(
 ) -> tuple[State, jax.Array]:
   """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P."""
   state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
-  return state, partial_model(config, weights["rest"]).logits(hidden_BxQxD[:, -1:])[:, 0]
+  return state, _logits(partial_model(config, weights["rest"]), hidden_BxQxD[:, -1:])[:, 0]
 
 
 def all_logits(
@@ -225,7 +236,14 @@ def all_logits(
 ) -> tuple[State, jax.Array]:
   """As `more_logits`, with the logits [B, Q, V] after each of the tokens."""
   state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
-  return state, partial_model(config, weights["rest"]).logits(hidden_BxQxD)
+  return state, _logits(partial_model(config, weights["rest"]), hidden_BxQxD)
+
+
+def _logits(model: Model, hidden_BxQxD: jax.Array) -> jax.Array:
+  """As `Model.logits`, as a CPU computes them fastest for few tokens."""
+  wide = parameter_dtype(model.config.dtype)
+  on_cpu = lambda hidden: product(hidden, model.unembedding(), wide)
+  return jax.lax.platform_dependent(hidden_BxQxD, cpu=on_cpu, default=model.logits)
 
 
 def _more(config, grid, weights, state, tokens_BxQ) -> tuple[State, jax.Array]:

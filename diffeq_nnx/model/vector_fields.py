@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotated
+from diffeq_nnx.model.output_first import OutputFirst
 from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
 Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
@@ -133,17 +134,17 @@ class GPTField:
     B, L, D = x_BxLxD.shape
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     slots = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim)
-    kernel_DxKxSxC, bias_KxSxC = w["qkv"]["kernel"].reshape(D, *slots), w["qkv"]["bias"].reshape(slots)
+    kernel, bias_N = w["qkv"]["kernel"], w["qkv"]["bias"]
 
     whole_BxLxKxSxC = None
-    if L == 1:  # of single tokens, slicing the products is cheaper than slicing the weights, and else the reverse
-      made_BxLxN = normed_BxLxD @ w["qkv"]["kernel"] + w["qkv"]["bias"][None, None]
-      whole_BxLxKxSxC = _once(made_BxLxN).reshape(B, L, *slots)
+    if L == 1 or isinstance(kernel, OutputFirst):  # slicing products is cheaper than slicing weights, and else dearer
+      whole_BxLxKxSxC = _once(normed_BxLxD @ kernel + bias_N[None, None]).reshape(B, L, *slots)
 
     def project(part: slice) -> jax.Array:
       if whole_BxLxKxSxC is not None:
         return whole_BxLxKxSxC[..., part, :].reshape(B, L, -1, self.head_dim)
-      made_BxLxN = normed_BxLxD @ kernel_DxKxSxC[:, :, part].reshape(D, -1) + bias_KxSxC[:, part].reshape(1, 1, -1)
+      kernel_DxN = kernel.reshape(D, *slots)[:, :, part].reshape(D, -1)
+      made_BxLxN = normed_BxLxD @ kernel_DxN + bias_N.reshape(slots)[:, part].reshape(1, 1, -1)
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
     out_BxLxHxC = context.attend(

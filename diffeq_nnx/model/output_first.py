@@ -1,0 +1,55 @@
+"""Kernels with the output axis first, which a CPU multiplies by few tokens without copying them.
+
+XLA's library for CPUs copies the right factor of a product into another order, each time; the left factor it reads as
+it lies, if its last axis is the one that is summed over. So `x @ kernel` becomes (kernel^T x^T)^T, with kernel^T in
+memory. docs/generation.md has what that gains.
+
+B rows, L positions, I in, O out.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutputFirst:
+  """A kernel [I, O] that is stored as [O, I]; all that it can do is `x @ kernel`.
+
+  Attributes:
+    stored_OxI: the transposed kernel.
+  """
+
+  stored_OxI: jax.Array
+
+  def __rmatmul__(self, x_BxLxI: jax.Array) -> jax.Array:
+    """x @ kernel, [B, L, O]."""
+    return product(x_BxLxI, self.stored_OxI)
+
+
+def product(x_BxLxI: jax.Array, stored_OxI: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+  """x stored^T, [B, L, O], with the matrix on the left; the result is of `dtype`, None: as that of `x @ kernel`."""
+  over = ((1,), (2,)), ((), ())
+  made_OxBxL = jax.lax.dot_general(stored_OxI, x_BxLxI, over, preferred_element_type=dtype)
+  return jnp.moveaxis(jax.lax.optimization_barrier(made_OxBxL), 0, -1)  # without the barrier XLA swaps the factors
+
+
+def output_first(block_weights: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """BlockWeights at one time with every kernel stored so. Jit it."""
+  stored = lambda name, leaf: OutputFirst(leaf.T) if name == "kernel" and leaf.ndim == 2 else leaf
+  return {group: {name: stored(name, leaf) for name, leaf in leaves.items()} for group, leaves in block_weights.items()}
+
+
+def only_multiplies(attention: Callable, feedforward: Callable, block_weights: dict[str, Any], embed_dim: int) -> bool:
+  """Whether a block's two branches do nothing else with its kernels, so that they can be stored so."""
+  x_BxLxD = jax.ShapeDtypeStruct((1, 2, embed_dim), jax.tree.leaves(block_weights)[0].dtype)
+  both = lambda weights, x: (attention(x, weights), feedforward(x, weights))
+  try:
+    jax.eval_shape(both, jax.eval_shape(output_first, block_weights), x_BxLxD)
+  except (AttributeError, TypeError, ValueError):  # which JAX raises depends on the function
+    return False
+  return True
