@@ -35,12 +35,10 @@ def around(num_steps: int) -> tuple[int, ...]:
 
 
 def _elastic(config: ml_collections.ConfigDict) -> None:
-  """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth.
-
-  With AdamW: muon_weights is for one number of steps.
-  """
+  """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth."""
   n = config.model.num_steps
-  config.optimizer.name = "adamw"
+  if config.optimizer.name == "muon_weights":  # which trains one number of steps
+    config.optimizer.name = "muon"
   config.model.time.embedding = "uniform"
   config.model.time.sinusoidal_dim = 2 * n
   config.model.time.weights_at = "mean"
