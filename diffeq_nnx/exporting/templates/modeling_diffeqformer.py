@@ -250,13 +250,18 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     attention_mask=None,
     position_ids=None,
     past_key_values=None,
+    cache=None,
     use_cache=None,
     labels=None,
     logits_to_keep=0,
     **kwargs,
   ):
-    """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side."""
+    """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side.
+
+    `cache` is what transformers 5.24 and later call past_key_values.
+    """
     B, L = input_ids.shape
+    past_key_values = past_key_values if cache is None else cache
     if use_cache is None:
       use_cache = self.config.use_cache and not self.training
     if use_cache and past_key_values is None:
