@@ -137,7 +137,8 @@ class GPTField:
     kernel, bias_N = w["qkv"]["kernel"], w["qkv"]["bias"]
 
     whole_BxLxKxSxC = None
-    if L == 1 or isinstance(kernel, OutputFirst):  # slicing products is cheaper than slicing weights, and else dearer
+    # of single tokens, slicing the products is cheaper than slicing the weights, and else the reverse
+    if L == 1 or isinstance(kernel, OutputFirst):  # which can't be sliced
       whole_BxLxKxSxC = _once(normed_BxLxD @ kernel + bias_N[None, None]).reshape(B, L, *slots)
 
     def project(part: slice) -> jax.Array:

@@ -258,7 +258,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
   ):
     """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side.
 
-    `cache` is what transformers 5.24 and later call past_key_values.
+    `cache` is the name under which transformers 5.24 passes past_key_values.
     """
     B, L = input_ids.shape
     past_key_values = past_key_values if cache is None else cache
