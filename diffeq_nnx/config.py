@@ -67,10 +67,12 @@ class OptimizerConfig:
   name: str = one_of("adamw", "muon", "muon_weights", "lion", "schedule_free")  # docs/training.md
   peak_rate: float = number(3e-4, above=0)
   final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
-  warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps
+  warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps; at least the first step
+  schedule_steps: int | None = number(None, above=0)  # length of the schedule; None: train.steps
   b1: float = number(0.9, at_least=0, below=1)
   b2: float = number(0.999, at_least=0, below=1)
   eps: float = number(1e-8, above=0)
+  muon_by_head: bool = False  # whether Muon updates each head's part of the q, k and v kernels by itself
   weight_decay: float = number(0.1, at_least=0)
   decay_generated: bool | None = None  # whether F of generated kernels decays as stored ones; None: with muon_weights
   clip_norm: float = number(1.0, above=0)

@@ -12,6 +12,7 @@ import pytest
 
 from diffeq_nnx.config import OptimizerConfig, TimeConfig
 from diffeq_nnx.model import grids
+from diffeq_nnx.model.vector_fields import make_field
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.optimizer import MUON_RMS, differentiated_at, kept, make_optimizer, schedule
@@ -116,10 +117,23 @@ def test_what_decays():
     assert shrunk("diffeq", **choice) == {"embedding", "positions"} | generated
 
 
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+def test_the_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth_at_the_last():
   rate = schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=0.1), 100)
-  assert rate(0) == 0 and rate(5) == pytest.approx(1.0) and rate(10) == pytest.approx(2.0)
-  assert rate(100) == pytest.approx(0.2)
+  assert [float(rate(count)) for count in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
+  assert float(rate(98)) > float(rate(99)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.01])
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_the_first_step_of_a_short_run_has_the_peak_rate(steps, warmup):
+  assert schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=warmup), steps)(0) == pytest.approx(2.0)
+
+
+def test_a_schedule_has_a_length_of_its_own():
+  fixed = OptimizerConfig(schedule_steps=20)
+  for count in (0, 10, 19):
+    assert schedule(fixed, 40)(count) == schedule(OptimizerConfig(), 20)(count)
+  assert schedule(fixed, 40)(39) == pytest.approx(fixed.peak_rate * fixed.final_fraction)
 
 
 def test_the_gradient_is_clipped_before_adam():
@@ -149,12 +163,32 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
       np.testing.assert_allclose(update, functools.reduce(lambda tree, key: tree[key.key], path, updates["adamw"]))
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("row", ["diffeq", "baseline"])
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_muon_makes_queries_keys_and_values_orthogonal_apart(field, row, by_head):
+  """As the block reads them, with grouped heads, in generators and in stored weights."""
+  model = small_model(field=field, num_heads=4, num_kv_heads=2, embed_dim=32, **ROWS[row])
+  block = make_field(model)
+  shapes = jax.eval_shape(lambda: init_state(small_config(model)))["params"]
+  gradients = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), shapes)
+  config = OptimizerConfig(name="muon", peak_rate=1.0, weight_decay=0.0, clip_norm=1e9, muon_by_head=by_head)
+  optimizer = make_optimizer(config, 1, block.specs(model))
+  updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(gradients), gradients)
+  kernels = block.head_kernels(updates["weight_source"]["generator" if row == "diffeq" else "stored"])
+  for update in kernels.query, kernels.key, kernels.value:
+    matrices = jnp.moveaxis(update, -2, -3) if by_head else update.reshape(*update.shape[:-2], -1)
+    values = jnp.linalg.svd(matrices, compute_uv=False)
+    assert (values[..., 0] < 2 * values[..., values.shape[-1] * 3 // 4]).all()
+    np.testing.assert_allclose(jnp.sqrt(jnp.square(matrices).mean((-2, -1))), MUON_RMS, rtol=0.2)
+
+
 def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix():
   config = OptimizerConfig(name="muon_weights", peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
   made = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
   e_UxT1, of_weights = made(0, 3, 6), made(1, 3, 8, 16)
   tree = lambda kernel: {"weight_source": {"generator": {"up": {"kernel": kernel}}}}
-  optimizer = make_optimizer(config, 10, lambda params: {"up": e_UxT1})
+  optimizer = make_optimizer(config, 10, vectors=lambda params: {"up": e_UxT1})
   params = tree(made(2, 6, 8, 16))
   gradients = tree(jnp.tensordot(e_UxT1.T, of_weights, 1))
   updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)

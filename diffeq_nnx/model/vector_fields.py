@@ -16,7 +16,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotated
 from diffeq_nnx.model.output_first import OutputFirst
-from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
+from diffeq_nnx.model.weight_sources import BlockSpecs, Heads, LeafSpec
 
 Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis
 
@@ -55,9 +55,12 @@ def _out_std(model: config_lib.ModelConfig) -> float:
   return STD / (2 * model.num_steps) ** 0.5
 
 
-def _dense(fan_in: int, fan_out: int, axes: tuple[str, str], std: float) -> dict[str, LeafSpec]:
+def _dense(
+  fan_in: int, fan_out: int, axes: tuple[str, str], std: float, heads: Heads | None = None
+) -> dict[str, LeafSpec]:
   """A kernel [in, out] and its bias."""
-  return {"kernel": LeafSpec((fan_in, fan_out), axes, std), "bias": LeafSpec((fan_out,), axes[1:])}
+  kernel = LeafSpec((fan_in, fan_out), axes, std, heads=heads)
+  return {"kernel": kernel, "bias": LeafSpec((fan_out,), axes[1:])}
 
 
 class HeadKernels(NamedTuple):
@@ -114,7 +117,7 @@ class GPTField:
     norm = GPTField.norm_specs(D)
     return {
       "attention_norm": norm,
-      "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD),
+      "qkv": _dense(D, (H + 2 * K) * C, ("embed", "heads"), STD, Heads(K, (H // K, 1, 1), C)),
       "out": _dense(H * C, D, ("heads", "embed"), _out_std(model)),
       "mlp_norm": norm,
       "up": _dense(D, F, ("embed", "mlp"), STD),
@@ -196,12 +199,15 @@ class LlamaField:
     """Every array of the block at one time."""
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
     kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
+    by_head = lambda heads: {
+      "kernel": LeafSpec((D, heads * C), ("embed", "heads"), STD, heads=Heads(heads, (1,), C))
+    }
     norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
       "attention_norm": norm,
-      "query": kernel((D, H * C), ("embed", "heads"), STD),
-      "key": kernel((D, K * C), ("embed", "heads"), STD),
-      "value": kernel((D, K * C), ("embed", "heads"), STD),
+      "query": by_head(H),
+      "key": by_head(K),
+      "value": by_head(K),
       "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
       "mlp_norm": norm,
       "gate": kernel((D, F), ("embed", "mlp"), STD),

@@ -23,6 +23,21 @@ BlockWeights = dict[str, dict[str, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+  """How heads lie along the last axis of a kernel, which is [groups, sum(parts), head_dim] in this order.
+
+  Attributes:
+    groups: the number of groups.
+    parts: how many heads of a group each matrix has that the kernel joins; (2, 1, 1): two queries, a key and a value.
+    head_dim: the size of a head.
+  """
+
+  groups: int
+  parts: tuple[int, ...]
+  head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LeafSpec:
   """One array of the block at one time.
 
@@ -31,12 +46,14 @@ class LeafSpec:
     axes: the names of its axes, which `sharding.RULES` maps to mesh axes.
     std: standard deviation of a plain model's initial values; 0: all are `start`.
     start: 0 for kernels and biases, 1 for the scale of a norm.
+    heads: which columns of a kernel belong to which matrix and head; None: the kernel is one matrix without heads.
   """
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   std: float = 0.0
   start: float = 0.0
+  heads: Heads | None = None
 
 
 BlockSpecs = dict[str, dict[str, LeafSpec]]

@@ -5,25 +5,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
 from diffeq_nnx.config import OptimizerConfig
+from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Learning rate by step: linear from 0 over the warm-up, then a cosine to `final_fraction` of the peak.
+  """Learning rate of the update after `count` others: a warm-up that is linear, then a cosine.
 
-  Schedule-free AdamW stays at the peak after the warm-up.
+  Of N updates (`schedule_steps`, or the `steps` of the run) the first w are the warm-up, at least one. Update n = count
+  + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
+  the peak, and so has each later one. Schedule-free AdamW stays at the peak after the warm-up.
   """
-  warmup = min(max(1, round(config.warmup_fraction * steps)), steps) if config.warmup_fraction else 0
-  return optax.warmup_cosine_decay_schedule(
-    init_value=0.0 if warmup else config.peak_rate,
+  steps = config.schedule_steps or steps
+  warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
+  by_number = optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
     peak_value=config.peak_rate,
     warmup_steps=warmup,
     decay_steps=max(steps, warmup + 1),
     end_value=config.peak_rate * (1.0 if config.name == "schedule_free" else config.final_fraction),
   )
+  return lambda count: by_number(count + 1)
 
 
 def decays(path: tuple[str, ...], generated: bool = False) -> bool:
@@ -37,38 +43,63 @@ def decays(path: tuple[str, ...], generated: bool = False) -> bool:
   return is_matrix(path) and (generated or path[1] == "stored")
 
 
+MUON_MOMENTUM = 0.95
 MUON_RMS = 0.2  # of an update's elements before the learning rate, about as Adam's (Liu et al. 2025, section 2.2)
 
 
 def is_matrix(path: tuple[str, ...]) -> bool:
   """Whether the parameter at `path` is one that Muon updates: a kernel of the block, [..., in, out].
 
-  Each matrix F_j of a generator, and each step's stored kernel, is updated by itself.
+  Each matrix F_j of a generator, and each step's stored kernel, is updated by itself, and so is each of the matrices
+  that it joins: the queries, keys and values of GPT-2's block.
   """
   return path[0] == "weight_source" and path[1] in ("generator", "stored") and path[-1] == "kernel"
 
 
-def _muon(rest: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Muon for matrices, `rest` for the other parameters."""
+def orthogonalized(update: jax.Array) -> jax.Array:
+  """The nearest orthogonal matrices, about, for matrices [..., in, out]; elements of `MUON_RMS` (root mean square)."""
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-  orthogonal = optax.contrib.scale_by_muon(weight_dimension_numbers=lambda kept: jax.tree.map(lambda _: axes, kept))
-  # an orthogonal matrix has elements of 1 / sqrt(max(in, out))
-  scaled = optax.stateless(lambda kept, _: jax.tree.map(lambda u: u * (MUON_RMS * max(u.shape[-2:]) ** 0.5), kept))
-  return optax.partition({True: optax.chain(orthogonal, scaled), False: rest}, _by_path(is_matrix))
+  # without momentum Muon is this alone; optax exports nothing smaller
+  muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=axes)
+  direction, _ = muon.update(update, muon.init(update))
+  return direction * (MUON_RMS * max(update.shape[-2:]) ** 0.5)  # an orthogonal matrix has 1 / sqrt(max(in, out))
+
+
+def orthogonalized_apart(update: jax.Array, heads: Heads | None, by_head: bool) -> jax.Array:
+  """The same for each of the matrices that kernels [..., in, out] join, or for each of their heads."""
+  if heads is None:
+    return orthogonalized(update)
+  slots = update.reshape(*update.shape[:-1], heads.groups, sum(heads.parts), heads.head_dim)
+  if by_head:
+    return jnp.moveaxis(orthogonalized(jnp.moveaxis(slots, -4, -2)), -2, -4).reshape(update.shape)
+  ends = np.cumsum(heads.parts)[:-1].tolist()
+  parts = jnp.split(slots, ends, axis=-2)  # of each [..., in, groups, heads, head_dim]
+  made = [orthogonalized(part.reshape(*update.shape[:-1], -1)).reshape(part.shape) for part in parts]
+  return jnp.concatenate(made, axis=-2).reshape(update.shape)
+
+
+def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) -> optax.GradientTransformation:
+  """Muon for matrices, `rest` for the other parameters."""
+
+  def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+    spec = specs.get(_keys(path)[2], {}).get("kernel")
+    return orthogonalized_apart(update, spec and spec.heads, by_head)
+
+  apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
+  matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
+  return optax.partition({True: matrices, False: rest}, _by_path(is_matrix))
 
 
 Vectors = Callable[[Any], dict[str, jax.Array]]  # parameters -> by group, e(t) with a one for F_0, [U, T + 1]
 
 
-def _muon_weights(rest: optax.GradientTransformation, vectors: Vectors) -> optax.GradientTransformation:
-  """Muon for W(t) at the times of the solver, W_u = sum_j e_uj F_j, and `rest` for all but the kernels.
+def _muon_weights(muon: optax.GradientTransformation, vectors: Vectors) -> optax.GradientTransformation:
+  """`muon` for W(t) at the times of the solver, W_u = sum_j e_uj F_j, and for all but the kernels.
 
   F's gradient is e^T G, where G is that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are
   independent; the momentum and update of W are Muon's, and p pulls the update back: the smallest change of F that
   changes W so.
   """
-  muon = _muon(rest)
-
   def mapped(tree: Any, matrices: dict[str, jax.Array]) -> Any:
     """The tree with every F [T + 1, ...] or W [U, ...] multiplied by its group's matrix."""
     product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(_keys(path)) else leaf
@@ -111,19 +142,22 @@ def _by_path(holds: Callable[[tuple[str, ...]], bool]) -> Callable[[Any], Any]:
   return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(_keys(path)), params)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, vectors: Vectors | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+  config: OptimizerConfig, steps: int, specs: BlockSpecs | None = None, vectors: Vectors | None = None
+) -> optax.GradientTransformation:
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
-  Muon: Jordan et al. 2024; its momentum is 0.95, and b1, b2 and eps are those of AdamW for the rest; muon_weights needs
-  `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al. 2023, whose learning rate is usually 3
+  Muon: Jordan et al. 2024; b1, b2 and eps are those of AdamW for the rest; `specs`, those of the vector field, say which
+  kernels join several matrices; muon_weights needs `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al. 2023, whose learning rate is usually 3
   to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the mean over iterates takes the place of
   momentum and decay, with b1 the share of that mean where gradients are taken.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
+  muon = _muon(adam, specs or {}, config.muon_by_head)
   directions = {
     "adamw": adam,
-    "muon": _muon(adam),
-    "muon_weights": _muon(adam) if vectors is None else _muon_weights(adam, vectors),
+    "muon": muon,
+    "muon_weights": muon if vectors is None else _muon_weights(muon, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
     "schedule_free": optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True),
   }

@@ -16,7 +16,7 @@ import optax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids, integration, parameters, solvers, weight_sources
+from diffeq_nnx.model import grids, integration, parameters, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
@@ -55,7 +55,8 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
     return source.vectors_of_kernels(solvers.weight_times(config.model))
 
   generated = config.model.weights == "generated"
-  return optimizer_lib.make_optimizer(config.optimizer, config.train.steps, vectors if generated else None)
+  specs = vector_fields.make_field(config.model).specs(config.model)
+  return optimizer_lib.make_optimizer(config.optimizer, config.train.steps, specs, vectors if generated else None)
 
 
 def all_params(state: State) -> Params:
