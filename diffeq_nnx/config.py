@@ -126,11 +126,14 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss."""
+  """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss.
+
+  At least two stay, since the newest may turn out to be one of a run that diverged, or damaged.
+  """
 
   every: int = number(500, above=0)  # train steps
   minutes: float | None = number(None, above=0)  # also when so many have passed; looked at when a step is logged
-  keep: int = number(2, above=0)
+  keep: int = number(2, at_least=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,4 +41,12 @@ class RunError(_OneLine, RuntimeError):
 
 
 class Diverged(RunError):
-  """A run whose loss or gradient is not finite."""
+  """A run whose loss, gradient or parameters are not finite.
+
+  Attributes:
+    step: the last train step before which all were finite.
+  """
+
+  def __init__(self, line: str, step: int):
+    super().__init__(line, everywhere=True)
+    self.step = step

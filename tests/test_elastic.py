@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 from flax import nnx
 import jax
@@ -20,7 +21,7 @@ from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import flops, starting
-from diffeq_nnx.training.depths import drawn_counts, possible_counts
+from diffeq_nnx.training.depths import drawn_counts, possible_counts, say_untrained
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
@@ -244,3 +245,52 @@ def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_pat
     other = config_lib.changed(job.prepared(source), changes)
     with pytest.raises(UserError, match=part):
       jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=stored)
+
+
+# jobs that are asked for a depth of which the run knows nothing
+
+ASKED = {
+  "evaluate": {},
+  "discretize": {},
+  "finetune": {},
+  "generate": {"prompts": ["The river"], "max_tokens": 1},
+  "export": {"format": "stablehlo"},
+  "analyze": {"text": "hills", "leading": 1},
+  "harness": {},
+}
+
+
+def test_every_job_with_a_number_of_steps_is_asked_below():
+  assert {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags} == set(ASKED)
+
+
+@pytest.mark.parametrize("job", ASKED)
+def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finished, tmp_path, capsys):
+  config, source = finished  # trained at 2 steps
+  if job == "harness":
+    DiffEqLM = pytest.importorskip("diffeq_nnx.harness.adapter").DiffEqLM
+    run = lambda count: DiffEqLM(str(source), num_steps=count)
+  elif job in ("discretize", "finetune"):
+    run = lambda count: jobs.run(job, config, str(tmp_path / str(count)), from_workdir=str(source), num_steps=count)
+  else:
+    more = {"out": str(tmp_path / "out")} if job == "export" else {}
+    shutil.copytree(source, tmp_path / "run")
+    run = lambda count: jobs.run(job, config, str(tmp_path / "run"), num_steps=count, **more, **ASKED[job])
+  run(4)
+  told = capsys.readouterr().err
+  assert told.count("warning: this run was trained at 2 solver steps and never at 4") == 1
+  if job in ("evaluate", "generate", "analyze", "harness"):
+    run(2)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_which_depths_count_as_trained(capsys):
+  def told(step, asked, sizes=(), **train):
+    say_untrained(small_config(small_model(num_steps=3), steps=10, **train), step, asked, sizes)
+    return "warning" in capsys.readouterr().err
+
+  late = dict(step_counts=(2, 4), draw_from=0.5)
+  assert [told(10, n, **late) for n in (None, 2, 3, 4, 5)] == [False, False, False, False, True]
+  assert [told(5, n, **late) for n in (2, 3)] == [True, False]  # nothing was drawn yet
+  assert told(0, 4, step_counts=(2, 4))
+  assert told(10, 3, (0.5, 1.5, 1.0)) and told(10, None, (1.0, 2.0))

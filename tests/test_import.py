@@ -239,7 +239,7 @@ def finished(tmp_path_factory):
     data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
     train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
     eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-    checkpoint=CheckpointConfig(every=4, keep=1),
+    checkpoint=CheckpointConfig(every=4),
   )
   train(config, str(folder / "run"))
   return config, str(folder / "run")

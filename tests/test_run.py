@@ -20,8 +20,8 @@ import pytest
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.config import DAMAGED_FOLDER, OptimizerConfig
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
+from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import opening  # main defines the flags
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -363,13 +363,46 @@ def test_no_checkpoint_that_can_be_read_is_told(run):
     train(config, str(workdir))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(run):
+@pytest.mark.parametrize("name,rate,every", [("adamw", 1e30, 1), ("muon_weights", 1e10, 1), ("lion", 1e30, 4)])
+def test_a_run_that_diverges_goes_on_from_a_good_checkpoint_at_a_lower_rate(finished, tmp_path, name, rate, every):
+  """Parameters that are not finite, or whose loss isn't, are in no checkpoint that is left."""
+  optimizer = OptimizerConfig(name=name, peak_rate=1e-3)
+  config = dataclasses.replace(finished[0], optimizer=optimizer, checkpoint=CheckpointConfig(every=every))
+  with_steps = lambda steps: dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+  train(with_steps(4), str(tmp_path))
+  wild = dataclasses.replace(optimizer, peak_rate=rate, clip_norm=1e30)
+  with pytest.raises(Diverged, match=r"^step \d+: the .*lower optimizer.peak_rate.* step (\d+)") as told:
+    train(dataclasses.replace(with_steps(12), optimizer=wild), str(tmp_path))
+  newest = kept(tmp_path)[-1]
+  assert newest >= 4 and f"from the checkpoint of step {newest}" in str(told.value)
+  assert 4 in kept(tmp_path)  # the best one
+  assert math.isfinite(train(with_steps(newest + 4), str(tmp_path))["loss"])
+
+
+def test_a_checkpoint_that_a_run_was_continued_from_stays_when_it_diverges(run):
   config, workdir = run
   before = kept(workdir)
   config = dataclasses.replace(config, optimizer=OptimizerConfig(peak_rate=1e30, clip_norm=1e30))
   with pytest.raises(RunError, match=r"^step 2[1-4]: the (loss|gradient norm) is (nan|inf)"):
     train(config, str(workdir))
   assert kept(workdir) == before
+
+
+def test_a_longer_schedule_is_said_and_its_length_can_be_fixed(finished, tmp_path, capfd):
+  def continued(steps, **more):
+    optimizer = dataclasses.replace(finished[0].optimizer, warmup_fraction=0.1, **more)
+    settings = dataclasses.replace(finished[0].train, steps=steps, log_every=1)
+    train(dataclasses.replace(finished[0], optimizer=optimizer, train=settings), str(tmp_path))
+    return capfd.readouterr().err
+
+  assert "schedule" not in continued(8)
+  told = continued(12)
+  rates = {record["step"]: record["learning_rate"] for record in read_metrics(tmp_path, "train")}
+  assert "has 12 steps now and had 8 until step 8" in told and "optimizer.schedule_steps=8" in told
+  assert f"from {rates[8]:.3g} to {rates[9]:.3g}" in told and rates[9] > rates[8]
+  assert "schedule" not in continued(16, schedule_steps=12)
+  rates = {record["step"]: record["learning_rate"] for record in read_metrics(tmp_path, "train")}
+  assert {rates[step] for step in range(12, 17)} == {rates[12]}
 
 
 def test_a_directory_of_another_model_optimizer_or_tokenizer_names_the_keys(run, tmp_path):

@@ -34,6 +34,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import opening
+from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.setup import say_attention
 
 AUTO = 8  # the batch size that batch_size=auto stands for
@@ -117,8 +118,10 @@ class DiffEqLM(TemplateLM):
     config = dataclasses.replace(
       run.config.model, dropout=0.0, dtype=run.config.model.dtype if dtype == "model" else dtype
     )
+    self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
     if model is None:
       say_attention(config)
+      say_untrained(run.config, run.step, self._num_steps)
     self.batch_size = _batch_size(batch_size)
     self.max_length = config.seq_len if max_length is None else max_length
     if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
@@ -128,7 +131,6 @@ class DiffEqLM(TemplateLM):
     self._workdir, self._step, self._tokenizer, self._seed = workdir, run.step, run.tokenizer, seed
     self._begin_mark = begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
-    self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
     self.scorer = Scorer(
       run.model,
       self._num_steps,

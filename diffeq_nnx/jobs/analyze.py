@@ -24,6 +24,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.depths import say_untrained
 
 TEXT = (
   "The river rose in the night, and in the morning the people of the town came down to the river to see how far "
@@ -75,6 +76,7 @@ def analyze(
   run = opening.read(workdir, config, tokenizer)
   with jax.set_mesh(run.mesh):
     step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
+  say_untrained(config, step, num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
   found = find(

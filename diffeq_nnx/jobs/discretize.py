@@ -21,6 +21,7 @@ from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import portable, read_params
 from diffeq_nnx.training import starting
+from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import corpus_of_run
 
@@ -67,7 +68,8 @@ def discretize(
     with distributed.together():
       workdir_lib.require_none(workdir)
     corpus = corpus_of_run(config, from_workdir, "from_workdir")
-    params, _ = read_params(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
+    params, step = read_params(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
+    say_untrained(config, step, model.num_steps, model.step_sizes)
     before = Evaluator(here, corpus, mesh, config.model.num_steps)(params)
     chosen: dict[str, Any] = {}
     if tolerance is not None:

@@ -13,6 +13,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training import flops
+from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import checked_mesh, corpus_of_run
 
@@ -43,6 +44,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     model = build(config.model, params)
     for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
       model.grid(count)  # a number that can't be is reported before any work
+      say_untrained(config, step, count or config.eval.num_steps)
     if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)
       return print_result({**result, "num_steps": evaluator.num_steps, **evaluator(params)})

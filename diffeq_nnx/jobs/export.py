@@ -12,6 +12,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.depths import say_untrained
 
 
 def export_run(
@@ -42,6 +43,7 @@ def export_run(
     huggingface.architecture_of(model, format)
   workdir_lib.require(workdir, config)
   run = opening.read(workdir, *opening.described(workdir, config))
+  say_untrained(config, run.step, num_steps)
   with jax.set_mesh(run.mesh):
     params = jax.device_get(discretized_params(run.config.model, model, params_of(run.model)))
   if format == "stablehlo":

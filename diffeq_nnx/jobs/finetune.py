@@ -15,6 +15,7 @@ from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training import starting
+from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import reporter
@@ -79,7 +80,8 @@ def finetune(
         everywhere=True,
       )
     here = dataclasses.replace(source, mesh=config.mesh)
-    params, _ = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
+    params, step = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
+    say_untrained(source, step, config.model.num_steps, config.model.step_sizes)
     params = starting.stored_params(source, config, params, mesh)
     before = Evaluator(config, corpus, mesh)(params)
     with distributed.together():

@@ -17,6 +17,7 @@ from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.setup import say_attention
 
 
@@ -76,6 +77,8 @@ def generate(
     prompt_ids(tokenizer, prompts)
   run = opening.read(workdir, config, tokenizer)
   steps = config.eval.num_steps if num_steps is None else num_steps
+  for count in (steps, draft_steps):
+    say_untrained(config, run.step, count)
   with jax.set_mesh(run.mesh):
     decoder = Decoder(run.model, steps, mesh=run.mesh)
     try:

@@ -199,9 +199,7 @@ class LlamaField:
     """Every array of the block at one time."""
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
     kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
-    by_head = lambda heads: {
-      "kernel": LeafSpec((D, heads * C), ("embed", "heads"), STD, heads=Heads(heads, (1,), C))
-    }
+    by_head = lambda heads: {"kernel": LeafSpec((D, heads * C), ("embed", "heads"), STD, heads=Heads(heads, (1,), C))}
     norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
       "attention_norm": norm,

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, Config
-from diffeq_nnx.errors import RunError, UserError, first_line
+from diffeq_nnx.errors import Diverged, RunError, UserError, first_line
 from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
@@ -39,6 +40,7 @@ class Checkpoints:
     self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
     self._config = config
+    self._saved: list[int] = []  # steps that this object has saved
     self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
     self._manager = self._open()
 
@@ -67,9 +69,13 @@ class Checkpoints:
     """Starts to save the state under its step, and returns once the arrays are copied off the device.
 
     Raises:
+      Diverged: the parameters are not finite, or so large that their norm is not. Nothing is saved.
       RunError: this save or the one before could not be written.
     """
     step, items = int(state["step"]), _items(state)
+    norm = float(_norm(state["params"]))
+    if not math.isfinite(norm):
+      raise Diverged(f"step {step}: the norm of the parameters is {norm} after the update, so they are not saved", step)
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
     sums = {name: _bit_sums(item) for name, item in items.items()}
     args = ocp.args.Composite(
@@ -79,6 +85,21 @@ class Checkpoints:
     )
     with self._reported("save", step):
       self._manager.save(step, args=args, metrics={"loss": math.inf if validation_loss is None else validation_loss})
+    self._saved.append(step)
+
+  def without(self, step: int) -> list[int]:
+    """Moves the checkpoint of a step aside if this object saved it; the steps of those that stay.
+
+    A checkpoint that was there before stays, since a changed config rather than its parameters may be at fault.
+
+    Raises:
+      RunError: the last save could not be written.
+    """
+    with self._reported("finish saving"):
+      self._manager.wait_until_finished()
+    if step in self._saved:
+      self._set_aside(step, "its parameters give a loss or gradient that is not finite")
+    return json.loads(distributed.exchange(json.dumps(self.steps()))[0])
 
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
@@ -198,7 +219,7 @@ class Checkpoints:
   def _move_aside(self, step: int, problem: str) -> None:
     target = os.path.join(self._workdir, DAMAGED_FOLDER, str(step))
     files.move_folder(os.path.join(self._folder, str(step)), target)
-    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; trying the one before")
+    say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; the one before takes its place")
 
   def close(self) -> None:
     """Waits for the current save.
@@ -242,6 +263,12 @@ def _numbered(folder: str) -> list[str]:
 def _bit_sums(tree: Any) -> list[int]:
   """The sum of each array's bits, taken as integers, modulo 2^32: the same on any mesh."""
   return np.asarray(_summed(tree)).tolist()
+
+
+@jax.jit
+def _norm(params: Params) -> jax.Array:
+  """The root of the sum of all squares: not finite where an element is not."""
+  return optax.tree.norm(params)
 
 
 @jax.jit

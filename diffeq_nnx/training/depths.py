@@ -1,8 +1,9 @@
-"""With which numbers of solver steps a train step computes its loss."""
+"""With which numbers of solver steps a train step computes its loss, and what a run was not trained for."""
 
 import numpy as np
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.parallel.console import say
 
 
 def drawn_counts(config: Config, step: int) -> tuple[int, ...]:
@@ -21,6 +22,31 @@ def possible_counts(config: Config) -> list[tuple[int, ...]]:
   if not found or train.draw_from:
     found = {(config.model.num_steps,), *found}
   return sorted(found, key=lambda counts: -sum(counts) / len(counts))
+
+
+def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple[float, ...] = ()) -> None:
+  """Warns in one line if a run is asked for a number of solver steps at which it was never trained.
+
+  Args:
+    config: of the run.
+    step: the train steps that it has had.
+    num_steps: what it is asked for; None: its own.
+    sizes: of the solver steps, where others than its own are asked for.
+  """
+  own, asked = config.model.num_steps, num_steps or len(sizes) or config.model.num_steps
+  drawn = step > config.train.draw_from * config.train.steps  # before, the model's own alone
+  trained = {n for counts in possible_counts(config) for n in counts} if drawn else {own}
+  if asked in trained and sizes in ((), config.model.step_sizes):
+    return
+  what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
+  say(
+    f"warning: this run was trained at {_listed(sorted(trained))} solver steps and never at {what}, where its loss may "
+    "be far higher; a run of the row elastic serves many numbers of steps"
+  )
+
+
+def _listed(counts: list[int]) -> str:
+  return " and ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
 
 
 def _sandwich(step_counts: tuple[int, ...], one: int) -> tuple[int, ...]:

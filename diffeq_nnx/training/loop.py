@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from typing import Any
 
@@ -11,15 +12,16 @@ import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx import data
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.errors import Diverged, RunError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training import fastest, flops
-from diffeq_nnx.training.depths import drawn_counts
+from diffeq_nnx.training.depths import drawn_counts, say_untrained
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
+from diffeq_nnx.training.optimizer import schedule, schedule_length
 from diffeq_nnx.training.report import Reporter, Silent, reporter
 from diffeq_nnx.training.setup import batch_iterator, checked_mesh, claim_workdir, load_corpus, start_state
 from diffeq_nnx.training.step import State, all_params, make_train_step
@@ -38,7 +40,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
-    Diverged: a loss or gradient that is not finite.
+    Diverged: a loss, a gradient or parameters that are not finite; the newest checkpoint is of before.
     RunError: a file that can't be written.
   """
   goodput = Goodput()
@@ -54,6 +56,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):
       state, position = start_state(config, checkpoints, mesh)
+      say_untrained(config, config.train.steps, config.eval.num_steps)
+      _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
     with distributed.together():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
@@ -66,11 +70,39 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         return _loop(
           _Run(config, mesh, corpus, share, batches, start, position, checkpoints, report, preemption, goodput), state
         )
+    except Diverged as error:
+      raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
     except OSError as error:
       raise RunError(
         f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
         "they are; make room, and run the same command to continue from the newest"
       ) from error
+
+
+def _say_another_schedule(config: Config, before: int | None, step: int) -> None:
+  """Says how the learning rate changes at a step where the run goes on, if its schedule had another length before."""
+  now = schedule_length(config.optimizer, config.train.steps)
+  if before in (None, now) or step >= config.train.steps:
+    return
+  of_length = lambda length: schedule(dataclasses.replace(config.optimizer, schedule_steps=length), length)
+  last, following = float(of_length(before)(step - 1)), float(of_length(now)(step))
+  say(
+    f"the schedule of the learning rate has {now} steps now and had {before} until step {step}: the rate goes from "
+    f"{last:.3g} to {following:.3g}; with optimizer.schedule_steps={before} the former schedule stays, which ends at "
+    f"{float(of_length(before)(before)):.3g}"
+  )
+
+
+def _way_back(checkpoints: Checkpoints, workdir: str, step: int) -> str:
+  """What to do after a run diverged, whose parameters were still finite after `step`; the end of an error line."""
+  stay = checkpoints.without(step)
+  if not stay:
+    return "there is no checkpoint; lower optimizer.peak_rate, and start again in another directory"
+  back = "run the same command with a lower optimizer.peak_rate, to continue from the checkpoint of step"
+  folder = os.path.join(workdir, CHECKPOINT_FOLDER)
+  if len(stay) == 1:
+    return f"{back} {stay[-1]}"
+  return f"{back} {stay[-1]}; if it diverges again, move {os.path.join(folder, str(stay[-1]))} away for step {stay[-2]}"
 
 
 @dataclasses.dataclass
@@ -105,7 +137,8 @@ class _Run:
     with self.goodput.spending("saving"):
       self.report.upload()
       windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
-      self.checkpoints.save(state, {"windows": windows, "validate": validate}, loss)
+      length = schedule_length(self.config.optimizer, self.config.train.steps)
+      self.checkpoints.save(state, {"windows": windows, "validate": validate, "schedule_steps": length}, loss)
     self.saved = time.monotonic()
 
 
@@ -221,11 +254,7 @@ class _Watch:
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
-        raise Diverged(
-          f"step {step}: the {name.replace('_', ' ')} is {values[name]}; the run stops and the "
-          "checkpoints stay as they are; lower optimizer.peak_rate, or run again to continue from the newest",
-          everywhere=True,
-        )
+        raise Diverged(f"step {step}: the {name.replace('_', ' ')} is {values[name]}", step - 1)
     if step % self._config.train.log_every == 0:
       self._log(step, values)
     elif not self._compiled:  # rates exclude the first step's compilation, unless that step is logged

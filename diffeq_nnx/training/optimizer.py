@@ -13,6 +13,11 @@ from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 
 
+def schedule_length(config: OptimizerConfig, steps: int) -> int:
+  """The number of updates after which the learning rate stays; `steps` is train.steps."""
+  return config.schedule_steps or steps
+
+
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate of the update after `count` others: a warm-up that is linear, then a cosine.
 
@@ -20,7 +25,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
   the peak, and so has each later one. Schedule-free AdamW stays at the peak after the warm-up.
   """
-  steps = config.schedule_steps or steps
+  steps = schedule_length(config, steps)
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
   by_number = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
@@ -83,7 +88,7 @@ def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) 
 
   def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
     spec = specs.get(_keys(path)[2], {}).get("kernel")
-    return orthogonalized_apart(update, spec and spec.heads, by_head)
+    return orthogonalized_apart(update, None if spec is None else spec.heads, by_head)
 
   apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
   matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
@@ -100,6 +105,7 @@ def _muon_weights(muon: optax.GradientTransformation, vectors: Vectors) -> optax
   independent; the momentum and update of W are Muon's, and p pulls the update back: the smallest change of F that
   changes W so.
   """
+
   def mapped(tree: Any, matrices: dict[str, jax.Array]) -> Any:
     """The tree with every F [T + 1, ...] or W [U, ...] multiplied by its group's matrix."""
     product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(_keys(path)) else leaf
@@ -147,10 +153,16 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
-  Muon: Jordan et al. 2024; b1, b2 and eps are those of AdamW for the rest; `specs`, those of the vector field, say which
-  kernels join several matrices; muon_weights needs `vectors` where weights are generated, and is muon elsewhere. Lion: Chen et al. 2023, whose learning rate is usually 3
-  to 10 times smaller than AdamW's. Schedule-free AdamW: Defazio et al. 2024; the mean over iterates takes the place of
-  momentum and decay, with b1 the share of that mean where gradients are taken.
+  Muon is that of Jordan et al. 2024. Parameters that it does not update get AdamW's direction, with b1, b2 and eps.
+  Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW
+  is that of Defazio et al. 2024: the mean over iterates takes the place of momentum and decay, with b1 the share of
+  that mean where gradients are taken.
+
+  Args:
+    config: the optimizer's keys.
+    steps: train.steps.
+    specs: those of the vector field, which say what kernels join several matrices; None: no kernel does.
+    vectors: e(t) of the parameters, for muon_weights; None: weights are not generated, so that it is muon.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
   muon = _muon(adam, specs or {}, config.muon_by_head)
