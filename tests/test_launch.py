@@ -112,7 +112,9 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   compare.main([*arguments, f"--plot={tmp_path}/curves.png"])
   out = capsys.readouterr().out.strip().splitlines()
   assert out[2:4] == rows and "--" not in out[0] and (tmp_path / "curves.png").stat().st_size > 10_000
-  assert out[5] == "| row | step 8 |" and out[7].split("|")[2].split("±")[0].strip() == rows[0].split("|")[3][1:6]
+  assert out[5] == "| row | step 8 |" and float(out[7].split("|")[2].split("±")[0]) == pytest.approx(
+    float(rows[0].split("|")[3].split("±")[0]), abs=6e-4
+  )
 
   runs = f"--runs={tmp_path}/runs/gpt_rate0.03_seed*,{tmp_path}/runs/gpt@*_seed*"
   inside.main([runs, "--texts=2", "--tokens=8", f"--plot={tmp_path}/inside.png"])

@@ -14,10 +14,12 @@ from diffeq_nnx.config import OptimizerConfig, TimeConfig
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.vector_fields import make_field
 from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training import step as step_lib
 from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.optimizer import MUON_RMS, differentiated_at, kept, make_optimizer, schedule
 from diffeq_nnx.training.step import (
   init_state,
+  known_options,
   loss_and_gradients,
   make_eval_step,
   make_generate,
@@ -272,6 +274,17 @@ def test_a_batch_is_learnt(row, name):
   assert losses[0] == pytest.approx(np.log(31), rel=0.05)
   assert losses[-1] < 0.3 * losses[0]
   assert int(state["step"]) == 60
+
+
+def test_an_option_that_the_compiler_lacks_is_said_and_left_out(monkeypatch, capsys):
+  mesh = sharding.make_mesh(small_config().mesh, jax.devices()[:1])
+  known_options.cache_clear()
+  monkeypatch.setattr(step_lib, "TPU_OPTIONS", {"xla_cpu_enable_fast_math": False})
+  assert known_options(mesh) == step_lib.TPU_OPTIONS
+  known_options.cache_clear()
+  monkeypatch.setattr(step_lib, "TPU_OPTIONS", {"xla_of_another_version": "1"})
+  assert known_options(mesh) is None and "xla_of_another_version" in capsys.readouterr().err
+  known_options.cache_clear()
 
 
 def test_each_step_count_is_compiled_once():

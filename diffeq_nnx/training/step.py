@@ -15,11 +15,12 @@ import numpy as np
 import optax
 
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.model import grids, integration, parameters, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
+from diffeq_nnx.parallel.console import say
 from diffeq_nnx.training import optimizer as optimizer_lib
 from diffeq_nnx.training.loss import chunked_cross_entropy
 
@@ -30,6 +31,22 @@ Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [
 # the TPU compiler may cut a product whose result is reduce-scattered into one for each device, to hide communication:
 # these are small and take longer than what they hide
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+
+
+@functools.lru_cache(maxsize=8)
+def known_options(mesh: Mesh) -> dict[str, str] | None:
+  """`TPU_OPTIONS`; None, and a line that says so, if the compiler of the mesh's devices doesn't know one of them."""
+  smallest = jax.jit(
+    lambda: jnp.zeros(()), compiler_options=TPU_OPTIONS, out_shardings=sharding.replicated(mesh)
+  ).lower()
+  try:
+    smallest.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    say(f"warning: this libtpu lacks an option of the train step, which is compiled without it ({first_line(error)})")
+    return None
+  return TPU_OPTIONS
 
 
 def init_state(config: Config) -> State:
@@ -241,7 +258,11 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
 
   @functools.partial(
-    jax.jit, donate_argnums=0, static_argnums=2, out_shardings=places, compiler_options=TPU_OPTIONS if on_tpu else None
+    jax.jit,
+    donate_argnums=0,
+    static_argnums=2,
+    out_shardings=places,
+    compiler_options=known_options(mesh) if on_tpu else None,
   )
   def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
     parts = [grids.make_grid(config.model, count) for count in counts]
