@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "4 6", "DEMO_TOKENS": "4", "PYTHONPATH": str(ROOT)}
 FIGURES = {
   "the losses": "loss (nats per token)",
-  "weights over depth": "its solver's times",
+  "weights over depth": "means over its solver's steps",
   "spectra": "|eigenvalue|",
   "perplexity by steps": "steps of the solver",
   "fine-tuning": "optimizer step of fine-tuning",
