@@ -12,8 +12,9 @@ import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.inference import batching, decoding, generation
-from diffeq_nnx.inference.sampling import Sampling, sample
+from diffeq_nnx.inference.sampling import Sampling, sample, shares
 from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.jobs.prompt_files import Answers
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.output_first import OutputFirst
@@ -207,6 +208,29 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   assert ((drawn[shares > 0] - expected) ** 2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-40, 1e-38, 1.2e-38, 1e-37, 1e-30, 1e-20])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 1e-300}])
+def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
+  """The limit of draws for temperatures that fall to 0, whatever the size and sign of the logits."""
+  logits = np.random.default_rng(0).normal(size=(4, 1, 11)).astype(np.float32)
+  logits_BxV = np.concatenate(logits * np.float32([1e-3, 1, 1e3, 1e30])[:, None, None] - np.float32([[[0]], [[9]]] * 2))
+  how, likeliest = Sampling(temperature=temperature, **filters), logits_BxV.argmax(-1)
+  positions_B = jnp.arange(4, dtype=jnp.int32)
+  drawn = jax.jit(sample, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV), positions_B)
+  assert drawn.tolist() == likeliest.tolist()
+  left = jax.jit(shares, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV))
+  np.testing.assert_array_equal(left, np.eye(11)[likeliest])
+
+
+@pytest.mark.parametrize("draft_steps", [None, 2])
+def test_texts_at_a_tiny_temperature_are_the_greedy_ones(decoder, draft_steps):
+  model = make(small_model(field="llama"))
+  draft = {} if draft_steps is None else {"draft": diffeq_nnx.Decoder(model, draft_steps)}
+  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
+  for temperature in (1e-38, 1e-36):
+    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=temperature, **draft) == greedy
+
+
 def test_stop_marks_end_a_row_and_no_other(decoder):
   free = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3)
   mark = free[1][4]
@@ -287,6 +311,19 @@ def test_bad_input_is_one_line(decoder):
     lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4)
   )
   assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
+
+
+def test_a_file_of_prompts_has_a_line_for_each_line_feed(tmp_path):
+  """A carriage return is JSON's white space, and other characters that end lines elsewhere are text."""
+  lines = [b'{"prompt":\r"x"}', b'{"prompt": "a\xe2\x80\xa8b"}\r', b"\r", b'{"prompt": "y"}']
+  (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(lines))
+  answers = Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"))
+  decoder = diffeq_nnx.Decoder(make(small_model(vocab_size=257)))
+  texts, _, numbers = answers.open(data.load_tokenizer("bytes"), decoder, {})
+  assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
+  for number in numbers:
+    answers.add(number, {"tokens": 1})
+  assert [answer["line"] for answer in answers.close()] == [1, 2, 4]
 
 
 TOKENIZERS = {
