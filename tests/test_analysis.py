@@ -81,7 +81,7 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
   found = spectra(one)
   D, H, K, C = 24, 4, 2, 6
   for s in range(3):
-    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights)
+    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights.sets)
     if field == "gpt":
       parts = w["qkv"]["kernel"].reshape(D, K, H // K + 2, C)
       query = parts[:, :, :-2].reshape(D, H, C)
@@ -317,7 +317,7 @@ def test_held_weights_are_those_of_one_step_at_all():
   assert spread.shape == share.shape == (4,)
   np.testing.assert_allclose(spread[:2], held[:2], rtol=1e-6)  # the first step is the same
   assert abs(spread[-1] - held[-1]) > 1e-3
-  kernel = lambda weights, s: np.asarray(weights["up"]["kernel"][s])
+  kernel = lambda weights, s: np.asarray(weights.sets["up"]["kernel"][s])
   for s in range(3):
     np.testing.assert_array_equal(kernel(clustering.constant_weights(one, 2), s), kernel(one.weights, 2))
 

@@ -67,16 +67,16 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
   for padded, row, length in zip(tokens_BxL, rows, lengths):
     padded[7 - length :] = row[:length]
   next_B = jnp.asarray([length - 7 for length in lengths], jnp.int32)
-  read = jax.jit(decoding.first_logits, static_argnums=(0, 1, 2))
-  go_on = jax.jit(decoding.more_logits, static_argnums=(0, 1))
-  state, logits_BxV = read(decoder.config, decoder.grid, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
+  read = jax.jit(decoding.first_logits, static_argnums=(0, 1))
+  go_on = jax.jit(decoding.more_logits, static_argnums=0)
+  state, logits_BxV = read(decoder.config, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
   found = [logits_BxV]
   for start in range(first, 7, 2):  # the rest of the prompts, two tokens at a time
-    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, tokens_BxL[:, start : start + 2])
+    state, logits_BxV = go_on(decoder.config, decoder.weights, state, tokens_BxL[:, start : start + 2])
     found = [logits_BxV]
   for place in range(4):
     newest_Bx1 = jnp.asarray([[row[length + place]] for row, length in zip(rows, lengths)])
-    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, newest_Bx1)
+    state, logits_BxV = go_on(decoder.config, decoder.weights, state, newest_Bx1)
     found.append(logits_BxV)
   expected = uncached(model, rows.tolist(), num_steps)
   for row, length in enumerate(lengths):
@@ -93,16 +93,11 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   assert "weight_source" not in decoder.weights["rest"]
   state, _ = jax.eval_shape(
     lambda: decoding.first_logits(
-      decoder.config,
-      decoder.grid,
-      64,
-      decoder.weights,
-      {"next_B": jnp.zeros(1, jnp.int32)},
-      jnp.zeros((1, 8), jnp.int32),
+      decoder.config, 64, decoder.weights, {"next_B": jnp.zeros(1, jnp.int32)}, jnp.zeros((1, 8), jnp.int32)
     )
   )
-  step = jax.jit(decoding.more_logits, static_argnums=(0, 1))
-  traced = step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
+  step = jax.jit(decoding.more_logits, static_argnums=0)
+  traced = step.trace(decoder.config, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
   program = traced.lower().as_text()
   # per solver step four products with kernels and two of attention's, then the head; and no loop
   assert program.count("stablehlo.dot_general") == 3 * (4 + 2) + 1 and "while" not in program
@@ -113,7 +108,7 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
 
 def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
   decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
-  kept = {**decoder.weights["rest"], **decoder.weights["sets"][0]["up"]}
+  kept = {**decoder.weights["rest"], **decoder.weights["blocks"].sets[0]["up"]}
   kept = [kept[name] for name in ("embedding", "head", "kernel")]
   assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}
 
@@ -130,7 +125,7 @@ class SummedField(vector_fields.GPTField):
 def test_on_a_cpu_kernels_are_output_first_if_the_block_only_multiplies_by_them(field, stored_so, monkeypatch):
   monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
   decoder = diffeq_nnx.Decoder(make(small_model()))
-  kernels = [leaf["kernel"] for one in decoder.weights["sets"] for leaf in one.values() if "kernel" in leaf]
+  kernels = [leaf["kernel"] for one in decoder.weights["blocks"].sets for leaf in one.values() if "kernel" in leaf]
   assert kernels and all(isinstance(kernel, OutputFirst) == stored_so for kernel in kernels)
   made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
   whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
@@ -435,7 +430,7 @@ for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
   for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
     decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
-    stored_OxI = decoder.weights["sets"][0]["up"]["kernel"].stored_OxI
+    stored_OxI = decoder.weights["blocks"].sets[0]["up"]["kernel"].stored_OxI
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1 if place is None else mesh.size}
     assert stored_OxI.sharding.shard_shape(stored_OxI.shape)[0] == 64 // (1 if place is None else mesh.shape["tensor"])
     for rows in batches:

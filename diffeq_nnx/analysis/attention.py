@@ -12,7 +12,7 @@ import numpy as np
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Step, logits_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids
+from diffeq_nnx.model.weight_sources import GridWeights
 
 HALF = 25  # repeated tokens, if there are positions for them
 
@@ -39,23 +39,20 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
     token: of the logit.
   """
   with model.computing():
-    return np.asarray(
-      _gradient_times_input(model.config, model.grid, model.rest, model.weights, passed.states[0], position, token)
-    )
+    return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _gradient_times_input(
   config: ModelConfig,
-  grid: grids.Grid,
   rest: dict[str, Any],
-  weights: Any,
+  weights: GridWeights,
   x_1xLxD: jax.Array,
   position: jax.Array,
   token: jax.Array,
 ) -> jax.Array:
   def logit(x_1xLxD):
-    step = Step(config, grid)
+    step = Step(config, weights.grid)
     recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
     carry, _ = jax.lax.scan(recomputed, step.solver.init(x_1xLxD), step.links(weights))
     return logits_of(config, rest, step.solver.read(carry))[0, position, token]

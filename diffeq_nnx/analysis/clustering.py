@@ -14,6 +14,7 @@ import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.weight_sources import GridWeights
 
 NEAR = 0.1  # directions nearer than this, as unit vectors, count as one
 
@@ -114,8 +115,8 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
   return 2 - 2 * directions @ directions.swapaxes(-1, -2)
 
 
-def constant_weights(model: AnalyzedModel, step: int) -> dict:
-  """BlockWeights with those of one step, from 0, at its first node, at every time."""
+def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
+  """The weights of one step, from 0, at its first node, at every time."""
   with model.computing():
     return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
 

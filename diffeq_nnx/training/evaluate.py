@@ -24,7 +24,7 @@ class Evaluator:
     self._config, self._split = config, corpus.validation
     self._eos_id = data.document_end(config.data, corpus.tokenizer)
     self._generate = make_generate(config, self.num_steps)
-    self._step = make_eval_step(config, self.num_steps, mesh)
+    self._step = make_eval_step(config, mesh)
     shards = sharding.num_shards("batch", mesh.shape)
     # padded to a multiple of the devices, so that the figures don't depend on the mesh
     self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
