@@ -13,9 +13,9 @@ import diffeq_nnx
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import build
+from diffeq_nnx.model.parameters import build, partial_model
 from tests import reference
-from tests.conftest import ROWS, moved_instance, small_instance, small_model
+from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
 
 
 def make(model_config, moved=True) -> Model:
@@ -306,6 +306,71 @@ def test_weights_for_the_nodes_of_another_solver_are_an_error():
     )
     with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
       model.hidden_unrolled(jnp.zeros((1, 12), jnp.int32), unrolled, Packing())
+
+
+@pytest.mark.parametrize(
+  "change,part",
+  [
+    (lambda p: p.pop("embedding"), "params: embedding is missing; pass"),
+    (lambda p: p.update(head=p["embedding"]), "params: the model has no head; pass"),
+    (lambda p: p.update(embedding=p["embedding"][:, :-1]), "embedding has the shape (31, 23), in the model (31, 24)"),
+    (
+      lambda p: p.update(embedding=p["embedding"].astype("bfloat16")),
+      "embedding is in bfloat16, in the model in float32",
+    ),
+    (lambda p: p.update(embedding=3), "embedding is no array but of type int"),
+    (lambda p: p["weight_source"]["stored"]["up"].pop("bias"), "weight_source.stored.up.bias is missing"),
+    (lambda p: p.update(weight_source={"stored": {}}), ", and 9 more; pass"),
+  ],
+)
+def test_parameters_of_another_model_are_told_by_name_shape_and_dtype(change, part):
+  config = small_model(weights="stored")
+  params = numpy_of(make(config))
+  build(config, params)
+  change(params)
+  assert part in told(lambda: build(config, params))
+  for one in (lambda: nnx.jit(lambda: build(config, params))(), lambda: build(config, nnx.State({}))):
+    assert "params: " in told(one)
+
+
+def test_a_part_of_the_parameters_is_checked_too():
+  config = small_model()
+  params = numpy_of(make(config))
+  for wrong in ({"embedding": params["embedding"].T}, {"embeddings": params["embedding"]}, {"final_norm": {}}):
+    assert "params: " in told(lambda wrong=wrong: partial_model(config, wrong))
+  partial_model(config, {"embedding": params["embedding"].astype("bfloat16")})  # as for generation
+
+
+def test_an_adjoint_that_cannot_be_is_told():
+  assert "remat='ful': must be one of none, dots, full; did you mean 'full'?" in told(
+    lambda: integration.Checkpointed("ful")
+  )
+  assert "every=0: must be a whole number" in told(lambda: integration.Checkpointed("full", 0))
+  model, tokens = make(small_model()), jnp.zeros((1, 12), jnp.int32)
+  for adjoint, part in (
+    (integration.Reversible(), "the steps of this solver can't be undone; those of leapfrog can"),
+    ("full", "adjoint='full': must be a Checkpointed or a Reversible"),
+    (integration.Checkpointed("full", 2), "train.remat_every=2: must divide the number of steps, 3"),
+  ):
+    assert part in told(lambda adjoint=adjoint: model.hidden(tokens, model.block_weights(), adjoint=adjoint))
+
+
+@pytest.mark.parametrize(
+  "make_grid,part",
+  [
+    (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
+    (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
+    (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "dts=(-1.0,): must be above 0"),
+    (lambda: grids.Grid((0.0, 1.0), (1.0,), weights_at="start"), "weights_at='start': must be one of nodes, end"),
+    (lambda: grids.uneven_grid(()), "step_sizes=(): must be one or more numbers above 0"),
+    (lambda: grids.uneven_grid((2.0, -1.0)), "step_sizes=(2.0, -1.0): must be"),
+    (lambda: grids.make_grid(small_model(), 0), "num_steps=0: must be 1 or above"),
+  ],
+)
+def test_a_grid_that_cannot_be_is_an_error(make_grid, part):
+  with pytest.raises(ValueError) as error:
+    make_grid()
+  assert part in str(error.value)
 
 
 def test_too_many_tokens_for_the_positions_is_an_error():

@@ -152,6 +152,20 @@ def test_a_step_is_the_formula_written_out(name, x64):
   assert np.abs(stepped - solver.step(field, x, weights, jnp.asarray(0.7, "float64"), jax.random.key(4))).max() > 0.1
 
 
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_takes_its_size_as_any_number(name, dtype):
+  model = moved_instance(smooth(solver=name, dtype=dtype, num_steps=1))
+  solver, field = model.solver, vector_fields.BoundField(model.field)
+  carry = solver.init(jax.random.normal(KEY, (2, 12, 24), dtype))
+  weights = [jax.tree.map(lambda leaf: leaf[u], model.block_weights().sets) for u in range(len(solver.nodes))]
+  expected = solver.step(field, carry, weights, jnp.float32(0.5), KEY)
+  for dt in (0.5, np.float64(0.5), np.float32(0.5)):
+    found = solver.step(field, carry, weights, dt, KEY)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(expected)]
+
+
 def test_leapfrog_is_the_two_step_midpoint_rule(x64):
   model, x, _ = reference("gpt")
   grid = model.grid(5)
@@ -328,6 +342,7 @@ def test_a_name_can_be_registered_again_for_the_same_solver_only():
   assert "heun: is the name of a solver" in told(
     lambda: solvers.register("heun", Splitting((("feedforward", 1.0), ("attention", 1.0))))
   )
+  assert "is not a Solver; pass an instance" in told(lambda: solvers.register("mine", solvers.Leapfrog))
 
 
 # with the compiler as users have it, from here on

@@ -65,7 +65,7 @@ class AnalyzedModel:
       yield
 
   def check_times(self, times_M: Sequence[float]) -> tuple[float, ...]:
-    """The times sorted and without duplicates.
+    """The times as numbers, in their order.
 
     Raises:
       UserError: no times, or some outside 0 to 1; or stored weights, which exist at the times of the
@@ -78,10 +78,10 @@ class AnalyzedModel:
         f"times={list(times_M)}: the weights of this model are stored, for the times of its own "
         f"{self.config.num_steps} steps only; leave it out"
       )
-    return tuple(np.unique(np.asarray(times_M, np.float64)).tolist())
+    return tuple(map(float, times_M))
 
   def weights_at(self, times_M: Sequence[float]) -> BlockWeights:
-    """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
+    """BlockWeights at any times between 0 and 1, in their order. Raises as `check_times`."""
     weights = _weights(self.config, self.check_times(times_M), self.source)
     return jax.device_put(weights, sharding.replicated(self.mesh))
 
@@ -109,9 +109,17 @@ class AnalyzedModel:
   @staticmethod
   def check_position(position: int, length: int) -> int:
     """The position counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    if not -length <= position < length:
-      raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
-    return position % length
+    return _counted("position", position, length, "the text has {} tokens")
+
+  def check_step(self, name: str, step: int) -> int:
+    """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
+    return _counted(name, step, self.grid.num_steps, "the model has {} steps")
+
+  def check_token(self, token: int) -> int:
+    """The token; raises UserError if the model has no such id."""
+    if not 0 <= token < self.config.vocab_size:
+      raise UserError(f"token={token}: the model's ids are 0 to {self.config.vocab_size - 1}")
+    return token
 
   def observe(self, tokens_L: Sequence[int], weights: GridWeights | None = None, *, attention: bool = False) -> "Pass":
     """Records one forward pass of a text.
@@ -136,6 +144,12 @@ class AnalyzedModel:
         "model's weights are too large, or not numbers"
       )
     return passed
+
+
+def _counted(name: str, index: int, count: int, rule: str) -> int:
+  if not -count <= index < count:
+    raise UserError(f"{name}={index}: {rule.format(count)}, 0 to {count - 1}")
+  return index % count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, nearest
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.solvers import SOLVERS, Carry, Solver, VectorField
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
+
+REMATS = ("none", "dots", "full")  # what `Checkpointed` recomputes
 
 Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
 
@@ -30,10 +32,19 @@ class Checkpointed:
   Attributes:
     remat: none, dots or full, as `train.remat`.
     every: divides the number of steps.
+
+  Raises:
+    UserError: another name, or a number below 1.
   """
 
   remat: str = "none"
   every: int = 1
+
+  def __post_init__(self):
+    if self.remat not in REMATS:
+      raise UserError(f"remat={self.remat!r}: must be one of {', '.join(REMATS)}; {nearest(str(self.remat), REMATS)}")
+    if not isinstance(self.every, int) or self.every < 1:
+      raise UserError(f"every={self.every!r}: must be a whole number, 1 or above")
 
   def wrap(self, function: Callable) -> Callable:
     """`function`, recomputed in the backward pass as chosen."""
@@ -62,12 +73,16 @@ def make_adjoint(config: Config) -> Adjoint:
       raise UserError("train.remat=auto: is measured by --job=train; set it to full, dots or none")
     return Checkpointed(config.train.remat, config.train.remat_every)
   if SOLVERS[config.model.solver].undo is None:
-    able = ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
     raise UserError(
-      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {able} "
+      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {_able()} "
       "can; or set train.adjoint=checkpointed"
     )
   return Reversible()
+
+
+def _able() -> str:
+  """The solvers whose steps can be undone."""
+  return ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
 
 
 def solve(
@@ -90,7 +105,17 @@ def solve(
     key: from which each step's key is split.
     adjoint: how the backward pass gets the states.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
+
+  Raises:
+    UserError: the adjoint is neither kind, the solver's steps can't be undone, or `every` doesn't divide their number.
+    ValueError: as `links_of`.
   """
+  if not isinstance(adjoint, Adjoint):
+    raise UserError(f"adjoint={adjoint!r}: must be a Checkpointed or a Reversible")
+  if isinstance(adjoint, Reversible) and solver.undo is None:
+    raise UserError(
+      f"adjoint=Reversible(): the steps of this solver can't be undone; those of {_able()} can; or pass Checkpointed()"
+    )
   grid = weights.grid
   advance, links = advance_of(solver, grid, gather), links_of(solver, weights, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
@@ -98,7 +123,7 @@ def solve(
     return solver.read(_undone(advance, field, carry, links))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
-    raise ValueError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
+    raise UserError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
 
   def run(carry, stretch):
     for i in range(every):

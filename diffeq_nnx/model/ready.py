@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from diffeq_nnx.config import MeshConfig, ModelConfig
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import Params, build, params_of
+from diffeq_nnx.model.parameters import Params, params_of, partial_model
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
 
@@ -76,7 +76,7 @@ def one_device_mesh(model: Model) -> Mesh:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[GridWeights, Params]:
   """The weights at all times of a pass, and the other parameters."""
-  weights = build(config, params).block_weights(grid)
+  weights = partial_model(config, params).block_weights(grid)  # of parameters that may be wider than the config's
   if unrolled:
     count = len(jax.tree.leaves(weights)[0])
     sets = [jax.tree.map(operator.itemgetter(i), weights.sets) for i in range(count)]

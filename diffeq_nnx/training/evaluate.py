@@ -20,7 +20,8 @@ class Evaluator:
 
   def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
-    self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
+    own = config.model.num_steps if config.eval.num_steps is None else config.eval.num_steps
+    self.num_steps = own if num_steps is None else num_steps
     self._config, self._split = config, corpus.validation
     self._eos_id = data.document_end(config.data, corpus.tokenizer)
     self._generate = make_generate(config, self.num_steps)
