@@ -13,7 +13,7 @@ from typing import Any
 import ml_collections
 
 from diffeq_nnx import config_fields
-from diffeq_nnx.config_fields import check_divides, number, one_of
+from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.config_fields import flatten as flatten
 from diffeq_nnx.config_fields import nearest as nearest
 from diffeq_nnx.config_harness import HarnessConfig as HarnessConfig
@@ -33,7 +33,7 @@ RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, 
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, prefix="data."):
   """Which text, and how it becomes tokens.
 
   With prepared shards only source, validation and attend_across_documents choose anything; tokenizer and marks are
@@ -61,7 +61,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, prefix="optimizer."):
   """The optimizer, with a linear warm-up and a cosine decay."""
 
   name: str = one_of("adamw", "muon", "muon_weights", "lion", "schedule_free")  # docs/training.md
@@ -85,7 +85,7 @@ def _count_or_measured(value: int | None) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, prefix="train."):
   """The train loop."""
 
   steps: int = number(1000, above=0)
@@ -105,7 +105,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Section, prefix="mesh."):
   """The device mesh of a TPU slice, or of the whole job elsewhere; several slices split the batch."""
 
   data: int = 1  # groups of devices that each hold all parameters; -1: what the others leave
@@ -113,9 +113,17 @@ class MeshConfig:
   context: int = 1  # devices over which the positions of each sequence are split, and parameters
   tensor: int = 1  # devices over which heads and the feed-forward branch are split
 
+  def _check_together(self) -> None:
+    sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(self).items()}
+    for key, size in sizes.items():
+      if not (size >= 1 or size == -1):
+        raise UserError(f"{key}={size}: must be 1 or above, or -1 for all remaining devices")
+    if list(sizes.values()).count(-1) > 1:
+      raise UserError(f"{', '.join(sizes)}: only one may be -1; give the others their sizes")
+
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, prefix="eval."):
   """Validation, while training and as a job."""
 
   every: int = number(500, above=0)
@@ -125,7 +133,7 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, prefix="checkpoint."):
   """When checkpoints are saved, and which stay: the last `keep` and the best by validation loss.
 
   At least two stay, since the newest may turn out to be one of a run that diverged, or damaged.
@@ -137,15 +145,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(Section, prefix="report."):
   """Where metrics go beside the work directory."""
 
   wandb: str | None = None  # a project of Weights & Biases; WANDB_MODE=offline keeps its files in the work directory
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-  """One experiment."""
+class Config(Section):
+  """One experiment. Keys of different sections are checked against each other by `from_config_dict` and `load`."""
 
   seed: int = number(0, at_least=0)
   model: ModelConfig = ModelConfig()
@@ -186,9 +194,6 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
     UserError: an unknown key, a wrong type, a value outside its rule, or two keys that don't fit.
   """
   config = config_fields.freeze(Config, raw)
-  config_fields.check(config)
-  _check_mesh(config.mesh)
-  config.model.check()
   _check_training(config)
   config.harness.check(RUN_FOLDERS)
   return config
@@ -238,15 +243,6 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
 def to_dict(config: Any) -> dict[str, Any]:
   """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
   return config_fields.plain(dataclasses.asdict(config))
-
-
-def _check_mesh(mesh: MeshConfig) -> None:
-  sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(mesh).items()}
-  for key, size in sizes.items():
-    if not (size >= 1 or size == -1):
-      raise UserError(f"{key}={size}: must be 1 or above, or -1 for all remaining devices")
-  if list(sizes.values()).count(-1) > 1:
-    raise UserError(f"{', '.join(sizes)}: only one may be -1; give the others their sizes")
 
 
 def _check_training(config: Config) -> None:

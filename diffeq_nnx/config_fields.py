@@ -7,9 +7,10 @@ import ast
 from collections.abc import Callable, Iterable
 import dataclasses
 import difflib
+import numbers
 import types
 import typing
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ml_collections
 from ml_collections import config_dict
@@ -68,29 +69,52 @@ def _field(cls: type, key: str) -> dataclasses.Field:
   return _field(cast(type, field.type), rest) if rest else field
 
 
-def check(section: Any, prefix: str = "") -> None:
-  """Checks every value of nested dataclasses against the rule of its field.
+class Section:
+  """A part of a config, whose values are checked wherever it is made.
+
+  Subclasses are frozen dataclasses, `class TimeConfig(Section, prefix="model.time.")`; their keys begin with `prefix`.
 
   Raises:
-    UserError: a value breaks its rule.
+    UserError: a value that breaks the rule of its field or has another type, or two that don't fit.
   """
-  for field in dataclasses.fields(section):
-    key, value = f"{prefix}{field.name}", getattr(section, field.name)
-    if dataclasses.is_dataclass(value):
-      check(value, f"{key}.")
-    elif "choices" in field.metadata:
-      known = field.metadata["choices"]
-      if value not in known:
-        raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(value, known)}")
-    elif problem := field.metadata.get("rule", lambda value: None)(value):
+
+  _prefix: ClassVar[str] = ""
+
+  def __init_subclass__(cls, prefix: str = ""):
+    cls._prefix = prefix
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(cast(Any, self)):
+      value = _checked(f"{self._prefix}{field.name}", getattr(self, field.name), field)
+      object.__setattr__(self, field.name, value)
+    self._check_together()
+
+  def _check_together(self) -> None:
+    """Raises UserError: values that don't fit each other."""
+
+
+def _checked(key: str, value: Any, field: dataclasses.Field) -> Any:
+  """The value of a field, in its type; raises UserError: it breaks the rule of the field, or has another type."""
+  kind: Any = field.type
+  if "choices" in field.metadata:
+    known = field.metadata["choices"]
+    if value not in known:
+      raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
+  elif dataclasses.is_dataclass(kind):
+    if not isinstance(value, cast(type, kind)):
+      raise UserError(f"{key}={value!r}: must be a {cast(type, kind).__name__}, not {type(value).__name__}")
+  else:
+    value = _typed(key, value, kind)
+    if problem := field.metadata.get("rule", lambda value: None)(value):
       raise UserError(f"{key}={value}: {problem}")
+  return value
 
 
 def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
-  """A ConfigDict as nested frozen dataclasses of the type `cls`.
+  """A ConfigDict as nested dataclasses of the type `cls`, a `Section`.
 
   Raises:
-    UserError: an unknown or missing key, or a value of another type.
+    UserError: an unknown or missing key, or as `Section`.
   """
   fields = {f.name: f for f in dataclasses.fields(cls)}
   for name in raw:
@@ -103,8 +127,7 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
       raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
     value = raw[name]
     kind: Any = field.type
-    is_section = dataclasses.is_dataclass(kind)
-    values[name] = freeze(cast(type, kind), value, f"{key}.") if is_section else _typed(key, value, kind)
+    values[name] = freeze(cast(type, kind), value, f"{key}.") if dataclasses.is_dataclass(kind) else value
   return cls(**values)
 
 
@@ -114,15 +137,20 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
   wanted = _plain_type(annotation)
   if wanted is tuple:
     element = typing.get_args(annotation)[0]
-    if isinstance(value, (tuple, list)) and all(type(v) in (int, element) for v in value):
+    if isinstance(value, (tuple, list)) and all(_is_number(v, element) for v in value):
       return tuple(map(element, value))
     example = "whole numbers; write it as '(4, 6, 8)'" if element is int else "numbers; write it as '(0.5, 0.25)'"
     raise UserError(f"{key}={value!r}: must be a tuple of {example}")
-  if wanted is float and type(value) is int:
-    return float(value)
+  if wanted in (int, float) and _is_number(value, wanted):
+    return wanted(value)
   if type(value) is not wanted:
     raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}")
   return value
+
+
+def _is_number(value: Any, kind: type) -> bool:
+  """Whether a value is a whole number (int) or any (float), of Python or NumPy."""
+  return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
 
 
 def _plain_type(annotation: Any) -> type:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 import dataclasses
 import os
 
-from diffeq_nnx.config_fields import number, one_of
+from diffeq_nnx.config_fields import Section, number, one_of
 from diffeq_nnx.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class HarnessConfig:
+class HarnessConfig(Section, prefix="harness."):
   """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
 
   tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none

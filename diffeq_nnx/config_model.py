@@ -4,14 +4,14 @@ import dataclasses
 import math
 import re
 
-from diffeq_nnx.config_fields import check_divides, number, one_of
+from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.errors import UserError
 
 SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
 
 
 @dataclasses.dataclass(frozen=True)
-class TimeConfig:
+class TimeConfig(Section, prefix="model.time."):
   """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
 
   embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")  # docs/depth.md#the-time-embedding
@@ -31,7 +31,7 @@ class TimeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section, prefix="model.lora."):
   """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
 
   rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
@@ -42,7 +42,7 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(Section, prefix="model.rope."):
   """Rotary positions of llama (Su et al. 2021), and Llama 3's scaling of them for longer sequences (Dubey et al. 2024).
 
   Channel pair i turns by base^(-2 i / C) radians for each position. With a factor, a pair whose wavelength is above
@@ -58,7 +58,7 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, prefix="model."):
   """Three independent choices (weights, field, solver) and their sizes."""
 
   weights: str = one_of("generated", "stored", "shared")  # stored: a set for each time; shared: one set
@@ -123,8 +123,7 @@ class ModelConfig:
       return math.fsum(self.step_sizes)
     return float(self.num_steps) if self.horizon is None else self.horizon
 
-  def check(self) -> None:
-    """Raises UserError: keys that don't fit each other."""
+  def _check_together(self) -> None:
     check_divides("model.num_heads", self.num_heads, "model.embed_dim", self.embed_dim)
     check_divides("model.num_kv_heads", self.kv_heads, "model.num_heads", self.num_heads)
     if self.field == "llama" and self.head_dim % 2:

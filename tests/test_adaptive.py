@@ -49,7 +49,7 @@ def errors(model, num_pairs, *more):
 
 def end(model, steps):
   grid = grids.make_grid(adaptive.on_grid(model.config, steps))
-  return np.asarray(jax.jit(lambda: model.hidden(TOKENS_2x12, model.block_weights(grid), grid))())
+  return np.asarray(jax.jit(lambda: model.hidden(TOKENS_2x12, model.block_weights(grid)))())
 
 
 @pytest.mark.parametrize("solver", solvers.SOLVERS)
@@ -79,7 +79,7 @@ def test_the_estimate_is_that_of_both_steps_by_hand(x64):
   @jax.jit
   def by_hand():
     weights = model.block_weights(grids.make_grid(adaptive.on_grid(model.config, 2)))
-    w1, w2 = (jax.tree.map(lambda leaf: leaf[i], weights) for i in range(2))
+    w1, w2 = (jax.tree.map(lambda leaf: leaf[i], weights.sets) for i in range(2))
     field = lambda x, w: model.field.attention(x, w) + model.field.feedforward(x, w)
     x = model.embed(TOKENS_2x12)
     half = x + 1.5 * field(x, w1)

@@ -81,7 +81,7 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
   found = spectra(one)
   D, H, K, C = 24, 4, 2, 6
   for s in range(3):
-    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights)
+    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights.sets)
     if field == "gpt":
       parts = w["qkv"]["kernel"].reshape(D, K, H // K + 2, C)
       query = parts[:, :, :-2].reshape(D, H, C)
@@ -116,6 +116,55 @@ def test_weights_that_are_constant_have_flat_spectra(row):
     np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
   moving = spectra(analyzed(dtype="float32"))
   assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
+
+
+def test_weights_and_spectra_keep_the_order_of_the_times():
+  one = AnalyzedModel(moved_instance(small_model()))
+  times = [1.0, 0.25, 0.5, 0.25]
+  alone = [one.weights_at([t]) for t in times]
+  for s, expected in enumerate(alone):
+    found = jax.tree.map(lambda leaf: leaf[s : s + 1], one.weights_at(times))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, expected)
+  found = spectra(one, times, feedforward=False)
+  assert found.times.tolist() == times and not np.array_equal(found.qk[0], found.qk[1])
+  np.testing.assert_allclose(found.qk[1], found.qk[3], rtol=0, atol=1e-4)
+
+
+def test_steps_and_tokens_count_from_the_end_and_others_are_told():
+  one, tokens = AnalyzedModel(moved_instance(small_model())), TOKENS[:9]
+  passed = one.observe(tokens)
+  last = sensitivity.jacobian(one, passed, alone=2)
+  np.testing.assert_array_equal(sensitivity.jacobian(one, passed, alone=-1), last)
+  np.testing.assert_array_equal(sensitivity.jacobian(one, passed, [-1, 0], alone=2), last[[8, 0]])
+  jax.tree.map(np.testing.assert_array_equal, clustering.constant_weights(one, -1), clustering.constant_weights(one, 2))
+  np.testing.assert_array_equal(
+    attention.gradient_times_input(one, passed, -1, 5), attention.gradient_times_input(one, passed, 8, 5)
+  )
+  assert attention.likeliest(one, passed, -1) == attention.likeliest(one, passed, 8)
+  for call, part in (
+    (lambda: sensitivity.jacobian(one, passed, alone=3), "alone=3: the model has 3 steps, 0 to 2"),
+    (lambda: sensitivity.jacobian(one, passed, alone=-4), "alone=-4: the model has 3 steps"),
+    (lambda: sensitivity.jacobian(one, passed, [9]), "position=9: the text has 9 tokens, 0 to 8"),
+    (lambda: clustering.depth_spread(one, tokens, 3), "step=3: the model has 3 steps"),
+    (lambda: clustering.depth_spread(one, tokens[:1]), "tokens: there is one"),
+    (lambda: attention.gradient_times_input(one, passed, 9, 5), "position=9: the text has 9 tokens"),
+    (lambda: attention.gradient_times_input(one, passed, 8, 31), "token=31: the model's ids are 0 to 30"),
+    (lambda: attention.likeliest(one, passed, 9), "position=9: the text has 9 tokens"),
+    (lambda: attention.prefix_matching(one, half=3, rows=0), "rows=0: must be 1 or above"),
+    (lambda: clustering.simulate(-1), "order=-1: must be 0 or above"),
+    (lambda: clustering.simulate(1, step=0.0), "0 < step <= time"),
+    (lambda: clustering.simulate(1, scale="none"), "scale='none': must be one of same_end"),
+  ):
+    assert part in told(call)
+
+
+def test_a_step_takes_the_weights_of_its_own_grid_alone():
+  model = moved_instance(small_model())
+  one, other = AnalyzedModel(model), AnalyzedModel(model, 6)
+  with pytest.raises(ValueError, match="weights of a grid of 6 steps"):
+    Step(one.config, one.grid).links(other.weights)
+  found = one.observe(TOKENS[:9], other.weights).states  # over the grid of the weights
+  np.testing.assert_array_equal(found, other.observe(TOKENS[:9]).states)
 
 
 def test_scores_of_known_eigenvalues():
@@ -317,7 +366,7 @@ def test_held_weights_are_those_of_one_step_at_all():
   assert spread.shape == share.shape == (4,)
   np.testing.assert_allclose(spread[:2], held[:2], rtol=1e-6)  # the first step is the same
   assert abs(spread[-1] - held[-1]) > 1e-3
-  kernel = lambda weights, s: np.asarray(weights["up"]["kernel"][s])
+  kernel = lambda weights, s: np.asarray(weights.sets["up"]["kernel"][s])
   for s in range(3):
     np.testing.assert_array_equal(kernel(clustering.constant_weights(one, 2), s), kernel(one.weights, 2))
 

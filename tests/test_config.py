@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import glob
 import importlib.util
+import json
 import os
 import pathlib
 
@@ -13,8 +14,10 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
+from diffeq_nnx.config import LoraConfig, ModelConfig, RopeConfig, TimeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import abstract_model, params_of
+from tests.conftest import told
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))
@@ -137,6 +140,44 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
   assert "\n" not in str(error.value)
   for part in parts:
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "make,parts",
+  [
+    (lambda: ModelConfig(field="nope"), ["model.field='nope'", "one of gpt, llama"]),
+    (lambda: ModelConfig(num_heads=7), ["model.num_heads=7", "must divide model.embed_dim=768"]),
+    (lambda: ModelConfig(num_heads="7"), ["model.num_heads='7'", "type int, not str"]),
+    (lambda: ModelConfig(num_steps=4.0), ["model.num_steps=4.0", "type int, not float"]),
+    (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
+    (lambda: ModelConfig(solver=["euler"]), ["model.solver=['euler']", "one of euler, "]),
+    (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
+    (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
+    (lambda: dataclasses.replace(ModelConfig(), num_steps=0), ["model.num_steps=0", "above 0"]),
+    (lambda: TimeConfig(embedding="fix"), ["model.time.embedding='fix'", "did you mean 'fixed'?"]),
+    (lambda: LoraConfig(rank=-1), ["model.lora.rank=-1", "0 or above"]),
+    (lambda: RopeConfig(factor=0.5), ["model.rope.factor=0.5", "1 or above"]),
+    (lambda: config_lib.TrainConfig(remat="ful"), ["train.remat='ful'", "did you mean 'full'?"]),
+    (lambda: config_lib.OptimizerConfig(peak_rate=0.0), ["optimizer.peak_rate=0.0", "above 0"]),
+    (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
+    (lambda: config_lib.HarnessConfig(window="moving"), ["harness.window='moving'", "disjoint, sliding"]),
+    (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
+  ],
+)
+def test_a_program_s_mistake_is_told_where_it_makes_the_value(make, parts):
+  line = told(make)
+  for part in parts:
+    assert part in line
+
+
+def test_values_have_the_types_of_their_keys_whatever_a_program_gives():
+  """So that a config from a program is equal to one from a file, and can be stored."""
+  made = ModelConfig(num_steps=np.int64(2), horizon=3, step_sizes=())
+  assert made == ModelConfig(num_steps=2, horizon=3.0) and (type(made.num_steps), type(made.horizon)) == (int, float)
+  listed = ModelConfig(num_steps=2, step_sizes=[1, np.float32(2.0)])
+  assert listed.step_sizes == (1.0, 2.0) and hash(listed)
+  whole = config_lib.Config(model=listed)
+  assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(whole)))) == whole
 
 
 @pytest.mark.parametrize(

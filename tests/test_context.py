@@ -70,7 +70,7 @@ def found(config, make_batch, devices, **sizes):
     trained = step(state["params"], batch)
     masked = {**batch, "mask": jax.numpy.ones(batch["inputs"].shape, "float32")}
     weights = make_generate(config, 3)(state["params"])
-    total = make_eval_step(config, 3, mesh)(state["params"], weights, masked)
+    total = make_eval_step(config, mesh)(state["params"], weights, masked)
     return jax.device_get((trained, total))
 
 for field, make_batch, held, sizes in (("llama", packed_batch, 2, dict(data=2, context=2, tensor=2)),

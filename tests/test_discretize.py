@@ -84,7 +84,7 @@ def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
   stored = diffeq_nnx.discretize(model, step_sizes=sizes)
   grid = grids.Grid((0.0, 0.25, 0.3, 0.8, 1.0), sizes)
   assert stored.grid() == grid
-  hidden = model.hidden(jnp.asarray(TOKENS_2x12), model.block_weights(grid), grid)
+  hidden = model.hidden(jnp.asarray(TOKENS_2x12), model.block_weights(grid))
   expected = jnp.einsum("bld,vd->blv", hidden, model.unembedding())
   np.testing.assert_allclose(logits(stored), expected, rtol=0, atol=1e-12)
   again = diffeq_nnx.discretize(stored)

@@ -44,7 +44,7 @@ def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors(s
   if length:
     e_1xT = model.weight_source.time_vectors([0.3])[0]
     assert np.linalg.norm(e_1xT) == pytest.approx(length, rel=1e-5)
-  W_UxDxF = np.asarray(model.block_weights()["up"]["kernel"])
+  W_UxDxF = np.asarray(model.block_weights().sets["up"]["kernel"])
   group = list(model.weight_source.groups).index("up")
   e_UxT = np.asarray(model.weight_source.mean_vectors(model.times()))[group]
   square = np.square(e_UxT).sum(1).mean()
@@ -62,7 +62,7 @@ def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
     state, _ = step(state, random_batch(config, number), drawn_counts(config, number))
   assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
   model = build(config.model, state["params"])
-  coarse, fine = (model.block_weights(model.grid(n)) for n in (3, 12))
+  coarse, fine = (model.block_weights(model.grid(n)).sets for n in (3, 12))
   mean = jax.tree.map(lambda leaf: leaf.reshape(3, 4, *leaf.shape[1:]).mean(1), fine)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
 
@@ -208,8 +208,8 @@ def test_weights_between_are_smooth():
   stored = moved_instance(small_model(weights="stored", num_steps=6))
   config = continuous_config(stored.config)
   made = build(config, continuous_params(config, params_of(stored)))
-  fine = made.block_weights(made.grid(12))["up"]["kernel"]
-  own = stored.block_weights()["up"]["kernel"]
+  fine = made.block_weights(made.grid(12)).sets["up"]["kernel"]
+  own = stored.block_weights().sets["up"]["kernel"]
   np.testing.assert_allclose((fine[::2] + fine[1::2]) / 2, own, rtol=0, atol=1e-6)
   assert abs(fine).max() < 2 * abs(own).max()
 

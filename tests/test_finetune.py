@@ -54,7 +54,7 @@ def test_split_and_join_are_inverse_and_say_what_learns(x64):
 def test_a_kernel_is_its_own_and_the_product_of_its_adapters(x64):
   config = lora_config()
   params = all_params(start(config))
-  weights = nnx.merge(graph(config.model), params).block_weights()
+  weights = nnx.merge(graph(config.model), params).block_weights().sets
   for group, kernels in params["weight_source"]["stored"].items():
     for name, kernel in kernels.items():
       expected = np.asarray(kernel)
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_whole_model(x64):
   _, found = function(state["params"], state["frozen"])
   plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
   whole = all_params(state)
-  merged = nnx.merge(graph(config.model), whole).block_weights()
+  merged = nnx.merge(graph(config.model), whole).block_weights().sets
   bare = {**whole, "weight_source": {"stored": merged}}
   _, full = jax.jit(lambda params: loss_and_gradients(plain, [grid], params, batch, key))(bare)
   for group, adapter in whole["weight_source"]["lora"].items():
@@ -109,9 +109,9 @@ def test_gradients_are_those_of_the_whole_model(x64):
 def test_adapters_drop_out_in_training_only_and_keep_their_mean(x64):
   config = lora_config(dropout=0.3)
   model = nnx.merge(graph(config.model), all_params(start(config)))
-  plain = model.block_weights()["qkv"]["kernel"]
+  plain = model.block_weights().sets["qkv"]["kernel"]
   stored = all_params(start(config))["weight_source"]["stored"]["qkv"]["kernel"]
-  draw = jax.jit(jax.vmap(lambda number: model.block_weights(None, jax.random.key(number))["qkv"]["kernel"]))
+  draw = jax.jit(jax.vmap(lambda number: model.block_weights(None, jax.random.key(number)).sets["qkv"]["kernel"]))
   drawn = np.asarray(draw(jnp.arange(4000)))
   assert abs(drawn.mean(0) - plain).max() < 0.15 * abs(plain - stored).max()
   ratio = (drawn[0] - stored) / (plain - stored)  # a feature is there, larger, or not at all

@@ -12,8 +12,9 @@ import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.inference import batching, decoding, generation
-from diffeq_nnx.inference.sampling import Sampling, sample
+from diffeq_nnx.inference.sampling import Sampling, sample, shares
 from diffeq_nnx.inference.text_stream import TextStream
+from diffeq_nnx.jobs.prompt_files import Answers
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.output_first import OutputFirst
@@ -66,16 +67,16 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
   for padded, row, length in zip(tokens_BxL, rows, lengths):
     padded[7 - length :] = row[:length]
   next_B = jnp.asarray([length - 7 for length in lengths], jnp.int32)
-  read = jax.jit(decoding.first_logits, static_argnums=(0, 1, 2))
-  go_on = jax.jit(decoding.more_logits, static_argnums=(0, 1))
-  state, logits_BxV = read(decoder.config, decoder.grid, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
+  read = jax.jit(decoding.first_logits, static_argnums=(0, 1))
+  go_on = jax.jit(decoding.more_logits, static_argnums=0)
+  state, logits_BxV = read(decoder.config, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
   found = [logits_BxV]
   for start in range(first, 7, 2):  # the rest of the prompts, two tokens at a time
-    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, tokens_BxL[:, start : start + 2])
+    state, logits_BxV = go_on(decoder.config, decoder.weights, state, tokens_BxL[:, start : start + 2])
     found = [logits_BxV]
   for place in range(4):
     newest_Bx1 = jnp.asarray([[row[length + place]] for row, length in zip(rows, lengths)])
-    state, logits_BxV = go_on(decoder.config, decoder.grid, decoder.weights, state, newest_Bx1)
+    state, logits_BxV = go_on(decoder.config, decoder.weights, state, newest_Bx1)
     found.append(logits_BxV)
   expected = uncached(model, rows.tolist(), num_steps)
   for row, length in enumerate(lengths):
@@ -92,16 +93,11 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   assert "weight_source" not in decoder.weights["rest"]
   state, _ = jax.eval_shape(
     lambda: decoding.first_logits(
-      decoder.config,
-      decoder.grid,
-      64,
-      decoder.weights,
-      {"next_B": jnp.zeros(1, jnp.int32)},
-      jnp.zeros((1, 8), jnp.int32),
+      decoder.config, 64, decoder.weights, {"next_B": jnp.zeros(1, jnp.int32)}, jnp.zeros((1, 8), jnp.int32)
     )
   )
-  step = jax.jit(decoding.more_logits, static_argnums=(0, 1))
-  traced = step.trace(decoder.config, decoder.grid, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
+  step = jax.jit(decoding.more_logits, static_argnums=0)
+  traced = step.trace(decoder.config, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
   program = traced.lower().as_text()
   # per solver step four products with kernels and two of attention's, then the head; and no loop
   assert program.count("stablehlo.dot_general") == 3 * (4 + 2) + 1 and "while" not in program
@@ -112,7 +108,7 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
 
 def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
   decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
-  kept = {**decoder.weights["rest"], **decoder.weights["sets"][0]["up"]}
+  kept = {**decoder.weights["rest"], **decoder.weights["blocks"].sets[0]["up"]}
   kept = [kept[name] for name in ("embedding", "head", "kernel")]
   assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}
 
@@ -129,7 +125,7 @@ class SummedField(vector_fields.GPTField):
 def test_on_a_cpu_kernels_are_output_first_if_the_block_only_multiplies_by_them(field, stored_so, monkeypatch):
   monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
   decoder = diffeq_nnx.Decoder(make(small_model()))
-  kernels = [leaf["kernel"] for one in decoder.weights["sets"] for leaf in one.values() if "kernel" in leaf]
+  kernels = [leaf["kernel"] for one in decoder.weights["blocks"].sets for leaf in one.values() if "kernel" in leaf]
   assert kernels and all(isinstance(kernel, OutputFirst) == stored_so for kernel in kernels)
   made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
   whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
@@ -205,6 +201,29 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   assert (drawn[shares == 0] == 0).all()
   expected = count * shares[shares > 0]
   assert ((drawn[shares > 0] - expected) ** 2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-40, 1e-38, 1.2e-38, 1e-37, 1e-30, 1e-20])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 1e-300}])
+def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
+  """The limit of draws for temperatures that fall to 0, whatever the size and sign of the logits."""
+  logits = np.random.default_rng(0).normal(size=(4, 1, 11)).astype(np.float32)
+  logits_BxV = np.concatenate(logits * np.float32([1e-3, 1, 1e3, 1e30])[:, None, None] - np.float32([[[0]], [[9]]] * 2))
+  how, likeliest = Sampling(temperature=temperature, **filters), logits_BxV.argmax(-1)
+  positions_B = jnp.arange(4, dtype=jnp.int32)
+  drawn = jax.jit(sample, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV), positions_B)
+  assert drawn.tolist() == likeliest.tolist()
+  left = jax.jit(shares, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV))
+  np.testing.assert_array_equal(left, np.eye(11)[likeliest])
+
+
+@pytest.mark.parametrize("draft_steps", [None, 2])
+def test_texts_at_a_tiny_temperature_are_the_greedy_ones(decoder, draft_steps):
+  model = make(small_model(field="llama"))
+  draft = {} if draft_steps is None else {"draft": diffeq_nnx.Decoder(model, draft_steps)}
+  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
+  for temperature in (1e-38, 1e-36):
+    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=temperature, **draft) == greedy
 
 
 def test_stop_marks_end_a_row_and_no_other(decoder):
@@ -287,6 +306,19 @@ def test_bad_input_is_one_line(decoder):
     lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4)
   )
   assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
+
+
+def test_a_file_of_prompts_has_a_line_for_each_line_feed(tmp_path):
+  """A carriage return is JSON's white space, and other characters that end lines elsewhere are text."""
+  lines = [b'{"prompt":\r"x"}', b'{"prompt": "a\xe2\x80\xa8b"}\r', b"\r", b'{"prompt": "y"}']
+  (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(lines))
+  answers = Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"))
+  decoder = diffeq_nnx.Decoder(make(small_model(vocab_size=257)))
+  texts, _, numbers = answers.open(data.load_tokenizer("bytes"), decoder, {})
+  assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
+  for number in numbers:
+    answers.add(number, {"tokens": 1})
+  assert [answer["line"] for answer in answers.close()] == [1, 2, 4]
 
 
 TOKENIZERS = {
@@ -398,7 +430,7 @@ for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
   for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
     decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
-    stored_OxI = decoder.weights["sets"][0]["up"]["kernel"].stored_OxI
+    stored_OxI = decoder.weights["blocks"].sets[0]["up"]["kernel"].stored_OxI
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1 if place is None else mesh.size}
     assert stored_OxI.sharding.shard_shape(stored_OxI.shape)[0] == 64 // (1 if place is None else mesh.shape["tensor"])
     for rows in batches:

@@ -8,6 +8,9 @@ import tempfile
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 
+from flax import nnx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -194,6 +197,24 @@ def test_windows_predict_each_token_once(model, lm):
   assert found["words"] == len(text.split()) + 1 + 2  # white space at the end counts, as in lm_eval
   assert found["documents"] == 2
   assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
+
+
+@pytest.mark.parametrize("window", ["disjoint", "sliding"])
+def test_texts_that_end_at_the_edge_of_a_window_are_scored_whole(model, window):
+  """Of 96 tokens and one more or less, and of twice that: the sum over windows, by the forward pass of each."""
+  one, forward = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window=window), nnx.jit(lambda model, x: model(x))
+  text = "the river rose in the night and the rain went on " * 4
+  for length in (1, 2, 95, 96, 97, 191, 192, 193):
+    windows = one.windows(text[:length])
+    assert [token for _, continuation in windows for token in continuation] == list(text[:length].encode())
+    assert all(len(context) + len(continuation) - 1 <= 96 and context for context, continuation in windows)
+    expected = 0.0
+    for context, continuation in windows:
+      read = [*context, *continuation][:-1]
+      logits = forward(model, jnp.asarray([read + [0] * (96 - len(read))]))[0, len(context) - 1 : len(read)]
+      expected += float(jax.nn.log_softmax(logits)[np.arange(len(continuation)), np.array(continuation)].sum())
+    (found,) = one.loglikelihood_rolling(instances("loglikelihood_rolling", (text[:length],)), disable_tqdm=True)
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 class Hook:

@@ -130,7 +130,7 @@ mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))
 places = all_params(state_shardings(small_config(model.config), mesh))
 params = jax.device_put(nnx.to_pure_dict(nnx.state(model)), places)
 scorer = Scorer(nnx.merge(nnx.graphdef(model), params), mesh=mesh)
-assert not jax.tree.leaves(scorer._weights["sets"])[-1].sharding.is_fully_replicated
+assert not jax.tree.leaves(scorer._weights["blocks"])[-1].sharding.is_fully_replicated
 found = by_number(scorer, requests)
 np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
 assert found[1] == expected[1]

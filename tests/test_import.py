@@ -92,6 +92,44 @@ def test_weights_in_several_files_and_in_bfloat16(tmp_path):
   np.testing.assert_array_equal(table, theirs.model.embed_tokens.weight.detach().float().numpy())
 
 
+def test_a_missing_file_of_several_is_told_and_a_stray_one_is_not_read(tmp_path):
+  theirs = foreign("llama")
+  theirs.save_pretrained(tmp_path, max_shard_size="5KB")
+  other = {name: np.full(array.shape, 9.0, np.float32) for name, array in theirs.state_dict().items()}
+  for stray in ("model-00009-of-00009.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
+    safetensors.numpy.save_file(other, tmp_path / stray)
+  same_logits(tmp_path, theirs)
+  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+  last = max(index["weight_map"].values())
+  (tmp_path / last).rename(tmp_path / "elsewhere")
+  assert f"{last} can't be read" in told(lambda: importing.read(str(tmp_path)))
+  index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+  (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+  assert "the weights lack " in told(lambda: importing.read(str(tmp_path)))
+
+
+@pytest.mark.parametrize("changes,name", [({}, "self_attn.q_proj"), ({"attention_bias": False}, "mlp.down_proj")])
+def test_biases_that_the_config_hides_are_told(changes, name, tmp_path):
+  """A config that says nothing of biases, or that there are none, beside weights that have one."""
+  theirs = foreign("llama", **changes)
+  theirs.save_pretrained(tmp_path)
+  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  tensors[f"model.layers.1.{name}.bias"] = np.ones(24, np.float32)
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  assert f"the weights hold model.layers.1.{name}.bias" in told(lambda: importing.read(str(tmp_path)))
+
+
+def test_masks_that_gpt2_s_attention_once_saved_are_left_out(tmp_path):
+  theirs = foreign("gpt2")
+  theirs.save_pretrained(tmp_path)
+  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  for layer in range(2):
+    tensors[f"transformer.h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.uint8))
+    tensors[f"transformer.h.{layer}.attn.masked_bias"] = np.float32(-1e4)[None]
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  same_logits(tmp_path, theirs)
+
+
 def test_gpt2_as_first_published(tmp_path):
   """Without the prefix `transformer.`, with the masks that old versions saved."""
   theirs = foreign("gpt2")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -95,6 +96,7 @@ def test_a_real_process_prints_the_line_and_ends_with_the_code(arguments, part):
 def test_training_imports_nothing_that_draws():
   program = """
 import sys
+import textwrap
 from diffeq_nnx.jobs import JOBS
 JOBS["train"].function
 print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transformers") if name in sys.modules])
@@ -138,3 +140,17 @@ sys.exit(main._program([]))
 """
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
   assert done.returncode == 1 and done.stderr == "error: the disk is full\n"
+
+
+def test_public_names_are_at_the_top_level_and_importing_the_package_imports_no_jax():
+  program = """
+    import sys, diffeq_nnx
+    assert not {"jax", "flax", "ml_collections"} & {*sys.modules}
+    from diffeq_nnx import Config, Model, load_config
+    from diffeq_nnx import config, model
+    assert (Config, Model, load_config) == (config.Config, model.Model, config.load)
+    assert isinstance(load_config("configs/tiny.py", ["train.steps=3"]), Config)
+    for name in diffeq_nnx._HOMES:
+      assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
+  """
+  subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

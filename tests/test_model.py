@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import diffeq_nnx
 from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import build
+from diffeq_nnx.model.parameters import build, partial_model
 from tests import reference
-from tests.conftest import ROWS, moved_instance, small_instance, small_model
+from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
 
 
 def make(model_config, moved=True) -> Model:
@@ -35,7 +37,7 @@ def numpy_of(module) -> dict:
 def solved(model: Model, x_BxLxD, weights, **bound) -> jax.Array:
   """The state at the end of the model's own grid."""
   field = vector_fields.BoundField(model.field, **bound)
-  return integration.solve(model.solver, field, x_BxLxD, weights, model.grid(), key=jax.random.key(0))
+  return integration.solve(model.solver, field, x_BxLxD, weights, key=jax.random.key(0))
 
 
 def reference_weights(model: Model, times) -> dict:
@@ -127,7 +129,7 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
 def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none(weights, changes, shifted):
   model = small_instance(small_model(**{"field": "llama", "weights": weights, **changes}))
   for norm in ("attention_norm", "mlp_norm"):
-    assert ("shift" in model.block_weights()[norm]) == shifted == model.config.block_shift
+    assert ("shift" in model.block_weights().sets[norm]) == shifted == model.config.block_shift
   assert ("shift" in model.final_norm) == (model.config.field == "gpt")
 
 
@@ -190,7 +192,7 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
 def with_stored_weights(model: Model, num_steps: int) -> Model:
   """A stored model with the same embedding and norms, holding the weights that `model` generates."""
   stored = dataclasses.replace(model.config, weights="stored", num_steps=num_steps, horizon=model.config.total_time)
-  weights = model.block_weights(model.grid(num_steps))
+  weights = model.block_weights(model.grid(num_steps)).sets
   params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": weights}}
   return build(stored, params)
 
@@ -207,7 +209,7 @@ def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
 def test_held_time_equals_one_shared_set():
   model = make(small_model(**ROWS["constant"]))
   weights = model.block_weights()
-  one = jax.tree.map(lambda a: a[0], weights)
+  one = jax.tree.map(lambda a: a[0], weights.sets)
   params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}}
   tokens = jnp.arange(24).reshape(2, 12)
   np.testing.assert_allclose(model(tokens), build(small_model(weights="shared"), params)(tokens), atol=1e-6)
@@ -217,7 +219,7 @@ def test_one_euler_step_is_the_parallel_block():
   model = make(small_model(num_steps=1, horizon=0.5))
   x = jax.random.normal(jax.random.key(1), (2, 12, 24))
   weights = model.block_weights()
-  one = jax.tree.map(lambda a: a[0], weights)
+  one = jax.tree.map(lambda a: a[0], weights.sets)
   by_hand = x + 0.5 * (model.field.attention(x, one) + model.field.feedforward(x, one))
   np.testing.assert_allclose(solved(model, x, weights), by_hand, atol=1e-6)
 
@@ -275,6 +277,102 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
   assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
 
 
+@pytest.mark.parametrize("solver", ["euler", "rk4"])
+def test_weights_are_integrated_over_their_own_grid(solver):
+  """At a number of steps that is not the model's own, and at steps of other sizes."""
+  model = make(small_model(solver=solver))
+  tokens = jnp.arange(24).reshape(2, 12)
+  for grid, expected in (
+    (model.grid(12), lambda: model(tokens, 12)),
+    (grids.uneven_grid((2.0, 0.5, 0.5)), lambda: diffeq_nnx.discretize(model, step_sizes=(2.0, 0.5, 0.5))(tokens)),
+  ):
+    found = model.logits(model.hidden(tokens, model.block_weights(grid)))
+    np.testing.assert_allclose(found, expected(), rtol=0, atol=1e-5)
+    assert np.abs(found - model(tokens)).max() > 1e-3
+    with pytest.raises(TypeError):
+      model.hidden(tokens, model.block_weights(grid), model.grid())
+
+
+def test_weights_for_the_nodes_of_another_solver_are_an_error():
+  model, other = make(small_model(solver="euler")), make(small_model(solver="rk4"))
+  for weights, wanted in (
+    (other.block_weights(), 3),
+    (dataclasses.replace(model.block_weights(), grid=model.grid(12)), 12),
+  ):
+    with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
+      model.hidden(jnp.zeros((1, 12), jnp.int32), weights)
+    unrolled = dataclasses.replace(
+      weights, sets=[jax.tree.map(lambda leaf: leaf[0], weights.sets)] * len(jax.tree.leaves(weights.sets)[0])
+    )
+    with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
+      model.hidden_unrolled(jnp.zeros((1, 12), jnp.int32), unrolled, Packing())
+
+
+@pytest.mark.parametrize(
+  "change,part",
+  [
+    (lambda p: p.pop("embedding"), "params: embedding is missing; pass"),
+    (lambda p: p.update(head=p["embedding"]), "params: the model has no head; pass"),
+    (lambda p: p.update(embedding=p["embedding"][:, :-1]), "embedding has the shape (31, 23), in the model (31, 24)"),
+    (
+      lambda p: p.update(embedding=p["embedding"].astype("bfloat16")),
+      "embedding is in bfloat16, in the model in float32",
+    ),
+    (lambda p: p.update(embedding=3), "embedding is no array but of type int"),
+    (lambda p: p["weight_source"]["stored"]["up"].pop("bias"), "weight_source.stored.up.bias is missing"),
+    (lambda p: p.update(weight_source={"stored": {}}), ", and 9 more; pass"),
+  ],
+)
+def test_parameters_of_another_model_are_told_by_name_shape_and_dtype(change, part):
+  config = small_model(weights="stored")
+  params = numpy_of(make(config))
+  build(config, params)
+  change(params)
+  assert part in told(lambda: build(config, params))
+  for one in (lambda: nnx.jit(lambda: build(config, params))(), lambda: build(config, nnx.State({}))):
+    assert "params: " in told(one)
+
+
+def test_a_part_of_the_parameters_is_checked_too():
+  config = small_model()
+  params = numpy_of(make(config))
+  for wrong in ({"embedding": params["embedding"].T}, {"embeddings": params["embedding"]}, {"final_norm": {}}):
+    assert "params: " in told(lambda wrong=wrong: partial_model(config, wrong))
+  partial_model(config, {"embedding": params["embedding"].astype("bfloat16")})  # as for generation
+
+
+def test_an_adjoint_that_cannot_be_is_told():
+  assert "remat='ful': must be one of none, dots, full; did you mean 'full'?" in told(
+    lambda: integration.Checkpointed("ful")
+  )
+  assert "every=0: must be a whole number" in told(lambda: integration.Checkpointed("full", 0))
+  model, tokens = make(small_model()), jnp.zeros((1, 12), jnp.int32)
+  for adjoint, part in (
+    (integration.Reversible(), "the steps of this solver can't be undone; those of leapfrog can"),
+    ("full", "adjoint='full': must be a Checkpointed or a Reversible"),
+    (integration.Checkpointed("full", 2), "train.remat_every=2: must divide the number of steps, 3"),
+  ):
+    assert part in told(lambda adjoint=adjoint: model.hidden(tokens, model.block_weights(), adjoint=adjoint))
+
+
+@pytest.mark.parametrize(
+  "make_grid,part",
+  [
+    (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
+    (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
+    (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "dts=(-1.0,): must be above 0"),
+    (lambda: grids.Grid((0.0, 1.0), (1.0,), weights_at="start"), "weights_at='start': must be one of nodes, end"),
+    (lambda: grids.uneven_grid(()), "step_sizes=(): must be one or more numbers above 0"),
+    (lambda: grids.uneven_grid((2.0, -1.0)), "step_sizes=(2.0, -1.0): must be"),
+    (lambda: grids.make_grid(small_model(), 0), "num_steps=0: must be 1 or above"),
+  ],
+)
+def test_a_grid_that_cannot_be_is_an_error(make_grid, part):
+  with pytest.raises(ValueError) as error:
+    make_grid()
+  assert part in str(error.value)
+
+
 def test_too_many_tokens_for_the_positions_is_an_error():
   model = make(small_model())
   with pytest.raises(ValueError, match="13 tokens: the model has 12 learned positions"):
@@ -291,7 +389,7 @@ def test_bfloat16_computes_near_float32():
   model = make(config, moved=False)
   low = build(dataclasses.replace(config, dtype="bfloat16"), nnx.to_pure_dict(nnx.state(model)))
   tokens = jnp.arange(24).reshape(2, 12)
-  assert low.block_weights()["up"]["kernel"].dtype == jnp.bfloat16
+  assert low.block_weights().sets["up"]["kernel"].dtype == jnp.bfloat16
   assert low(tokens).dtype == jnp.float32
   difference = jnp.linalg.norm(low(tokens) - model(tokens)) / jnp.linalg.norm(model(tokens))
   assert difference < 2e-2

@@ -355,6 +355,16 @@ def test_a_job_that_only_reads_leaves_a_damaged_checkpoint_where_it_is(run, capf
   assert "the checkpoint of step 20 is damaged" in capfd.readouterr().err and contents() == before
 
 
+@pytest.mark.parametrize("suffix", [".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-1700000000", ""])
+def test_a_checkpoint_that_a_kill_left_unfinished_is_not_read(run, suffix):
+  """Under the name of one that is being written, or, as without renaming, its own with half of its parts."""
+  config, workdir = run
+  newest = workdir / "checkpoints" / f"24{suffix}"
+  shutil.copytree(workdir / "checkpoints" / "20", newest)
+  shutil.rmtree(newest / "params")
+  assert jobs.run("evaluate", config, str(workdir))["step"] == 20
+
+
 def test_no_checkpoint_that_can_be_read_is_told(run):
   config, workdir = run
   for step in kept(workdir):

@@ -16,6 +16,7 @@ from diffeq_nnx.model import grids, integration, solvers, vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
+from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training import flops
 from tests.conftest import moved_instance, small_config, small_model, told
 
@@ -44,7 +45,7 @@ def end(model: Model, solver: solvers.Solver, num_steps: int, x_BxLxD: jax.Array
   grid = model.grid(num_steps)
   weights = model.weight_source(grid.times(solver.nodes), jnp.dtype(model.config.dtype))
   field = vector_fields.BoundField(model.field)
-  return integration.solve(solver, field, x_BxLxD, weights, grid, key=jax.random.key(0))
+  return integration.solve(solver, field, x_BxLxD, GridWeights(weights, grid), key=jax.random.key(0))
 
 
 @functools.cache
@@ -144,11 +145,25 @@ class Keyed(vector_fields.BoundField):
 def test_a_step_is_the_formula_written_out(name, x64):
   model = moved_instance(smooth(solver=name, dtype="float64", num_steps=1, dropout=0.3), seed=2)
   solver, x = model.solver, jax.random.normal(KEY, (2, 12, 24), "float64")
-  weights = [jax.tree.map(lambda leaf: leaf[u], model.block_weights()) for u in range(len(solver.nodes))]
+  weights = [jax.tree.map(lambda leaf: leaf[u], model.block_weights().sets) for u in range(len(solver.nodes))]
   field = Keyed(model.field, dropout=vector_fields.Dropout(0.3, jnp.arange(2)))
   stepped = solver.step(field, x, weights, jnp.asarray(0.7, "float64"), KEY)
   np.testing.assert_allclose(stepped, by_hand(name, field, x, weights, 0.7), rtol=0, atol=1e-13)
   assert np.abs(stepped - solver.step(field, x, weights, jnp.asarray(0.7, "float64"), jax.random.key(4))).max() > 0.1
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_takes_its_size_as_any_number(name, dtype):
+  model = moved_instance(smooth(solver=name, dtype=dtype, num_steps=1))
+  solver, field = model.solver, vector_fields.BoundField(model.field)
+  carry = solver.init(jax.random.normal(KEY, (2, 12, 24), dtype))
+  weights = [jax.tree.map(lambda leaf: leaf[u], model.block_weights().sets) for u in range(len(solver.nodes))]
+  expected = solver.step(field, carry, weights, jnp.float32(0.5), KEY)
+  for dt in (0.5, np.float64(0.5), np.float32(0.5)):
+    found = solver.step(field, carry, weights, dt, KEY)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(expected)]
 
 
 def test_leapfrog_is_the_two_step_midpoint_rule(x64):
@@ -214,13 +229,13 @@ def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(scale, embe
   model = moved_instance(
     dataclasses.replace(config, time=dataclasses.replace(config.time, embedding=embedding)), seed=1
   )
-  coarse = model.block_weights(model.grid(3))
+  coarse = model.block_weights(model.grid(3)).sets
   for parts in (2, 5):
-    fine = model.block_weights(model.grid(3 * parts))
+    fine = model.block_weights(model.grid(3 * parts)).sets
     mean = jax.tree.map(lambda leaf: leaf.reshape(3, parts, *leaf.shape[1:]).mean(1), fine)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
   uneven = dataclasses.replace(grids.uneven_grid((2.0, 1.0)), weights_at="mean", radians=scale)
-  wide = jax.tree.map(lambda leaf: leaf[0], model.block_weights(uneven))
+  wide = jax.tree.map(lambda leaf: leaf[0], model.block_weights(uneven).sets)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[:2].mean(0), rtol=0, atol=1e-6), wide, coarse)
 
 
@@ -255,7 +270,7 @@ def test_discretized_equals_continuous(solver, weights_at):
 def test_held_time_equals_one_shared_set(solver):
   held = dataclasses.replace(small_model().time, constant=True)
   model = moved_instance(small_model(solver=solver, time=held))
-  one = jax.tree.map(lambda leaf: leaf[0], model.block_weights())
+  one = jax.tree.map(lambda leaf: leaf[0], model.block_weights().sets)
   shared = build(
     small_model(solver=solver, weights="shared"),
     nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}},
@@ -327,6 +342,7 @@ def test_a_name_can_be_registered_again_for_the_same_solver_only():
   assert "heun: is the name of a solver" in told(
     lambda: solvers.register("heun", Splitting((("feedforward", 1.0), ("attention", 1.0))))
   )
+  assert "is not a Solver; pass an instance" in told(lambda: solvers.register("mine", solvers.Leapfrog))
 
 
 # with the compiler as users have it, from here on
@@ -339,7 +355,7 @@ def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizati
   model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.2), scale=0.05)
   grid = model.grid() if even else grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
   x = 0.02 * jax.random.normal(KEY, (2, 12, 24), dtype)
-  links = integration.links_of(model.solver, model.block_weights(grid), grid, x.dtype, KEY)
+  links = integration.links_of(model.solver, model.block_weights(grid), x.dtype, KEY)
   advance = integration.advance_of(model.solver, grid)
   field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
 

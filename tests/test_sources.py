@@ -1,5 +1,6 @@
 """What sources promise: each record once or counted, in one order, in parts, flat memory, one-line errors."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -15,13 +16,23 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, presets
 from diffeq_nnx.data import holdout, sources
 from diffeq_nnx.data.sources import Counts, Options
-from diffeq_nnx.data.sources.files import zstd  # the standard one, or its backport
+from diffeq_nnx.data.sources.compressed import zstd  # the standard one, or its backport
 from tests.conftest import told
 from tests.tfds_sets import WrittenText, in_subprocess, small_parts, tfds_dir  # noqa: F401  fixtures
 
 SKIP = Options(bad_records="skip")
-OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
+OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open, ".bz2": bz2.open}
+COMPRESS = {
+  ".gz": gzip.compress,
+  ".xz": lzma.compress,
+  ".lzma": lambda content: lzma.compress(content, lzma.FORMAT_ALONE),
+  ".bz2": bz2.compress,
+  ".zst": lambda content: zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1}),
+}
+SKIPPED = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"aside"  # a frame of zstd that holds no content
+BETWEEN = {".gz": bytes(7), ".xz": bytes(8), ".zst": SKIPPED}  # what may stand after a member
 MEMORY = fsspec.filesystem("memory")
+NOISE = random.Random(0).randbytes(1000)
 
 
 def jsonl(texts, key="text"):
@@ -51,10 +62,71 @@ def test_compressed_and_plain_files_read_alike_in_sorted_order(tmp_path, bucket,
   assert list(data.documents(f"jsonl:{root}/deep/2.jsonl*, {root}/deep/[013].jsonl*")) == texts
 
 
-def test_several_frames_or_members_in_a_file_are_all_read(tmp_path):
-  for suffix, module in ((".gz", gzip), (".xz", lzma), (".zst", zstd)):
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(module.compress(jsonl(["a"])) + module.compress(jsonl(["b"])))
-    assert list(data.documents(f"jsonl:{tmp_path}/a.jsonl{suffix}")) == ["a", "b"]
+@pytest.mark.parametrize("place", ["local", "bucket"])
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_every_member_of_a_file_is_read(tmp_path, bucket, suffix, place):
+  """Of several, with what each format allows between them and at the end; the last is larger than one read."""
+  texts = ["a", "b", NOISE.hex() * 300]
+  between = BETWEEN.get(suffix, b"")
+  content = b"".join(COMPRESS[suffix](jsonl([text])) + between for text in texts)
+  (tmp_path / f"a.jsonl{suffix}").write_bytes(content)
+  MEMORY.pipe(f"/bucket/a.jsonl{suffix}", content)
+  root = str(tmp_path) if place == "local" else bucket
+  assert list(data.documents(f"jsonl:{root}/a.jsonl{suffix}")) == texts
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_later_member_that_is_damaged_is_an_error(tmp_path, suffix):
+  """A byte of its header, what is no member at all, an end that is missing, and a changed checksum."""
+  first, second = (COMPRESS[suffix](jsonl([text])) for text in "ab")
+  header = bytes([second[0] ^ 0x55]) + second[1:]
+  checked = second[:-5] + bytes([second[-5] ^ 1]) + second[-4:] if suffix == ".gz" else second[:-4] + bytes(4)
+  path = tmp_path / f"a.jsonl{suffix}"
+  for later in (header, b"g", b"garbage" * 9, second[:3], second[:-3], checked, bytes(3) + header):
+    path.write_bytes(first + later)
+    message = told(lambda: list(data.documents(f"jsonl:{path}")))
+    assert f"{path} can't be read (" in message and message.endswith("; it is damaged or truncated: restore it")
+  if suffix != ".gz":  # which allows any number of zeros
+    path.write_bytes(first + bytes(3) + second)
+    assert "can't be read (" in told(lambda: list(data.documents(f"jsonl:{path}")))
+
+
+def with_window(content, exponent, mantissa=0):
+  """A zstd frame that asks for a window of 2^exponent (1 + mantissa / 8) bytes, as that of `zstd --long=exponent`."""
+  compressor = zstd.ZstdCompressor()
+  frame = bytearray(compressor.compress(content) + compressor.flush())
+  assert not frame[4] & 0x20  # else it has no byte for the window
+  frame[5] = (exponent - 10) << 3 | mantissa
+  return bytes(frame)
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+def test_zstd_windows_up_to_2_gib_are_read_and_larger_ones_are_named(tmp_path, bucket, place):
+  def written(*frames):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    MEMORY.pipe("/bucket/a.jsonl.zst", b"".join(frames))
+    return f"jsonl:{tmp_path if place == 'local' else 'memory:///bucket'}/a.jsonl.zst"
+
+  frames = [with_window(jsonl([str(exponent)]), exponent) for exponent in (20, 27, 28, 31)]
+  assert list(data.documents(written(*frames))) == ["20", "27", "28", "31"]
+  for size, frame in (
+    ("2.25", with_window(jsonl(["y"]), 31, 1)),
+    ("4", with_window(jsonl(["y"]), 32)),
+    ("8", b"\x28\xb5\x2f\xfd\xe0" + (2**33).to_bytes(8, "little") + bytes(9)),  # its content is its window
+  ):
+    message = told(lambda frame=frame: list(data.documents(written(frames[0], frame))))
+    assert f"can't be read (its zstd window of {size} GiB is larger than 2 GiB); compress it again" in message
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_lines_of_json_end_at_line_feeds_alone(tmp_path, mark):
+  """Other characters that end lines elsewhere are text; a carriage return is JSON's white space."""
+  texts = [f"one{mark}two", "three"]
+  lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+  (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).replace(": ", ":\r").encode())
+  if ord(mark) < 32:  # JSON has these as escapes alone
+    assert mark not in lines[0]
+  assert list(data.documents(f"jsonl:{tmp_path}/a.jsonl")) == texts
 
 
 def test_home_expands_and_documents_are_read_lazily(tmp_path, monkeypatch):
@@ -135,7 +207,7 @@ def test_parts_are_the_whole_however_they_are_shared_out(tmp_path, tfds_dir):
       assert sorted(found) == sorted(texts) and counts == source.counts == Counts(len(texts), len(texts))
 
 
-NOISE, FIRST = random.Random(0).randbytes(1000), b'{"text": "x"}\n'
+FIRST = b'{"text": "x"}\n'
 BAD_FILES = {
   "empty.text": (b"", ": the file is empty"),
   "empty.jsonl": (b"", ": the file is empty"),
@@ -143,9 +215,12 @@ BAD_FILES = {
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
   "cut.text.xz": (lzma.compress(NOISE)[:500], " can't be read"),
   "cut.text.zst": (zstd.compress(NOISE)[:500], " can't be read"),
+  "cut.text.bz2": (bz2.compress(NOISE)[:500], " can't be read"),
   "plain.text.gz": (b"plain", " can't be read"),
   "plain.text.xz": (b"plain", " can't be read"),
   "plain.text.zst": (b"plain", " can't be read"),
+  "plain.text.bz2": (b"plain", " can't be read"),
+  "nothing.text.xz": (b"", " can't be read"),
   "broken.jsonl": (FIRST + b"{", " line 2: not JSON"),
   "list.jsonl": (FIRST + b"[1]", " line 2: of type list, not an object"),
   "key.jsonl": (FIRST + b'{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),

@@ -63,7 +63,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(field, x64):
       alone["targets"].append(fill(batch["targets"][row, where]))
       alone["mask"].append(fill(np.ones(where.sum())))
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  weights, evaluate = make_generate(config, 3)(params), make_eval_step(config, 3)
+  weights, evaluate = make_generate(config, 3)(params), make_eval_step(config)
   total, count = evaluate(params, weights, jax.tree.map(np.stack, alone, is_leaf=lambda x: isinstance(x, list)))
   assert len(alone["inputs"]) > 4 and count == 24
   packed_total, _ = evaluate(params, weights, {**batch, "mask": np.ones((2, 12))})

@@ -23,7 +23,7 @@ WIDE = dict(
 
 def spreads(model_config: ModelConfig) -> dict[str, float]:
   """Standard deviation of each kernel over all of the model's times."""
-  weights = nnx.jit(lambda model: model.block_weights())(small_instance(model_config))
+  weights = nnx.jit(lambda model: model.block_weights().sets)(small_instance(model_config))
   return {group: float(leaves["kernel"].std()) for group, leaves in weights.items() if "kernel" in leaves}
 
 
@@ -82,7 +82,7 @@ def test_a_plain_model_s_tables_start_alike():
 
 
 def test_norms_and_biases_start_as_a_plain_models():
-  weights = small_instance(small_model()).block_weights()
+  weights = small_instance(small_model()).block_weights().sets
   assert (weights["mlp_norm"]["scale"] == 1).all() and (weights["mlp_norm"]["shift"] == 0).all()
   assert (weights["up"]["bias"] == 0).all()
 
@@ -105,7 +105,7 @@ def test_learned_frequencies_start_at_the_fixed_ones_and_get_a_gradient():
   for a, b in zip(jax.tree.leaves(learned.block_weights()), jax.tree.leaves(fixed.block_weights())):
     np.testing.assert_array_equal(a, b)
   graph, state = nnx.split(learned)
-  gradient = jax.grad(lambda p: jnp.square(nnx.merge(graph, p).block_weights()["up"]["kernel"]).sum())(
+  gradient = jax.grad(lambda p: jnp.square(nnx.merge(graph, p).block_weights().sets["up"]["kernel"]).sum())(
     nnx.to_pure_dict(state)
   )
   assert (gradient["weight_source"]["frequencies_M"] != 0).any()
@@ -120,7 +120,7 @@ def test_the_generators_gradient_agrees_with_finite_differences(embedding, x64):
   cotangents = perturb(jax.tree.map(lambda a: jnp.zeros(a.shape), shapes), seed=7, scale=1.0)
 
   def pairing(params):
-    made = nnx.merge(graph, params).block_weights()
+    made = nnx.merge(graph, params).block_weights().sets
     return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(cotangents)))
 
   gradient = jax.jit(jax.grad(pairing))(params)

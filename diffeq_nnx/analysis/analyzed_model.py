@@ -21,7 +21,7 @@ from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
 from diffeq_nnx.model.ready import make_ready
-from diffeq_nnx.model.weight_sources import BlockWeights
+from diffeq_nnx.model.weight_sources import BlockWeights, GridWeights
 from diffeq_nnx.parallel import sharding
 
 Progress = Callable[[float], None]  # called after each piece of work with its amount
@@ -35,9 +35,8 @@ class AnalyzedModel:
 
   Attributes:
     config: of the model, in the wider dtype.
-    grid: the steps.
     times: of its weights, and which of them each step uses.
-    weights: BlockWeights at these times.
+    weights: at these times, with the grid.
     source: the parameters of its weight source.
     mesh: the device that all but `source` are on.
     rest: the other parameters.
@@ -50,9 +49,14 @@ class AnalyzedModel:
     )
     with jax.default_matmul_precision("highest"):
       ready = make_ready(model, num_steps, config=config)
-    self.config, self.grid, self.weights, self.rest = config, ready.grid, ready.weights, ready.rest
+    self.config, self.weights, self.rest = config, ready.weights, ready.rest
     self.times = solvers.weight_times(config, self.grid)
     self.mesh, self.source = ready.mesh, params_of(model)["weight_source"]
+
+  @property
+  def grid(self) -> grids.Grid:
+    """The steps."""
+    return self.weights.grid
 
   @contextlib.contextmanager
   def computing(self) -> Iterator[None]:
@@ -61,7 +65,7 @@ class AnalyzedModel:
       yield
 
   def check_times(self, times_M: Sequence[float]) -> tuple[float, ...]:
-    """The times sorted and without duplicates.
+    """The times as numbers, in their order.
 
     Raises:
       UserError: no times, or some outside 0 to 1; or stored weights, which exist at the times of the
@@ -74,10 +78,10 @@ class AnalyzedModel:
         f"times={list(times_M)}: the weights of this model are stored, for the times of its own "
         f"{self.config.num_steps} steps only; leave it out"
       )
-    return tuple(np.unique(np.asarray(times_M, np.float64)).tolist())
+    return tuple(map(float, times_M))
 
   def weights_at(self, times_M: Sequence[float]) -> BlockWeights:
-    """BlockWeights at any times between 0 and 1. Raises as `check_times`."""
+    """BlockWeights at any times between 0 and 1, in their order. Raises as `check_times`."""
     weights = _weights(self.config, self.check_times(times_M), self.source)
     return jax.device_put(weights, sharding.replicated(self.mesh))
 
@@ -105,11 +109,19 @@ class AnalyzedModel:
   @staticmethod
   def check_position(position: int, length: int) -> int:
     """The position counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    if not -length <= position < length:
-      raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
-    return position % length
+    return _counted("position", position, length, "the text has {} tokens")
 
-  def observe(self, tokens_L: Sequence[int], weights: BlockWeights | None = None, *, attention: bool = False) -> "Pass":
+  def check_step(self, name: str, step: int) -> int:
+    """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
+    return _counted(name, step, self.grid.num_steps, "the model has {} steps")
+
+  def check_token(self, token: int) -> int:
+    """The token; raises UserError if the model has no such id."""
+    if not 0 <= token < self.config.vocab_size:
+      raise UserError(f"token={token}: the model's ids are 0 to {self.config.vocab_size - 1}")
+    return token
+
+  def observe(self, tokens_L: Sequence[int], weights: GridWeights | None = None, *, attention: bool = False) -> "Pass":
     """Records one forward pass of a text.
 
     Args:
@@ -124,14 +136,20 @@ class AnalyzedModel:
     tokens_1xL = self.check_tokens(tokens_L)[None]
     weights = self.weights if weights is None else weights
     with self.computing():
-      passed = observe(self.config, self.grid, attention, self.rest, weights, tokens_1xL)
+      passed = observe(self.config, attention, self.rest, weights, tokens_1xL)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
       raise RunError(
-        f"the state after step {int(np.argmin(finite_S))} of {self.grid.num_steps} is not finite; the "
+        f"the state after step {int(np.argmin(finite_S))} of {weights.grid.num_steps} is not finite; the "
         "model's weights are too large, or not numbers"
       )
     return passed
+
+
+def _counted(name: str, index: int, count: int, rule: str) -> int:
+  if not -count <= index < count:
+    raise UserError(f"{name}={index}: {rule.format(count)}, 0 to {count - 1}")
+  return index % count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -192,34 +210,31 @@ class Step:
     self._advance = integration.advance_of(self.solver, grid)
     self._field = vector_fields.BoundField(vector_fields.make_field(config), context)
 
-  def links(self, weights: BlockWeights) -> integration.Links:
-    """What each step reads of the weights [U, ...], with leading axes S, to scan over."""
-    return integration.links_of(self.solver, weights, self._grid, self._dtype, jax.random.key(0))
+  def links(self, weights: GridWeights) -> integration.Links:
+    """What each step reads of the weights, with leading axes S, to scan over; raises ValueError for another grid's."""
+    if weights.grid != self._grid:
+      raise ValueError(f"weights of a grid of {weights.grid.num_steps} steps: must be those of this step's own grid")
+    return integration.links_of(self.solver, weights, self._dtype, jax.random.key(0))
 
   def __call__(self, carry: solvers.Carry, link: integration.Links) -> solvers.Carry:
     """The carry after a step, `link` being that step's of `links`."""
     return self._advance(self._field, carry, link)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def observe(
-  config: ModelConfig,
-  grid: grids.Grid,
-  with_attention: bool,
-  rest: dict[str, Any],
-  weights: BlockWeights,
-  tokens_BxL: jax.Array,
+  config: ModelConfig, with_attention: bool, rest: dict[str, Any], weights: GridWeights, tokens_BxL: jax.Array
 ) -> Pass:
   """Records one forward pass of a batch, with the attention probabilities if `with_attention`."""
 
   def step(carry, link):
     context = _RecordedAttention()
-    after = Step(config, grid, context)(carry, link)
+    after = Step(config, weights.grid, context)(carry, link)
     return after, (carry, solver.read(after), context.probabilities[0] if with_attention else None)
 
   solver = solvers.SOLVERS[config.solver]
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
-  links = Step(config, grid).links(weights)
+  links = Step(config, weights.grid).links(weights)
   _, (carries, states, attention) = jax.lax.scan(step, solver.init(x_BxLxD), links)
   return Pass(jnp.concatenate([x_BxLxD[None], states]), carries, attention)
 

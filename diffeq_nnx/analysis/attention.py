@@ -12,7 +12,7 @@ import numpy as np
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Step, logits_of
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids
+from diffeq_nnx.model.weight_sources import GridWeights
 
 HALF = 25  # repeated tokens, if there are positions for them
 
@@ -35,27 +35,28 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
   Args:
     model: the model.
     passed: a forward pass of one text.
-    position: of the logit, from 0.
+    position: of the logit; negative ones count from the end.
     token: of the logit.
+
+  Raises:
+    UserError: a position or token out of range.
   """
+  position, token = model.check_position(position, passed.states.shape[2]), model.check_token(token)
   with model.computing():
-    return np.asarray(
-      _gradient_times_input(model.config, model.grid, model.rest, model.weights, passed.states[0], position, token)
-    )
+    return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _gradient_times_input(
   config: ModelConfig,
-  grid: grids.Grid,
   rest: dict[str, Any],
-  weights: Any,
+  weights: GridWeights,
   x_1xLxD: jax.Array,
   position: jax.Array,
   token: jax.Array,
 ) -> jax.Array:
   def logit(x_1xLxD):
-    step = Step(config, grid)
+    step = Step(config, weights.grid)
     recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
     carry, _ = jax.lax.scan(recomputed, step.solver.init(x_1xLxD), step.links(weights))
     return logits_of(config, rest, step.solver.read(carry))[0, position, token]
@@ -64,7 +65,8 @@ def _gradient_times_input(
 
 
 def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, float]:
-  """The likeliest token after `position`, and its probability."""
+  """The likeliest token after `position`, and its probability; raises UserError for a position out of range."""
+  position = model.check_position(position, passed.states.shape[2])
   with model.computing():
     logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
   token = int(logits_V.argmax())
@@ -84,8 +86,10 @@ def prefix_matching(model: AnalyzedModel, *, half: int | None = None, rows: int 
     seed: of the tokens.
 
   Raises:
-    UserError: fewer than two tokens, or more than the positions allow.
+    UserError: fewer than two tokens, or more than the positions allow; or no rows.
   """
+  if rows < 1:
+    raise UserError(f"rows={rows}: must be 1 or above")
   most = model.config.seq_len // 2
   half = min(HALF, most) if half is None else half
   if not 2 <= half <= most:

@@ -8,12 +8,15 @@ weights shared over depth (Geshkovski et al. 2023); in the paper they cluster le
 
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import jax
 import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.weight_sources import GridWeights
 
 NEAR = 0.1  # directions nearer than this, as unit vectors, count as one
 
@@ -61,9 +64,17 @@ def simulate(
     time: T; the defaults are 200 steps.
     scale: of the polynomial: same_end, (t / T)^k, ends at 1 for every order; same_mean, (k + 1)(t / T)^k, has mean 1
       over time for every order; plain, t^k.
+
+  Raises:
+    UserError: a value out of range.
   """
   if scale not in SCALES:
-    raise ValueError(f"scale={scale!r}: must be one of {', '.join(SCALES)}")
+    raise UserError(f"scale={scale!r}: must be one of {', '.join(SCALES)}")
+  for name, value, least in (("order", order, 0), ("num_tokens", num_tokens, 2), ("dim", dim, 1)):
+    if value < least:
+      raise UserError(f"{name}={value}: must be {least} or above")
+  if not len(seeds) or not 0 < step <= time < math.inf:
+    raise UserError(f"seeds={seeds}, step={step}, time={time}: must be one or more seeds, and 0 < step <= time")
   generators = [np.random.default_rng(seed) for seed in seeds]
   a_NxDxD, v_NxDxD = np.stack([rng.normal(size=(2, dim, dim)) for rng in generators], axis=1)
   x_NxLxD = np.stack([rng.uniform(-2, 2, (num_tokens, dim)) for rng in generators])
@@ -114,8 +125,9 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
   return 2 - 2 * directions @ directions.swapaxes(-1, -2)
 
 
-def constant_weights(model: AnalyzedModel, step: int) -> dict:
-  """BlockWeights with those of one step, from 0, at its first node, at every time."""
+def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
+  """The weights of one step, at its first node, at every time; raises as `AnalyzedModel.check_step`."""
+  step = model.check_step("step", step)
   with model.computing():
     return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
 
@@ -131,8 +143,10 @@ def depth_spread(
     held: a step, from 0, whose weights are used at every step; None: each step has its own.
 
   Raises:
-    UserError: as `AnalyzedModel.check_tokens`.
+    UserError: as `AnalyzedModel.check_tokens`, a single token, or a step out of range.
   """
+  if len(tokens_L) == 1:
+    raise UserError("tokens: there is one, which is at no distance from another; give two or more")
   weights = None if held is None else constant_weights(model, held)
   states_SxLxD = np.asarray(model.observe(tokens_L, weights).states[:, 0], np.float64)
   if issubclass(vector_fields.FIELDS[model.config.field], vector_fields.GPTField):  # as LayerNorm does

@@ -136,7 +136,7 @@ def find(
     decode: a token's text.
     position: of the output token; negative ones count from the end.
     leading: how many exponents, at most embed_dim; None: all.
-    times: of the spectra, from 0 to 1; None: the model's own.
+    times: of the spectra, from 0 to 1, which pictures show in rising order; None: the model's own.
 
   Raises:
     UserError: no tokens, ids outside the vocabulary, a position out of range, times at which the model has no
@@ -146,6 +146,7 @@ def find(
   position = analyzed.check_position(position, len(tokens_L))
   if leading is not None and leading < 1:
     raise UserError(f"leading={leading}: must be 1 or above")
+  times = None if times is None else sorted(set(times))
   generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
   leading = None if leading is None else min(leading, analyzed.config.embed_dim)
   with showing("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:

@@ -124,18 +124,22 @@ def jacobian(
   Args:
     model: the model.
     passed: a forward pass of one text.
-    ks: which tokens; None: all L.
+    ks: which tokens; None: all L. Negative ones count from the end, as do steps.
     progress: called with fractions of K.
     alone: a step to differentiate in place of all, as started at its recorded state.
+
+  Raises:
+    UserError: a token or step out of range.
   """
   _, _, L, D = passed.states.shape
-  ks = np.arange(L) if ks is None else np.asarray(ks)
+  ks = np.array([model.check_position(k, L) for k in (range(L) if ks is None else ks)], int)
   chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.computing():
     step = Step(model.config, model.grid)
     start, carries, links = passed.states[0], passed.carries, step.links(model.weights)
     if alone is not None:
+      alone = model.check_step("alone", alone)
       start = passed.states[alone]
       carries = jax.tree.map(lambda leaf: leaf[None], step.solver.init(start))
       links = jax.tree.map(lambda leaf: leaf[alone : alone + 1], links)

@@ -72,7 +72,7 @@ def spectra(
   made = []
   for first in range(0, len(times_S), len(model.times.times_U)):  # at most as many weights at a time as the model has
     part_S = times_S[first : first + len(model.times.times_U)]
-    kernels = field.head_kernels(jax.device_get(model.weights if own else model.weights_at(part_S.tolist())))
+    kernels = field.head_kernels(jax.device_get(model.weights.sets if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
       made.append(_at_one_time(at_one, feedforward))

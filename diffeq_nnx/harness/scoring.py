@@ -16,7 +16,6 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import partial_model
@@ -81,7 +80,6 @@ class Scorer:
 
   Attributes:
     config: of the model.
-    grid: the steps.
     mesh: the devices.
   """
 
@@ -111,8 +109,8 @@ class Scorer:
       UserError: a number of steps that the model has no weights for.
     """
     ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
-    self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
-    self._weights = {"sets": ready.weights, "rest": ready.rest}
+    self.config, self.mesh = ready.config, ready.mesh
+    self._weights = {"blocks": ready.weights, "rest": ready.rest}
     max_length = self.config.seq_len if max_length is None else max_length
     self._share, self._most_slots = share, packing.bucket(max_length)
     self._rows = sharding.num_shards("batch", self.mesh.shape)
@@ -143,12 +141,7 @@ class Scorer:
     arrays = share.place({name: array[share.rows] for name, array in batch.arrays.items()})
     with jax.set_mesh(self.mesh):
       return score(
-        self.config,
-        self.grid,
-        batch.branches,
-        _pieces(B // self._rows, M, self.config.vocab_size),
-        self._weights,
-        arrays,
+        self.config, batch.branches, _pieces(B // self._rows, M, self.config.vocab_size), self._weights, arrays
       )
 
 
@@ -169,28 +162,22 @@ def _pieces(B: int, M: int, V: int) -> int:
   return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def score(
-  config: ModelConfig,
-  grid: grids.Grid,
-  branches: bool,
-  pieces: int,
-  weights: dict[str, Any],
-  batch: dict[str, jax.Array],
+  config: ModelConfig, branches: bool, pieces: int, weights: dict[str, Any], batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, replicated.
 
   Args:
     config: of the model.
-    grid: the steps.
     branches: whether rows may hold more than one path; otherwise the model's own attention is used.
     pieces: number of pieces in which the logits are computed; divides M.
-    weights: sets, BlockWeights at the times of the pass; rest, the other parameters.
+    weights: blocks, GridWeights; rest, the other parameters.
     batch: `packing.Batch.arrays`.
   """
   model = partial_model(config, weights["rest"])
   context = Branched(batch["ends"], batch["positions"]) if branches else Packing(None, batch["positions"])
-  hidden_BxLxD = model.hidden(batch["tokens"], weights["sets"], grid, context=context)
+  hidden_BxLxD = model.hidden(batch["tokens"], weights["blocks"], context=context)
   head_VxD = model.unembedding()
   B, M = batch["slots"].shape
   split = lambda array: array.reshape(B, pieces, M // pieces).swapaxes(0, 1)

@@ -12,6 +12,7 @@ uint32, what the random numbers of each row depend on.
 """
 
 from collections.abc import Iterator, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -34,7 +35,7 @@ from diffeq_nnx.parallel import sharding
 BUCKET = 64  # slots are padded to multiples of it, so that few shapes are compiled
 CHUNK = 512  # tokens of a prompt that are read at a time, a multiple of BUCKET
 
-Weights = dict[str, Any]  # "sets": a list of BlockWeights, one for each time; "rest": the other parameters
+Weights = dict[str, Any]  # "blocks": GridWeights, unrolled; "rest": the other parameters
 State = dict[str, Any]  # see above
 
 
@@ -45,8 +46,7 @@ class Decoder:
 
   Attributes:
     config: of the model.
-    grid: the steps.
-    weights: "sets", BlockWeights at each of its times; "rest", the other parameters.
+    weights: "blocks", unrolled GridWeights; "rest", the other parameters.
     platform: of the devices: cpu, gpu or tpu.
     parts: that rows are split into.
     mesh: of the devices.
@@ -69,8 +69,8 @@ class Decoder:
     if mesh is not None and model.config.kv_heads % mesh.shape["tensor"]:
       raise UserError(f"mesh.tensor={mesh.shape['tensor']}: must divide model.num_kv_heads={model.config.kv_heads}")
     ready = make_ready(model, num_steps, config=config, mesh=mesh, unrolled=True)
-    self.config, self.grid, self.mesh = ready.config, ready.grid, ready.mesh
-    self.weights: Weights = {"sets": ready.weights, "rest": ready.rest}
+    self.config, self.mesh = ready.config, ready.mesh
+    self.weights: Weights = {"blocks": ready.weights, "rest": ready.rest}
     if mesh is not None:
       self.mesh = sharding.without_fsdp(mesh)
       self.weights = _placed(model, self.weights, self.mesh)
@@ -116,6 +116,11 @@ class Decoder:
     return parts * (2 if on_each == 1 and self.platform != "cpu" else on_each)
 
   @property
+  def grid(self) -> grids.Grid:
+    """The steps."""
+    return self.weights["blocks"].grid
+
+  @property
   def _learned(self) -> bool:
     return vector_fields.FIELDS[self.config.field].learned_positions
 
@@ -131,7 +136,6 @@ class Decoder:
     for row, prompt in zip(tokens_BxL, prompts):
       row[L - len(prompt) :] = prompt
     first = L % CHUNK or CHUNK
-    shared = self.config, self.grid
     with jax.set_mesh(self.mesh):
       state = {
         "next_B": np.array([len(prompt) - L for prompt in prompts], np.int32),
@@ -139,13 +143,13 @@ class Decoder:
       }
       values = sampling.values()
       state, tokens_B = read_first(
-        *shared, num_slots or L, sampling.filters, self.weights, values, state, tokens_BxL[:, :first]
+        self.config, num_slots or L, sampling.filters, self.weights, values, state, tokens_BxL[:, :first]
       )
     for start in range(first, L, CHUNK):
       yield None
       with jax.set_mesh(self.mesh):
         state, tokens_B = read_more(
-          *shared, sampling.filters, self.weights, values, state, tokens_BxL[:, start : start + CHUNK]
+          self.config, sampling.filters, self.weights, values, state, tokens_BxL[:, start : start + CHUNK]
         )
     yield state, tokens_B
 
@@ -159,7 +163,7 @@ class Decoder:
   ) -> tuple[State, jax.Array]:
     """The state after the newest tokens [B], and the next ones; the old state is used up."""
     with jax.set_mesh(self.mesh):
-      return read_more(self.config, self.grid, filters, self.weights, values, state, tokens_B)
+      return read_more(self.config, filters, self.weights, values, state, tokens_B)
 
   def replaced(
     self, state: State, tokens_B: jax.Array, row: int, new: State, new_token: jax.Array
@@ -180,22 +184,24 @@ def _placed(model: Model, weights: Weights, mesh: Mesh) -> Weights:
       group: {name: at(leaf, model.block_axes[group][name]) for name, leaf in one.items()}
       for group, one in set_.items()
     }
-    for set_ in weights["sets"]
+    for set_ in weights["blocks"].sets
   ]
   tables: dict[str, Any] = {"embedding": model.embedding, "positions": model.positions, "head": model.head}
   rest = dict.fromkeys(weights["rest"], sharding.replicated(mesh))
   for name, table in tables.items():
     if weights["rest"].get(name) is not None:
       rest[name] = at(weights["rest"][name], table.get_metadata("axes"))
-  return jax.jit(lambda tree: tree, out_shardings={"sets": sets, "rest": rest})(weights)
+  blocks = dataclasses.replace(weights["blocks"], sets=sets)
+  return jax.jit(lambda tree: tree, out_shardings={"blocks": blocks, "rest": rest})(weights)
 
 
 def _for_cpu(config: ModelConfig, weights: Weights) -> Weights:
   """Weights with kernels stored as a CPU reads them fastest, if the block does nothing but multiply by them."""
-  field, sets = vector_fields.make_field(config), weights["sets"]
-  if not only_multiplies(field.attention, field.feedforward, sets[0], config.embed_dim):
+  field, blocks = vector_fields.make_field(config), weights["blocks"]
+  if not only_multiplies(field.attention, field.feedforward, blocks.sets[0], config.embed_dim):
     return weights
-  return {**weights, "sets": jax.jit(lambda sets: [output_first(one) for one in sets])(sets)}
+  sets = jax.jit(lambda sets: [output_first(one) for one in sets])(blocks.sets)
+  return {**weights, "blocks": dataclasses.replace(blocks, sets=sets)}
 
 
 def padded(slots: int) -> int:
@@ -204,7 +210,7 @@ def padded(slots: int) -> int:
 
 
 def first_logits(
-  config: ModelConfig, grid: grids.Grid, num_slots: int, weights: Weights, state: State, tokens_BxQ: jax.Array
+  config: ModelConfig, num_slots: int, weights: Weights, state: State, tokens_BxQ: jax.Array
 ) -> tuple[State, jax.Array]:
   """The state after the first Q tokens of each row, with P = `num_slots` slots, and logits [B, V] after the last.
 
@@ -216,26 +222,22 @@ def first_logits(
   packing = Packing((positions_BxQ >= 0).astype(jnp.int32), jnp.maximum(positions_BxQ, 0))
   context = PrefillCache(packing)
   model = partial_model(config, weights["rest"])
-  hidden_BxQxD = model.hidden_unrolled(tokens_BxQ, weights["sets"], context, grid)
+  hidden_BxQxD = model.hidden_unrolled(tokens_BxQ, weights["blocks"], context)
   room = ((0, 0), (0, 0), (0, num_slots - Q), (0, 0))
   cache = [(_split(jnp.pad(keys, room)), _split(jnp.pad(values, room))) for keys, values in context.stored]
   state = {**state, "cache": cache, "slot": jnp.int32(Q % num_slots), "next_B": state["next_B"] + Q}
   return state, _logits(model, hidden_BxQxD[:, -1:])[:, 0]
 
 
-def more_logits(
-  config: ModelConfig, grid: grids.Grid, weights: Weights, state: State, tokens_BxQ: jax.Array
-) -> tuple[State, jax.Array]:
+def more_logits(config: ModelConfig, weights: Weights, state: State, tokens_BxQ: jax.Array) -> tuple[State, jax.Array]:
   """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P."""
-  state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
+  state, hidden_BxQxD = _more(config, weights, state, tokens_BxQ)
   return state, _logits(partial_model(config, weights["rest"]), hidden_BxQxD[:, -1:])[:, 0]
 
 
-def all_logits(
-  config: ModelConfig, grid: grids.Grid, weights: Weights, state: State, tokens_BxQ: jax.Array
-) -> tuple[State, jax.Array]:
+def all_logits(config: ModelConfig, weights: Weights, state: State, tokens_BxQ: jax.Array) -> tuple[State, jax.Array]:
   """As `more_logits`, with the logits [B, Q, V] after each of the tokens."""
-  state, hidden_BxQxD = _more(config, grid, weights, state, tokens_BxQ)
+  state, hidden_BxQxD = _more(config, weights, state, tokens_BxQ)
   return state, _logits(partial_model(config, weights["rest"]), hidden_BxQxD)
 
 
@@ -246,7 +248,7 @@ def _logits(model: Model, hidden_BxQxD: jax.Array) -> jax.Array:
   return jax.lax.platform_dependent(hidden_BxQxD, cpu=on_cpu, default=model.logits)
 
 
-def _more(config, grid, weights, state, tokens_BxQ) -> tuple[State, jax.Array]:
+def _more(config, weights, state, tokens_BxQ) -> tuple[State, jax.Array]:
   """The state after Q more tokens, and their last hidden states [B, Q, D]."""
   Q, P = tokens_BxQ.shape[1], state["cache"][0][0].shape[2]
   tokens_BxQ = sharding.constrain(tokens_BxQ, "batch", None)
@@ -255,7 +257,7 @@ def _more(config, grid, weights, state, tokens_BxQ) -> tuple[State, jax.Array]:
     positions_BxQ = jnp.minimum(positions_BxQ, config.seq_len - 1)  # a row beyond the last position has ended
   context = DecodeCache(state["cache"], state["slot"], state["next_B"], jnp.maximum(positions_BxQ, 0))
   model = partial_model(config, weights["rest"])
-  hidden_BxQxD = model.hidden_unrolled(tokens_BxQ, weights["sets"], context, grid)
+  hidden_BxQxD = model.hidden_unrolled(tokens_BxQ, weights["blocks"], context)
   cache = [(_split(keys), _split(values)) for keys, values in context.stored]
   return {**state, "cache": cache, "slot": (state["slot"] + Q) % P, "next_B": state["next_B"] + Q}, hidden_BxQxD
 
@@ -270,10 +272,9 @@ def sampled(filters: Filters, values: dict[str, jax.Array], state: State, logits
   return sharding.constrain(sample(filters, values, logits_BxV, state["next_B"]), None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def read_first(
   config: ModelConfig,
-  grid: grids.Grid,
   num_slots: int,
   filters: Filters,
   weights: Weights,
@@ -282,25 +283,19 @@ def read_first(
   tokens_BxQ: jax.Array,
 ) -> tuple[State, jax.Array]:
   """As `first_logits`, with the next tokens [B] drawn."""
-  state, logits_BxV = first_logits(config, grid, num_slots, weights, state, tokens_BxQ)
+  state, logits_BxV = first_logits(config, num_slots, weights, state, tokens_BxQ)
   return state, sampled(filters, values, state, logits_BxV)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="state")
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="state")
 def read_more(
-  config: ModelConfig,
-  grid: grids.Grid,
-  filters: Filters,
-  weights: Weights,
-  values: dict[str, jax.Array],
-  state: State,
-  tokens: jax.Array,
+  config: ModelConfig, filters: Filters, weights: Weights, values: dict[str, jax.Array], state: State, tokens: jax.Array
 ) -> tuple[State, jax.Array]:
   """As `more_logits`, for tokens [B, Q] or single ones [B], with the next tokens [B] drawn.
 
   The old state's buffers are donated, so that keys and values are updated in place.
   """
-  state, logits_BxV = more_logits(config, grid, weights, state, tokens.reshape(tokens.shape[0], -1))
+  state, logits_BxV = more_logits(config, weights, state, tokens.reshape(tokens.shape[0], -1))
   return state, sampled(filters, values, state, logits_BxV)
 
 

@@ -8,8 +8,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffeq_nnx.errors import UserError
+
+SMALLEST = float(np.finfo(np.float32).smallest_normal)  # a temperature; devices take what is below it for 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Sampling:
 
   Attributes:
     max_tokens: largest number of tokens.
-    temperature: divides the logits; 0: always the likeliest token.
+    temperature: divides the logits; 0, or below 1.2e-38: always the likeliest token.
     top_k: draw from so many of the likeliest tokens; None: from all.
     top_p: draw from the fewest of the likeliest tokens that together have this probability.
     seed: of the random numbers, which depend on it, the row and the position in the row alone.
@@ -50,7 +53,7 @@ class Sampling:
   @property
   def filters(self) -> "Filters":
     """The part that is compiled into a program."""
-    return Filters(greedy=self.temperature == 0, top_k=self.top_k, nucleus=self.top_p < 1)
+    return Filters(greedy=self.temperature < SMALLEST, top_k=self.top_k, nucleus=self.top_p < 1)
 
   def values(self) -> dict[str, jax.Array]:
     """The arguments of a compiled program: temperature, top_p, key."""
@@ -110,7 +113,8 @@ def _filtered(
   filters: Filters, values: dict[str, jax.Array], logits_BxV: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
   """Logits of the tokens that the filters leave, and these tokens, [B, N] each; None: all, in order."""
-  logits_BxV = logits_BxV / values["temperature"]
+  # the largest becomes 0, so that a small temperature makes others minus infinity, and none infinity
+  logits_BxV = (logits_BxV - logits_BxV.max(-1, keepdims=True)) / values["temperature"]
   if filters.top_k is None and not filters.nucleus:
     return logits_BxV, None
   V = logits_BxV.shape[1]

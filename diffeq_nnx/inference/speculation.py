@@ -20,7 +20,6 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.batching import ROWS, check_rows
 from diffeq_nnx.inference.decoding import Decoder, State, Weights, all_logits, more_logits, padded, sampled
 from diffeq_nnx.inference.sampling import Filters, Sampling, keys_of, sample, shares
-from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 
 
@@ -87,8 +86,6 @@ def speculated(
       with jax.set_mesh(decoder.mesh):
         state, draft_state, tokens_B, new_BxN1, count_B = next_several(
           decoder.config,
-          decoder.grid,
-          draft.grid,
           sampling.filters,
           draft_tokens,
           decoder.weights,
@@ -109,11 +106,9 @@ def _by_row(slot: jax.Array, next_B: jax.Array) -> jax.Array:
   return jnp.broadcast_to(slot, next_B.shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnames=("state", "draft_state"))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("state", "draft_state"))
 def next_several(
   config: ModelConfig,
-  grid: grids.Grid,
-  draft_grid: grids.Grid,
   filters: Filters,
   N: int,
   weights: Weights,
@@ -130,12 +125,12 @@ def next_several(
   P = state["cache"][0][0].shape[2]
   read, drafted_logits = [tokens_B], []
   for _ in range(N):
-    draft_state, logits_BxV = more_logits(config, draft_grid, draft_weights, draft_state, read[-1][:, None])
+    draft_state, logits_BxV = more_logits(config, draft_weights, draft_state, read[-1][:, None])
     drafted_logits.append(logits_BxV)
     read.append(sampled(filters, values, draft_state, logits_BxV))
-  draft_state, _ = more_logits(config, draft_grid, draft_weights, draft_state, read[-1][:, None])  # it may be kept
+  draft_state, _ = more_logits(config, draft_weights, draft_state, read[-1][:, None])  # it may be kept
   first_B = state["next_B"] + 1  # positions of the first new tokens
-  state, logits_BxN1xV = all_logits(config, grid, weights, state, jnp.stack(read, 1))
+  state, logits_BxN1xV = all_logits(config, weights, state, jnp.stack(read, 1))
   values = {**values, "rows": state["numbers_B"]}
   new_BxN1, kept_B = judged(
     filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B

@@ -41,7 +41,7 @@ class Answers:
       raise UserError(f"--out={out}: must be on a disk, since it grows; copy it when it is finished")
     if files.exists(out):
       raise UserError(f"--out={out}: is there already; name another file")
-    self._lines = {n: line for n, line in enumerate(content.splitlines(), 1) if line.strip()}
+    self._lines = lines_of(content)
     self._out, self._unfinished = out, f"{out}.unfinished"
     self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ class Answers:
     if files.exists(self._unfinished):
       kept = files.read(self._unfinished)
       kept = kept[: kept.rfind(b"\n") + 1]
-      lines = [parse_json(line, self._unfinished, "--out") for line in kept.splitlines()]
+      lines = [parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]
       if lines and lines[0] != self._identity:
         raise UserError(
           f"--out={self._out}: {self._unfinished} was begun with other settings or prompts; repeat those, or remove it"
@@ -130,6 +130,11 @@ class Answers:
       self._file.write(json.dumps(self._identity) + "\n")
       self._file.flush()
     return {one["line"]: one for one in lines[1:]}
+
+
+def lines_of(content: bytes) -> dict[int, bytes]:
+  """The lines of a file that are not blank, by number from 1; they end at line feeds, as in `jsonl:` sources."""
+  return {n: line for n, line in enumerate(content.split(b"\n"), 1) if line.strip()}
 
 
 def prompt_of(line: bytes) -> str:

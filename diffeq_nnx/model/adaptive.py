@@ -56,7 +56,7 @@ def local_errors(
   fine, coarse = (grids.make_grid(on_grid(model.config, n)) for n in (2 * num_pairs, num_pairs))
   step, stride = (integration.advance_of(solver, grid, model.gathered) for grid in (fine, coarse))
   steps, strides = (
-    integration.links_of(solver, model.block_weights(grid), grid, dtype, jax.random.key(0)) for grid in (fine, coarse)
+    integration.links_of(solver, model.block_weights(grid), dtype, jax.random.key(0)) for grid in (fine, coarse)
   )
   field = vector_fields.BoundField(model.field, context)
   mask_BxLx1 = jnp.ones((*tokens_BxL.shape, 1), wide) if mask_BxL is None else mask_BxL[..., None].astype(wide)

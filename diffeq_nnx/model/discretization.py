@@ -61,7 +61,7 @@ def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) 
     return params
   # the mean over a step takes its points from the generator's frequencies, which the stored model has not
   grid = dataclasses.replace(grids.make_grid(stored), radians=grids.make_grid(model).radians)
-  weights = build(model, params).block_weights(grid)
+  weights = build(model, params).block_weights(grid).sets
   wide = parameter_dtype(model.dtype)  # of weights already rounded to the compute dtype, so that nothing changes
   return {**params, "weight_source": {"stored": jax.tree.map(lambda leaf: leaf.astype(wide), weights)}}
 

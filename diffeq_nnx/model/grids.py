@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 
 MEAN_POINTS = 8  # of each part of a step in a mean, and 2 for each radian that the fastest wave of e(t) turns in it
@@ -77,6 +78,14 @@ class Grid:
         f"a grid needs at least one step, and one edge more than steps; got {len(self.edges)} edges and "
         f"{len(self.dts)} steps"
       )
+    rising = all(before < after for before, after in zip(self.edges, self.edges[1:]))  # false for NaN
+    if (self.edges[0], self.edges[-1]) != (0, 1) or not rising:
+      raise ValueError(f"edges={self.edges}: must rise from 0 to 1")
+    if not all(0 < dt < math.inf for dt in self.dts):
+      raise ValueError(f"dts={self.dts}: must be above 0, and finite")
+    known = config_lib.choices("model.time.weights_at")
+    if self.weights_at not in known:
+      raise ValueError(f"weights_at={self.weights_at!r}: must be one of {', '.join(known)}")
 
   @property
   def num_steps(self) -> int:
@@ -120,7 +129,9 @@ def uniform_grid(num_steps: int, horizon: float) -> Grid:
 
 
 def uneven_grid(step_sizes: Sequence[float]) -> Grid:
-  """Steps of these sizes; edges are fractions of the total."""
+  """Steps of these sizes, above 0; edges are fractions of the total."""
+  if not len(step_sizes) or not all(0 < size < math.inf for size in step_sizes):
+    raise ValueError(f"step_sizes={tuple(step_sizes)}: must be one or more numbers above 0")
   total = math.fsum(step_sizes)
   edges = [math.fsum(step_sizes[:i]) / total for i in range(len(step_sizes) + 1)]
   return Grid(tuple(edges), tuple(map(float, step_sizes)))
@@ -131,7 +142,7 @@ def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
   if model.step_sizes and num_steps in (None, model.num_steps):
     grid = uneven_grid(model.step_sizes)
   else:
-    grid = uniform_grid(num_steps or model.num_steps, model.total_time)
+    grid = uniform_grid(model.num_steps if num_steps is None else num_steps, model.total_time)
   varies = model.weights == "generated" and not model.time.constant
   radians = model.time.radians if varies and model.time.weights_at == "mean" else 0.0
   return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

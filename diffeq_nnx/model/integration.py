@@ -3,7 +3,7 @@
 B batch, L positions, D embed_dim, S solver steps, N nodes of the solver, U weight sets (distinct times).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 import operator
@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, nearest
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.solvers import SOLVERS, Carry, Solver, VectorField
+from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
+
+REMATS = ("none", "dots", "full")  # what `Checkpointed` recomputes
 
 Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
 
@@ -29,10 +32,19 @@ class Checkpointed:
   Attributes:
     remat: none, dots or full, as `train.remat`.
     every: divides the number of steps.
+
+  Raises:
+    UserError: another name, or a number below 1.
   """
 
   remat: str = "none"
   every: int = 1
+
+  def __post_init__(self):
+    if self.remat not in REMATS:
+      raise UserError(f"remat={self.remat!r}: must be one of {', '.join(REMATS)}; {nearest(str(self.remat), REMATS)}")
+    if not isinstance(self.every, int) or self.every < 1:
+      raise UserError(f"every={self.every!r}: must be a whole number, 1 or above")
 
   def wrap(self, function: Callable) -> Callable:
     """`function`, recomputed in the backward pass as chosen."""
@@ -61,44 +73,57 @@ def make_adjoint(config: Config) -> Adjoint:
       raise UserError("train.remat=auto: is measured by --job=train; set it to full, dots or none")
     return Checkpointed(config.train.remat, config.train.remat_every)
   if SOLVERS[config.model.solver].undo is None:
-    able = ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
     raise UserError(
-      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {able} "
+      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {_able()} "
       "can; or set train.adjoint=checkpointed"
     )
   return Reversible()
+
+
+def _able() -> str:
+  """The solvers whose steps can be undone."""
+  return ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
 
 
 def solve(
   solver: Solver,
   field: VectorField,
   x_BxLxD: jax.Array,
-  weights: dict,
-  grid: Grid,
+  weights: GridWeights,
   *,
   key: jax.Array,
   adjoint: Adjoint = Checkpointed(),
   gather: Gather = lambda weights: weights,
 ) -> jax.Array:
-  """The state at the end of the grid, [B, L, D].
+  """The state at the end of the weights' grid, [B, L, D].
 
   Args:
     solver: the method.
     field: the vector field; a pytree where `adjoint` is `Reversible`.
     x_BxLxD: the state at time 0.
-    weights: BlockWeights, every leaf with a leading axis U: the sets of `grid.times(solver.nodes)`.
-    grid: the steps.
+    weights: at `grid.times(solver.nodes)`, with their grid.
     key: from which each step's key is split.
     adjoint: how the backward pass gets the states.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
+
+  Raises:
+    UserError: the adjoint is neither kind, the solver's steps can't be undone, or `every` doesn't divide their number.
+    ValueError: as `links_of`.
   """
-  advance, links = advance_of(solver, grid, gather), links_of(solver, weights, grid, x_BxLxD.dtype, key)
+  if not isinstance(adjoint, Adjoint):
+    raise UserError(f"adjoint={adjoint!r}: must be a Checkpointed or a Reversible")
+  if isinstance(adjoint, Reversible) and solver.undo is None:
+    raise UserError(
+      f"adjoint=Reversible(): the steps of this solver can't be undone; those of {_able()} can; or pass Checkpointed()"
+    )
+  grid = weights.grid
+  advance, links = advance_of(solver, grid, gather), links_of(solver, weights, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
   if isinstance(adjoint, Reversible):
     return solver.read(_undone(advance, field, carry, links))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
-    raise ValueError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
+    raise UserError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
 
   def run(carry, stretch):
     for i in range(every):
@@ -149,12 +174,27 @@ def advance_of(solver: Solver, grid: Grid, gather: Gather = lambda weights: weig
   return Advance(solver, tuple(map(list(dict.fromkeys(columns)).index, columns)), gather)
 
 
-def links_of(solver: Solver, weights: dict, grid: Grid, dtype: jnp.dtype, key: jax.Array) -> Links:
-  """What each step reads, with leading axes S; dt in float32, or wider for a wider `dtype`."""
+def links_of(solver: Solver, weights: GridWeights, dtype: jnp.dtype, key: jax.Array) -> Links:
+  """What each step reads, with leading axes S; dt in float32, or wider for a wider `dtype`.
+
+  Raises:
+    ValueError: the weights are those of a solver with other nodes.
+  """
+  grid = weights.grid
+  _check_sets(solver, grid, {len(leaf) for leaf in jax.tree.leaves(weights.sets)})
   distinct = dict.fromkeys(_columns(solver, grid))
-  sets = tuple(jax.tree.map(functools.partial(_sets, index_S=index_S), weights) for index_S in distinct)
+  sets = tuple(jax.tree.map(functools.partial(_sets, index_S=index_S), weights.sets) for index_S in distinct)
   dts_S = jnp.asarray(np.asarray(grid.dts), jnp.promote_types(dtype, jnp.float32))
   return sets, dts_S, jax.random.split(key, grid.num_steps)
+
+
+def _check_sets(solver: Solver, grid: Grid, found: set[int]) -> None:
+  wanted = len(grid.times(solver.nodes).points_UxQ)
+  if found != {wanted}:
+    raise ValueError(
+      f"weights at {', '.join(map(str, sorted(found)))} times: {grid.num_steps} steps of this solver need those at "
+      f"{wanted}; take `block_weights` of a model with this solver"
+    )
 
 
 def _columns(solver: Solver, grid: Grid) -> list[tuple[int, ...]]:
@@ -199,14 +239,14 @@ def _undone_backward(advance, residuals, gradient):
 _undone.defvjp(_undone_forward, _undone_backward)
 
 
-def solve_unrolled(
-  solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights_U: Sequence[dict], grid: Grid
-) -> jax.Array:
-  """The same state as `solve`, with the loop over steps unrolled; no dropout, no rematerialization.
+def solve_unrolled(solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights) -> jax.Array:
+  """The same state as `solve`, of unrolled weights, with the loop unrolled; no dropout, no rematerialization.
 
   For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token
   takes many times as long.
   """
+  grid, weights_U = weights.grid, weights.sets
+  _check_sets(solver, grid, {len(weights_U)})
   key: Any = jax.random.key(0)  # unused, since there is no dropout
   wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
   carry = solver.init(x_BxLxD)

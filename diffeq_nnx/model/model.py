@@ -83,8 +83,8 @@ class Model(nnx.Module):
 
   def block_weights(
     self, grid: grids.Grid | None = None, dropout_key: jax.Array | None = None
-  ) -> weight_sources.BlockWeights:
-    """The weights at all times of a pass over the grid, in one batched call; every leaf has a leading axis U.
+  ) -> weight_sources.GridWeights:
+    """The weights at all times of a pass over the grid, None: the config's own, in one batched call.
 
     Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
     """
@@ -92,17 +92,19 @@ class Model(nnx.Module):
 
   def weights_of(
     self, each: Sequence[grids.Grid], dropout_key: jax.Array | None = None
-  ) -> list[weight_sources.BlockWeights]:
+  ) -> list[weight_sources.GridWeights]:
     """`block_weights` of several grids, in one batched call."""
     times = [self.times(grid) for grid in each]
     weights = self.weight_source(grids.joined(times), jnp.dtype(self.config.dtype), dropout_key)
     weights = self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
     if len(each) == 1:
-      return [weights]
+      return [weight_sources.GridWeights(weights, each[0])]
     stops = np.cumsum([len(of.points_UxQ) for of in times])
     return [
-      jax.tree.map(lambda leaf, a=stop - len(of.points_UxQ), b=stop: leaf[a:b], weights)
-      for of, stop in zip(times, stops, strict=True)
+      weight_sources.GridWeights(
+        jax.tree.map(lambda leaf, a=stop - len(of.points_UxQ), b=stop: leaf[a:b], weights), grid
+      )
+      for grid, of, stop in zip(each, times, stops, strict=True)
     ]
 
   def gathered(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
@@ -112,8 +114,7 @@ class Model(nnx.Module):
   def hidden(
     self,
     tokens_BxL: jax.Array,
-    block_weights: weight_sources.BlockWeights,
-    grid: grids.Grid | None = None,
+    weights: weight_sources.GridWeights,
     *,
     segment_ids_BxL: jax.Array | None = None,
     positions_BxL: jax.Array | None = None,
@@ -122,12 +123,11 @@ class Model(nnx.Module):
     rows_B: jax.Array | None = None,
     adjoint: integration.Adjoint = integration.Checkpointed(),
   ) -> jax.Array:
-    """The state after the last step and the final norm, [B, L, D].
+    """The state after the last step of the weights' grid and the final norm, [B, L, D].
 
     Args:
       tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
-      block_weights: from `block_weights(grid)`.
-      grid: the steps; None: the config's own.
+      weights: from `block_weights(grid)`.
       segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
       positions_BxL: each token's place in its document, below L; None: 0 to L-1.
       context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
@@ -155,8 +155,7 @@ class Model(nnx.Module):
       self.solver,
       vector_fields.BoundField(self.field, context, dropout),
       dropout(embed_key, x_BxLxD),
-      block_weights,
-      grid or self.grid(),
+      weights,
       key=solve_key,
       adjoint=adjoint,
       gather=self.gathered,
@@ -164,24 +163,19 @@ class Model(nnx.Module):
     return self.normed(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 
   def hidden_unrolled(
-    self,
-    tokens_BxL: jax.Array,
-    weights_U: Sequence[weight_sources.BlockWeights],
-    context: AttentionContext,
-    grid: grids.Grid,
+    self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext
   ) -> jax.Array:
     """The same state as `hidden` gives, [B, L, D], with the loop over steps unrolled; for generating on one device.
 
     Args:
       tokens_BxL: token ids.
-      weights_U: the weights at each time of the pass, without the axis U.
+      weights: unrolled.
       context: the attention context, whose `attend` is called once for each evaluation of attention, in order;
         positions must be below `config.seq_len` where they are learned.
-      grid: the steps.
     """
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     field = vector_fields.BoundField(self.field, context)
-    return self.normed(integration.solve_unrolled(self.solver, field, x_BxLxD, weights_U, grid))
+    return self.normed(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -209,10 +203,8 @@ class Model(nnx.Module):
       UserError: there are no weights for that many steps.
       ValueError: L is larger than the number of learned positions.
     """
-    grid = self.grid(num_steps)
-    hidden_BxLxD = self.hidden(
-      tokens_BxL, self.block_weights(grid), grid, segment_ids_BxL=segment_ids_BxL, positions_BxL=positions_BxL
-    )
+    weights = self.block_weights(self.grid(num_steps))
+    hidden_BxLxD = self.hidden(tokens_BxL, weights, segment_ids_BxL=segment_ids_BxL, positions_BxL=positions_BxL)
     return self.logits(hidden_BxLxD)
 
   def logits(self, hidden_BxLxD: jax.Array) -> jax.Array:

@@ -5,13 +5,16 @@ from typing import Any
 
 from flax import nnx, traverse_util
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import sharding
 
 Params = dict[str, Any]  # nested, an array at each leaf
+SHOWN = 3  # differences that an error names
 
 
 def params_of(model: Model) -> Params:
@@ -31,7 +34,12 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
 
 
 def build(config: ModelConfig, params: Params) -> Model:
-  """The model that has these parameters."""
+  """The model that has these parameters.
+
+  Raises:
+    UserError: names, shapes or dtypes that are not the model's.
+  """
+  _check(config, params)
   return nnx.merge(graph(config), params)
 
 
@@ -40,9 +48,43 @@ def partial_model(config: ModelConfig, params: Params) -> Model:
 
   Args:
     config: of the model.
-    params: complete top-level entries, e.g. all but "weight_source".
+    params: complete top-level entries, e.g. all but "weight_source"; of any dtype.
+
+  Raises:
+    UserError: names or shapes that are not the model's.
   """
+  _check(config, params, partial=True)
   return nnx.merge(graph(config), {**params_of(abstract_model(config)), **params})
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(config: ModelConfig, widest: jnp.dtype) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
+  """Shape and dtype of each parameter; the widest dtype that JAX now has limits them."""
+  del widest
+  return traverse_util.flatten_dict(params_of(abstract_model(config)))
+
+
+def _check(config: ModelConfig, params: Params, partial: bool = False) -> None:
+  if not isinstance(params, dict):
+    raise UserError(f"params: {type(params).__name__}; must be a nested dict, as `params_of` gives")
+  wanted = _shapes(config, jnp.result_type(float))
+  if partial:
+    wanted = {path: leaf for path, leaf in wanted.items() if path[0] in params}
+  found = {path: leaf for path, leaf in traverse_util.flatten_dict(params).items() if leaf is not None}
+  problems = [f"{'.'.join(path)} is missing" for path in wanted if path not in found]
+  for path, leaf in found.items():
+    name, model = ".".join(map(str, path)), wanted.get(path)
+    if model is None:
+      problems.append(f"the model has no {name}")
+    elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+      problems.append(f"{name} is no array but of type {type(leaf).__name__}")
+    elif tuple(leaf.shape) != model.shape:
+      problems.append(f"{name} has the shape {tuple(leaf.shape)}, in the model {model.shape}")
+    elif leaf.dtype != model.dtype and not partial:
+      problems.append(f"{name} is in {leaf.dtype}, in the model in {model.dtype}")
+  if problems:
+    more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    raise UserError(f"params: {'; '.join(problems[:SHOWN])}{more}; pass the parameters of a model with this config")
 
 
 def learns(config: ModelConfig, path: tuple[str, ...]) -> bool:

@@ -6,7 +6,6 @@ U weight sets: the distinct times of a pass.
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -14,7 +13,8 @@ from jax.sharding import Mesh
 from diffeq_nnx.config import MeshConfig, ModelConfig
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import Params, build, params_of
+from diffeq_nnx.model.parameters import Params, params_of, partial_model
+from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
 
 TABLES = ("embedding", "positions", "head")  # parameters whose rows are looked up
@@ -26,16 +26,13 @@ class ReadyModel:
 
   Attributes:
     config: of the model.
-    grid: the steps.
-    weights: BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list
-      of U trees without it.
+    weights: at the times of its grid and the solver, perhaps unrolled.
     rest: the other parameters, tables in the dtype of the computation.
     mesh: the devices that hold them.
   """
 
   config: ModelConfig
-  grid: Grid
-  weights: Any
+  weights: GridWeights
   rest: Params
   mesh: Mesh
 
@@ -64,10 +61,10 @@ def make_ready(
   if mesh is not None:
     with jax.set_mesh(mesh):
       weights, rest = generated(config, grid, unrolled, params)
-    return ReadyModel(config, grid, weights, rest, mesh)
+    return ReadyModel(config, weights, rest, mesh)
   mesh = one_device_mesh(model)
   weights, rest = jax.device_put(generated(config, grid, unrolled, params), sharding.replicated(mesh))
-  return ReadyModel(config, grid, weights, rest, mesh)
+  return ReadyModel(config, weights, rest, mesh)
 
 
 def one_device_mesh(model: Model) -> Mesh:
@@ -77,12 +74,13 @@ def one_device_mesh(model: Model) -> Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[Any, Params]:
+def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[GridWeights, Params]:
   """The weights at all times of a pass, and the other parameters."""
-  weights = build(config, params).block_weights(grid)
+  weights = partial_model(config, params).block_weights(grid)  # of parameters that may be wider than the config's
   if unrolled:
-    sets = len(jax.tree.leaves(weights)[0])
-    weights = [jax.tree.map(operator.itemgetter(i), weights) for i in range(sets)]
+    count = len(jax.tree.leaves(weights)[0])
+    sets = [jax.tree.map(operator.itemgetter(i), weights.sets) for i in range(count)]
+    weights = GridWeights(sets, grid)
   rest = {
     name: leaf.astype(config.dtype) if name in TABLES and leaf is not None else leaf
     for name, leaf in params.items()

@@ -75,14 +75,16 @@ class Solver(abc.ABC):
     return x_BxLxD
 
   @abc.abstractmethod
-  def step(self, field: VectorField, carry: Carry, weights: Sequence[dict], dt: jax.Array, key: jax.Array) -> Carry:
+  def step(
+    self, field: VectorField, carry: Carry, weights: Sequence[dict], dt: jax.typing.ArrayLike, key: jax.Array
+  ) -> Carry:
     """The carry after a step.
 
     Args:
       field: the vector field.
       carry: before the step.
       weights: BlockWeights at each of the nodes.
-      dt: the size of the step, a scalar in float32 or wider.
+      dt: the size of the step, a number or a scalar in float32 or wider.
       key: to pass to the field; one for each step, so that a step integrates one field.
     """
 
@@ -135,13 +137,15 @@ class RungeKutta(Solver):
     return moved(carry, dt, self.b, slopes)
 
 
-def moved(x_BxLxD: jax.Array, dt: jax.Array, factors: Sequence[Any], slopes: Sequence[jax.Array]) -> jax.Array:
+def moved(
+  x_BxLxD: jax.Array, dt: jax.typing.ArrayLike, factors: Sequence[Any], slopes: Sequence[jax.Array]
+) -> jax.Array:
   """x + dt sum_j factors_j slopes_j; dt and sums are in float32 or wider: 1/12 in bfloat16 would be 0.2 % off."""
   terms = [(factor, slope) for factor, slope in zip(factors, slopes, strict=True) if not _is_zero(factor)]
   if not terms:
     return x_BxLxD
   wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
-  change_BxLxD = dt.astype(wide) * sum(factor * slope.astype(wide) for factor, slope in terms)
+  change_BxLxD = jnp.asarray(dt, wide) * sum(factor * slope.astype(wide) for factor, slope in terms)
   if len(terms) == 1:  # rounded before the sum, as in a layer, so that at dt = 1 an ordinary transformer keeps its bits
     return x_BxLxD + change_BxLxD.astype(x_BxLxD.dtype)
   return (x_BxLxD.astype(wide) + change_BxLxD).astype(x_BxLxD.dtype)
@@ -237,12 +241,14 @@ class Leapfrog(Solver):
   def step(self, field, carry, weights, dt, key):
     """See `Solver.step`."""
     before, middle = carry
-    return middle, _plus(before, 2 * dt * field(middle[0], weights[0], key).astype(middle[1].dtype))
+    wide = middle[1].dtype
+    return middle, _plus(before, 2 * jnp.asarray(dt, wide) * field(middle[0], weights[0], key).astype(wide))
 
   def undo(self, field, carry, weights, dt, key):
     """See `Solver.undo`."""
     middle, after = carry
-    return _plus(after, -2 * dt * field(middle[0], weights[0], key).astype(middle[1].dtype)), middle
+    wide = middle[1].dtype
+    return _plus(after, -2 * jnp.asarray(dt, wide) * field(middle[0], weights[0], key).astype(wide)), middle
 
   def read(self, carry):
     """The mean of both."""
@@ -303,8 +309,10 @@ def register(name: str, solver: Solver) -> None:
   """Adds a solver as a choice of `model.solver`.
 
   Raises:
-    UserError: another solver has this name; compiled programs are cached by it.
+    UserError: another solver has this name, by which compiled programs are cached; or it is not a `Solver`.
   """
+  if not isinstance(solver, Solver):
+    raise UserError(f"{name}: {solver!r} is not a Solver; pass an instance of a subclass")
   if SOLVERS.setdefault(name, solver) != solver:
     raise UserError(f"{name}: is the name of a solver already; register it under another name")
   config_lib.add_choice("model.solver", name)

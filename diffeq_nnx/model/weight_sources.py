@@ -1,7 +1,8 @@
 """BlockWeights and their sources: generated, stored or shared weights.
 
 BlockWeights is a nested dict {group: {leaf: array}}, e.g. weights["up"]["kernel"]; every leaf has a leading
-axis U, the requested times. A weight source is called once for all times that a solver will visit.
+axis U, the requested times. A weight source is called once for all times that a solver will visit. GridWeights are
+those of one pass, with its grid.
 
 U weight sets (distinct times), Q points of a mean, T time_embed_dim, M frequencies or times, P = 2 M + 1 features, N
 groups (weight matrices and norms).
@@ -10,16 +11,32 @@ groups (weight matrices and norms).
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.model.grids import Times
+from diffeq_nnx.model.grids import Grid, Times
 from diffeq_nnx.model.time_embedding import frequencies, sinusoidal_features
 
 BlockWeights = dict[str, dict[str, jax.Array]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GridWeights:
+  """The weights of one pass over a grid. What integrates takes the grid from here, so that the two always belong.
+
+  Attributes:
+    sets: BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list of
+      U trees without it.
+    grid: the steps.
+  """
+
+  sets: Any
+  grid: Grid = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)

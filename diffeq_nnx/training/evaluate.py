@@ -20,11 +20,12 @@ class Evaluator:
 
   def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
     """`num_steps` None: eval.num_steps, or else model.num_steps."""
-    self.num_steps = num_steps or config.eval.num_steps or config.model.num_steps
+    own = config.model.num_steps if config.eval.num_steps is None else config.eval.num_steps
+    self.num_steps = own if num_steps is None else num_steps
     self._config, self._split = config, corpus.validation
     self._eos_id = data.document_end(config.data, corpus.tokenizer)
     self._generate = make_generate(config, self.num_steps)
-    self._step = make_eval_step(config, self.num_steps, mesh)
+    self._step = make_eval_step(config, mesh)
     shards = sharding.num_shards("batch", mesh.shape)
     # padded to a multiple of the devices, so that the figures don't depend on the mesh
     self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)

@@ -1,5 +1,6 @@
 """Progress and metrics of a run: a progress line, metrics.jsonl, TensorBoard files, loss.png."""
 
+import io
 import json
 import math
 import os
@@ -175,14 +176,14 @@ def _truncate(path: str, last_step: int, validate: bool) -> None:
     for line, record in _lines(path)
     if record["step"] <= last_step and (record["step"], record["split"]) != repeated
   ]
-  files.write(path, "".join(kept).encode())
+  files.write(path, b"".join(kept))
 
 
 def _lines(path: str):
-  for line in files.read(path).decode().splitlines(keepends=True):
+  for line in io.BytesIO(files.read(path)):  # which end at line feeds alone
     try:
       yield line, json.loads(line)
-    except json.JSONDecodeError:  # a run killed while it wrote
+    except ValueError:  # a run killed while it wrote
       return
 
 

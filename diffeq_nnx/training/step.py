@@ -115,11 +115,9 @@ def loss_and_gradients(
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
     hidden_parts, targets_parts = [], []
-    for grid, weights in zip(each, block_weights, strict=True):
-      part = _part(batch, tuple(i for i, of in enumerate(parts) if of == grid), len(parts))
-      hidden_parts.append(
-        _hidden(config, model, part, weights, grid, dropout_key=key, rows_B=part["rows"], adjoint=adjoint)
-      )
+    for weights in block_weights:
+      part = _part(batch, tuple(i for i, grid in enumerate(parts) if grid == weights.grid), len(parts))
+      hidden_parts.append(_hidden(config, model, part, weights, dropout_key=key, rows_B=part["rows"], adjoint=adjoint))
       targets_parts.append(part["targets"])
     hidden_BxLxD, targets_BxL = _concatenated(hidden_parts), _concatenated(targets_parts)
     mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
@@ -136,11 +134,11 @@ def loss_and_gradients(
   return loss, {**rest_gradients, "weight_source": source_gradients}
 
 
-def _hidden(config: Config, model: Model, batch: Batch, block_weights: Any, grid: grids.Grid, **more) -> jax.Array:
+def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.GridWeights, **more) -> jax.Array:
   """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
   get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
   return model.hidden(
-    batch["inputs"], block_weights, grid, segment_ids_BxL=get("segment_ids"), positions_BxL=get("positions"), **more
+    batch["inputs"], weights, segment_ids_BxL=get("segment_ids"), positions_BxL=get("positions"), **more
   )
 
 
@@ -288,18 +286,17 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
 
 @functools.lru_cache(maxsize=32)
 def make_eval_step(
-  config: Config, num_steps: int, mesh: Mesh | None = None
-) -> Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]:
-  """A jitted `step(params, block_weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
+  config: Config, mesh: Mesh | None = None
+) -> Callable[[Params, weight_sources.GridWeights, Batch], tuple[jax.Array, jax.Array]]:
+  """A jitted `step(params, weights, batch) -> (summed loss in nats, number of targets)`, no dropout.
 
-  Generate `block_weights` once with `make_generate` and use them for every batch.
+  Generate `weights` once with `make_generate`, which says the number of steps, and use them for every batch.
   """
-  grid = grids.make_grid(config.model, num_steps)
 
   @functools.partial(jax.jit, out_shardings=None if mesh is None else sharding.replicated(mesh))
-  def eval_step(params: Params, block_weights, batch: Batch):
+  def eval_step(params: Params, weights: weight_sources.GridWeights, batch: Batch):
     model = parameters.build(config.model, params)
-    hidden_BxLxD = _hidden(config, model, batch, block_weights, grid)
+    hidden_BxLxD = _hidden(config, model, batch, weights)
     total = chunked_cross_entropy(
       hidden_BxLxD, model.unembedding(), batch["targets"], batch["mask"], config.train.loss_chunks
     )
@@ -309,7 +306,7 @@ def make_eval_step(
 
 
 @functools.lru_cache(maxsize=32)
-def make_generate(config: Config, num_steps: int) -> Callable[[Params], Any]:
-  """A jitted `generate(params) -> BlockWeights` for the model's grid of `num_steps`."""
+def make_generate(config: Config, num_steps: int) -> Callable[[Params], weight_sources.GridWeights]:
+  """A jitted `generate(params)` of the weights for the model's grid of `num_steps`."""
   grid = grids.make_grid(config.model, num_steps)
   return jax.jit(lambda params: parameters.build(config.model, params).block_weights(grid))

@@ -54,7 +54,7 @@ def read_by_a_token(weights: decoding.Weights, state: dict) -> dict[str, Any]:
   """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
   head = weights["rest"].get("head")
   return {
-    "sets": weights["sets"],
+    "blocks": weights["blocks"],
     "head": weights["rest"]["embedding"] if head is None else head,
     "cache": state["cache"],
   }
@@ -91,7 +91,7 @@ class Programs:
     """One token of each row; slots are overwritten one after the other, and all are read."""
     decoder = self._decoder
     self._state, self._tokens_B = decoding.read_more(
-      decoder.config, decoder.grid, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
+      decoder.config, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
     )
     return self._tokens_B
 
@@ -136,8 +136,10 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   values, tokens_B = placed((jax.eval_shape(GREEDY.values), jax.ShapeDtypeStruct((rows,), jnp.int32)))
 
   def read_at(grid: grids.Grid) -> tuple[decoding.Weights, decoding.State]:
-    sets, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
-    return placed(({"sets": sets, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots))))
+    blocks, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
+    return placed(
+      ({"blocks": blocks, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)))
+    )
 
   def seconds(traced) -> float:
     program = hlo.Program(traced.lower(lowering_platforms=("cuda" if on_gpu else "tpu",)).compile().as_text())
@@ -151,7 +153,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     for arrays in (read_by_a_token(weights, state), state["cache"])
   )
-  token = seconds(decoding.read_more.trace(model, grid, GREEDY.filters, weights, values, state, tokens_B))
+  token = seconds(decoding.read_more.trace(model, GREEDY.filters, weights, values, state, tokens_B))
   read = size / (1e9 * chip.bandwidth)
   products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / peak
   mebibytes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
@@ -162,15 +164,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
     both = [(held, {**one, "slot": tokens_B}) for held, one in ((weights, state), read_at(coarse))]  # slots by row
     round_ = seconds(
       speculation.next_several.trace(
-        model,
-        grid,
-        coarse,
-        GREEDY.filters,
-        draft[1],
-        *(held for held, _ in both),
-        values,
-        *(one for _, one in both),
-        tokens_B,
+        model, GREEDY.filters, draft[1], *(held for held, _ in both), values, *(one for _, one in both), tokens_B
       )
     )
     cells += [f"{1e3 * round_:.3f}", f"{round_ / token - 1:.2f}", f"{(draft[1] + 1) * token / round_:.2f}"]

@@ -22,7 +22,7 @@ from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.inference.speculation import speculated
-from diffeq_nnx.jobs.prompt_files import prompt_of
+from diffeq_nnx.jobs.prompt_files import lines_of, prompt_of
 from diffeq_nnx.runs import opening
 from launch.experiments import tables
 from launch.experiments.compare import numbers
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   run = opening.load(args.workdir)
   try:
-    lines = [line for line in read(args.prompts).splitlines() if line.strip()]
+    lines = [*lines_of(read(args.prompts)).values()]
   except OSError as error:
     raise UserError(f"--prompts={args.prompts}: can't be read ({error.strerror or error}); name a file") from error
   prompts = prompt_ids(run.tokenizer, [prompt_of(line) for line in lines])

@@ -64,7 +64,7 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
   others = np.random.default_rng(seed).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
   texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
   with analyzed.computing():
-    passed = observe(config, analyzed.grid, False, analyzed.rest, analyzed.weights, texts_RxL)
+    passed = observe(config, False, analyzed.rest, analyzed.weights, texts_RxL)
     logits_RxV = logits_of(config, analyzed.rest, passed.states[-1][:, -1:])[:, 0]
     logs_RxV = np.asarray(jax.nn.log_softmax(logits_RxV), np.float64)
   divergences = (np.exp(logs_RxV[0]) * (logs_RxV[0] - logs_RxV[1:])).sum(-1)

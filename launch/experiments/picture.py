@@ -45,7 +45,7 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
   figure, (weights, eigen, depth) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
   entry = lambda leaves: np.asarray(leaves["up"]["kernel"])[:, 0, :ENTRIES]
   own, colors = analyzed.times.times_U, pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
-  for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights).T, colors):
+  for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights.sets).T, colors):
     weights.plot(TIMES, curve, color=color, linewidth=1.2)
     weights.plot(own, marks, "o", color=color, markersize=4)
   weights.set(title="weights are functions of depth", xlabel="depth t", ylabel=f"{ENTRIES} entries of W_up(t)")

@@ -8,29 +8,19 @@ from collections.abc import Iterator
 import dataclasses
 import glob
 import json
-import lzma
 import os
-import sys
 from typing import Any, BinaryIO
 import zlib
 
 import fsspec
-import fsspec.compression
 from fsspec.implementations.local import LocalFileSystem
 
+from diffeq_nnx.data.sources import compressed
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
-if sys.version_info >= (3, 14):
-  from compression import zstd
-else:
-  from backports import zstd
-
-# Of the modules that fsspec may use for .zst, only this one detects a truncated file.
-fsspec.compression.register_compression("zstd", zstd.ZstdFile, "zst", force=True)
-
-_LOCAL_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+_LOCAL_ERRORS = (*compressed.ERRORS, zlib.error)
 # Fields that change with the version of a remote file; each file system has some of them.
 _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created"]
 
@@ -58,9 +48,10 @@ class File:
     errors = Exception if is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
       # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
-      opener = fsspec.open if is_url(self.name) else LocalFileSystem().open
-      with opener(self.name, "rb", compression=None if self.name.endswith(".zip") else "infer") as file:
-        yield from self._text(file) if self.kind == "text" else self._jsonl(file)
+      opener, ours = fsspec.open if is_url(self.name) else LocalFileSystem().open, compressed.is_read(self.name)
+      with opener(self.name, "rb", compression=None if ours or self.name.endswith(".zip") else "infer") as file:
+        content = compressed.members(file, self.name) if ours else file
+        yield from self._text(content) if self.kind == "text" else self._jsonl(content)
     except UserError:
       raise
     except errors as error:
@@ -206,5 +197,7 @@ def _unreadable(prefix: str, name: str, error: BaseException) -> str:
     return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
+  if isinstance(error, compressed.WindowTooLarge):
+    return f"{prefix} {name} can't be read ({_reason(error)}); compress it again with a smaller window, as --long=27"
   action = "check the network, or restore the file" if is_url(name) else "it is damaged or truncated: restore it"
   return f"{prefix} {name} can't be read ({_reason(error)}); {action}"
