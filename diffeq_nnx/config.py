@@ -32,6 +32,10 @@ TENSORBOARD_FOLDER = "tensorboard"
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
 
 
+def _error_or_unknown(value: str | None) -> str | None:
+  return None if value in (None, "error", "unknown") else "must be error or unknown"
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Section, prefix="data."):
   """Which text, and how it becomes tokens.
@@ -55,6 +59,9 @@ class DataConfig(Section, prefix="data."):
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
   begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False
   end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
+  # what a byte becomes that a byte-level vocabulary lacks: an error with document and byte, or the unknown token;
+  # None: as a run's or shards' tokenizer file says, else error
+  unknown_bytes: str | None = dataclasses.field(default=None, metadata={"rule": _error_or_unknown})
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"

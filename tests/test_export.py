@@ -33,6 +33,10 @@ from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
 from tests.conftest import moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_published_tokenizers import TEXTS as PUBLISHED_TEXTS
+from tests.test_published_tokenizers import lacking
+from tests.test_published_tokenizers import model as published_model
+from tests.test_tokenizer import write
 
 ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
 GENERATED = {"horizon": 2.0}, 5  # changes to a model, num_steps of the export
@@ -277,9 +281,9 @@ def test_parts_that_were_added_are_in_no_folder(changes, form, monkeypatch):
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
   model = make(small_model(solver="sequential", num_kv_heads=None))
   (tmp_path / "note").write_text("mine")
-  for write in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
-    assert "holds something already" in told(lambda: write(model, str(tmp_path)))
-    assert "holds something already" in told(lambda: write(model, str(tmp_path / "note")))
+  for export in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
+    assert "holds something already" in told(lambda: export(model, str(tmp_path)))
+    assert "holds something already" in told(lambda: export(model, str(tmp_path / "note")))
   assert os.listdir(tmp_path) == ["note"]
   (tmp_path / "empty").mkdir()
   diffeq_nnx.export_hf(model, str(tmp_path / "empty"))
@@ -353,6 +357,50 @@ def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
   assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == ours.eos_id
   again = data.load_tokenizer(os.path.join(out, "tokenizer.model") if kind == "sentencepiece" else out)
   assert again.hash == ours.hash
+
+
+@pytest.mark.parametrize("changes", [{}, {"add_dummy_prefix": False}])
+def test_auto_tokenizer_gives_the_ids_of_a_published_sentencepiece_model(changes, tmp_path):
+  """With tokens that were added beside it, and several end marks."""
+  start, stop = "<|im_start|>", "<|im_end|>"
+  trained = published_model(**changes)
+  size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
+  said = {
+    "added_tokens__json": {start: size, stop: size + 1},
+    "tokenizer_config__json": {"eos_token": stop},
+    "generation_config__json": {"eos_token_id": [2, size + 1]},
+  }
+  ours = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__model=trained, **said)))
+  model = make(small_model(field="llama", solver="sequential", num_kv_heads=None, vocab_size=size + 2))
+  out = str(tmp_path / "out")
+  diffeq_nnx.export_hf(model, out, tokenizer=ours)
+  theirs = transformers.AutoTokenizer.from_pretrained(out)
+  for text in [*TEXTS, *PUBLISHED_TEXTS, f"{start}a {start} b {start}"]:
+    ids = ours.encode(text).tolist()
+    assert theirs(text)["input_ids"] == [1, *ids]
+    assert theirs.decode(ids) == ours.decode(ids)
+  assert (theirs.eos_token, theirs.bos_token, theirs.eos_token_id) == (stop, "<s>", size + 1)
+  assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [size + 1, 2] == list(ours.end_ids)
+  again = data.load_tokenizer(out)
+  assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, False)
+  assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()
+
+
+def test_auto_tokenizer_gives_the_ids_of_a_vocabulary_that_lacks_bytes(tmp_path):
+  given = lacking(model__unk_token="<unk>")
+  given["added_tokens"].append({**given["added_tokens"][0], "id": len(given["model"]["vocab"]), "content": "<|e|>"})
+  said = {"generation_config__json": {"eos_token_id": [len(given["model"]["vocab"]), 0]}}
+  folder = write(tmp_path / "given", tokenizer__json=given, **said)
+  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=300))
+  for policy, texts in (("unknown", ["no! \U00041234!!", *TEXTS]), ("error", TEXTS)):
+    ours, out = data.load_tokenizer(str(folder), unknown_bytes=policy), str(tmp_path / policy)
+    notes = diffeq_nnx.export_hf(model, out, tokenizer=ours)["notes"]
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert [theirs(text)["input_ids"] for text in texts] == [ours.encode(text).tolist() for text in texts]
+    assert ("left out by AutoTokenizer" in " ".join(notes)) == (policy == "error")
+    again = data.load_tokenizer(out, unknown_bytes=policy)
+    assert (again.end_ids, again.hash) == (ours.end_ids, ours.hash)
+    assert "diffeq_nnx" not in json.loads((tmp_path / policy / "tokenizer.json").read_text())["model"]
 
 
 def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):

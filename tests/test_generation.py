@@ -385,9 +385,35 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
   stop = chr(ids[0][at])
   first, _ = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, stop=[stop])
   assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
-  tokenizer.eos_id = ids[1][5]
-  ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20)[1]
-  assert ended.stopped == "eos" and ended.ids == ids[1][: ids[1].index(ids[1][5])]
+  tokenizer.more_end_ids = (ids[1][5], ids[0][7])  # each ends a text, not the first alone
+  draft = {"draft": diffeq_nnx.Decoder(model)}  # that a draft stands before doesn't let one through
+  for more in ({}, draft):
+    ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, **more)
+    for one, row in zip(ended, ids):
+      at = next(place for place, token in enumerate(row) if token in tokenizer.more_end_ids)
+      assert one.stopped == "eos" and one.ids == row[:at]
+
+
+def test_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
+  """Its name is ordinary text; its id, which a program may give, is read as any other."""
+  tokenizer = TOKENIZERS["bytes"](tmp_path)
+  (ids,) = generation.prompt_ids(tokenizer, ["a<|endoftext|>b"])
+  assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
+  model = make(small_model(field="llama", vocab_size=257))
+  with_mark = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, stop_ids=tokenizer.end_ids, temperature=0)
+  without = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, temperature=0)
+  assert with_mark == without and len(without[0]) == 4
+
+
+def test_a_space_that_a_tokenizer_puts_first_stays_within_a_text_and_is_dropped_at_its_beginning(tmp_path):
+  model = sentencepiece_model(normalization_rule_name="identity", remove_extra_whitespaces=False)
+  (tmp_path / "tokenizer.model").write_bytes(model)
+  tokenizer = data.load_tokenizer(str(tmp_path))
+  text = "the cat and  a dog\n on caf\u00e9"
+  for leading, expected in (("", f" {text}"), (tokenizer.leading, text)):
+    stream = TextStream(tokenizer.decode_within, ("zebra",), leading)
+    pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
+    assert "".join(pieces) + stream.finish() == stream.text == expected
 
 
 def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pathlib
 import tempfile
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -18,10 +19,12 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+import sentencepiece
 
 import diffeq_nnx
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
+from diffeq_nnx.exporting import importing
 from diffeq_nnx.harness import perplexity
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
@@ -29,10 +32,19 @@ from diffeq_nnx.harness.scoring import Score
 from tests.conftest import told
 from tests.harness_cases import WORDS, random_model, write_tasks
 from tests.test_export import byte_pairs
+from tests.test_published_tokenizers import model as published_model
+from tests.test_tokenizer import write
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
 QUESTIONS = 60
+LLAMA_TOKENIZER = {
+  "tokenizer_class": "LlamaTokenizer",
+  "bos_token": "<s>",
+  "eos_token": "</s>",
+  "unk_token": "<unk>",
+  "add_bos_token": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +106,45 @@ def test_the_hf_backend_on_the_exported_weights_gives_the_same(field, tokens, ta
   np.testing.assert_allclose(responses(ours, "rolling"), responses(rolling, "rolling"), rtol=0, atol=1e-3)
   assert responses(ours, "continuing") == responses(theirs, "continuing")
   assert ours["config"]["mark_before_contexts"] == tokenizer.bos_id and ours["config"]["begin_mark"] == "auto"
+
+
+def test_an_imported_llama_with_its_published_tokenizer_gives_what_the_hf_backend_gives(task_folder, tmp_path):
+  """A sentencepiece model with its dummy prefix, and two end marks; its ids equal transformers' at single spaces."""
+  from lm_eval.models.huggingface import HFLM
+  import torch
+  import transformers
+
+  folder, trained = str(tmp_path / "hf"), published_model(sentence_iterator=iter([" ".join(WORDS)] * 40))
+  size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
+  torch.manual_seed(0)
+  sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+  config = transformers.LlamaConfig(
+    vocab_size=size, max_position_embeddings=96, initializer_range=0.4, bos_token_id=1, eos_token_id=2, **sizes
+  )
+  made = transformers.LlamaForCausalLM(config)
+  with torch.no_grad():  # texts of odd bytes, which the libraries decode differently, are then unlikely
+    made.lm_head.weight[:259] = 0
+  made.save_pretrained(folder)
+  write(pathlib.Path(folder), tokenizer__model=trained, tokenizer_config__json=LLAMA_TOKENIZER)
+  free = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=16)
+  texts = responses(evaluated(free, task_folder, "continuing"), "continuing")
+  ids = [token for text in texts for token in free.tok_encode(text)]
+  more = max(set(ids), key=ids.count)  # which then ends texts
+  write(pathlib.Path(folder), generation_config__json={"bos_token_id": 1, "eos_token_id": [2, more]})
+  tokenizer = importing.tokenizer_of(folder)
+  assert (tokenizer.end_ids, tokenizer.bos_id, tokenizer.leading) == ((2, more), 1, " ")
+  ours, theirs = DiffEqLM(model=importing.import_hf(folder), tokenizer=tokenizer), HFLM(pretrained=folder, device="cpu")
+  theirs_too = evaluated(theirs, task_folder, "choice", "continuing")
+  ours_too = evaluated(ours, task_folder, "choice", "continuing")
+  samples = sorted(ours_too["samples"]["choice"], key=lambda one: one["doc_id"])
+  pairs = [sample["arguments"][at] for sample in samples for at in range(len(sample["arguments"]))]
+  same = np.array([tuple(ours._encode_pair(*pair)) == tuple(theirs._encode_pair(*pair)) for pair in pairs])
+  assert same.sum() > 0.9 * len(same) > 3 * QUESTIONS * 0.9
+  found, expected = (np.array([one[0] for one in responses(each, "choice")]) for each in (ours_too, theirs_too))
+  np.testing.assert_allclose(found[same], expected[same], rtol=0, atol=1e-3)
+  mark = tokenizer.decode_within([more])  # which transformers leaves in a text, since it is no special token
+  ended = [text.removesuffix(mark) for text in responses(theirs_too, "continuing")]
+  assert responses(ours_too, "continuing") == ended != texts
 
 
 def instances(kind, *arguments):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import sentencepiece
 import torch
 import transformers
 
@@ -24,6 +26,8 @@ from diffeq_nnx.training.loop import train
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import make
+from tests.test_published_tokenizers import model as published_model
+from tests.test_tokenizer import write as write_files
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
 LLAMA = dict(
@@ -305,6 +309,32 @@ def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsy
   loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
   prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
   assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
+
+
+def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_path, capsys):
+  """Its directory says how, without the folder; text that is prepared with its file fits it."""
+  config, out, new = finished[0], tmp_path / "out", str(tmp_path / "new")
+  trained = published_model()
+  theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
+  foreign("llama", vocab_size=theirs.vocab_size() + 1).save_pretrained(out)
+  marks = {"bos_token_id": 1, "eos_token_id": [2, 9]}
+  files = {"tokenizer__model": trained, "added_tokens__json": {"<|im_start|>": theirs.vocab_size()}}
+  config_json = json.loads((out / "config.json").read_text()) | marks
+  write_files(out, **files, generation_config__json=marks, config__json=config_json)
+  jobs.run("import", config, new, from_hf=str(out))
+  shutil.rmtree(out)
+  imported = workdir_lib.config_of(new)
+  tokenizer = workdir_lib.tokenizer_of(new, imported)
+  assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 9), 1)
+  assert tokenizer.encode("Hello  world\nx").tolist() == theirs.encode("Hello  world\nx")
+  assert tokenizer.encode("<|im_start|>").tolist() == [theirs.vocab_size()]
+  assert math.isfinite(jobs.run("evaluate", imported, new)["loss"])
+  again = str(tmp_path / "again")
+  jobs.run("export", imported, new, out=again)
+  assert importing.tokenizer_of(again).end_ids == (2, 9)
+  assert transformers.AutoTokenizer.from_pretrained(again)("a  b\n")["input_ids"] == [1, *theirs.encode("a  b\n")]
+  own = dataclasses.replace(config.data, tokenizer=os.path.join(new, "tokenizer.model"))
+  assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
 
 
 def test_other_formats_and_mistakes(finished, tmp_path):

@@ -67,7 +67,6 @@ BAD_FILES = {  # name: files, what the line says
   "nothing": ({"note__txt": "x"}, "the directory must hold one of tokenizer.json, tokenizer.model, vocab.json and"),
   "no merges": ({"vocab__json": {}}, "not vocab.json; give both of a pair"),
   "no vocabulary": ({"vocab__bpe": ""}, "not vocab.bpe; give both of a pair"),
-  "two kinds": (one() | {"tokenizer__model": b""}, "not tokenizer.json and tokenizer.model; "),
   "two pairs": (pair_of_files(encoder__json={}, vocab__bpe=""), "not vocab.json and merges.txt and encoder.json and"),
   "added file": (pair_of_files(added_tokens__json={"x": 300}), "added_tokens.json, which vocab.json lacks"),
   "other vocab": (pair() | renamed(BEGIN, "<|a|>"), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
@@ -81,7 +80,6 @@ BAD_FILES = {  # name: files, what the line says
   "beyond": (pair(zz=700), "ids must be 0 to 300, each once, but 'zz' has 700 where 300 is due"),
   "negative": (pair(zz=-1), "can't use it (invalid value: integer `-1`, expected u32)"),
   "surrogate": (pair_of_files(vocab__json='{"\\ud800": 0}'), "can't use it"),
-  "byte": (merges("") | {"vocab__json": vocab_of(**{"!": None, "zz": 2})}, "no piece for 1 of the 256 bytes"),
   "other merges": (merges("#version: 0.2\nx y\n"), "can't use it (Token `xy` out of vocabulary)"),
   "three": (merges("a t\na b c\n"), "can't use it (Merges text file invalid at line 2)"),
   "latin": (merges(b"x \xff"), "can't use it (Token `\ufffd` out of vocabulary)"),
@@ -102,7 +100,13 @@ BAD_FILES = {  # name: files, what the line says
     beside(eos_token=END) | beside("generation_config", eos_token_id=1),
     "generation_config.json is 1: not one token",
   ),
-  "several": (beside("config", eos_token_id=[0, 1]), "config.json is [0, 1]: not one token"),
+  "several": (beside("config", eos_token_id=[0, 300]), "config.json is [0, 300]: not one token"),
+  "several others": (
+    beside(eos_token=END) | beside("generation_config", eos_token_id=[1, 5]),
+    "generation_config.json is [1, 5]: not one token of the vocabulary (ids 0 to 299); set data.end_token",
+  ),
+  "several of a type": (beside("config", eos_token_id=[0, "<|begin|>", None]), "not one token"),
+  "none of several": (beside("config", eos_token_id=[]), "config.json is []: not one token"),
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
   "byte as eos": (beside(eos_token="!"), "'!' is also an ordinary piece"),
   "bos unsaid": (beside(bos_token=BEGIN), "(id 1), but it is unclear whether documents begin with the begin mark; set"),
@@ -156,7 +160,7 @@ BAD_MODELS = {
   "not a sentencepiece model": lambda: b"not a model" * 50,
   "not a sentencepiece model; give": lambda: b"",
   "no byte fallback": lambda: sentencepiece_model(byte_fallback=False, vocab_size=30),
-  "no end-of-text id": lambda: sentencepiece_model(eos_id=-1),
+  "there is no <|endoftext|>; set data.end_token": lambda: sentencepiece_model(eos_id=-1),
   "is not JSON": lambda: b"{broken",
 }
 
@@ -198,13 +202,15 @@ def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
 
   llama = str(write(tmp_path / "llama", tokenizer__model=sentencepiece_model(model_type="bpe")))
   assert data.load_tokenizer(llama, begin_token="<s>", end_token="</s>").hash == data.load_tokenizer(llama).hash
+  other = data.load_tokenizer(llama, end_token="<s>", begin_mark=False)
+  assert (other.eos_id, other.bos_id) == (1, None)
   assert data.load_tokenizer("bytes", end_token=END).hash == data.load_tokenizer("bytes").hash
   for name, marks, part in (
     (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
     (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
     (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
-    (llama, {"end_token": "<s>"}, "the model's eos_id is 2, data.end_token is '<s>': not one token"),
-    (llama, {"begin_token": "</s>"}, "the model's bos_id is 1, data.begin_token is '</s>': not one token"),
+    (llama, {"end_token": "<s/>"}, "data.end_token is '<s/>': not one token"),
+    (llama, {"end_token": "<0x0A>"}, "the mark '<0x0A>' is also an ordinary piece"),
     ("bytes", {"begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
   ):
     assert part in told(functools.partial(data.load_tokenizer, name, **marks))

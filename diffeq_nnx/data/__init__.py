@@ -1,11 +1,11 @@
-"""From text to batches: sources of documents, lossless tokenizers, prepared shards, windows of tokens."""
+"""From text to batches: sources of documents, tokenizers, prepared shards, windows of tokens."""
 
 from diffeq_nnx.data.batches import document_end, eval_batches, num_eval_batches, packing, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load
 from diffeq_nnx.data.preparation import num_cores, prepare, recipe
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, fingerprint, open_source
-from diffeq_nnx.data.tokenizers import Tokenizer, train
+from diffeq_nnx.data.tokenizers import Tokenizer, UnknownByte, train
 from diffeq_nnx.data.tokenizers import load as load_tokenizer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
   "Options",
   "Split",
   "Tokenizer",
+  "UnknownByte",
   "document_end",
   "documents",
   "eval_batches",

@@ -156,9 +156,7 @@ def _corpus(trained: list[shards.Directory], weights: list[float], validated: li
 def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:
   """Raises UserError if the config names another tokenizer than that of the shards."""
   if config.tokenizer != "train":
-    asked = tokenizers.load(
-      config.tokenizer, begin_mark=config.begin_mark, begin_token=config.begin_token, end_token=config.end_token
-    )
+    asked = tokenizers.of_config(config)
     if asked.hash != tokenizer.hash:
       raise UserError(
         f"data.tokenizer={config.tokenizer}: is another tokenizer ({asked.hash[:12]}) than that of {name} "

@@ -320,7 +320,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])
-  tokenizer = tokenizers.load(path, begin_mark=info["bos_id"] is not None, key=f"{label}: tokenizer")
+  tokenizer = tokenizers.load(path, begin_mark=info["bos_id"] is not None, lossless=True, key=f"{label}: tokenizer")
   if tokenizer.hash != info["hash"]:
     raise UserError(
       f"{label}: {path} is another tokenizer ({tokenizer.hash[:12]}) than that of {MANIFEST} ({info['hash'][:12]}); "

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 
 from diffeq_nnx import data, files
-from diffeq_nnx.config import ModelConfig, RopeConfig
+from diffeq_nnx.config import DataConfig, ModelConfig, RopeConfig
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
@@ -67,22 +67,20 @@ def import_hf(folder: str) -> Model:
   return build(model, jax.tree.map(jnp.asarray, params))
 
 
-def tokenizer_of(
-  folder: str, begin_mark: bool | None = None, begin_token: str | None = None, end_token: str | None = None
-) -> Tokenizer:
-  """The tokenizer in a Hugging Face folder: tokenizer.model if there is one, else tokenizer.json.
+def tokenizer_of(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
+  """The tokenizer in a Hugging Face folder, used as it was trained: tokenizer.json if there is one, as in transformers.
 
-  Marks are chosen as by `load_tokenizer`.
+  Marks, and what becomes of unknown bytes, are chosen as by `load_tokenizer` with these keys of `config`.
 
   Raises:
-    UserError: there is none, or one that would lose text.
+    UserError: there is none, or one that can't be used.
   """
-  model = os.path.join(folder, "tokenizer.model")
   return data.load_tokenizer(
-    model if files.exists(model) else folder,
-    begin_mark=begin_mark,
-    begin_token=begin_token,
-    end_token=end_token,
+    folder,
+    begin_mark=config.begin_mark,
+    begin_token=config.begin_token,
+    end_token=config.end_token,
+    unknown_bytes=config.unknown_bytes,
     key="from_hf",
   )
 

@@ -1,33 +1,40 @@
 """Writes the tokenizer of an exported model for transformers' AutoTokenizer.
 
-A byte-pair tokenizer is saved as tokenizer.json already. A sentencepiece model is converted to one, since transformers
-would switch its text normalization on; its tokenizer.model is written beside it.
+Byte-pair tokenizers are saved as tokenizer.json already. A sentencepiece model is converted to one, since transformers'
+own conversion may give other ids; its tokenizer.model is written beside it.
 """
 
 import json
 import os
 from typing import Any
 
-from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from diffeq_nnx.data.tokenizers import BytePairTokenizer, SentencePieceTokenizer, Tokenizer, specs
+from diffeq_nnx.data.tokenizers.byte_fallback import EXPORTED, SPACE, WITHIN
 from diffeq_nnx.exporting import folders
 
-_SPACE = "\u2581"
 _BPE = 2  # TrainerSpec.ModelType in sentencepiece
+_PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _PROBES = (
   "a b  c\n\n d\u00e9 \u5b57\U0001f642\tx\r\n",
   "\n",
   " ",
   "The quick brown fox: 12,345.67 (a)!",
   "  two\n three ",
+  " one",
+  "",
 )
 
 
-def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-  """The marks for config.json and generation_config.json; None also where documents have no begin mark."""
-  return {
-    "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
-    "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
-  }
+def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None]:
+  """The marks for config.json and generation_config.json; None also where documents have no begin mark.
+
+  Several end marks are a list, as transformers reads it.
+  """
+  if tokenizer is None:
+    return {"bos_token_id": None, "eos_token_id": None}
+  ends = tokenizer.end_ids
+  return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
@@ -41,18 +48,21 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
   notes = []
   if isinstance(tokenizer, SentencePieceTokenizer):
     with open(os.path.join(folder, "tokenizer.model"), "wb") as file:
-      file.write(tokenizer.model_bytes)
+      file.write(tokenizer.published_bytes)
     spec, names = _from_sentencepiece(tokenizer)
     if spec is None:
       notes.append(
-        "tokenizer: a sentencepiece model that tokenizer.json can't represent (unigram, or with "
-        "user-defined pieces); the folder has tokenizer.model only, and AutoTokenizer may give other ids"
+        "tokenizer: a sentencepiece model that tokenizer.json can't represent (unigram, with user-defined pieces, or "
+        "with a normalization of text); the folder has tokenizer.model only, and AutoTokenizer may give other ids"
       )
-    else:
+    elif tokenizer.lossless:
       notes.append("tokenizer: AutoTokenizer gives our ids but for texts with U+2581 and lines above 1024 characters")
   else:
     spec = json.loads(tokenizer.model_bytes)
     names = {token["id"]: token["content"] for token in spec["added_tokens"]}
+    noted = spec["model"].pop(specs.OURS, {})  # generation_config.json has the end marks
+    if isinstance(tokenizer, BytePairTokenizer) and tokenizer.missing and "unknown_bytes" not in noted:
+      notes.append("tokenizer: bytes that the vocabulary lacks are an error here, and left out by AutoTokenizer")
   marks = {"eos_token": names[tokenizer.eos_id]}
   if tokenizer.bos_id is not None:
     marks["bos_token"] = names[tokenizer.bos_id]
@@ -70,6 +80,7 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       "add_eos_token": False,
       "clean_up_tokenization_spaces": False,
       "model_max_length": max_length,
+      **({"added_tokens_decoder": _added(tokenizer)} if spec is None else {}),
     },
   )
   return notes + ["tokenizer: AutoTokenizer reads the names of marks in a text as marks, our tokenizer as text"]
@@ -97,35 +108,34 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
   special = {
     number: piece.piece for number, piece in enumerate(proto.pieces) if piece.type in (kinds.UNKNOWN, kinds.CONTROL)
   }
+  names = special | {number: name for name, number in tokenizer.added.items()}
+  normal = proto.normalizer_spec
   odd = any(piece.type in (kinds.USER_DEFINED, kinds.UNUSED) for piece in proto.pieces)
+  odd |= not tokenizer.lossless and bool(normal.precompiled_charsmap or normal.remove_extra_whitespaces)
   if proto.trainer_spec.model_type != _BPE or odd:
-    return None, special
+    return None, names
   vocab = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-  normal = {
+  known = {
     piece.piece: (-piece.score, number) for number, piece in enumerate(proto.pieces) if piece.type == kinds.NORMAL
   }
   merges = []
-  for piece, rank in normal.items():  # sentencepiece joins any two pieces that make the piece of the highest score
-    halves = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in normal and piece[at:] in normal]
-    merges += [(rank, normal[left][1], normal[right][1], left, right) for left, right in halves]
+  for piece, rank in known.items():  # sentencepiece joins any two pieces that make the piece of the highest score
+    halves = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in known and piece[at:] in known]
+    merges += [(rank, known[left][1], known[right][1], left, right) for left, right in halves]
   merges = [[left, right] for *_, left, right in sorted(merges)]
   unknown = proto.pieces[proto.trainer_spec.unk_id].piece
-  plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+  is_mark = lambda number: number in special or number in (tokenizer.eos_id, tokenizer.bos_id)
+  steps = EXPORTED if tokenizer.lossless else _as_trained(normal.add_dummy_prefix)
   spec = {
     "version": "1.0",
     "truncation": None,
     "padding": None,
-    "added_tokens": [{"id": number, "content": name, **plain, "special": True} for number, name in special.items()],
-    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
-    "pre_tokenizer": {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False},
-    "decoder": {
-      "type": "Sequence",
-      "decoders": [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-      ],
-    },
+    "added_tokens": [
+      {"id": number, "content": name, **_PLAIN, "special": is_mark(number)} for number, name in names.items()
+    ],
+    "normalizer": steps["normalizer"],
+    "pre_tokenizer": steps["pre_tokenizer"],
+    "decoder": WITHIN | {"decoders": WITHIN["decoders"] + ([_STRIP] if tokenizer.leading else [])},
     "model": {
       "type": "BPE",
       "dropout": None,
@@ -139,7 +149,25 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
       "merges": merges,
     },
   }
-  return (spec if _agrees(spec, tokenizer) else None), special
+  return (spec if _agrees(spec, tokenizer) else None), names
+
+
+def _added(tokenizer: Tokenizer) -> dict[str, Any]:
+  """The tokens that were added beside a sentencepiece model, as tokenizer_config.json has them."""
+  added = tokenizer.added if isinstance(tokenizer, SentencePieceTokenizer) else {}
+  is_mark = lambda number: number in (tokenizer.eos_id, tokenizer.bos_id)
+  return {str(number): {"content": name, **_PLAIN, "special": is_mark(number)} for name, number in added.items()}
+
+
+def _as_trained(prefix: bool) -> dict[str, Any]:
+  """The steps of tokenizer.json for a sentencepiece model that changes text at most by a leading space."""
+  # Metaspace leaves the space out before a text that begins with one. The first of two therefore puts another character
+  # there, at the text's beginning alone, which the second makes a space.
+  replaced = ((" ", "first" if prefix else "never"), (SPACE, "never"))
+  steps = [
+    {"type": "Metaspace", "replacement": char, "prepend_scheme": when, "split": False} for char, when in replaced
+  ]
+  return {"normalizer": EXPORTED["normalizer"], "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
 
 
 def _agrees(spec: dict[str, Any], tokenizer: SentencePieceTokenizer) -> bool:
@@ -147,4 +175,6 @@ def _agrees(spec: dict[str, Any], tokenizer: SentencePieceTokenizer) -> bool:
   import tokenizers
 
   encoder = tokenizers.Tokenizer.from_str(json.dumps(spec))
-  return all(encoder.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist() for text in _PROBES)
+  names = [name for name, number in tokenizer.added.items() if number not in (tokenizer.eos_id, tokenizer.bos_id)]
+  probes = [*_PROBES, *(text.format(name) for name in names for text in ("{}a", "a{} b", "a {0} {0}"))]
+  return all(encoder.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist() for text in probes)

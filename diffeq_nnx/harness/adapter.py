@@ -279,7 +279,9 @@ class DiffEqLM(TemplateLM):
     return list(zip(totals, counts))
 
   def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-    """The text that follows each context, up to a stop string, the end mark or the limit of tokens.
+    """The text that follows each context, up to a stop string, an end mark or the limit of tokens.
+
+    As with the hf backend, a space that the tokenizer puts before a text is dropped at its beginning.
 
     Raises:
       UserError: a limit of tokens that the model can't read, or generation_kwargs that aren't
@@ -315,7 +317,7 @@ class DiffEqLM(TemplateLM):
     texts = []
     with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.leads()) as bar:
       for group in batches.get_batched(n=0):  # all that share sampling and stop strings
-        streams = [TextStream(self._tokenizer.decode, one.until) for one in group]
+        streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
         for n in self._generated(group, streams):
           self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
           bar.update()
@@ -350,7 +352,7 @@ class DiffEqLM(TemplateLM):
     """Continues generations that share sampling and stop strings; yields their numbers as they end."""
 
     def take(n: int, token: int) -> str | None:
-      if token == self.eot_token_id:
+      if token in self._tokenizer.end_ids:
         return "eos"
       streams[n].add(token)
       return "stop" if streams[n].stopped else None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
-from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data import Tokenizer, UnknownByte
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.batching import continued
 from diffeq_nnx.inference.decoding import Decoder
@@ -22,7 +22,7 @@ class Continuation:
     prompt: the prompt.
     text: the text after it, without end mark or stop string.
     ids: its tokens, without the end mark, but with those of a stop string.
-    stopped: eos (the tokenizer's end mark), stop (a stop string), or length.
+    stopped: eos (one of the tokenizer's end marks), stop (a stop string), or length.
   """
 
   prompt: str
@@ -135,14 +135,14 @@ def continued_texts(
   if not all(stop):
     raise UserError("stop: holds an empty string, which every text contains; leave it out")
   ids: list[list[int]] = [[] for _ in prompts]
-  texts = [TextStream(tokenizer.decode, stop) for _ in prompts]
+  texts = [TextStream(tokenizer.decode_within, stop) for _ in prompts]
 
   def emit(row: int, piece: str) -> None:
     if piece and on_text is not None:
       on_text(row, piece)
 
   def take(row: int, token: int) -> str | None:
-    if token == tokenizer.eos_id:
+    if token in tokenizer.end_ids:
       return "eos"
     ids[row].append(token)
     emit(row, texts[row].add(token))
@@ -155,11 +155,17 @@ def continued_texts(
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[int]]:
-  """The ids of texts, without marks; raises UserError, beginning with `name`, for invalid Unicode."""
+  """The ids of texts, without marks.
+
+  Raises:
+    UserError: invalid Unicode, or a byte that the tokenizer lacks; the line begins with `name`.
+  """
   try:
     return [ids.tolist() for ids in tokenizer.encode_batch(list(texts))]
   except UnicodeEncodeError as error:
     raise UserError(f"{name}: not Unicode text ({error.reason}); give valid UTF-8") from error
+  except UnknownByte as error:
+    raise UserError(f"{name}: {error}; leave the character out") from error
 
 
 def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:

@@ -14,9 +14,16 @@ class TextStream:
     stopped: whether a stop string ended the text.
   """
 
-  def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str] = ()):
-    """`decode` is a tokenizer's; `stop` are strings that end the text and are not part of it."""
+  def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str] = (), leading: str = ""):
+    """Begins an empty text.
+
+    Args:
+      decode: a tokenizer's `decode_within`.
+      stop: strings that end the text and are not part of it.
+      leading: what is dropped if the text begins with it, such as a tokenizer's `leading`.
+    """
     self.text, self.stopped = "", False
+    self._leading = leading
     self._decode, self._stop = decode, tuple(stop)
     self._ids: list[int] = []  # since the last complete character
     self._decoded = 0  # characters of these that were decoded before
@@ -44,6 +51,8 @@ class TextStream:
     """Appends decoded text, and returns the part of it that no stop string can take back."""
     if self.stopped:
       return ""
+    if new:
+      new, self._leading = new.removeprefix(self._leading), ""
     self._held_back += new
     found = [at for at in map(self._held_back.find, self._stop) if at >= 0]
     self.stopped = bool(found)

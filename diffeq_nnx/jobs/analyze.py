@@ -80,7 +80,13 @@ def analyze(
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
   found = find(
-    analyzed, ids, shown, lambda token: tokenizer.decode([token]), position=position, leading=leading, times=times
+    analyzed,
+    ids,
+    shown,
+    lambda token: tokenizer.decode_within([token]),
+    position=position,
+    leading=leading,
+    times=times,
   )
   model = config.model
   facts = [
@@ -151,5 +157,5 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
   """The text of each token; they add up to the whole, so one in the midst of a character has none."""
-  stream = TextStream(tokenizer.decode, ())
+  stream = TextStream(tokenizer.decode_within, leading=tokenizer.leading)
   return ["[begin]" if token == tokenizer.bos_id else stream.add(token) for token in ids]

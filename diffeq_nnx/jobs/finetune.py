@@ -106,6 +106,7 @@ def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | No
       begin_mark=known.data.begin_mark,
       begin_token=known.data.begin_token,
       end_token=known.data.end_token,
+      unknown_bytes=known.data.unknown_bytes,
     )
   model = dataclasses.replace(
     model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora

@@ -38,6 +38,7 @@ def identity(config: Config) -> dict[str, Any]:
     "data.begin_mark",
     "data.begin_token",
     "data.end_token",
+    "data.unknown_bytes",
     "model.attention",
   ):
     # these say where and how, not what; the tokenizer is identified by its hash
@@ -192,7 +193,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
-        tokenizer = load_tokenizer(path, begin_mark=begin_mark)
+        tokenizer = load_tokenizer(path, begin_mark=begin_mark, lossless=True)
         if tokenizer.hash == known["tokenizer_hash"]:
           return tokenizer
         problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"

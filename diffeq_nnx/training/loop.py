@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import data
 from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
-from diffeq_nnx.errors import Diverged, RunError
+from diffeq_nnx.data import Corpus
+from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.depths import drawn_counts, say_untrained
@@ -49,6 +51,9 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
+    with distributed.together():
+      if not workdir_lib.holds_run(workdir):
+        _check_lossless(config, corpus)
     claim_workdir(config, workdir, corpus)
     with goodput.spending("compiling"):
       config = fastest.settled(config, workdir, mesh)
@@ -103,6 +108,16 @@ def _way_back(checkpoints: Checkpoints, workdir: str, step: int) -> str:
   if len(stay) == 1:
     return f"{back} {stay[-1]}"
   return f"{back} {stay[-1]}; if it diverges again, move {os.path.join(folder, str(stay[-1]))} away for step {stay[-2]}"
+
+
+def _check_lossless(config: Config, corpus: Corpus) -> None:
+  """Raises UserError where a run from scratch would learn from text that its tokenizer changes."""
+  if not corpus.tokenizer.lossless:
+    raise UserError(
+      f"data.tokenizer={config.data.tokenizer}, data.source={config.data.source}: this tokenizer doesn't give every "
+      "text back as it was, which training from scratch requires; set data.unknown_bytes=error if the vocabulary lacks "
+      "bytes, name the file tokenizer.model (whose leading space is then left out), or train a model from --job=import"
+    )
 
 
 @dataclasses.dataclass

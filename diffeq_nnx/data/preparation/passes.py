@@ -1,5 +1,6 @@
 """The work of each pass: records are counted, tokenized into databases of documents, and gathered into shards."""
 
+import bisect
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
@@ -57,25 +58,48 @@ def texts_of(read: Read, parts: list[Part], skip: int) -> Iterator[str]:
   return itertools.islice(itertools.chain.from_iterable(read(part, counts=Counts()) for part in parts), skip, None)
 
 
+def record_name(source: str, parts: list[Part], before: list[int], place: int) -> str:
+  """Where the record at a place in a source stands: its part and its number there, from 1.
+
+  `parts` are some of the source's parts, and `before` the numbers of records before each.
+  """
+  index = bisect.bisect_right(before, place) - 1
+  return f"{source}: {parts[index].name}, record {place - before[index] + 1}"
+
+
 def tokenize(
-  tokenizer_file: str, begin_mark: bool, seed: int, path: str, texts: Texts, start: int, sides: Any, progress: Progress
+  tokenizer_file: str,
+  begin_mark: bool,
+  seed: int,
+  path: str,
+  texts: Texts,
+  start: int,
+  sides: Any,
+  name_of: Callable[[int], str],
+  progress: Progress,
 ) -> None:
   """Writes the documents among consecutive records, as tokens with keys, to a database.
 
   There are `start` records before them in the source. `sides` is the split of each, [num_records] int8 (see
-  `holdout.SIDES`), and `seed` decides the order of training documents.
+  `holdout.SIDES`), `seed` decides the order of training documents, and `name_of` names the record at a place in the
+  source. Raises UserError, with this name, for a document that the tokenizer can't encode.
   """
-  tokenizer = _load(tokenizer_file, begin_mark=begin_mark)
+  tokenizer = _load(tokenizer_file, begin_mark=begin_mark, lossless=True)
   dtype, marks = dtype_of(tokenizer), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
   documents = (record for record in zip(sides.tobytes(), itertools.count(start), texts()) if record[0])
   with replacing(path) as part, _opened(part) as database, database:  # which commits
     database.executescript("PRAGMA synchronous = OFF; CREATE TABLE documents (side, key, bytes, tokens)")
     while batch := list(itertools.islice(documents, _BATCH)):
-      split, places, documents_texts = (list(column) for column in zip(*batch))
-      places = np.array(places, np.uint64)
+      split, numbers, documents_texts = (list(column) for column in zip(*batch))
+      places = np.array(numbers, np.uint64)
       keys = np.where(np.array(split) == holdout.SIDES["train"], shuffled(places, seed), places).tolist()
-      tokens = (begin + ids.astype(dtype).tobytes() + end for ids in tokenizer.encode_batch(documents_texts))
+      try:
+        encoded = tokenizer.encode_batch(documents_texts)
+      except tokenizers.UnknownByte as error:
+        way_out = "set data.unknown_bytes=unknown to replace such bytes by the unknown token, or change the document"
+        raise UserError(f"{name_of(numbers[error.index])}: {error}; {way_out}") from error
+      tokens = (begin + ids.astype(dtype).tobytes() + end for ids in encoded)
       sizes = [len(text.encode()) for text in documents_texts]
       database.executemany("INSERT INTO documents VALUES (?, ?, ?, ?)", zip(split, keys, sizes, tokens))
       progress(sum(sizes))

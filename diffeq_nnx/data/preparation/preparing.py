@@ -17,7 +17,7 @@ from diffeq_nnx import files
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, complete, finish, locked
-from diffeq_nnx.data.preparation.passes import KEY_BITS, count, dtype_of, gather, texts_of, tokenize
+from diffeq_nnx.data.preparation.passes import KEY_BITS, count, dtype_of, gather, record_name, texts_of, tokenize
 from diffeq_nnx.data.sources import Counts, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -91,9 +91,7 @@ def recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
   if config.validation is None and not 0 < config.validation_fraction < 1:
     raise UserError(f"data.validation_fraction={config.validation_fraction}: must lie between 0 and 1, such as 0.05")
   if config.tokenizer != "train":
-    tokenizer = tokenizers.load(
-      config.tokenizer, begin_mark=config.begin_mark, begin_token=config.begin_token, end_token=config.end_token
-    )
+    tokenizer = tokenizers.of_config(config)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
     return Recipe(config, vocab_size, seed, tokenizer)
   if config.begin_mark or config.begin_token or config.end_token:
@@ -233,7 +231,7 @@ class _Preparation:
     path = self._path(tokenizers.SentencePieceTokenizer.file_name)
     if not os.path.exists(path):
       files.write(path, tokenizers.train(_sample(train), self.recipe.vocab_size))
-    return tokenizers.load(path)
+    return tokenizers.load(path, lossless=True)
 
   def _tokenize(self, counted: dict[str, _Counted], tokenizer: Tokenizer) -> list[str]:
     """The second pass, over all sources; returns the paths of the databases."""
@@ -247,9 +245,13 @@ class _Preparation:
       for start, stop in itertools.pairwise([0, *cuts[1:], int(records[-1])]):
         first, last = np.searchsorted(records[1:], [start, stop - 1], "right").tolist()
         skip = start - int(records[first])
-        texts = functools.partial(texts_of, one.source.read, one.source.parts[first : last + 1], skip)
+        parts = one.source.parts[first : last + 1]
+        texts = functools.partial(texts_of, one.source.read, parts, skip)
+        name_of = functools.partial(
+          record_name, f"{key}={one.source.source}", parts, records[first : last + 1].tolist()
+        )
         database = self._path(f"{key}-{len(tasks):06}.sqlite")
-        tasks[f"{database}.json"] = functools.partial(function, database, texts, start, one.sides[start:stop])
+        tasks[f"{database}.json"] = functools.partial(function, database, texts, start, one.sides[start:stop], name_of)
     workers.run("tokenizing", tasks, self.num_processes, sum(int(one.bytes.sum()) for one in counted.values()))
     return [path.removesuffix(".json") for path in tasks]
 

@@ -1,8 +1,19 @@
-"""Tokenizers behind one interface: sentencepiece models, byte-level byte-pair vocabularies, bytes."""
+"""Tokenizers behind one interface: sentencepiece models, byte-pair vocabularies of bytes or characters, bytes."""
 
-from diffeq_nnx.data.tokenizers.base import Tokenizer
+from diffeq_nnx.data.tokenizers.base import Tokenizer, UnknownByte
+from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
-from diffeq_nnx.data.tokenizers.loading import load
+from diffeq_nnx.data.tokenizers.loading import load, of_config
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer, train
 
-__all__ = ["BytePairTokenizer", "ByteTokenizer", "SentencePieceTokenizer", "Tokenizer", "load", "train"]
+__all__ = [
+  "ByteFallbackTokenizer",
+  "BytePairTokenizer",
+  "ByteTokenizer",
+  "SentencePieceTokenizer",
+  "Tokenizer",
+  "UnknownByte",
+  "load",
+  "of_config",
+  "train",
+]

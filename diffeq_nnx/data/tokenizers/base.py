@@ -2,30 +2,80 @@
 
 import abc
 from collections.abc import Iterable, Sequence
+import dataclasses
 import hashlib
 import itertools
-from typing import Any
 
 import numpy as np
 
+from diffeq_nnx.errors import UserError
+
 END_OF_TEXT = "<|endoftext|>"  # the end mark of tokenizers trained here, and GPT-2's
-Stated = dict[str, dict[str, Any]]  # on marks, "eos" and "bos" (token, id or ids) and "begins" (bool): value by place
 GROUP_CHARS = 1 << 20  # encoded at once: bounds the memory of Python's lists of integers
 
 
-class Tokenizer(abc.ABC):
-  """Text to ids and back without loss: `decode(encode(text)) == text` for every valid Unicode text.
+@dataclasses.dataclass(frozen=True)
+class Marks:
+  """The ids of marks.
 
-  A tokenizer's own text normalization (Unicode forms, merged spaces, a leading space) is switched off. The name of a
-  mark in a text ("<|endoftext|>", "<s>") is ordinary text: encoding never gives a mark's id. A document is stored as
-  `bos_id` (if there is one), its text's ids and `eos_id`.
+  Attributes:
+    eos_id: The end mark, which follows each document.
+    bos_id: The begin mark, which precedes each document; None: documents begin without one.
+    more_end_ids: Other tokens at which a generated text ends, such as that of a chat's turn.
   """
 
-  eos_id: int  # of the end mark, which follows each document
-  bos_id: int | None  # of the begin mark, which precedes each document; None: documents begin without one
+  eos_id: int
+  bos_id: int | None = None
+  more_end_ids: tuple[int, ...] = ()
+
+  @property
+  def ids(self) -> set[int]:
+    """Those around a document, whose names in a text are ordinary text."""
+    return {number for number in (self.eos_id, self.bos_id) if number is not None}
+
+
+class UnknownByte(UserError):
+  """A text holds a byte for which a vocabulary has no piece.
+
+  Attributes:
+    index: The text's place among those that were encoded together.
+  """
+
+  index: int
+
+
+def unknown_byte(byte: int, text: str, index: int) -> UnknownByte:
+  """The error for a text that holds such a byte in UTF-8."""
+  at = text.encode().index(byte)
+  char = next(char for char in text if byte in char.encode())
+  error = UnknownByte(
+    f"the tokenizer has no piece for the byte 0x{byte:02X} (byte {at} of the text, in the character {char!a})"
+  )
+  error.index = index
+  return error
+
+
+class Tokenizer(abc.ABC):
+  """Text to ids and back: `decode(encode(text)) == text` for every valid Unicode text if the tokenizer is lossless.
+
+  Its text normalization (Unicode forms, merged spaces, a leading space) is then switched off. Other tokenizers read
+  text as they were trained to. The name of a begin or end mark in a text ("<|endoftext|>", "<s>") is ordinary text:
+  encoding never gives a mark's id. A document is stored as `bos_id` (if there is one), its text's ids and `eos_id`.
+  """
+
+  eos_id: int  # as in `Marks`, as are the next two
+  bos_id: int | None
+  more_end_ids: tuple[int, ...] = ()
   vocab_size: int  # number of ids, which run from 0 to vocab_size - 1
   file_name: str  # the tokenizer's file in a run directory
   model_bytes: bytes  # the content of that file, which `load` reads
+  lossless: bool = True
+  leading: str = ""  # what decoding drops at the beginning of a text: the space that encoding put there
+
+  @property
+  def end_ids(self) -> tuple[int, ...]:
+    """The tokens at which a generated text ends; the first is the end mark of documents."""
+    return (self.eos_id, *self.more_end_ids)
 
   @property
   def hash(self) -> str:
@@ -35,6 +85,10 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids; marks to nothing, other numbers to a replacement character, bytes that aren't UTF-8 to U+FFFD."""
+
+  def decode_within(self, ids: Iterable[int]) -> str:
+    """Decodes ids that follow others in a text, as `decode`; a space at the beginning stays."""
+    return self.decode(ids)
 
   @abc.abstractmethod
   def _cut(self, text: str) -> Iterable[str]:
@@ -56,6 +110,7 @@ class Tokenizer(abc.ABC):
 
     Raises:
       UnicodeEncodeError: If a text holds a lone surrogate.
+      UnknownByte: If a text holds a byte without a piece, and no unknown token stands for it.
     """
     for text in texts:
       text.encode()  # the libraries' own complaints about a lone surrogate say nothing

@@ -1,23 +1,23 @@
 """Byte-level byte-pair tokenizers, as GPT-2's and Llama 3's, encoded by Hugging Face's `tokenizers`, and plain bytes.
 
 Text becomes UTF-8 bytes, each byte a printable character of GPT-2's alphabet, and merges join characters to pieces.
-Only such a vocabulary gives every text back as it was. It is kept as a dict in the form of `tokenizer.json`.
+Such a vocabulary gives every text back as it was. It is kept as a dict in the form of `tokenizer.json`. A published one
+may lack pieces for bytes that its training text never held.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 import json
 import re
 from typing import Any
 
 import numpy as np
-import tokenizers as huggingface
 
-from diffeq_nnx.data.tokenizers import base
-from diffeq_nnx.data.tokenizers.base import Stated
+from diffeq_nnx.data.tokenizers import base, specs
 from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes
-from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.data.tokenizers.marks import Stated
+from diffeq_nnx.data.tokenizers.specs import Spec
+from diffeq_nnx.errors import UserError
 
-Spec = dict[str, Any]  # in the form of tokenizer.json
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _DIVIDING = ("ByteLevel", "Split", "Digits", "Punctuation")  # steps that divide text and drop nothing
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -43,13 +43,16 @@ def from_pair_of_files(vocab_path: str, merges_path: str, label: str) -> tuple[S
   lines = read_bytes(merges_path, label).decode("utf-8-sig", errors="replace").replace("\r\n", "\n").split("\n")
   merges = [line for line in lines[lines[0].startswith("#version") :] if line]
   vocab = parse_json(read_bytes(vocab_path, label), vocab_path, label)
-  return from_tokenizer_json({"model": {"vocab": vocab, "merges": merges}, "pre_tokenizer": BYTE_LEVEL}, label)
+  given = {"model": {"vocab": vocab, "merges": merges}, "pre_tokenizer": BYTE_LEVEL}
+  spec, stated = from_tokenizer_json(given, label)
+  return spec, stated | {"otherwise_begins": {}}  # these files have no post-processor
 
 
 def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   """Returns a parsed `tokenizer.json` in canonical form, without marks, and what it says about marks.
 
-  Its normalizer, truncation, padding and the space that it puts before a text are left out: they would lose text.
+  Its normalizer, truncation, padding and the space that it puts before a text are left out: they would lose text. The
+  unknown token is left out where every byte has a piece.
 
   Raises:
     UserError: If it isn't a byte-level byte-pair vocabulary, contradicts itself, or would lose text.
@@ -61,38 +64,40 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
     if model.get(key):
       raise UserError(f"{label}: the model sets {key}={model[key]!r}, with which text doesn't come back; remove it")
   added = given.get("added_tokens") or []
-  used = {"added_tokens": added, "model": model | {"type": "BPE"}}
+  used = {"added_tokens": added, "model": model | {"type": "BPE", "unk_token": None}}
   used |= {key: given.get(key) for key in ("pre_tokenizer", "post_processor")}
-  try:
-    library = huggingface.Tokenizer.from_str(json.dumps(used))  # which checks types, merges and patterns
-  except Exception as error:  # the library raises nothing narrower
-    reason = re.sub(r" at line \d+ column \d+", "", first_line(error))
-    raise UserError(f"{label}: the tokenizers library can't use it ({reason}); restore the file") from error
+  specs.checked(used, label)
   spec = json.loads(_EMPTY)
   spec["pre_tokenizer"] = _pre_tokenizer(given.get("pre_tokenizer"), label)
-  keys = ("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
-  spec["added_tokens"] = sorted(({key: token[key] for key in keys} for token in added), key=lambda token: token["id"])
+  spec["added_tokens"] = specs.canonical_tokens(added)
   spec["model"]["ignore_merges"] = bool(model.get("ignore_merges"))
   spec["model"]["vocab"] = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
-  spec["model"]["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-  ids = ids_of(spec)
-  for place, (token, number) in enumerate(sorted(ids.items(), key=lambda item: item[1])):
-    if number != place:
-      rule = f"must be 0 to {len(ids) - 1}, each once"
-      raise UserError(f"{label}: ids {rule}, but {token!r} has {number} where {place} is due; restore the file")
-  if missing := [byte for char, byte in ALPHABET.items() if char not in model["vocab"]]:
-    raise UserError(f"{label}: no piece for {len(missing)} of the 256 bytes: text would be lost; use one with all")
-  return spec, _marks(library, ids, label)
+  spec["model"]["merges"] = specs.split_merges(model["merges"])
+  ids = specs.ids_of(spec)
+  specs.check_ids(ids, label)
+  unknown = {}
+  if missing_bytes(spec):
+    spec["model"]["fuse_unk"] = bool(model.get("fuse_unk"))
+    unknown = {"the model's unk_token": model["unk_token"]} if model.get("unk_token") is not None else {}
+  whole = used | {"model": used["model"] | {"vocab": model["vocab"] | _stand_ins(spec, len(ids))}}
+  if ours := specs.ours_of(model, label):
+    spec["model"][specs.OURS] = ours
+  return spec, specs.stated_marks(specs.checked(whole, label), spec, label) | {"unknown": unknown}
 
 
-def ids_of(spec: Spec) -> dict[str, int]:
-  """Ids by token, pieces and added tokens together."""
-  return spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
+def missing_bytes(spec: Spec) -> list[int]:
+  """The bytes for which a vocabulary has no piece."""
+  return [byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]]
+
+
+def _stand_ins(spec: Spec, start: int) -> dict[str, int]:
+  """Pieces for the missing bytes, with ids from `start` on: `start` + byte."""
+  return {char: start + byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]}
 
 
 def _pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
   """The steps that divide text, if they drop nothing and one of them maps bytes to GPT-2's alphabet."""
-  steps = _steps(given) if given else []
+  steps = steps_of(given) if given else []
   drops = [step for step in steps if step.get("type") not in _DIVIDING or step.get("behavior") == "Removed"]
   if drops or sum(step["type"] == "ByteLevel" for step in steps) != 1:
     rule = f"must be one ByteLevel and steps that drop no text ({', '.join(_DIVIDING[1:])})"
@@ -102,22 +107,9 @@ def _pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
   return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
 
 
-def _steps(step: dict[str, Any]) -> list[dict[str, Any]]:
+def steps_of(step: dict[str, Any]) -> list[dict[str, Any]]:
   """The steps of a pre-tokenizer, those of a Sequence one by one."""
-  return [one for part in step["pretokenizers"] for one in _steps(part)] if "pretokenizers" in step else [step]
-
-
-def _marks(library: huggingface.Tokenizer, ids: dict[str, int], label: str) -> Stated:
-  """What the post-processor says about marks: those that it puts around a text."""
-  encoding = library.encode("a")
-  marks, is_mark = list(zip(encoding.tokens, encoding.ids)), encoding.special_tokens_mask
-  before, after = marks[: [*is_mark, 0].index(0)], marks[len(marks) - [*is_mark[::-1], 0].index(0) :]
-  known = all(ids.get(token) == number for token, number in before + after)
-  if not known or len(before) > 1 or len(after) > 1 or len(before + after) != sum(is_mark):
-    rule = "must put at most one token of the vocabulary before a text and one after it"
-    raise UserError(f"{label}: the post-processor {rule}, not {before} and {after}; use a TemplateProcessing that does")
-  eos, bos = ({"the post-processor": side[0][1]} if side else {} for side in (after, before))
-  return {"eos": eos, "bos": bos, "begins": {"the post-processor": bool(bos)} if eos or bos else {}}
+  return [one for part in step["pretokenizers"] for one in steps_of(part)] if "pretokenizers" in step else [step]
 
 
 class BytePairTokenizer(base.Tokenizer):
@@ -125,11 +117,24 @@ class BytePairTokenizer(base.Tokenizer):
 
   file_name = "tokenizer.json"
 
-  def __init__(self, vocabulary: Spec, eos_id: int, bos_id: int | None, label: str = "data.tokenizer"):
-    """Adds its marks to a checked vocabulary; raises UserError if text can give a mark or doesn't come back."""
-    spec = _with_marks(vocabulary, eos_id, bos_id)
-    self.eos_id, self.bos_id, self.vocab_size = eos_id, bos_id, len(ids_of(spec))
-    self.model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
+  def __init__(self, vocabulary: Spec, marks: base.Marks, label: str = "data.tokenizer", unknown: str | None = None):
+    """Adds its marks to a checked vocabulary.
+
+    Args:
+      vocabulary: From `from_tokenizer_json`.
+      marks: The marks.
+      label: What errors begin with.
+      unknown: The token that stands for a byte without a piece; None: such a byte is an error.
+
+    Raises:
+      UserError: If text can give a mark or doesn't come back.
+    """
+    missing = missing_bytes(vocabulary)
+    self._unknown = unknown if missing else None
+    spec = specs.with_marks(_with_unknown(vocabulary, self._unknown), marks)
+    self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
+    self.vocab_size, self.lossless = len(specs.ids_of(spec)), self._unknown is None
+    self.model_bytes = specs.to_bytes(spec)
     special = {token["content"] for token in spec["added_tokens"] if token["special"]}
     merged = {piece for left, right in spec["model"]["merges"] for piece in (left, right, left + right)}
     if reached := special & (ALPHABET.keys() | merged):
@@ -148,12 +153,31 @@ class BytePairTokenizer(base.Tokenizer):
         self._pieces[token["id"]] = b""
         vocab.pop(token["content"], None)
         vocab[f"\0{token['content']}"] = token["id"]  # no text becomes \0: it isn't in the alphabet
-    encoding = spec | {"added_tokens": added, "post_processor": None, "model": spec["model"] | {"vocab": vocab}}
-    self._encoder = huggingface.Tokenizer.from_str(json.dumps(encoding))
+    model = spec["model"] | {"vocab": vocab}
+    if self._unknown is not None:
+      self._pieces[specs.ids_of(spec)[self._unknown]] = b"\xff"
+      model["unk_token"] = f"\0{self._unknown}" if self._unknown in special else self._unknown
+    elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
+      model["vocab"] |= _stand_ins(spec, self.vocab_size)
+    self.missing = set(missing)
+    self._encoder = specs.checked(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
-    for text in (_PROBE, *(f"a {token['content']} b" for token in added)):
-      if self.decode(self.encode(text)) != text:
-        raise UserError(f"{label}: doesn't give {text!r} back as it was; give a vocabulary like GPT-2's, or 'bytes'")
+    self._check_that_text_comes_back([_PROBE, *(f"a {token['content']} b" for token in added)], label)
+
+  def _check_that_text_comes_back(self, texts: list[str], label: str) -> None:
+    for text in texts:
+      known = "".join(char for char in text if not self.missing & set(char.encode()))
+      if self.decode(self.encode(known)) != known:
+        raise UserError(f"{label}: doesn't give {known!r} back as it was; give a vocabulary like GPT-2's, or 'bytes'")
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """As `Tokenizer.encode_batch`."""
+    encoded = super().encode_batch(texts)
+    if self.missing and self._unknown is None:
+      for index, (text, ids) in enumerate(zip(texts, encoded)):
+        if (beyond := ids[ids >= self.vocab_size]).size:
+          raise base.unknown_byte(int(beyond[0]) - self.vocab_size, text, index)
+    return encoded
 
   def _divides_at_word_ends(self) -> bool:
     """Whether text may be cut between a letter or digit and white space without changing its ids."""
@@ -183,27 +207,15 @@ class ByteTokenizer(BytePairTokenizer):
 
   def __init__(self):
     """Builds the tokenizer."""
-    super().__init__(from_tokenizer_json(BYTES, "bytes")[0], 256, None)
+    super().__init__(from_tokenizer_json(BYTES, "bytes")[0], base.Marks(256))
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
     return (np.frombuffer(block.encode(), np.uint8).astype(np.int32) for block in blocks)
 
 
-def _with_marks(vocabulary: Spec, eos_id: int, bos_id: int | None) -> Spec:
-  """A vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
-  names = {number: token for token, number in ids_of(vocabulary).items()}
-  marks = {number: names[number] for number in (eos_id, bos_id) if number is not None}
-  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-  added = [token for token in vocabulary["added_tokens"] if token["id"] not in marks]
-  added += [{"id": number, "content": name} | flags for number, name in marks.items()]
-  text, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
-  before, after = (
-    [{"SpecialToken": {"id": names[one], "type_id": 0}}] if one in marks else [] for one in (bos_id, eos_id)
-  )
-  processor = {
-    "type": "TemplateProcessing",
-    "single": [*before, text, *after],
-    "pair": [text, second],
-    "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]} for number, name in marks.items()},
-  }
-  return vocabulary | {"added_tokens": sorted(added, key=lambda token: token["id"]), "post_processor": processor}
+def _with_unknown(vocabulary: Spec, unknown: str | None) -> Spec:
+  """A vocabulary whose file says what a byte without a piece becomes."""
+  model = {key: value for key, value in vocabulary["model"].items() if key != specs.OURS}
+  if unknown is None:
+    return vocabulary | {"model": model | {"unk_token": None, "fuse_unk": False}}
+  return vocabulary | {"model": model | {"unk_token": unknown, specs.OURS: {"unknown_bytes": "unknown"}}}

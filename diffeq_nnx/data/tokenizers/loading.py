@@ -1,20 +1,21 @@
 """From the value of `data.tokenizer`, and what is said about marks, to a tokenizer."""
 
-from collections.abc import Callable
+import itertools
 import os
 from typing import Any
 
 from diffeq_nnx import files
-from diffeq_nnx.data.tokenizers import byte_pairs
-from diffeq_nnx.data.tokenizers.base import END_OF_TEXT, Stated, Tokenizer
-from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer, Spec
+from diffeq_nnx.data.tokenizers import beside, byte_fallback, byte_pairs, marks, sentencepieces, specs
+from diffeq_nnx.data.tokenizers.base import Tokenizer
+from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
+from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes
+from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer
+from diffeq_nnx.data.tokenizers.specs import Spec
 from diffeq_nnx.errors import UserError
 
 _KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
-_KEYS = {"eos": ("eos_token", "eos_token_id"), "bos": ("bos_token", "bos_token_id"), "begins": ("add_bos_token",)}
 
 
 def load(
@@ -23,61 +24,118 @@ def load(
   begin_mark: bool | None = None,
   begin_token: str | None = None,
   end_token: str | None = None,
+  unknown_bytes: str | None = None,
+  lossless: bool = False,
   key: str = "data.tokenizer",
 ) -> Tokenizer:
   """Loads the tokenizer with a name or path.
 
+  A file that this program wrote says all of this itself; arguments other than None come before it.
+
   Args:
     name: `bytes`, or the path of a sentencepiece model, a `tokenizer.json`, or a directory with `tokenizer.json`,
-      `tokenizer.model`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`.
-    begin_mark: Whether documents begin with the begin mark; None: yes with a `begin_token`, else as the files say.
-    begin_token: The begin mark's token; None: as the files say. A sentencepiece model's own can't be replaced.
+      `tokenizer.model`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`. Of a directory with the first
+      two, `tokenizer.json` is taken, as by transformers.
+    begin_mark: Whether documents begin with the begin mark; None: yes with a `begin_token`, else as the files say, else
+      as the tokenizer's own post-processor does.
+    begin_token: The begin mark's token; None: as the files say.
     end_token: The end mark's token; None: as the files say, else `<|endoftext|>`.
+    unknown_bytes: For a byte-level vocabulary without pieces for some bytes, whether such a byte in a text is an
+      `error` or becomes the `unknown` token; None: an error.
+    lossless: Whether a sentencepiece model is used with its text normalization off; else it is used as it was trained,
+      unless it is one that `train` made.
     key: The configuration key that errors name.
 
   Raises:
     UserError: For files that can't be read or used, that disagree or lose text, and for missing marks.
   """
   label, path = f"{key}={name}", os.path.expanduser(name)
-  configured = {
+  configured: Stated = {
     "eos": {"data.end_token": end_token} if end_token else {},
     "bos": {"data.begin_token": begin_token} if begin_token else {},
     "begins": {"data.begin_mark": begin_mark is not False} if begin_token or begin_mark is not None else {},
   }
   if name == "bytes":
-    return _byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, label)
+    return _byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
   found = _in_directory(path, label) if files.is_folder(path) else [path]
   directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
-  beside = _beside(directory, label)
+  said = beside.stated(directory, label)
   if len(found) == 2:
-    return _byte_pairs(byte_pairs.from_pair_of_files(*found, label), configured, beside, label)
-  if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
-    read = byte_pairs.from_tokenizer_json(parse_json(content, found[0], label), label)
-    _check_pair_beside(read[0], directory, label)
-    return _byte_pairs(read, configured, beside, label)
-  tokenizer = SentencePieceTokenizer(content, label)
-  own = {"the model's bos_id": tokenizer.bos_id} if tokenizer.bos_id is not None else {}
-  stated = {
-    "eos": {"the model's eos_id": tokenizer.eos_id} | (configured["eos"] or beside["eos"]),
-    "bos": own | (configured["bos"] or beside["bos"]),
-    "begins": configured["begins"] or beside["begins"] or {"the model's bos_id": bool(own)},
-  }
-  _, tokenizer.bos_id = _resolve(stated, tokenizer.id_of, tokenizer.vocab_size, label)
-  return tokenizer
+    read = byte_pairs.from_pair_of_files(*found, label)
+    return _byte_pairs(read, configured, said, unknown_bytes, label)
+  if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+    return _sentencepieces(content, configured, said, directory, lossless, label)
+  given = parse_json(content, found[0], label)
+  if byte_fallback.is_kind(given):
+    model = os.path.join(directory, SentencePieceTokenizer.file_name)
+    if byte_fallback.divides_as_exported(given) and files.exists(model):
+      return _sentencepieces(read_bytes(model, label), configured, said, directory, True, label)
+    spec, own = byte_fallback.from_tokenizer_json(given, label)
+    beside.check_added_tokens(directory, specs.ids_of(spec), label)
+    return ByteFallbackTokenizer(spec, _marks(configured, own, said, specs.ids_of(spec), label), label)
+  read = byte_pairs.from_tokenizer_json(given, label)
+  _check_pair_beside(read[0], directory, label)
+  beside.check_added_tokens(directory, specs.ids_of(read[0]), label)
+  return _byte_pairs(read, configured, said, unknown_bytes, label)
 
 
-def _byte_pairs(read: tuple[Spec, Stated], configured: Stated, beside: Stated, label: str) -> Tokenizer:
-  (spec, own), ids = read, byte_pairs.ids_of(read[0])
-  stated = {what: value or own[what] | beside.get(what, {}) for what, value in configured.items()}
-  tokenizer = BytePairTokenizer(spec, *_resolve(stated, ids.get, len(ids), label), label)
+def of_config(config: Any) -> Tokenizer:
+  """The tokenizer for the text of a config's section `data`, which names one; raises UserError as `load`."""
+  return load(
+    config.tokenizer,
+    begin_mark=config.begin_mark,
+    begin_token=config.begin_token,
+    end_token=config.end_token,
+    unknown_bytes=config.unknown_bytes,
+    lossless=True,
+  )
+
+
+def _marks(configured: Stated, own: Stated, said: Stated, ids: dict[str, int], label: str) -> marks.Marks:
+  return marks.resolve(configured, marks.merged(own, said), ids.get, len(ids), label)
+
+
+def _byte_pairs(
+  read: tuple[Spec, Stated], configured: Stated, said: Stated, unknown_bytes: str | None, label: str
+) -> Tokenizer:
+  (spec, own), ids = read, specs.ids_of(read[0])
+  found = _marks(configured, own, said, ids, label)
+  unknown = None
+  noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
+  if byte_pairs.missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
+    unknown = marks.unknown_token(marks.merged(own, said)["unknown"], found, ids, label)
+  tokenizer = BytePairTokenizer(spec, found, label, unknown)
   plain = ByteTokenizer()
   return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
+
+
+def _sentencepieces(
+  content: bytes, configured: Stated, said: Stated, directory: str, lossless: bool, label: str
+) -> Tokenizer:
+  model_bytes, facts = sentencepieces.split_facts(content, label)
+  model = sentencepieces.processor(model_bytes, label)
+  ids, own_bos = sentencepieces.ids_of(model), {"the model's bos_id": model.bos_id()} if model.bos_id() >= 0 else {}
+  if facts is None:
+    added = beside.added_tokens(directory, ids.get, len(ids), label)
+    own = {"eos": {"the model's eos_id": model.eos_id()} if model.eos_id() >= 0 else {}, "bos": own_bos}
+    own["otherwise_begins"] = {"the model's bos_id": bool(own_bos)}
+    for what, tokens in own.items():  # an added token takes the place of the model's own mark
+      if what != "otherwise_begins" and any(marks.name_of(value) in added for value in said[what].values()):
+        tokens.clear()
+    as_trained = not lossless and not sentencepieces.trained_here(model)
+  else:
+    added, as_trained, said = facts["added"], facts["as_trained"], {}
+    noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}
+    own = {"eos": {"its end_ids": facts["end_ids"][0]}, "bos": noted_bos, "ends": {"its end_ids": facts["end_ids"]}}
+    own["otherwise_begins"] = {"its bos_id": facts["bos_id"] is not None}
+  found = _marks(configured, own, said, ids | dict(zip(added, itertools.count(len(ids)))), label)
+  return SentencePieceTokenizer(model_bytes, label, marks=found, as_trained=as_trained, added=added)
 
 
 def _in_directory(directory: str, label: str) -> list[str]:
   """The files in a directory that make its tokenizer: one, or a vocabulary and its merges."""
   names = [name for kind in _KINDS for name in kind if files.exists(os.path.join(directory, name))]
-  chosen = [name for name in names if name.startswith("tokenizer.")] or names  # a tokenizer.json includes the others
+  chosen = [name for name in names if name.startswith("tokenizer.")][:1] or names  # tokenizer.json comes before all
   if tuple(chosen) not in _KINDS:
     rule = f"the directory must hold one of {', '.join(map(' and '.join, _KINDS))}"
     raise UserError(f"{label}: {rule}, not {' and '.join(chosen) or 'none'}; give both of a pair, or name one file")
@@ -92,47 +150,6 @@ def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
     paths = [os.path.join(directory, name) for name in pair]
     if all(map(files.exists, paths)):
       other, _ = byte_pairs.from_pair_of_files(*paths, label)
-      same = other["model"]["vocab"].items() <= byte_pairs.ids_of(spec).items()
+      same = other["model"]["vocab"].items() <= specs.ids_of(spec).items()
       if not same or other["model"]["merges"] != spec["model"]["merges"]:
         raise UserError(f"{label}: tokenizer.json disagrees with {' or '.join(pair)} beside it; remove the wrong ones")
-
-
-def _beside(directory: str, label: str) -> Stated:
-  """What Hugging Face's files in a directory say about marks; raises UserError for one that can't be read."""
-  stated: Stated = {what: {} for what in _KEYS}
-  for path in filter(files.exists, (os.path.join(directory, name) for name in _FILES)):
-    content = parse_json(read_bytes(path, label), path, label)
-    if not isinstance(content, dict):
-      raise UserError(f"{label}: {os.path.basename(path)} must be a JSON object; restore the file, or remove it")
-    for what, keys in _KEYS.items():
-      stated[what] |= {f"{key} in {path}": content[key] for key in keys if content.get(key) is not None}
-  return stated
-
-
-def _resolve(stated: Stated, id_of: Callable[[str], int | None], vocab_size: int, label: str) -> tuple[int, int | None]:
-  """Ids of the end mark and the begin mark (None: documents begin without one); raises UserError where unclear."""
-
-  def ids(value: Any) -> set[int]:
-    values = value if isinstance(value, list) else [value.get("content") if isinstance(value, dict) else value]
-    numbers = [id_of(one) if isinstance(one, str) else one for one in values]
-    return set(numbers) if all(type(one) is int and 0 <= one < vocab_size for one in numbers) else set()
-
-  def agreed(what: str, options: Callable[[Any], set[Any]], rule: str) -> Any:
-    common = set.intersection(*map(options, stated[what].values())) if stated[what] else {None}
-    if len(common) != 1:
-      values = ", ".join(f"{place} is {value!r}" for place, value in stated[what].items())
-      raise UserError(f"{label}: {values}: {rule}, or correct the files")
-    return common.pop()
-
-  rule = f"not one token of the vocabulary (ids 0 to {vocab_size - 1}); set"
-  eos_id = agreed("eos", ids, f"{rule} data.end_token")
-  if eos_id is None and (eos_id := id_of(END_OF_TEXT)) is None:
-    raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
-  unclear = "unclear whether documents begin with the begin mark; set data.begin_mark to True or False"
-  begins = agreed("begins", lambda value: {value} if isinstance(value, bool) else set(), unclear)
-  bos_id = None if begins is False else agreed("bos", ids, f"{rule} data.begin_token")
-  if begins and bos_id is None:
-    raise UserError(f"{label}: has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
-  if begins is None and bos_id not in (None, eos_id):  # GPT-2 names one mark twice: the end mark divides documents
-    raise UserError(f"{label}: names a begin mark (id {bos_id}), but it is {unclear}")
-  return eos_id, bos_id if begins else None

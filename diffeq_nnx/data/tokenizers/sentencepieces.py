@@ -1,24 +1,32 @@
-"""Byte-fallback sentencepiece tokenizers, as Llama's, used without loss, and their training."""
+"""Byte-fallback sentencepiece tokenizers, as Llama's, used without loss or as they were trained, and their training."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import io
-from itertools import chain
+from itertools import chain, count, groupby
+import json
 import os
 import re
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
 from diffeq_nnx.data.tokenizers import base
+from diffeq_nnx.data.tokenizers.byte_fallback import BYTE_PIECES, SPACE
+from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError
 
-_SPACE = "\u2581"  # stands for a space inside sentencepiece, so a literal one is encoded as bytes
-_SEPARATORS = re.compile(f"([\n{_SPACE}])")
+_SEPARATORS = re.compile(f"([\n{SPACE}])")  # a literal U+2581 is encoded as bytes, since SPACE stands for a space
 _LINE_CHARS = 1024  # at most 4096 bytes, below sentencepiece's limit for a training sentence
 # A ModelProto's normalizer_spec in wire format: name "identity", no character map, no dummy prefix, extra spaces kept,
 # spaces escaped. Appended to a model it overrides the model's own, by the rules of protobuf.
 _LOSSLESS = b"\x1a\x12\x0a\x08identity\x12\x00\x18\x00\x20\x00\x28\x01"
+_NO_PREFIX = b"\x1a\x02\x18\x00"  # the same, overriding add_dummy_prefix alone
+# Field 20090 of a ModelProto, one of those left to others: JSON with how the model is used, and its marks.
+_FACTS_KEY = b"\xd2\xe7\x09"
+_FACTS = re.compile(_FACTS_KEY + rb'[\x80-\xff]*[\x00-\x7f](\{"as_trained": .*\})', re.DOTALL)
+_WAY_OUT = "give a sentencepiece model trained with byte_fallback and an eos id, or 'train'"
 _PROBE = "  A\u00a0\ufb01 \t e\u0301  \r\x00\U0001f642 <unk> "
 _IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 _MARKS = {"unk_id": 0, "eos_id": 1, "eos_piece": base.END_OF_TEXT, "bos_id": -1, "pad_id": -1}
@@ -89,56 +97,173 @@ def _cut(text: str, limit: int) -> Iterator[str]:
   yield text[start:]
 
 
+def processor(model_bytes: bytes, label: str) -> sentencepiece.SentencePieceProcessor:
+  """The library's processor of a serialized model; raises UserError if it is none, or lacks byte fallback."""
+  try:
+    model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+    has_bytes = all(model.is_byte(model.piece_to_id(piece)) for piece in BYTE_PIECES)
+  except (RuntimeError, OSError, ValueError, IndexError) as error:
+    raise UserError(f"{label}: not a sentencepiece model; {_WAY_OUT}") from error
+  if not has_bytes:
+    raise UserError(f"{label}: has no byte fallback, so it would lose text; {_WAY_OUT}")
+  return model
+
+
+def ids_of(model: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+  """Ids by piece."""
+  return {model.id_to_piece(number): number for number in range(model.vocab_size())}
+
+
+def trained_here(model: sentencepiece.SentencePieceProcessor) -> bool:
+  """Whether a model is like those of `train`: it has their marks, and its own normalization changes nothing."""
+  marks = {"unk_id": model.unk_id(), "eos_id": model.eos_id(), "bos_id": model.bos_id(), "pad_id": model.pad_id()}
+  same = _MARKS == marks | {"eos_piece": model.id_to_piece(model.eos_id()) if model.eos_id() >= 0 else ""}
+  return same and model.decode(model.encode(_PROBE)) == _PROBE
+
+
+def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | None]:
+  """A model, and what `SentencePieceTokenizer` noted at its end; None where it noted nothing."""
+  at = content.rfind(_FACTS_KEY)
+  found = _FACTS.fullmatch(content, at) if at >= 0 else None
+  if found is None:
+    return content, None
+  facts = parse_json(found[1], "the end of the model", label)
+  types = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
+  known = facts.keys() == types.keys() and all(isinstance(facts[key], kind) for key, kind in types.items())
+  if not known or not facts["end_ids"] or not all(isinstance(name, str) for name in facts["added"]):
+    raise UserError(f"{label}: its end holds {facts}, which this program didn't write; restore the file")
+  return content[:at], facts
+
+
+def _with_facts(model_bytes: bytes, facts: dict[str, Any]) -> bytes:
+  """A model with a field that the sentencepiece library skips."""
+  text = json.dumps(facts).encode()
+  sizes, left = [], len(text)
+  while left:  # a length in protobuf's form: seven bits a byte, the lowest first
+    left, low = left >> 7, left & 127
+    sizes.append(low | (128 if left else 0))
+  return model_bytes + _FACTS_KEY + bytes(sizes) + text
+
+
 class SentencePieceTokenizer(base.Tokenizer):
-  """A sentencepiece model; its own text normalization is switched off."""
+  """A sentencepiece model, without loss or as it was trained, with tokens that were added beside it.
+
+  Without loss its text normalization is switched off, and newlines and literal U+2581 become bytes. As it was trained,
+  a text has the ids that the sentencepiece library gives it. The names of added tokens in a text are these tokens,
+  except for those of marks; only the beginning of the text, and not the text after such a token, then gets the model's
+  space.
+  """
 
   file_name = "tokenizer.model"
 
-  def __init__(self, model_bytes: bytes, label: str = "data.tokenizer"):
-    """Wraps a serialized model; raises UserError if it is none, or lacks byte fallback or an end mark."""
-    way_out = "give a sentencepiece model trained with byte_fallback and an eos id, or 'train'"
-    try:
-      self._model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes + _LOSSLESS)
-    except (RuntimeError, OSError, ValueError) as error:
-      raise UserError(f"{label}: not a sentencepiece model; {way_out}") from error
-    self.model_bytes, self.vocab_size = bytes(model_bytes), self._model.vocab_size()
-    byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-    if not all(map(self._model.is_byte, byte_ids)):
-      raise UserError(f"{label}: has no byte fallback, so it would lose text; {way_out}")
-    if self._model.eos_id() < 0:
-      raise UserError(f"{label}: has no end-of-text id; {way_out}")
-    self.eos_id, self.bos_id = self._model.eos_id(), self._model.bos_id() if self._model.bos_id() >= 0 else None
-    self._separator_ids = {mark: [byte_ids[byte] for byte in mark.encode()] for mark in ("\n", _SPACE)}
-    if self.decode(self.encode(_PROBE)) != _PROBE:
-      raise UserError(f"{label}: doesn't give text back as it was; {way_out}")
+  def __init__(
+    self,
+    model_bytes: bytes,
+    label: str = "data.tokenizer",
+    *,
+    marks: base.Marks | None = None,
+    as_trained: bool = False,
+    added: Sequence[str] = (),
+  ):
+    """Wraps a serialized model.
 
-  def id_of(self, token: str) -> int | None:
-    """The id of a piece, None for one that the model lacks."""
-    number = self._model.piece_to_id(token)
-    return number if self._model.id_to_piece(number) == token else None
+    Args:
+      model_bytes: The model.
+      label: What errors begin with.
+      marks: The marks; None: the model's own.
+      as_trained: Whether text is normalized as when the model was trained.
+      added: Names of tokens whose ids follow the model's pieces.
+
+    Raises:
+      UserError: If it is no model, lacks byte fallback or an end mark, or text can give a mark.
+    """
+    own = processor(model_bytes, label)
+    if marks is None and own.eos_id() < 0:
+      raise UserError(f"{label}: has no end-of-text id; {_WAY_OUT}")
+    own_bos = own.bos_id() if own.bos_id() >= 0 else None
+    marks, self.added = marks or base.Marks(own.eos_id(), own_bos), dict(zip(added, count(own.vocab_size())))
+    self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
+    self.lossless, self.published_bytes = not as_trained, bytes(model_bytes)
+    self._num_pieces = own.vocab_size()
+    self.vocab_size = self._num_pieces + len(self.added)
+    plain = processor(model_bytes + _LOSSLESS, label)
+    self._plain, self._first, self._rest = plain, plain, plain
+    if as_trained:
+      self._first, self._rest = own, processor(model_bytes + _NO_PREFIX, label)
+    pieces = [number for number in marks.ids if number < self._num_pieces]
+    if reached := [number for number in pieces if not (own.is_control(number) or own.is_unknown(number))]:
+      problem = f"the mark {own.id_to_piece(reached[0])!r} is also an ordinary piece, which text can give"
+      raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
+    self._names = {number: "" if number in marks.ids else name for name, number in self.added.items()}
+    found = sorted((name for name in self._names.values() if name), key=len, reverse=True)
+    self._added_names = re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+    byte_ids = [own.piece_to_id(piece) for piece in BYTE_PIECES]
+    self._separator_ids = {mark: [byte_ids[byte] for byte in mark.encode()] for mark in ("\n", SPACE)}
+    own_marks = (marks.eos_id, marks.more_end_ids) == (own.eos_id(), ()) and marks.bos_id in (None, own_bos)
+    self._noted = as_trained or bool(self.added) or not own_marks
+    facts = {"as_trained": as_trained, "added": [*self.added], "end_ids": [*self.end_ids], "bos_id": self.bos_id}
+    self.model_bytes = _with_facts(model_bytes, facts) if self._noted else self.published_bytes
+    if as_trained:
+      ids = self.encode("a")
+      self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
+    elif self.decode(self.encode(_PROBE)) != _PROBE:
+      raise UserError(f"{label}: doesn't give text back as it was; {_WAY_OUT}")
 
   @property
   def hash(self) -> str:
-    """The hex SHA-256 of the model's bytes, and of the begin mark where documents begin with it."""
-    begin = b"" if self.bos_id is None else f"begin mark {self.bos_id}".encode()
+    """The hex SHA-256 of the file, and of the begin mark where documents begin with it and the file doesn't say so."""
+    begin = b"" if self.bos_id is None or self._noted else f"begin mark {self.bos_id}".encode()
     return hashlib.sha256(self.model_bytes + begin).hexdigest()
 
   def _cut(self, text: str) -> Iterator[str]:
-    return _cut(text, base.GROUP_CHARS)
+    if not self.lossless:  # the library's ids are those of the whole
+      yield text
+      return
+    for part in self._added_names.split(text) if self._added_names else [text]:
+      yield from _cut(part, base.GROUP_CHARS)
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    """Encodes line by line; newlines and literal U+2581 become their bytes."""
-    split = [
-      [piece for part in re.split(_SEPARATORS, block) if part for piece in _cut(part, _LINE_CHARS)] for block in blocks
-    ]
-    lines = [part for parts in split for part in parts if part not in self._separator_ids]
+    parts_of = self._lines if self.lossless else self._parts
+    split = [list(parts_of(block)) for block in blocks]
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
-    encoded = iter(self._model.encode(lines, out_type=int, num_threads=threads) if lines else ())
+    encoded = {}
+    for model in (self._first, self._rest):
+      texts = [part for parts in split for one, part in parts if one is model and isinstance(part, str)]
+      encoded[id(model)] = iter(model.encode(texts, out_type=int, num_threads=threads) if texts else ())
     for parts in split:
-      ids = (self._separator_ids[part] if part in self._separator_ids else next(encoded) for part in parts)
+      ids = (next(encoded[id(model)]) if isinstance(part, str) else part for model, part in parts)
       yield np.fromiter(chain.from_iterable(ids), np.int32)
 
+  def _parts(self, text: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
+    """The ids of added tokens, and the texts between them with what encodes them."""
+    pieces = self._added_names.split(text) if self._added_names else [text]
+    for place, piece in enumerate(pieces):
+      if piece:
+        yield self._rest if place else self._first, [self.added[piece]] if place % 2 else piece
+
+  def _lines(self, block: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
+    """The lines of a block; newlines, literal U+2581 and added tokens are ids already."""
+    if self._added_names and self._added_names.fullmatch(block):
+      yield self._plain, [self.added[block]]
+      return
+    for part in filter(None, re.split(_SEPARATORS, block)):
+      for piece in _cut(part, _LINE_CHARS):
+        yield self._plain, self._separator_ids.get(piece, piece)
+
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids to text; marks to nothing, the unknown mark and numbers that are no id to a double question mark."""
-    unknown = self._model.unk_id()
-    return self._model.decode([i if 0 <= i < self.vocab_size else unknown for i in map(int, ids)])
+    """Decodes ids; marks to nothing, the unknown mark and numbers that are no id to a double question mark."""
+    return self._decoded(ids, self._first)
+
+  def decode_within(self, ids: Iterable[int]) -> str:
+    """As `Tokenizer.decode_within`."""
+    return self._decoded(ids, self._plain)
+
+  def _decoded(self, ids: Iterable[int], first: sentencepiece.SentencePieceProcessor) -> str:
+    """The text of ids, those up to the first added token by the processor `first`."""
+    unknown, texts, model = self._plain.unk_id(), [], first
+    known = (number if 0 <= number < self.vocab_size else unknown for number in map(int, ids))
+    for is_added, group in groupby(known, lambda number: number >= self._num_pieces):
+      run = list(group)
+      texts += [self._names[number] for number in run] if is_added else [model.decode(run)]
+      model = self._plain
+    return "".join(texts)

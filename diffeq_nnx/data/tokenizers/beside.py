@@ -1,0 +1,88 @@
+"""What Hugging Face's files say about the tokenizer beside them: marks, the unknown token, added tokens."""
+
+from collections.abc import Callable, Iterator
+import os
+from typing import Any
+
+from diffeq_nnx import files
+from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes
+from diffeq_nnx.data.tokenizers.marks import KINDS, Stated
+from diffeq_nnx.errors import UserError
+
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
+_KEYS = {
+  "eos": ("eos_token", "eos_token_id"),
+  "bos": ("bos_token", "bos_token_id"),
+  "begins": ("add_bos_token",),
+  "unknown": ("unk_token",),
+}
+_CHANGES = ("lstrip", "rstrip", "single_word")  # of an added token: text around it is dropped, or decides
+
+
+def _objects(directory: str, names: tuple[str, ...], label: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """(path, content) of the files that are there; raises UserError for one that can't be read."""
+  for path in filter(files.exists, (os.path.join(directory, name) for name in names)):
+    content = parse_json(read_bytes(path, label), path, label)
+    if not isinstance(content, dict):
+      raise UserError(f"{label}: {os.path.basename(path)} must be a JSON object; restore the file, or remove it")
+    yield path, content
+
+
+def stated(directory: str, label: str) -> Stated:
+  """What the files in a directory say; raises UserError for one that can't be read."""
+  said: Stated = {what: {} for what in KINDS}
+  for path, content in _objects(directory, _FILES, label):
+    for what, keys in _KEYS.items():
+      said[what] |= {f"{key} in {path}": content[key] for key in keys if content.get(key) is not None}
+    place, ends = f"eos_token_id in {path}", content.get("eos_token_id")
+    if isinstance(ends, list) and len(ends) != 1:
+      said["ends"][place] = said["eos"].pop(place)
+    elif ends is not None and path.endswith("generation_config.json"):  # which then says that there are no others
+      said["ends"][place] = ends if isinstance(ends, list) else [ends]
+  return said
+
+
+def added_tokens(directory: str, id_of: Callable[[str], int | None], num_pieces: int, label: str) -> list[str]:
+  """The tokens that files add to a vocabulary, in the order of their ids, which follow those of its pieces.
+
+  Raises:
+    UserError: For ids that don't follow the vocabulary's one by one, or contradict them or each other.
+  """
+  found: dict[str, int] = {}
+  for path, content in _objects(directory, ("added_tokens.json", "tokenizer_config.json"), label):
+    place = os.path.basename(path)
+    listed = content.items() if place == "added_tokens.json" else _decoder_items(content, id_of, label)
+    for name, number in listed:
+      piece_id = id_of(name)
+      known = found.setdefault(name, number) if piece_id is None else piece_id
+      if type(number) is not int or known != number:
+        raise UserError(f"{label}: {place} gives {name!r} the id {number!r}, but it is {known!r}; correct the files")
+  found = {name: number for name, number in sorted(found.items(), key=lambda item: item[1]) if id_of(name) is None}
+  for place, (name, number) in enumerate(found.items(), num_pieces):
+    if number != place:
+      rule = f"added tokens must follow the vocabulary's {num_pieces} ids one by one"
+      raise UserError(f"{label}: {rule}, but {name!r} has the id {number} where {place} is due; correct the files")
+  return list(found)
+
+
+def check_added_tokens(directory: str, ids: dict[str, int], label: str) -> None:
+  """Raises UserError if files beside a `tokenizer.json` name tokens that it lacks, or give them other ids."""
+  if added := added_tokens(directory, ids.get, len(ids), label):
+    problem = f"the files beside tokenizer.json add {added[0]!r} ({len(added)} such), which it lacks"
+    raise UserError(f"{label}: {problem}; correct the files, or remove the wrong ones")
+
+
+def _decoder_items(
+  content: dict[str, Any], id_of: Callable[[str], int | None], label: str
+) -> Iterator[tuple[str, Any]]:
+  """(name, id) of the tokens in tokenizer_config.json."""
+  listed = content.get("added_tokens_decoder") or {}
+  for number, token in listed.items() if isinstance(listed, dict) else [("", None)]:
+    if not (isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal()):
+      rule = "added_tokens_decoder must be an object with ids as names and tokens as values"
+      raise UserError(f"{label}: tokenizer_config.json: {rule}; restore the file")
+    changes = [key for key in _CHANGES if token.get(key)]
+    if changes and id_of(token["content"]) is None:
+      problem = f"sets {changes[0]} of the added token {token['content']!r}"
+      raise UserError(f"{label}: tokenizer_config.json {problem}; give the model's tokenizer.json, which can hold that")
+    yield token["content"], int(number)

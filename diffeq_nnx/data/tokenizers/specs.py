@@ -1,0 +1,109 @@
+"""A `tokenizer.json` as nested dicts: what holds for every kind of it."""
+
+import json
+import re
+from typing import Any
+
+import tokenizers as huggingface
+
+from diffeq_nnx.data.tokenizers.base import Marks
+from diffeq_nnx.data.tokenizers.marks import Stated
+from diffeq_nnx.errors import UserError, first_line
+
+Spec = dict[str, Any]  # in the form of tokenizer.json
+OURS = "diffeq_nnx"  # the key of "model" that holds what a tokenizer.json has no place for; the library skips it
+
+
+def checked(spec: Spec, label: str) -> huggingface.Tokenizer:
+  """The library's tokenizer, which checks types, merges and patterns; raises UserError with what it says."""
+  try:
+    return huggingface.Tokenizer.from_str(json.dumps(spec))
+  except Exception as error:  # the library raises nothing narrower
+    reason = re.sub(r" at line \d+ column \d+", "", first_line(error))
+    raise UserError(f"{label}: the tokenizers library can't use it ({reason}); restore the file") from error
+
+
+def ours_of(model: dict[str, Any], label: str) -> dict[str, Any]:
+  """What this program wrote into "model" (see `with_marks`); {} in a file that it did not write."""
+  ours = model.get(OURS, {})
+  known = isinstance(ours, dict) and ours.keys() <= {"end_ids", "unknown_bytes"}
+  if not known or not isinstance(ours.get("end_ids", []), list):
+    raise UserError(f"{label}: the model's {OURS} is {ours!r}, which this program didn't write; restore the file")
+  return ours
+
+
+def split_merges(merges: list[Any]) -> list[Any]:
+  """Merges as pairs, which a file may give as strings."""
+  return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+
+
+def canonical_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Added tokens with the keys that the library knows, in the order of their ids."""
+  keys = ("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
+  return sorted(({key: token[key] for key in keys} for token in added), key=lambda token: token["id"])
+
+
+def ids_of(spec: Spec) -> dict[str, int]:
+  """Ids by token, pieces and added tokens together."""
+  vocab = spec["model"]["vocab"]
+  if isinstance(vocab, list):  # of a unigram model: pairs of piece and score
+    vocab = {piece: number for number, (piece, _) in enumerate(vocab)}
+  return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
+
+
+def check_ids(ids: dict[str, int], label: str) -> None:
+  """Raises UserError unless ids are 0 to N - 1, each once."""
+  for place, (token, number) in enumerate(sorted(ids.items(), key=lambda item: item[1])):
+    if number != place:
+      rule = f"must be 0 to {len(ids) - 1}, each once"
+      raise UserError(f"{label}: ids {rule}, but {token!r} has {number} where {place} is due; restore the file")
+
+
+def stated_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated:
+  """What the post-processor says about marks, which are those that it puts around a text, and what we noted."""
+  encoding, ids = library.encode("a"), ids_of(spec)
+  marks, is_mark = list(zip(encoding.tokens, encoding.ids)), encoding.special_tokens_mask
+  before, after = marks[: [*is_mark, 0].index(0)], marks[len(marks) - [*is_mark[::-1], 0].index(0) :]
+  known = all(ids.get(token) == number for token, number in before + after)
+  if not known or len(before) > 1 or len(after) > 1 or len(before + after) != sum(is_mark):
+    rule = "must put at most one token of the vocabulary before a text and one after it"
+    raise UserError(f"{label}: the post-processor {rule}, not {before} and {after}; use a TemplateProcessing that does")
+  eos, bos = ({"the post-processor": side[0][1]} if side else {} for side in (after, before))
+  said = {"the post-processor": bool(bos)}
+  ours = ours_of(spec["model"], label)
+  ends = {"its end_ids": ours["end_ids"]} if "end_ids" in ours else {}
+  return {"eos": eos, "bos": bos, "ends": ends, "begins": said if eos or bos else {}, "otherwise_begins": said}
+
+
+def with_marks(spec: Spec, marks: Marks) -> Spec:
+  """A vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
+  names = {number: token for token, number in ids_of(spec).items()}
+  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+  added = [token for token in spec["added_tokens"] if token["id"] not in marks.ids]
+  added += [{"id": number, "content": names[number]} | flags for number in marks.ids]
+  text, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
+  before, after = (
+    [] if one is None else [{"SpecialToken": {"id": names[one], "type_id": 0}}] for one in (marks.bos_id, marks.eos_id)
+  )
+  processor = {
+    "type": "TemplateProcessing",
+    "single": [*before, text, *after],
+    "pair": [text, second],
+    "special_tokens": {
+      names[number]: {"id": names[number], "ids": [number], "tokens": [names[number]]}
+      for number in dict.fromkeys((marks.eos_id, marks.bos_id))
+      if number is not None
+    },
+  }
+  model = {key: value for key, value in spec["model"].items() if key != OURS}
+  ours = spec["model"].get(OURS, {}) | ({"end_ids": [marks.eos_id, *marks.more_end_ids]} if marks.more_end_ids else {})
+  return spec | {
+    "added_tokens": sorted(added, key=lambda token: token["id"]),
+    "post_processor": processor,
+    "model": model | ({OURS: ours} if ours else {}),
+  }
+
+
+def to_bytes(spec: Spec) -> bytes:
+  """The file's content."""
+  return json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,407 @@
+"""Tokenizers as they were published: the ids of the library that they were made for, kept by a run's one file."""
+
+import functools
+import io
+import json
+import os
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as huggingface
+
+os.environ.update(HF_HUB_OFFLINE="1")
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config, DataConfig, from_config_dict
+from diffeq_nnx.config import default as default_config
+from diffeq_nnx.data.tokenizers import ByteFallbackTokenizer, SentencePieceTokenizer
+from diffeq_nnx.data.tokenizers.byte_pairs import ALPHABET, BYTE_LEVEL
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.training.loop import train
+from tests.conftest import run_config, told
+from tests.test_data import config_of, prose, write_jsonl
+from tests.test_tokenizer import BEGIN, END, added_token, pair_of_files, random_texts, spec_of, template, write
+
+TEXTS = [
+  "",
+  "Hello world",
+  " lead",
+  "  two  spaces ",
+  "a\nb\n\n  c\r\n",
+  "\n",
+  "tab\tand\u00a0no-break \ufb01 e\u0301",
+  "\u00e9t\u00e9 \u5b57 \U0001f642 \u2581",
+  "the cat and a dog sat on mat " * 60,
+]
+
+
+def reloaded(tokenizer, folder):
+  """The tokenizer that a run gives back which was started with this one."""
+  workdir_lib.claim(str(folder), Config(), data.Corpus(tokenizer, None, None, ""))
+  (folder / "config.json").write_text("{}")  # a file beside it changes nothing
+  again = workdir_lib.tokenizer_of(str(folder), Config())
+  for name in ("hash", "model_bytes", "vocab_size", "end_ids", "bos_id", "lossless", "leading"):
+    assert getattr(again, name) == getattr(tokenizer, name)
+  assert type(again) is type(tokenizer)
+  return again
+
+
+# vocabularies without pieces for some bytes
+
+LACKING = (0x04, 0x21, 0xC0, 0xF1, 0xFF)
+
+
+def lacking(bytes_=LACKING, **changes):
+  """A byte-level tokenizer.json without pieces for these bytes, nor merges."""
+  spec = spec_of(**changes)
+  chars = {char for char, byte in ALPHABET.items() if byte in bytes_}
+  kept = sorted(set(spec["model"]["vocab"]) - chars - {END, BEGIN})
+  kept = [piece for piece in kept if len(piece) == 1]
+  vocab = {piece: number for number, piece in enumerate([END, BEGIN, "<unk>", *kept])}
+  spec["model"] |= {"vocab": vocab, "merges": []}
+  spec["added_tokens"] = [added_token(number, name, special=True) for name, number in list(vocab.items())[:3]]
+  return spec
+
+
+@pytest.mark.parametrize("bytes_", [LACKING, (0x61,), tuple(range(256))])
+def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(bytes_, tmp_path):
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__json=lacking(bytes_))))
+  assert tokenizer.lossless
+  char = bytes([bytes_[-1] if bytes_[-1] < 128 else 0x21]).decode()
+  for one in (tokenizer, reloaded(tokenizer, tmp_path)):
+    with pytest.raises(data.UnknownByte, match=f"no piece for the byte 0x{ord(char):02X} .byte 0 of the text") as found:
+      one.encode_batch(["", "", f"{char}2"])
+    assert found.value.index == 2
+  if bytes_ is LACKING:
+    assert tokenizer.decode(tokenizer.encode("caf\u00e9 \u5b57 no mark")) == "caf\u00e9 \u5b57 no mark"
+    message = told(lambda: tokenizer.encode("\u5b57 \U00041234"))
+    assert "the byte 0xF1 (byte 4 of the text, in the character '\\U00041234')" in message
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_such_bytes_become_the_unknown_token_where_the_config_says_so(fuse, tmp_path):
+  files = {"tokenizer__json": lacking(model__fuse_unk=fuse), "tokenizer_config__json": {"unk_token": "<unk>"}}
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files)), unknown_bytes="unknown")
+  bare = huggingface.Tokenizer.from_str(json.dumps(lacking(model__fuse_unk=fuse, model__unk_token="<unk>")))
+  bare.encode_special_tokens = True
+  assert not tokenizer.lossless
+  for one in (tokenizer, reloaded(tokenizer, tmp_path)):
+    for text in [*TEXTS, "no! <unk>!!", "\U00041234!! \x04", *random_texts(100)]:
+      assert one.encode(text).tolist() == bare.encode(text, add_special_tokens=False).ids
+    assert one.decode(one.encode("no!")) == "no\ufffd" and one.decode([one.eos_id]) == ""
+  plain = data.load_tokenizer(str(tmp_path / "given"))
+  assert plain.hash != tokenizer.hash
+  assert plain.hash == data.load_tokenizer(str(tmp_path / "given"), unknown_bytes="error").hash
+
+
+def test_an_unknown_token_must_exist_and_be_no_mark(tmp_path):
+  said = functools.partial(write, tmp_path / "given", tokenizer__json=lacking())
+  load = functools.partial(data.load_tokenizer, str(tmp_path / "given"), unknown_bytes="unknown")
+  said()
+  assert "no file names an unk_token; set data.unknown_bytes=error" in told(load)
+  said(tokenizer_config__json={"unk_token": "<nothing>"})
+  assert "is '<nothing>', not a token of the vocabulary" in told(load)
+  said(tokenizer_config__json={"unk_token": END})
+  assert f"the unknown token '{END}' is also a mark" in told(load)
+  said(tokenizer_config__json={"unk_token": {"content": "<unk>"}})
+  assert load().encode("!").tolist() == [2]
+  raw = default_config()
+  raw.data.unknown_bytes = "drop"
+  assert "data.unknown_bytes=drop: must be error or unknown" in told(lambda: from_config_dict(raw))
+
+
+def test_preparation_names_the_document_and_the_byte(tmp_path):
+  folder = write(tmp_path / "given", tokenizer__json=lacking(model__unk_token="<unk>"))
+  write_jsonl(tmp_path / "a.jsonl", prose(3))
+  write_jsonl(tmp_path / "b.jsonl", [*prose(20), "what? that!", "more"])
+  source = f"jsonl:{tmp_path}/*.jsonl"
+  config = config_of(tmp_path, source=source, validation=source, tokenizer=str(folder))
+  message = told(lambda: data.load(config, 500, seed=0))
+  assert f"={source}: {tmp_path}/b.jsonl, record 21: the tokenizer has no piece for the byte 0x21 (byte 10 " in message
+  assert "set data.unknown_bytes=unknown" in message
+  config = config_of(tmp_path, source=source, validation=source, tokenizer=str(folder), unknown_bytes="unknown")
+  tokens = data.load(config, 500, seed=0).validation.tokens[:].tolist()
+  assert tokens.count(2) == 1
+
+
+def test_training_from_scratch_refuses_a_tokenizer_that_changes_text(tmp_path):
+  folder = write(tmp_path / "given", tokenizer__json=lacking(model__unk_token="<unk>"))
+  source = write_jsonl(tmp_path / "a.jsonl", prose(20))
+  config = run_config(tmp_path, steps=1)
+  changed = DataConfig(source=source, tokenizer=str(folder), unknown_bytes="unknown", cache_dir=str(tmp_path / "cache"))
+  config = Config(model=config.model, data=changed, train=config.train, eval=config.eval)
+  message = told(lambda: train(config, str(tmp_path / "run")))
+  assert "which training from scratch requires" in message and not (tmp_path / "run" / "run.json").exists()
+
+
+# marks
+
+
+@pytest.mark.parametrize(
+  ("processor", "begins"),
+  [
+    (None, None),
+    (template([], []), None),
+    ({"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, None),
+    (template([BEGIN], []), 1),
+    ({"type": "Sequence", "processors": [BYTE_LEVEL, template([BEGIN], [])]}, 1),
+  ],
+)
+def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(processor, begins, tmp_path):
+  said = {"bos_token": BEGIN, "eos_token": END, "unk_token": END}
+  folder = str(write(tmp_path, tokenizer__json=spec_of(post_processor=processor), tokenizer_config__json=said))
+  assert data.load_tokenizer(folder).bos_id == begins
+  assert data.load_tokenizer(folder, begin_mark=True).bos_id == 1
+  if begins is None:
+    write(tmp_path, tokenizer_config__json=said | {"add_bos_token": True})
+    assert data.load_tokenizer(folder).bos_id == 1
+
+
+ENDS = {  # what files say, and the end marks
+  "list": ({"generation_config": [0, 7]}, (0, 7)),
+  "other first": ({"generation_config": [7, 0, 1, 7]}, (0, 7, 1)),
+  "named": ({"tokenizer_config": BEGIN, "generation_config": [0, 1]}, (1, 0)),
+  "one of a list": ({"config": [0]}, (0,)),
+  "one and several": ({"config": 1, "generation_config": [0, 1]}, (1, 0)),
+  "several and one": ({"config": [0, 1], "generation_config": 1}, (1,)),
+  "two lists": ({"config": [1, 0], "generation_config": [0, 5]}, (0, 5)),
+  "names alone": ({"tokenizer_config": END, "config": [0, 5]}, (0, 5)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("kind", ["byte pairs", "pair of files", "sentencepiece"])
+def test_several_end_marks(name, kind, tmp_path):
+  said, expected = ENDS[name]
+  files = {"byte pairs": {"tokenizer__json": spec_of()}, "pair of files": pair_of_files()}.get(kind)
+  if files is None:
+    files = {"tokenizer__model": model(unk_id=2, eos_id=0, bos_id=1, eos_piece=END, bos_piece=BEGIN)}
+    if expected[0] != 0:
+      pytest.skip("the model's own end mark is 0")
+  names = {"tokenizer_config": "eos_token"}
+  content = {f"{file}__json": {names.get(file, "eos_token_id"): value} for file, value in said.items()}
+  folder = str(write(tmp_path / "given", **files, **content))
+  tokenizer = data.load_tokenizer(folder)
+  assert tokenizer.end_ids == expected and reloaded(tokenizer, tmp_path).end_ids == expected
+  assert data.load_tokenizer(folder, end_token=BEGIN).end_ids[0] == 1
+  assert tokenizer.decode(tokenizer.encode("two words\n")) == "two words\n"
+
+
+# sentencepiece models as they were trained
+
+
+def model(**changes):
+  trained = io.BytesIO()
+  options = dict(
+    sentence_iterator=iter([*prose(50), "two  spaces   and\ttabs"]),
+    model_writer=trained,
+    vocab_size=320,
+    byte_fallback=True,
+    model_type="bpe",
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  sentencepiece.SentencePieceTrainer.train(**options | changes)
+  return trained.getvalue()
+
+
+MODELS = {
+  "prefix": {},
+  "no prefix": {"add_dummy_prefix": False},
+  "normalized": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+  "unigram": {"model_type": "unigram", "vocab_size": 300},
+  "user defined": {"user_defined_symbols": ["<|x|>", "\n\n"], "control_symbols": ["<c>"]},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_gives_the_ids_of_the_sentencepiece_library(name, tmp_path, monkeypatch):
+  trained = model(**MODELS[name])
+  theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__model=trained)))
+  monkeypatch.setattr("diffeq_nnx.data.tokenizers.base.GROUP_CHARS", 100)  # no text is cut
+  again = reloaded(tokenizer, tmp_path)
+  for text in [*TEXTS, "<|x|>a <|x|> b\n\n\nc <c> </s>", *prose(5), *random_texts(200)]:
+    ids = theirs.encode(text)
+    assert tokenizer.encode(text).tolist() == again.encode(text).tolist() == ids
+    assert tokenizer.decode(ids) == theirs.decode(ids)
+  assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.lossless) == (2, 1, False)
+  assert tokenizer.leading == ("" if name == "no prefix" else " ")
+  ids = theirs.encode("two words")
+  assert tokenizer.decode_within(ids) == ("" if name == "no prefix" else " ") + "two words"
+  assert sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes).encode("a b") == theirs.encode("a b")
+
+
+def test_a_run_from_scratch_keeps_the_use_without_loss(tmp_path):
+  trained, path = model(), tmp_path / "given" / "tokenizer.model"
+  write(tmp_path / "given", tokenizer__model=trained)
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=str(path))
+  tokenizer = data.load(config, 500, seed=0).tokenizer
+  assert tokenizer.lossless and tokenizer.hash == SentencePieceTokenizer(trained).hash
+  assert tokenizer.model_bytes == trained  # as in runs of earlier versions
+  for text in TEXTS:
+    assert reloaded(tokenizer, tmp_path / "run").decode(tokenizer.encode(text)) == text
+  imported = data.load_tokenizer(str(path))
+  assert imported.hash != tokenizer.hash
+  run = write(tmp_path / "imported", tokenizer__model=imported.model_bytes)
+  config = config_of(tmp_path, source=config.source, tokenizer=str(run / "tokenizer.model"))
+  assert data.load(config, 500, seed=0).tokenizer.hash == imported.hash  # text for a run that was imported
+
+
+def test_a_model_trained_here_stays_without_loss(tmp_path):
+  trained = data.train(prose(50), 300)
+  tokenizer = data.load_tokenizer(str(write(tmp_path, tokenizer__model=trained)))
+  assert tokenizer.lossless and tokenizer.model_bytes == trained
+  assert tokenizer.decode(tokenizer.encode("\u2581 a\n")) == "\u2581 a\n"
+
+
+# tokens that were added beside a sentencepiece model
+
+START, STOP = "<|im_start|>", "<|im_end|>"
+
+
+def added_files(kind, size):
+  entry = lambda name, **flags: {"content": name, **flags}
+  chat = {"eos_token": STOP, "bos_token": "<s>", "add_bos_token": True}
+  return {
+    "added_tokens": {"added_tokens__json": {START: size, STOP: size + 1, "<s>": 1}, "tokenizer_config__json": chat},
+    "decoder": {
+      "tokenizer_config__json": chat
+      | {"added_tokens_decoder": {"1": entry("<s>"), str(size + 1): entry(STOP), str(size): entry(START, special=True)}}
+    },
+  }[kind]
+
+
+@pytest.mark.parametrize("kind", ["added_tokens", "decoder"])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_added_tokens_are_found_in_a_text_and_marks_are_not(kind, lossless, tmp_path):
+  trained = model()
+  theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
+  N = theirs.vocab_size()
+  given = write(tmp_path / "given", tokenizer__model=trained, **added_files(kind, N))
+  tokenizer = data.load_tokenizer(str(given), lossless=lossless)
+  assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (N + 1, 1, N + 2)
+  for one in (tokenizer, reloaded(tokenizer, tmp_path)):
+    assert one.encode(START).tolist() == [N] and N + 1 not in one.encode(STOP)
+    text = f"the cat{START}a dog\n{START} on{STOP}"
+    before, middle, after = text.split(START)
+    rest = lambda part: data.load_tokenizer(str(given), lossless=True).encode(part).tolist()
+    first = rest(before) if lossless else theirs.encode(before)
+    assert one.encode(text).tolist() == [*first, N, *rest(middle), N, *rest(after)]
+    assert one.encode(f"{START}a").tolist() == [N, *rest("a")]
+    assert one.decode(one.encode(text)) == text and one.decode([N, N + 1]) == START
+
+
+def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
+  decoder = {"added_tokens_decoder": {"300": {"content": START, "rstrip": True}}}
+  spec = spec_of(added_tokens=[*spec_of()["added_tokens"], added_token(300, START)])
+  folder = write(tmp_path, tokenizer__json=spec, tokenizer_config__json=decoder, added_tokens__json={START: 300})
+  assert data.load_tokenizer(str(folder)).encode(START).tolist() == [300]
+  write(tmp_path, tokenizer__json=spec_of(), tokenizer_config__json={})
+  assert f"the files beside tokenizer.json add '{START}'" in told(lambda: data.load_tokenizer(str(folder)))
+  write(tmp_path, tokenizer__json=spec, added_tokens__json={START: 299})
+  assert f"added_tokens.json gives '{START}' the id 299, but it is 300" in told(
+    lambda: data.load_tokenizer(str(folder))
+  )
+
+
+@pytest.mark.parametrize(
+  ("files", "part"),
+  [
+    ({"added_tokens__json": {START: 900}}, "added tokens must follow the vocabulary's 320 ids one by one, but "),
+    ({"added_tokens__json": {START: 320, STOP: 322}}, "has the id 322 where 321 is due"),
+    ({"added_tokens__json": {START: 320, STOP: 320}}, "has the id 320 where 321 is due"),
+    ({"added_tokens__json": {START: 5}}, "has the id 5 where 320 is due"),
+    ({"added_tokens__json": {"</s>": 7}}, "added_tokens.json gives '</s>' the id 7, but it is 2"),
+    ({"added_tokens__json": {START: "320"}}, "the id '320'"),
+    ({"added_tokens__json": [START]}, "added_tokens.json must be a JSON object"),
+    ({"tokenizer_config__json": {"added_tokens_decoder": [START]}}, "added_tokens_decoder must be an object"),
+    ({"tokenizer_config__json": {"added_tokens_decoder": {"a": {"content": "b"}}}}, "added_tokens_decoder must be"),
+    (
+      {"tokenizer_config__json": {"added_tokens_decoder": {"320": {"content": START, "rstrip": True}}}},
+      "sets rstrip of the added token",
+    ),
+    (
+      {
+        "added_tokens__json": {START: 320},
+        "tokenizer_config__json": {"added_tokens_decoder": {"321": {"content": START}}},
+      },
+      "tokenizer_config.json gives '<|im_start|>' the id 321, but it is 320",
+    ),
+  ],
+)
+def test_added_tokens_that_contradict_the_model_or_each_other(files, part, tmp_path):
+  folder = write(tmp_path, tokenizer__model=model(), **files)
+  message = told(lambda: data.load_tokenizer(str(folder)))
+  assert message.startswith(f"data.tokenizer={folder}: ") and part in message
+
+
+# tokenizer.json with byte fallback
+
+
+def fallback(**changes):
+  """A tokenizer.json as Llama 2's, of the same vocabulary as a sentencepiece model's."""
+  from diffeq_nnx.exporting import tokenizer_files
+
+  spec, _ = tokenizer_files._from_sentencepiece(SentencePieceTokenizer(model(), as_trained=True))
+  prepend = [{"type": "Prepend", "prepend": "\u2581"}, spec["normalizer"]]
+  spec |= {"normalizer": {"type": "Sequence", "normalizers": prepend}, "pre_tokenizer": None}
+  spec["added_tokens"].append(added_token(len(spec["model"]["vocab"]), START, special=True))
+  return spec | changes
+
+
+def begins_with_s():
+  single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+  special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+  return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+
+
+def test_a_tokenizer_json_beside_a_sentencepiece_model_decides(tmp_path):
+  spec = fallback(post_processor=begins_with_s())
+  files = {"tokenizer__json": spec, "tokenizer__model": model(), "generation_config__json": {"eos_token_id": [2, 7]}}
+  said = {"eos_token": "</s>", "bos_token": "<s>"}
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files, tokenizer_config__json=said)))
+  assert isinstance(tokenizer, ByteFallbackTokenizer) and not tokenizer.lossless and tokenizer.leading == " "
+  assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 7), 1)
+  bare = huggingface.Tokenizer.from_str(json.dumps(spec))
+  again = reloaded(tokenizer, tmp_path)
+  for text in [*TEXTS, f"{START}a {START} b", *random_texts(200)]:
+    ids = bare.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text).tolist() == again.encode(text).tolist() == ids
+    assert tokenizer.decode(ids) == bare.decode(ids, skip_special_tokens=False)
+  assert not {1, 2} & set(tokenizer.encode("<s> and </s>").tolist())
+  assert tokenizer.decode([1, 2]) == "" and "\ufffd" in tokenizer.decode([10**6, -1])
+  with pytest.raises(UnicodeEncodeError):
+    tokenizer.encode("\ud800")
+
+
+def test_a_fallback_vocabulary_needs_all_bytes_and_marks_that_no_text_gives(tmp_path):
+  spec = fallback()
+  vocab = {("\u0413" if piece == "<0x41>" else piece): number for piece, number in spec["model"]["vocab"].items()}
+  load = lambda **files: data.load_tokenizer(str(write(tmp_path, **files)))
+  assert "no piece <0x41>" in told(lambda: load(tokenizer__json=spec | {"model": spec["model"] | {"vocab": vocab}}))
+  said = {"tokenizer_config__json": {"eos_token": "t"}}
+  assert "the mark 't' is also an ordinary piece" in told(lambda: load(tokenizer__json=spec, **said))
+  assert "dropout" in told(lambda: load(tokenizer__json=spec | {"model": spec["model"] | {"dropout": 0.5}}))
+
+
+def test_a_damaged_note_in_a_model_is_a_line(tmp_path):
+  whole = data.load_tokenizer(str(write(tmp_path, tokenizer__model=model()))).model_bytes
+  for old, new in (
+    (b'"as_trained": true', b'"as_trained": 1234'),
+    (b'"end_ids": [2]', b'"end_ids": [] '),
+    (b'"end_ids": [2]', b'"end_ids": [x]'),
+    (b'"added": []', b'"addex": []'),
+    (b'"bos_id": 1', b'"bos_id": {'),
+  ):
+    assert old in whole
+    message = told(lambda: data.load_tokenizer(str(write(tmp_path, tokenizer__model=whole.replace(old, new)))))
+    assert "restore the file" in message and "\n" not in message
+
+
+def test_ids_are_int32_and_empty_texts_have_none(tmp_path):
+  tokenizer = data.load_tokenizer(str(write(tmp_path, tokenizer__model=model())))
+  assert tokenizer.encode("").shape == (0,) and tokenizer.encode("a").dtype == np.int32
