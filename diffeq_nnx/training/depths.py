@@ -39,9 +39,10 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   if asked in trained and sizes in ((), config.model.step_sizes):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
+  far, remedy = ("", "") if len(trained) > 1 else ("far ", "; a run of the row elastic serves many numbers of steps")
   say(
     f"warning: this run was trained at {_listed(sorted(trained))} solver steps and never at {what}, where its loss may "
-    "be far higher; a run of the row elastic serves many numbers of steps"
+    f"be {far}higher{remedy}"
   )
 
 
