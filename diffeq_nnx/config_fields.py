@@ -20,9 +20,12 @@ from diffeq_nnx.errors import UserError
 Rule = Callable[[Any], str | None]  # what is wrong with a value, as the end of an error line; None: nothing
 
 
-def one_of(default: str, *others: str) -> Any:
-  """A field whose value is one of these names; `choices` lists them, and `add_choice` adds one."""
-  return dataclasses.field(default=default, metadata={"choices": [default, *others]})
+def one_of(default: str, *others: str, programs: tuple[str, ...] = ()) -> Any:
+  """A field whose value is one of these names; `choices` lists them, and `add_choice` adds one.
+
+  Names of `programs` are for programs alone, and not for config files.
+  """
+  return dataclasses.field(default=default, metadata={"choices": [default, *others], "programs": programs})
 
 
 def number(
@@ -97,9 +100,8 @@ def _checked(key: str, value: Any, field: dataclasses.Field) -> Any:
   """The value of a field, in its type; raises UserError: it breaks the rule of the field, or has another type."""
   kind: Any = field.type
   if "choices" in field.metadata:
-    known = field.metadata["choices"]
-    if value not in known:
-      raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
+    if value not in field.metadata["programs"]:
+      _check_choice(key, value, field)
   elif dataclasses.is_dataclass(kind):
     if not isinstance(value, cast(type, kind)):
       raise UserError(f"{key}={value!r}: must be a {cast(type, kind).__name__}, not {type(value).__name__}")
@@ -108,6 +110,12 @@ def _checked(key: str, value: Any, field: dataclasses.Field) -> Any:
     if problem := field.metadata.get("rule", lambda value: None)(value):
       raise UserError(f"{key}={value}: {problem}")
   return value
+
+
+def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
+  known = field.metadata["choices"]
+  if value not in known:
+    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
 
 
 def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
@@ -127,6 +135,8 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
       raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
     value = raw[name]
     kind: Any = field.type
+    if "choices" in field.metadata:
+      _check_choice(key, value, field)
     values[name] = freeze(cast(type, kind), value, f"{key}.") if dataclasses.is_dataclass(kind) else value
   return cls(**values)
 

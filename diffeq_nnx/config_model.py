@@ -40,6 +40,12 @@ class LoraConfig(Section, prefix="model.lora."):
   dropout: float = number(0.0, at_least=0, below=1)  # share of a kernel's inputs dropped before A
   embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
 
+  def _check_together(self) -> None:
+    try:
+      re.compile(self.targets)
+    except re.error as error:
+      raise UserError(f"model.lora.targets={self.targets!r}: is no regular expression ({error})") from error
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig(Section, prefix="model.rope."):
@@ -79,8 +85,11 @@ class ModelConfig(Section, prefix="model."):
   final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
   dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
   dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
-  # the implementation: see kernels/README.md
-  attention: str = one_of("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
+  # the implementation: see kernels/README.md; programs may name a kernel for a device that they compile for
+  attention: str = one_of(
+    *("auto", "reference", "pallas", "pallas_deterministic", "cudnn"),
+    programs=("pallas_tpu", "pallas_gpu", "pallas_gpu_deterministic"),
+  )
   rope: RopeConfig = RopeConfig()
   time: TimeConfig = TimeConfig()
   lora: LoraConfig = LoraConfig()
@@ -145,9 +154,5 @@ class ModelConfig(Section, prefix="model."):
         raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
       if len(self.step_sizes) != self.num_steps or not all(0 < size < math.inf for size in self.step_sizes):
         raise UserError(f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers above 0")
-    try:
-      re.compile(self.lora.targets)
-    except re.error as error:
-      raise UserError(f"model.lora.targets={self.lora.targets!r}: is no regular expression ({error})") from error
     if self.time.constant and self.weights != "generated":
       raise UserError("model.time.constant=True: only weights that are generated have a time; set it to False")

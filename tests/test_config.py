@@ -16,6 +16,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
 from diffeq_nnx.config import LoraConfig, ModelConfig, RopeConfig, TimeConfig
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
 from tests.conftest import told
 
@@ -168,6 +169,13 @@ def test_a_program_s_mistake_is_told_where_it_makes_the_value(make, parts):
   line = told(make)
   for part in parts:
     assert part in line
+
+
+def test_kernels_for_compiling_ahead_are_for_programs_alone():
+  for name in WITHOUT_BACKEND:
+    assert ModelConfig(attention=name).attention == name
+    line = told(lambda name=name: config_lib.from_config_dict(changed(model__attention=name)))
+    assert line.startswith(f"model.attention='{name}': must be one of auto, reference, pallas, ")
 
 
 def test_values_have_the_types_of_their_keys_whatever_a_program_gives():

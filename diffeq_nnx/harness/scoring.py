@@ -16,6 +16,7 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import partial_model
@@ -115,6 +116,11 @@ class Scorer:
     self._share, self._most_slots = share, packing.bucket(max_length)
     self._rows = sharding.num_shards("batch", self.mesh.shape)
     self._tokens = batch_size * max_length * self._rows
+
+  @property
+  def grid(self) -> grids.Grid:
+    """The steps."""
+    return self._weights["blocks"].grid
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """(index of a request, its score), in any order, as they are computed.
