@@ -26,8 +26,9 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx.config import RopeConfig, TimeConfig
+from diffeq_nnx.config import ModelConfig, RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
+from diffeq_nnx.model import solvers, vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
@@ -179,6 +180,18 @@ REGISTERED = {  # as a user may: Heun's method of third order, whose second stag
 }
 
 
+@pytest.fixture
+def forgotten():
+  """Solvers and fields that a test registers, as a program does, are forgotten after it."""
+  tables = {"solver": solvers.SOLVERS, "field": vector_fields.FIELDS}
+  before = {key: [*table] for key, table in tables.items()}
+  yield
+  for field in dataclasses.fields(ModelConfig):
+    for name in tables.get(field.name, {}).keys() - before.get(field.name, ()):
+      del tables[field.name][name]
+      field.metadata["choices"].remove(name)
+
+
 @pytest.mark.parametrize(
   "solver,field,case",
   [
@@ -188,10 +201,10 @@ REGISTERED = {  # as a user may: Heun's method of third order, whose second stag
     )
   ],
 )
-def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, monkeypatch):
+def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, forgotten):
   """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
   for name, registered in REGISTERED.items():
-    monkeypatch.setitem(SOLVERS, name, registered)
+    solvers.register(name, registered)
   changes, num_steps = case
   model = moved_instance(small_model(field=field, solver=solver, **changes))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps, form="hf_code")
@@ -270,10 +283,15 @@ class Reversed(Splitting):
   """A solver of a kind of its own, though it is a splitting to Python."""
 
 
+class SquaredRelu(vector_fields.GPTField):
+  """A block of a kind of its own."""
+
+
 @pytest.mark.parametrize("changes", [{"solver": "reversed"}, {"field": "gpt_relu2"}])
 @pytest.mark.parametrize("form", huggingface.FORMS)
-def test_parts_that_were_added_are_in_no_folder(changes, form, monkeypatch):
-  monkeypatch.setitem(SOLVERS, "reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
+def test_parts_that_were_added_are_in_no_folder(changes, form, forgotten):
+  vector_fields.register("gpt_relu2", SquaredRelu)
+  solvers.register("reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
   added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
   assert "--format=stablehlo supports any" in told(lambda: huggingface.architecture_of(added, form))
 
