@@ -52,8 +52,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
     with distributed.together():
-      if not workdir_lib.holds_run(workdir):
-        _check_lossless(config, corpus)
+      _check_lossless(config, corpus, workdir)
     claim_workdir(config, workdir, corpus)
     with goodput.spending("compiling"):
       config = fastest.settled(config, workdir, mesh)
@@ -110,9 +109,9 @@ def _way_back(checkpoints: Checkpoints, workdir: str, step: int) -> str:
   return f"{back} {stay[-1]}; if it diverges again, move {os.path.join(folder, str(stay[-1]))} away for step {stay[-2]}"
 
 
-def _check_lossless(config: Config, corpus: Corpus) -> None:
+def _check_lossless(config: Config, corpus: Corpus, workdir: str) -> None:
   """Raises UserError where a run from scratch would learn from text that its tokenizer changes."""
-  if not corpus.tokenizer.lossless:
+  if not corpus.tokenizer.lossless and not workdir_lib.holds_run(workdir):
     raise UserError(
       f"data.tokenizer={config.data.tokenizer}, data.source={config.data.source}: this tokenizer doesn't give every "
       "text back as it was, which training from scratch requires; set data.unknown_bytes=error if the vocabulary lacks "
