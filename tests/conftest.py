@@ -240,10 +240,16 @@ def mistake(arguments: list[str], capsys) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def optimizations():
-  """The compiler as users have it; other tests switch most optimizations off."""
+  """The compiler as users have it; other tests switch most optimizations off.
+
+  Nothing is kept for other processes, since jax 0.12 can't read a program again for a device that isn't there.
+  """
+  before = jax.config.jax_persistent_cache_min_compile_time_secs
   jax.config.update("jax_disable_most_optimizations", False)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600)
   yield
   jax.config.update("jax_disable_most_optimizations", True)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @pytest.fixture(autouse=True, scope="module")
