@@ -25,6 +25,7 @@ import torch
 import transformers
 
 import diffeq_nnx
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.config import RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
@@ -188,6 +189,7 @@ def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, 
   """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
   for name, registered in REGISTERED.items():
     monkeypatch.setitem(SOLVERS, name, registered)
+    config_lib.add_choice("model.solver", name)
   changes, num_steps = case
   model = moved_instance(small_model(field=field, solver=solver, **changes))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps, form="hf_code")
@@ -270,6 +272,8 @@ class Reversed(Splitting):
 @pytest.mark.parametrize("form", huggingface.FORMS)
 def test_parts_that_were_added_are_in_no_folder(changes, form, monkeypatch):
   monkeypatch.setitem(SOLVERS, "reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
+  for key, name in {"model.solver": "reversed", "model.field": "gpt_relu2"}.items():
+    config_lib.add_choice(key, name)
   added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
   assert "--format=stablehlo supports any" in told(lambda: huggingface.architecture_of(added, form))
 
