@@ -163,7 +163,7 @@ def test_a_given_tokenizer_is_used_and_may_be_smaller_than_the_model(tmp_path, t
     ({"source": "text:/none"}, "data.source=text:/none:", "no file"),
     ({"validation": "text:/none"}, "data.validation=text:/none:", "no file"),
     ({"source": "ONE"}, "data.source=", "at least 2 documents"),
-    ({"validation_fraction": 1.5}, "data.validation_fraction=1.5:", "between 0 and 1"),
+    ({"validation_fraction": 1.5}, "data.validation_fraction=1.5:", "between 0 (excluded) and 1"),
     ({"tokenizer": "/none"}, "data.tokenizer=/none:", "can't be read"),
     ({"cache_dir": "/dev/null"}, "data.cache_dir=/dev/null:", "can't be written"),
   ],

@@ -118,8 +118,5 @@ def test_the_config_of_a_discretized_model_is_a_valid_one(row):
     config = small_config(discretized_config(source, **arguments))
     assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(config)))) == config
     assert config.model.total_time == 3
-  sizes = dataclasses.replace(small_model(), step_sizes=(1.0, 2.0))
   for changes, part in (({"horizon": 3.0}, "leave model.horizon at None"), ({}, "must be model.num_steps=3 numbers")):
-    assert part in told(
-      lambda: config_lib.from_dict(config_lib.to_dict(small_config(dataclasses.replace(sizes, **changes))))
-    )
+    assert part in told(lambda: dataclasses.replace(small_model(), step_sizes=(1.0, 2.0), **changes))

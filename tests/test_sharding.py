@@ -77,29 +77,29 @@ def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
 class Sizes:
   """A mesh as far as `check` looks."""
 
-  shape = {"slice": 1, "data": 1, "fsdp": 3, "context": 5, "tensor": 3}
+  shape = {"slice": 1, "data": 1, "fsdp": 5, "context": 5, "tensor": 3}
 
 
 @pytest.mark.parametrize(
   "config,part",
   [
-    (small_config(), "train.batch_size=4: must be a multiple of the 3 devices"),
-    (small_config(batch_size=3), "mesh.tensor=3: must divide model.num_kv_heads=2"),
+    (small_config(), "train.batch_size=4: must be a multiple of the 5 devices"),
+    (small_config(batch_size=5), "mesh.tensor=3: must divide model.num_kv_heads=2"),
     (
-      small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=3),
+      small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=5),
       "mesh.tensor=3: must divide model.mlp_dim=40",
     ),
     (
-      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=25), batch_size=3),
-      "mesh.fsdp=3: must divide model.embed_dim=25",
+      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42), batch_size=5),
+      "mesh.fsdp=5: must divide model.embed_dim=24",
     ),
     (
-      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=24), batch_size=3),
+      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=30), batch_size=5),
       "mesh.context=5: twice this must divide model.seq_len=12",
     ),
     (
       small_config(
-        small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=24, seq_len=30), batch_size=3, loss_chunks=4
+        small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=30, seq_len=30), batch_size=5, loss_chunks=4
       ),
       "train.loss_chunks=4: must divide the 6 positions of a sequence that a device holds (mesh.context=5)",
     ),

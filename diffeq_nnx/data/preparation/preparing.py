@@ -86,10 +86,8 @@ def recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
   """The recipe of a config.
 
   Raises:
-    UserError: For a tokenizer or a fraction that can't be used, and a vocabulary larger than the model's.
+    UserError: For a tokenizer that can't be used, and a vocabulary larger than the model's.
   """
-  if config.validation is None and not 0 < config.validation_fraction < 1:
-    raise UserError(f"data.validation_fraction={config.validation_fraction}: must lie between 0 and 1, such as 0.05")
   if config.tokenizer != "train":
     tokenizer = tokenizers.of_config(config)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
