@@ -23,7 +23,7 @@ from tests.conftest import told
 
 WRITTEN = pathlib.Path(__file__).parent / "data" / "v0_1"
 TOKENS = jnp.asarray([[1, 5, 9, 3, 100, 7, 2, 255]])
-# of `run`'s validation after these steps, as 0.1.0 measured it and as this version does, whose rates come a step earlier
+# of `run`'s validation after these steps, as 0.1.0 measured it and as this version, whose rates come a step earlier
 LOSSES = {4: 5.561589241027832, 6: 5.560819625854492}
 
 
