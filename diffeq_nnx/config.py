@@ -148,7 +148,7 @@ class CheckpointConfig(Section, prefix="checkpoint."):
 
   every: int = number(500, above=0)  # train steps
   minutes: float | None = number(None, above=0)  # also when so many have passed; looked at when a step is logged
-  keep: int = number(2, at_least=2)
+  keep: int = number(2, above=0)  # 1 counts as 2
 
 
 @dataclasses.dataclass(frozen=True)

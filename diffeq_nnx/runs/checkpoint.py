@@ -56,7 +56,7 @@ class Checkpoints:
         lightweight_initialize=self._read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-          [checkpoint_managers.LatestN(self._config.checkpoint.keep), best]
+          [checkpoint_managers.LatestN(max(2, self._config.checkpoint.keep)), best]
         ),
       ),
     )
