@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from diffeq_nnx.config import TimeConfig
 
 
-def frequencies(time: TimeConfig, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def frequencies(time: TimeConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
   """The frequencies w_k [M], in units of the fastest.
 
   10000^(-k/M), from 1 downwards, as in sinusoidal position embeddings (Tong et al. 2025); or, if `time.embedding` is
