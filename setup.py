@@ -42,7 +42,6 @@ setuptools.setup(
   },
   install_requires=[  # what every job needs but harness (lm_eval), and sources that the extras below name
     "absl-py",
-    "array-record; sys_platform != 'win32'",  # shards of version 0.1.0
     "backports.zstd; python_version < '3.14'",
     "clu>=0.0.12",
     "flatbuffers",  # which jax.export needs and jax does not require

@@ -52,9 +52,7 @@ class DataConfig(Section, prefix="data."):
   download: bool = False  # download and prepare a TFDS data set that is not there
   validation: str | None = None  # a source; None: documents held out of `source`; for shards: other shards
   validation_fraction: float = number(0.05, above=0, below=1)  # of the documents, when `validation` is None
-  validation_split: str = one_of("hash", "permutation")  # by a hash of seed and index, or as HF datasets does
-  validation_seed: int | None = number(None, at_least=0)  # None: seed
-  shuffle_seed: int = number(0, at_least=0)  # of the order of training documents
+  validation_seed: int | None = number(None, at_least=0)  # chooses them by a hash of seed and document; None: seed
   tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
   begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
   begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False

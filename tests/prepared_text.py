@@ -9,6 +9,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.data import preparation
 from diffeq_nnx.data.preparation import preparing
+from diffeq_nnx.data.sources import files
 from tests.test_data import prose, write_jsonl
 
 NUM_DOCUMENTS = 400
@@ -19,6 +20,7 @@ def small_tasks():
   """Many tasks and shards of few documents; nothing waits for the disk, since no test cuts the power."""
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(preparing, "TASK_BYTES", 4000)
+    patched.setattr(files, "PART_BYTES", 4000)
     patched.setattr(preparing, "SHARD_BYTES", 10_000)
     patched.setattr(os, "fsync", lambda descriptor: None)
     yield
@@ -61,6 +63,6 @@ def prepared(text, small_tasks, tmp_path_factory):
   return directory
 
 
-def shard_file(directory, start):
-  (found,) = directory.glob(f"{start}-of-*.tokens")
-  return found
+def shard_file(directory, split, number):
+  """One shard of a split."""
+  return sorted(directory.glob(f"{split}-*.tokens"))[number]

@@ -3,6 +3,7 @@
 Each test attacks. A marker is a file that code of the stranger's would make.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -22,9 +23,10 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import _wandb_run
 from tests.attacks import ROOT, TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
-from tests.conftest import mistake, small_config, told
+from tests.conftest import mistake, run_config, small_config, told
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
   "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -170,8 +172,11 @@ def tree(folder):
 @pytest.fixture
 def theirs(tmp_path):
   """The work directory of a trained run, whose run.json names a file and a cache outside."""
-  shutil.copytree(ROOT / "tests" / "data" / "v0_1" / "run", tmp_path / "run")
   (tmp_path / "secret.txt").write_text("It rains. " * 300)
+  config, text = run_config(tmp_path, steps=4), f"text:{tmp_path}/secret.txt"
+  own = DataConfig(source=text, validation=text, tokenizer="bytes", cache_dir=str(tmp_path / "own"))
+  train(dataclasses.replace(config, data=own), str(tmp_path / "run"))
+  shutil.rmtree(tmp_path / "own")
   record = json.loads((tmp_path / "run" / "run.json").read_text())
   source = f"text:{tmp_path}/secret.txt"
   record["config"]["data"] |= {"source": source, "validation": source, "cache_dir": str(tmp_path / "cache")}

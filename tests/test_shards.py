@@ -44,7 +44,7 @@ def test_slices_reach_over_records_and_shards(tmp_path, dtype, monkeypatch):
 def test_a_changed_byte_never_changes_a_token_and_is_told_with_file_and_record(prepared, tmp_path):
   directory = tmp_path / "shards"
   shutil.copytree(prepared, directory)
-  path = shard_file(directory, "train-00000")
+  path = shard_file(directory, "train", 0)
   content, expected = path.read_bytes(), load(prepared).train.splits[0].tokens[:]
   at = content.index(expected[:20].tobytes())
   rng, noticed = random.Random(0), 0
@@ -78,7 +78,7 @@ def test_a_changed_byte_never_changes_a_token_and_is_told_with_file_and_record(p
 def test_damage_to_a_directory_is_one_line(prepared, tmp_path, damage, part):
   directory = tmp_path / "shards"
   shutil.copytree(prepared, directory)
-  first, manifest = shard_file(directory, "train-00000"), directory / "manifest.json"
+  first, manifest = shard_file(directory, "train", 0), directory / "manifest.json"
   content = json.loads(manifest.read_text())
   if damage == "gone":
     first.unlink()
@@ -277,6 +277,6 @@ def test_training_from_shards_is_training_from_the_text(text, tmp_path, capfd):
   shutil.move(moved, tmp_path / "elsewhere")  # the run knows its tokens wherever they are, and no others
   longer = dataclasses.replace(config.train, steps=4, batch_size=2)
   train(shards_config(tmp_path / "elsewhere", train=longer), str(tmp_path / "b"))
-  prepare(tmp_path / "other", dataclasses.replace(source, shuffle_seed=1))
+  prepare(tmp_path / "other", dataclasses.replace(source, validation_seed=1))
   message = told(lambda: train(shards_config(tmp_path / "other", train=longer), str(tmp_path / "b")))
   assert "belongs to another run: the text is " in message

@@ -9,11 +9,10 @@ import random
 import sys
 
 import fsspec
-import numpy as np
 import pytest
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data, presets
+from diffeq_nnx import data
 from diffeq_nnx.data import holdout, sources
 from diffeq_nnx.data.sources import Counts, Options
 from diffeq_nnx.data.sources.compressed import zstd  # the standard one, or its backport
@@ -394,30 +393,27 @@ def test_memory_stays_flat(tmp_path, suffix):
   assert size > 40_000_000 and peak < 12_000_000
 
 
-@pytest.mark.parametrize("num_records,fraction,seed", [(1000, 0.0005, 2357), (1001, 0.1, 0), (7, 0.5, 3)])
-def test_the_permutation_split_is_that_of_hf_datasets(num_records, fraction, seed):
-  """From the definition: shuffle all indices, the first ceil(fraction n) are held out, the rest train."""
-  shuffled = np.random.default_rng(seed).permutation(num_records).tolist()
-  num_test = -int(-(fraction * num_records) // 1)
-  test, train = shuffled[:num_test], shuffled[num_test:]
-  config = config_lib.DataConfig(validation_split="permutation", validation_fraction=fraction)
-  present = np.arange(num_records) != train[0]  # an empty one moves no other
-  sides = holdout.sides(present, config, seed)
-  assert np.flatnonzero(sides == holdout.SIDES["validation"]).tolist() == sorted(test)
-  assert np.flatnonzero(sides == holdout.SIDES["train"]).tolist() == sorted(train[1:])
-  assert holdout.permuted(num_records, fraction, seed).tolist() == test
+def test_documents_are_held_out_by_their_bytes():
+  """As many as asked for, and no side is empty unless all documents are equal."""
+  texts = [f"document {number}" for number in range(2000)]
+  config = config_lib.DataConfig(source="text:x", validation_fraction=0.1)
+  held = lambda some, limit: [text for text in some if holdout.score(text.encode(), 3) < limit]
+  limit = holdout.choose_limit(texts, config, 3)
+  assert 150 < len(held(texts, limit)) < 250 and limit == holdout.choose_limit(texts[::-1], config, 3)
+  for fraction, expected in ((1e-9, 1), (1 - 1e-9, 1999)):
+    limit = holdout.choose_limit(texts, config_lib.DataConfig(validation_fraction=fraction), 3)
+    assert len(held(texts, limit)) == expected
+  message = told(lambda: holdout.choose_limit(["same", "same"], config, 3))
+  assert message.startswith("data.source=text:x: 2 documents can't be divided")
 
 
-def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
-  """Its data/openwebtext/prepare.py gives 8,009,762 for training and 4,007 for validation."""
-  config = config_lib.default()
-  presets.CORPORA["openwebtext"](config)
-  config = config_lib.from_config_dict(config).data
-  held_out = holdout.permuted(8_013_769, config.validation_fraction, config.validation_seed)
-  assert (config.validation_split, config.validation_seed, len(held_out)) == ("permutation", 2357, 4007)
-
-
-def test_a_split_that_leaves_one_side_empty_is_refused():
-  config = config_lib.DataConfig(source="text:x", validation_split="permutation", validation_fraction=0.9)
-  message = told(lambda: holdout.sides(np.ones(2, np.bool_), config, 0))
-  assert message.startswith("data.source=text:x: 2 documents can't be divided") and "permutation" in message
+@pytest.mark.parametrize("size", [1, 7, 40, 10**6])
+def test_a_file_in_parts_is_the_file(tmp_path, monkeypatch, size):
+  """Wherever it is cut: each record once, in order, with the number of its line."""
+  monkeypatch.setattr(sources.files, "PART_BYTES", size)
+  content = b'\xef\xbb\xbf{"text": "one"}\n\n{"text": 7}\n{"text": "' + b"long" * 30 + b'"}\r\nbroken\n{"text": "last"}'
+  (tmp_path / "a.jsonl").write_bytes(content)
+  source = sources.open_source(f"jsonl:{tmp_path}/a.jsonl", options=SKIP)
+  assert len(source.parts) == -(-len(content) // size)
+  assert list(source.records()) == ["one", "", "long" * 30, "", "last"]
+  assert sorted(source.counts.examples.values()) == [f"{tmp_path}/a.jsonl line 3", f"{tmp_path}/a.jsonl line 5"]

@@ -44,8 +44,7 @@ class Corpus:
     tokenizer: The tokenizer.
     train: Training data.
     validation: Validation data; for a mixture the validation splits of its sources in order.
-    fingerprint: A hash of tokens and weights, independent of their location, in hex; "format 2:" comes before it where
-      shards are of that format, which gives the same tokens another hash.
+    fingerprint: A hash of tokens and weights, independent of their location, in hex.
   """
 
   tokenizer: Tokenizer
@@ -143,13 +142,12 @@ def _prepared(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> C
 
 def _corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
   """The corpus of the training splits of some directories, with weights, and the validation splits of others."""
-  newer = any(one.manifest["version"] != shards.OLD_VERSION for one in (*trained, *validated))
   facts = [[one.digest("train") for one in trained], weights, [one.digest("validation") for one in validated]]
   return Corpus(
     trained[0].tokenizer,
     Mixture(tuple(one.splits["train"] for one in trained), tuple(weights)),
     shards.join([one.splits["validation"] for one in validated]),
-    ("format 2:" if newer else "") + hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+    hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
   )
 
 

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import threading
 from typing import Any
 import zlib
 
@@ -23,9 +22,9 @@ from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
-OLD_VERSION = 1  # ArrayRecord files, which are still read
 VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
 MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
 RECORD_TOKENS = 16384  # the smallest read: a window of 1024 tokens lies in 1.06 records on average
 _CHECKSUM = np.dtype("<u4")
 _RESTORE = "restore it, or prepare the directory again"
@@ -164,62 +163,14 @@ class Tokens:
     return found
 
 
-class ArrayRecordTokens(Tokens):
-  """Tokens in shards of `OLD_VERSION`, on a local disk; every shard that was read stays open."""
-
-  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
-    """As `Tokens`."""
-    super().__init__(paths, sizes, dtype)
-    self._readers: dict[int, Any] = {}
-    self._lock = threading.Lock()
-
-  def _fetch(self, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
-    found = []
-    for number, start, stop in pieces:
-      first, last = start // RECORD_TOKENS, -(-stop // RECORD_TOKENS)
-      expected = (min(last * RECORD_TOKENS, self.sizes[number]) - first * RECORD_TOKENS) * self.dtype.itemsize
-      try:
-        data = b"".join(self._reader(number).read(range(first, last)))
-        problem = None if len(data) == expected else f"{len(data)} bytes, not {expected}"
-      except Exception as error:  # array_record raises bare RuntimeError
-        problem = first_line(error, 200)
-      if problem:
-        raise UserError(
-          f"{self.paths[number]}: record {first} can't be read ({problem}): damaged or missing; {_RESTORE}"
-        )
-      tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
-      found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
-    return found
-
-  def _reader(self, number: int) -> Any:
-    from array_record.python import array_record_module
-
-    with self._lock:
-      if number not in self._readers:
-        with open(self.paths[number], "rb"):
-          pass  # array_record reports no error for a file that it can't open
-        options = "readahead_buffer_size:0,max_parallelism:0"  # for random access
-        self._readers[number] = array_record_module.ArrayRecordReader(self.paths[number], options)
-      return self._readers[number]
-
-
 def join(splits: Sequence[Split]) -> Split:
-  """The concatenation of splits whose tokens have one dtype.
-
-  Raises:
-    UserError: If some are of `OLD_VERSION`.
-  """
+  """Concatenates splits whose tokens have one dtype."""
   first = splits[0]
   if len(splits) == 1:
     return first
-  if len({type(split.tokens) for split in splits}) > 1:
-    raise UserError(
-      "data.source: names shards of two formats, whose validation splits can't be joined; prepare the older ones "
-      "again, or name one of them with data.validation=shards:DIR"
-    )
   paths = [path for split in splits for path in split.tokens.paths]
   sizes = [size for split in splits for size in split.tokens.sizes]
-  tokens = type(first.tokens)(paths, sizes, first.tokens.dtype)
+  tokens = Tokens(paths, sizes, first.tokens.dtype)
   return Split(tokens, sum(split.num_bytes for split in splits), sum(split.num_documents for split in splits))
 
 
@@ -227,11 +178,15 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
   """Writes tokens [num_tokens] to a file that will be renamed to `name`; raises OSError if it fails."""
   tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
   starts = range(0, len(tokens), RECORD_TOKENS)
-  sums = [zlib.crc32(tokens[start : start + RECORD_TOKENS].tobytes()) for start in starts]
+  records = [tokens[start : start + RECORD_TOKENS] for start in starts]
+  sums = np.array([zlib.crc32(record.tobytes()) for record in records], _CHECKSUM)
+  sha256, size = hashlib.sha256(), 0
   with open(path, "wb") as file:
-    tokens.tofile(file)
-    np.array(sums, _CHECKSUM).tofile(file)
-  return Shard(name, len(tokens), os.path.getsize(path), files.sha256(path))
+    for record in (*records, sums):
+      data = record.tobytes()  # since numpy's tofile does not tell when a full disk takes a part of it only
+      sha256.update(data)
+      size += file.write(data)
+  return Shard(name, len(tokens), size, sha256.hexdigest())
 
 
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
@@ -244,7 +199,7 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   try:
     manifest = files.read_json(path)
     version = manifest["version"]
-    if version in (OLD_VERSION, VERSION):
+    if version == VERSION:
       _check_fields(manifest)
   except (FileNotFoundError, NotADirectoryError):
     return None
@@ -254,7 +209,7 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
     raise UserError(f"{label}: {path} can't be read ({error.strerror}); make it readable") from error
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise UserError(f"{label}: {path} is damaged; {_RESTORE}") from error
-  if version not in (OLD_VERSION, VERSION):
+  if version != VERSION:
     raise UserError(f"{label}: {path} has version {version}, this program reads {VERSION}; prepare it again")
   return manifest
 
@@ -270,7 +225,7 @@ def _check_fields(manifest: dict[str, Any]) -> None:
   counts += [info[key] for info in splits.values() for key in ("tokens", "bytes", "documents")]
   fits = (
     manifest["dtype"] in ("uint16", "uint32"),
-    shards.keys() == {"train", "validation"},
+    shards.keys() == set(SPLITS),
     all(type(count) is int and count >= 0 for count in counts),
     all(splits[name]["tokens"] == sum(shard.tokens for shard in some) for name, some in shards.items()),
     all(map(files.is_name, [tokenizer["file"], *(shard.file for shard in every)])),
@@ -315,8 +270,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
         raise UserError(f"{label}: {path} is not there; {_RESTORE}")
       if found[shard.file] != shard.size:
         raise UserError(f"{label}: {path} has {found[shard.file]} bytes, expected {shard.size}: damaged; {_RESTORE}")
-    kind = Tokens if manifest["version"] == VERSION else ArrayRecordTokens
-    tokens = kind(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
+    tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
     splits[name] = Split(tokens, info["bytes"], info["documents"])
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])

@@ -217,9 +217,7 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
       ("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
       ("text", known["corpus"], corpus.fingerprint),
     ):
-      if there.startswith("format 2:") != here.startswith("format 2:"):
-        logging.warning("workdir=%s: its text was prepared by another version, so it is not compared", workdir)
-      elif there != here:
+      if there != here:
         differing.append(f"the {what} is {there[-12:]} there and {here[-12:]} here")
   if differing:
     raise UserError(

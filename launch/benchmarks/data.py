@@ -6,7 +6,7 @@
 
 Rates are medians over interleaved rounds, with quartiles. `reading` uses the iterator of the train loop, in this
 process; the shards are in the operating system's cache. `tokenizing` counts processor seconds: all work of the
-preparation on one thread (reading JSON twice, counting, tokenizing, sorting, writing) against the library's own calls
+preparation on one thread (reading JSON, tokenizing, writing) against the library's own calls
 on the same documents, complete or by line. `memory` sums the proportional set sizes (PSS) of the processes. The text of
 `tokenizing` and `memory` is that of --source, repeated as needed. Linux only.
 """

@@ -1,13 +1,9 @@
-"""From a source of text to prepared shards, in three passes, each shared out over processes.
+"""From a source of text to prepared shards, in one pass that processes share.
 
-Count: every record is read once, to find mistakes, choose the documents held out, and divide the work.
-Tokenize: each task turns consecutive records into a database of documents, as tokens with keys.
-Gather: a shard takes the documents whose keys lie in its range from all databases, in the order of the keys.
-
-A training document's key is a hash of the seed and of the record's place in the source, and a validation document's
-key that place, so that training documents are shuffled, validation documents keep their order, and neither depends
-on the number of processes. Each finished task leaves its result under `UNFINISHED`; a preparation that was killed
-continues from there and ends with the same bytes.
+The source is divided into tasks, each of which writes its documents, in their order, as shards of its own. Which
+documents are held out depends on their bytes alone, and windows of tokens are shuffled when they are read, so tasks
+need to know nothing of each other. Each finished task leaves its result under `UNFINISHED`; a preparation that was
+killed continues from there and ends with the same bytes.
 """
 
 from diffeq_nnx.data.preparation.directory import UNFINISHED

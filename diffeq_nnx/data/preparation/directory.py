@@ -18,7 +18,7 @@ from diffeq_nnx.data import shards
 from diffeq_nnx.errors import UserError
 
 UNFINISHED = ".unfinished"
-_OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\d+-of-\d+\.(tokens|array_record)|\..*")
+_OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\d+-\d+\.tokens|\..*")
 
 
 @contextlib.contextmanager

@@ -126,6 +126,7 @@ def fingerprint(source: str, key: str = "data.source", options: Options = Option
 @dataclasses.dataclass(frozen=True)
 class _Builtin:
   name: str = "Python's help topics"
+  size: int = 1 << 19
 
   def read(self) -> Iterator[str]:
     from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
@@ -134,8 +135,9 @@ class _Builtin:
 
 
 def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
-  parts = files.resolve(kind, rest, prefix, options)
-  return parts, [file.state() for file in parts]
+  found = files.resolve(kind, rest, prefix, options)
+  states = [file.state() for file in found]
+  return [part for file in found for part in file.cut()], states
 
 
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {

@@ -1,14 +1,16 @@
 """The sources `text:` and `jsonl:`: local files and URLs, plain or compressed, opened through fsspec.
 
-Each file is a part. etils.epath, the other candidate, has no `**`, and reads `gs://` through TensorFlow where that is
-installed.
+Each file is a part, and so is each range of lines of a large local file of JSON lines that is not compressed. etils.epath,
+the other candidate, has no `**`, and reads `gs://` through TensorFlow where that is installed.
 """
 
 from collections.abc import Iterator
 import dataclasses
+import functools
 import glob
 import json
 import os
+import sys
 from typing import Any, BinaryIO
 import zlib
 
@@ -20,6 +22,7 @@ from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
+PART_BYTES = 32 << 20  # of a large file that is read in parts
 _LOCAL_ERRORS = (*compressed.ERRORS, zlib.error)
 # Fields that change with the version of a remote file; each file system has some of them.
 _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created"]
@@ -27,35 +30,59 @@ _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c",
 
 @dataclasses.dataclass(frozen=True)
 class File:
-  """A file as a part of a source.
+  """A file, or the lines of one that begin in a range of bytes, as a part of a source.
 
   Attributes:
     kind: "text" (the file is one document) or "jsonl" (each line is one).
-    name: Path or URL.
+    path: Path or URL.
     prefix: The start of error messages.
     text_key: The key that holds a JSON object's text.
-    version: For a URL, fields that identify this version of the file; () for a path.
+    version: For a URL, its size or None, and fields that identify this version of the file; () for a path.
+    start: The first byte of the range.
+    stop: One more than the last byte.
   """
 
   kind: str
-  name: str
+  path: str
   prefix: str
   text_key: str = "text"
   version: tuple = ()
+  start: int = 0
+  stop: int = sys.maxsize
+
+  @property
+  def name(self) -> str:
+    """See `records.Part`."""
+    return f"{self.path} from byte {self.start}" if self.start else self.path
+
+  @property
+  def size(self) -> int:
+    """See `records.Part`; `PART_BYTES` where a file system does not tell."""
+    if is_url(self.path):
+      return self.version[0] or PART_BYTES
+    return min(os.path.getsize(self.path), self.stop) - self.start
+
+  def cut(self) -> list["File"]:
+    """Divides the file into ranges of `PART_BYTES` if one can be read without what is before it."""
+    compression = fsspec.utils.infer_compression(self.path)
+    if self.kind != "jsonl" or is_url(self.path) or compression or compressed.is_read(self.path):
+      return [self]
+    starts = range(0, os.path.getsize(self.path), PART_BYTES)
+    return [dataclasses.replace(self, start=start, stop=start + PART_BYTES) for start in starts] or [self]
 
   def read(self) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
-    errors = Exception if is_url(self.name) else _LOCAL_ERRORS  # each file system has errors of its own
+    errors = Exception if is_url(self.path) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
       # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
-      opener, ours = fsspec.open if is_url(self.name) else LocalFileSystem().open, compressed.is_read(self.name)
-      with opener(self.name, "rb", compression=None if ours or self.name.endswith(".zip") else "infer") as file:
-        content = compressed.members(file, self.name) if ours else file
+      opener, ours = fsspec.open if is_url(self.path) else LocalFileSystem().open, compressed.is_read(self.path)
+      with opener(self.path, "rb", compression=None if ours or self.path.endswith(".zip") else "infer") as file:
+        content = compressed.members(file, self.path) if ours else file
         yield from self._text(content) if self.kind == "text" else self._jsonl(content)
     except UserError:
       raise
     except errors as error:
-      raise UserError(_unreadable(self.prefix, self.name, error)) from error
+      raise UserError(_unreadable(self.prefix, self.path, error)) from error
 
   def state(self) -> list:
     """Name, size in bytes and modification time (ns), or for a URL its version.
@@ -63,13 +90,13 @@ class File:
     Raises:
       UserError: If a local file can't be accessed.
     """
-    if is_url(self.name):
-      return [self.name, *self.version]
+    if is_url(self.path):
+      return [self.path, *self.version]
     try:
-      stat = os.stat(self.name)
+      stat = os.stat(self.path)
     except OSError as error:
-      raise UserError(_unreadable(self.prefix, self.name, error)) from error
-    return [os.path.abspath(self.name), stat.st_size, stat.st_mtime_ns]
+      raise UserError(_unreadable(self.prefix, self.path, error)) from error
+    return [os.path.abspath(self.path), stat.st_size, stat.st_mtime_ns]
 
   def _text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     data = file.read()
@@ -83,47 +110,67 @@ class File:
     yield self._empty() if empty else text
 
   def _jsonl(self, file: BinaryIO) -> Iterator[str | BadRecord]:
-    number = 0
+    at = number = 0
+    if self.start:  # the line that holds the byte before the range is of the range before
+      file.seek(self.start - 1)
+      at = self.start - 1 + len(file.readline())
     for number, line in enumerate(file, start=1):
+      if at >= self.stop:
+        return
+      at += len(line)
       if line.strip():
         yield self._record(number, line)
-    if number == 0:
+    if number == self.start == 0:
       yield self._empty()
 
   def _record(self, number: int, line: bytes) -> str | BadRecord:
-    """The text of one line of JSON."""
-    where, key = f"{self.name} line {number}", json.dumps(self.text_key)
+    """The text of one line of JSON, the `number`-th of the range."""
+    key = json.dumps(self.text_key)
     rule = f'each line must be like {{{key}: "..."}}'
     try:
-      record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+      record = json.loads(line.decode("utf-8-sig" if number == 1 and not self.start else "utf-8"))
     except UnicodeDecodeError as error:
       return self._not_utf8(number, error)
     except (ValueError, RecursionError) as error:
-      return BadRecord("not JSON", where, f"not JSON ({error}); {rule}")
+      return self._bad("not JSON", number, f"not JSON ({error}); {rule}")
     if not isinstance(record, dict):
-      return BadRecord("not an object", where, f"of type {type(record).__name__}, not an object; {rule}")
+      return self._bad("not an object", number, f"of type {type(record).__name__}, not an object; {rule}")
     if self.text_key not in record:
       names = ", ".join(map(repr, list(record)[:10])) or "none"
       detail = f"no key {key} (its keys: {names}); {rule}; data.text_key names the key"
-      return BadRecord(f"without key {key}", where, detail)
+      return self._bad(f"without key {key}", number, detail)
     text = record[self.text_key]
     if not isinstance(text, str):
       detail = f"{key} is of type {type(text).__name__}, not a string; {rule}"
-      return BadRecord(f"where {key} is not a string", where, detail)
+      return self._bad(f"where {key} is not a string", number, detail)
     try:
       text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
     except UnicodeEncodeError as error:
       detail = f"{key} holds a lone surrogate at character {error.start}; remove it"
-      return BadRecord("with a lone surrogate", where, detail)
+      return self._bad("with a lone surrogate", number, detail)
     return text
 
   def _empty(self) -> BadRecord:
     detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
-    return BadRecord("empty files", self.name, detail)
+    return BadRecord("empty files", self.path, detail)
 
-  def _not_utf8(self, line: int, error: UnicodeDecodeError) -> BadRecord:
-    detail = f"not UTF-8 ({error.reason}); convert the file, for example with iconv"
-    return BadRecord("not UTF-8", f"{self.name} line {line}", detail)
+  def _not_utf8(self, number: int, error: UnicodeDecodeError) -> BadRecord:
+    return self._bad("not UTF-8", number, f"not UTF-8 ({error.reason}); convert the file, for example with iconv")
+
+  def _bad(self, reason: str, number: int, detail: str) -> BadRecord:
+    """A bad record in the `number`-th line of the range."""
+    before = 1 + _count_newlines(self.path, self.start - 1) if self.start else 0
+    return BadRecord(reason, f"{self.path} line {before + number}", detail)
+
+
+@functools.lru_cache(1)
+def _count_newlines(path: str, stop: int) -> int:
+  """The newlines before byte `stop` of a file."""
+  count = 0
+  with open(path, "rb") as file:
+    while chunk := file.read(min(stop, 1 << 20)):
+      count, stop = count + chunk.count(b"\n"), stop - len(chunk)
+  return count
 
 
 def resolve(kind: str, globs: str, prefix: str, options: Options) -> list[File]:
