@@ -308,7 +308,7 @@ class Growing:
       with contextlib.suppress(FileNotFoundError):
         pathlib.Path(self.folder, name).write_bytes(read(posixpath.join(path, name)))
 
-  def grown(self) -> None:
+  def note_growth(self) -> None:
     """Tells that files have grown; starts to copy them if it is time."""
     busy = self._thread is not None and self._thread.is_alive()
     if self._bucket and not busy and time.monotonic() - self._since > UPLOAD_SECONDS:

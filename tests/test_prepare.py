@@ -95,7 +95,7 @@ from diffeq_nnx import config, data
 from diffeq_nnx.data.preparation import preparing, workers
 from diffeq_nnx.data.sources import files
 source, directory, num_processes = sys.argv[1:]
-workers.PATIENCE, preparing.TASK_BYTES, files.PART_BYTES, preparing.SHARD_BYTES = 0, 4000, 4000, 10_000
+workers.PATIENCE, preparing.TASK_BYTES, files.PART_BYTES, preparing.SHARD_BYTES = 0, 400, 400, 10_000
 recipe = data.recipe(config.DataConfig(source=source, validation_fraction=0.1, tokenizer="bytes"), 300, 0)
 try:
   data.prepare(directory, recipe, int(num_processes))
@@ -105,11 +105,11 @@ assert "jax" not in sys.modules  # which takes a worker seconds to import
 """
 
 
-def test_killed_again_and_again_it_ends_with_the_same_bytes(text, prepared, tmp_path):
+def test_killed_again_and_again_it_ends_with_the_same_bytes(text, tmp_path, monkeypatch):
   directory, source, environment = tmp_path / "shards", config_of(text).source, os.environ | {"PYTHONPATH": os.getcwd()}
   rng, kills = random.Random(0), 0
   # the finished tasks at which it is killed
-  for victim, num_processes, wanted in (("job", 1, 2), ("worker", 2, 8), ("job", 2, 20), ("job", 2, 10**9)):
+  for victim, num_processes, wanted in (("job", 1, 10), ("worker", 2, 30), ("job", 2, 60), ("job", 2, 10**9)):
     process = subprocess.Popen(
       [sys.executable, "-c", PROGRAM, source, str(directory), str(num_processes)],
       text=True,
@@ -137,7 +137,10 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(text, prepared, tmp_
       time.sleep(0.02)
     assert not _session(process.pid)  # its workers are gone too
   assert kills >= 2 and process.returncode == 0
-  assert digest(directory) == digest(prepared)
+  monkeypatch.setattr(preparing, "TASK_BYTES", 400)
+  monkeypatch.setattr(files, "PART_BYTES", 400)
+  prepare(tmp_path / "whole", config_of(text))
+  assert digest(directory) == digest(tmp_path / "whole")
 
 
 def _session(leader, part=""):

@@ -136,7 +136,7 @@ class Reporter:
       self._tensorboard.add_scalar(f"{split}/{name}", value, step)
     if self._wandb is not None:
       self._wandb.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
-    self._growing.grown()
+    self._growing.note_growth()
 
   def upload(self) -> None:
     """Copies what a bucket lacks of metrics and TensorBoard files, before a checkpoint that they lead up to.

@@ -22,7 +22,7 @@ _OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\
 
 
 @contextlib.contextmanager
-def locked(directory: str, label: str, wait: bool = False) -> Iterator[None]:
+def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
   """Keeps a second process out of a directory; raises UserError if there is one, or waits for it."""
   descriptor = os.open(directory, os.O_RDONLY)
   try:
@@ -41,7 +41,7 @@ def locked(directory: str, label: str, wait: bool = False) -> Iterator[None]:
     os.close(descriptor)
 
 
-def complete(directory: str, recipe: dict[str, Any], label: str) -> dict[str, Any] | None:
+def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[str, Any] | None:
   """Returns the manifest of a complete directory; otherwise removes it and returns None.
 
   Raises UserError if the directory is prepared from another recipe, or holds other files.

@@ -14,7 +14,7 @@ import tokenizers as huggingface
 from diffeq_nnx import files
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.preparation import workers
-from diffeq_nnx.data.preparation.directory import claim, complete, finish, locked
+from diffeq_nnx.data.preparation.directory import claim, finish, lock, open_complete
 from diffeq_nnx.data.preparation.tokenizing import dtype_of, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -123,8 +123,8 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
   place = files.place_to_build(directory, recipe.config.cache_dir)
-  with locked(place, label, wait):
-    manifest = complete(directory, recipe.record, label) or complete(place, recipe.record, label)
+  with lock(place, label, wait):
+    manifest = open_complete(directory, recipe.record, label) or open_complete(place, recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _Preparation(place, unfinished, recipe, num_processes).run()
@@ -155,27 +155,22 @@ class _Preparation:
       documents = opened["data.source"].documents()
       limits["data.source"] = holdout.choose_limit(documents, self.recipe.config, self.recipe.split_seed)
     tokenizer = self._make_tokenizer(limits["data.source"])
+    write = functools.partial(
+      tokenize,
+      tokenizer_file=self._path(tokenizer.file_name),
+      begin_mark=tokenizer.bos_id is not None,
+      seed=self.recipe.split_seed,
+      directory=self.directory,
+      shard_bytes=SHARD_BYTES,
+    )
     tasks: dict[str, workers.Task] = {}
     keys = []  # of each task
     for key, source in opened.items():
+      label, limit = f"{key}={source.source}", limits[key]
       for parts in _group(source.parts):
-        name = f"{len(tasks):05}"
-        done = self._path(f"{name}.json")
-        self._forget_lost(done)
-        tasks[done] = functools.partial(
-          tokenize,
-          source.read,
-          parts,
-          self._path(tokenizer.file_name),
-          tokenizer.bos_id is not None,
-          self.recipe.split_seed,
-          limits[key],
-          f"{key}={source.source}",
-          self.directory,
-          name,
-          self._path(name),
-          SHARD_BYTES,
-        )
+        path = self._path(f"{len(tasks):05}")
+        self._forget_lost(f"{path}.json")
+        tasks[f"{path}.json"] = functools.partial(write, source.read, parts, label=label, limit=limit, path=path)
         keys.append(key)
     made = workers.run("tokenizing", tasks, self.num_processes)
     counts = {key: Counts() for key in opened}

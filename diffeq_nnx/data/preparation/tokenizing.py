@@ -57,14 +57,14 @@ class _Writer:
 def tokenize(
   read: Callable[..., Iterator[str]],
   parts: list[Part],
+  *,
   tokenizer_file: str,
   begin_mark: bool,
   seed: int,
   limit: int,
   label: str,
   directory: str,
-  name: str,
-  temporary: str,
+  path: str,
   shard_bytes: int,
 ) -> dict[str, Any]:
   """Writes the documents of some parts, in their order, as shards of each split.
@@ -77,9 +77,8 @@ def tokenize(
     seed: Chooses, with `limit`, the documents that are held out (see `holdout`).
     limit: The score below which a document is held out.
     label: The start of errors about a document.
-    directory: Gets the shards, SPLIT-`name`-NUMBER.tokens.
-    name: Of the task.
-    temporary: The start of the path of a shard while it is written.
+    directory: Gets the shards, SPLIT-NAME-NUMBER.tokens, where `path` ends with NAME.
+    path: The start of the path of a shard while it is written.
     shard_bytes: A shard is written as soon as it has so many bytes of tokens.
 
   Returns:
@@ -91,8 +90,8 @@ def tokenize(
   tokenizer = _load(tokenizer_file, begin_mark=begin_mark, lossless=True)
   dtype, marks = dtype_of(tokenizer), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
-  paths = {split: os.path.join(directory, f"{split}-{name}") for split in shards.SPLITS}
-  writers = {split: _Writer(path, temporary, shard_bytes, dtype) for split, path in paths.items()}
+  names = {split: os.path.join(directory, f"{split}-{os.path.basename(path)}") for split in shards.SPLITS}
+  writers = {split: _Writer(name, path, shard_bytes, dtype) for split, name in names.items()}
   counts = Counts()
   records = ((part, *record) for part in parts for record in enumerate(read(part, counts=counts), 1))
   documents = (record for record in records if record[2])

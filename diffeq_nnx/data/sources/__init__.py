@@ -35,7 +35,7 @@ class Source:
   def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
-    self.read = functools.partial(records.checked, prefix=self._prefix, options=options)
+    self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
 
   def records(self) -> Iterator[str]:
     """Yields each record's text in order, "" for one that is empty or was skipped as bad.

@@ -90,12 +90,12 @@ def _tfds() -> Any:
   connector = tfds.features.FeatureConnector
   class_of = connector.cls_from_name
 
-  def checked(cls: Any, name: str) -> Any:
+  def find_class(cls: Any, name: str) -> Any:
     if name not in cls._registered_features and not name.startswith("tensorflow_datasets."):
       raise ValueError(f"features.json names the class {name!r}, which is none of TFDS")
     return class_of(name)
 
-  connector.cls_from_name = classmethod(checked)
+  connector.cls_from_name = classmethod(find_class)
   return tfds
 
 

@@ -1,7 +1,7 @@
 """The sources `text:` and `jsonl:`: local files and URLs, plain or compressed, opened through fsspec.
 
-Each file is a part, and so is each range of lines of a large local file of JSON lines that is not compressed. etils.epath,
-the other candidate, has no `**`, and reads `gs://` through TensorFlow where that is installed.
+Each file is a part, or many: ranges of lines of a local file of JSON lines that is not compressed. etils.epath, the
+other candidate, has no `**`, and reads `gs://` through TensorFlow where that is installed.
 """
 
 from collections.abc import Iterator

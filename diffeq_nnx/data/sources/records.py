@@ -99,7 +99,7 @@ class Part(Protocol):
     """
 
 
-def checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[str]:
+def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[str]:
   """Yields one string for each record of a part, "" for an empty or bad one, and counts the records.
 
   Args:

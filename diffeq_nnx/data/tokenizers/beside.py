@@ -28,7 +28,7 @@ def _objects(directory: str, names: tuple[str, ...], label: str) -> Iterator[tup
     yield path, content
 
 
-def stated(directory: str, label: str) -> Stated:
+def read(directory: str, label: str) -> Stated:
   """What the files in a directory say; raises UserError for one that can't be read."""
   said: Stated = {what: {} for what in KINDS}
   for path, content in _objects(directory, _FILES, label):

@@ -56,7 +56,7 @@ def from_tokenizer_json(given: dict[str, Any], label: str) -> tuple[Spec, Stated
   if model.get("dropout"):
     raise UserError(f"{label}: the model sets dropout={model['dropout']!r}, which changes ids at random; remove it")
   spec = {**given, "truncation": None, "padding": None, "added_tokens": added}
-  library = specs.checked(spec, label)
+  library = specs.load(spec, label)
   spec["added_tokens"] = specs.canonical_tokens(added)
   if isinstance(model.get("merges"), list):
     spec["model"] = model | {"merges": specs.split_merges(model["merges"])}
@@ -65,7 +65,7 @@ def from_tokenizer_json(given: dict[str, Any], label: str) -> tuple[Spec, Stated
   if missing := [piece for piece in BYTE_PIECES if piece not in ids]:
     problem = f"no piece {missing[0]} ({len(missing)} of 256 are missing), so it would lose text"
     raise UserError(f"{label}: {problem}; give a vocabulary with all bytes")
-  return spec, specs.stated_marks(library, spec, label)
+  return spec, specs.read_marks(library, spec, label)
 
 
 class ByteFallbackTokenizer(base.Tokenizer):
@@ -88,7 +88,7 @@ class ByteFallbackTokenizer(base.Tokenizer):
     ordinary = {names[number] for number in marks.ids} | {spec["model"].get("unk_token")}
     added = [token | {"special": token["content"] in ordinary} for token in spec["added_tokens"]]
     encoding = spec | {"added_tokens": added, "post_processor": None}
-    self._encoder, self._within = (specs.checked(encoding | one, label) for one in ({}, {"decoder": WITHIN}))
+    self._encoder, self._within = (specs.load(encoding | one, label) for one in ({}, {"decoder": WITHIN}))
     self._encoder.encode_special_tokens = True  # as ordinary text
     listed = {token["content"] for token in vocabulary["added_tokens"]}
     for name in (names[number] for number in marks.ids):
@@ -107,13 +107,13 @@ class ByteFallbackTokenizer(base.Tokenizer):
 
   def decode(self, ids: Iterable[int]) -> str:
     """As `Tokenizer.decode`."""
-    return self._decoded(ids, self._encoder)
+    return self._decode(ids, self._encoder)
 
   def decode_within(self, ids: Iterable[int]) -> str:
     """As `Tokenizer.decode_within`."""
-    return self._decoded(ids, self._within)
+    return self._decode(ids, self._within)
 
-  def _decoded(self, ids: Iterable[int], first: Any) -> str:
+  def _decode(self, ids: Iterable[int], first: Any) -> str:
     """The text of ids, those up to the first number that is no id by the decoder `first`."""
     groups = itertools.groupby(map(int, ids), lambda number: 0 <= number < self.vocab_size)
     decoders = itertools.chain([first], itertools.repeat(self._within))

@@ -66,7 +66,7 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   added = given.get("added_tokens") or []
   used = {"added_tokens": added, "model": model | {"type": "BPE", "unk_token": None}}
   used |= {key: given.get(key) for key in ("pre_tokenizer", "post_processor")}
-  specs.checked(used, label)
+  specs.load(used, label)
   spec = json.loads(_EMPTY)
   spec["pre_tokenizer"] = _pre_tokenizer(given.get("pre_tokenizer"), label)
   spec["added_tokens"] = specs.canonical_tokens(added)
@@ -82,7 +82,7 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   whole = used | {"model": used["model"] | {"vocab": model["vocab"] | _stand_ins(spec, len(ids))}}
   if ours := specs.ours_of(model, label):
     spec["model"][specs.OURS] = ours
-  return spec, specs.stated_marks(specs.checked(whole, label), spec, label) | {"unknown": unknown}
+  return spec, specs.read_marks(specs.load(whole, label), spec, label) | {"unknown": unknown}
 
 
 def missing_bytes(spec: Spec) -> list[int]:
@@ -160,7 +160,7 @@ class BytePairTokenizer(base.Tokenizer):
     elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
       model["vocab"] |= _stand_ins(spec, self.vocab_size)
     self.missing = set(missing)
-    self._encoder = specs.checked(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
+    self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
     self._check_that_text_comes_back([_PROBE, *(f"a {token['content']} b" for token in added)], label)
 

@@ -59,7 +59,7 @@ def load(
     return _byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
   found = _in_directory(path, label) if files.is_folder(path) else [path]
   directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
-  said = beside.stated(directory, label)
+  said = beside.read(directory, label)
   if len(found) == 2:
     read = byte_pairs.from_pair_of_files(*found, label)
     return _byte_pairs(read, configured, said, unknown_bytes, label)
@@ -92,7 +92,7 @@ def of_config(config: Any) -> Tokenizer:
 
 
 def _marks(configured: Stated, own: Stated, said: Stated, ids: dict[str, int], label: str) -> marks.Marks:
-  return marks.resolve(configured, marks.merged(own, said), ids.get, len(ids), label)
+  return marks.resolve(configured, marks.merge(own, said), ids.get, len(ids), label)
 
 
 def _byte_pairs(
@@ -103,7 +103,7 @@ def _byte_pairs(
   unknown = None
   noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
   if byte_pairs.missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
-    unknown = marks.unknown_token(marks.merged(own, said)["unknown"], found, ids, label)
+    unknown = marks.unknown_token(marks.merge(own, said)["unknown"], found, ids, label)
   tokenizer = BytePairTokenizer(spec, found, label, unknown)
   plain = ByteTokenizer()
   return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
@@ -122,7 +122,7 @@ def _sentencepieces(
     for what, tokens in own.items():  # an added token takes the place of the model's own mark
       if what != "otherwise_begins" and any(marks.name_of(value) in added for value in said[what].values()):
         tokens.clear()
-    as_trained = not lossless and not sentencepieces.trained_here(model)
+    as_trained = not lossless and not sentencepieces.is_trained_here(model)
   else:
     added, as_trained, said = facts["added"], facts["as_trained"], {}
     noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}

@@ -13,7 +13,7 @@ Stated = dict[str, dict[str, Any]]
 KINDS = ("eos", "bos", "ends", "begins", "otherwise_begins", "unknown")
 
 
-def merged(*sources: Stated) -> Stated:
+def merge(*sources: Stated) -> Stated:
   """The statements of several sources, which are then compared."""
   return {what: {place: value for one in sources for place, value in one.get(what, {}).items()} for what in KINDS}
 
@@ -65,7 +65,7 @@ def resolve(
     shown = ", ".join(f"{place} is {value!r}" for place, value in values.items())
     return UserError(f"{label}: {shown}: {rule}, or correct the files")
 
-  def agreed(what: str, options: Callable[[Any], Any], rule: str) -> Any:
+  def agree(what: str, options: Callable[[Any], Any], rule: str) -> Any:
     found = {options(value) for value in said[what].values()} or {None}
     if len(found) != 1 or said[what] and None in found:
       raise complaint(said[what], rule)
@@ -73,7 +73,7 @@ def resolve(
 
   id_rule = f"not one token of the vocabulary (ids 0 to {vocab_size - 1}); set"
   number_of = lambda value: token_id(value, id_of, vocab_size)
-  eos_id = agreed("eos", number_of, f"{id_rule} data.end_token")
+  eos_id = agree("eos", number_of, f"{id_rule} data.end_token")
   lists = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
   if configured.get("eos"):
     lists = {place: ids for place, ids in lists.items() if eos_id in ids and None not in ids}
@@ -86,10 +86,10 @@ def resolve(
     raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
 
   unclear = "unclear whether documents begin with the begin mark; set data.begin_mark to True or False"
-  begins = agreed("begins", lambda value: value if isinstance(value, bool) else None, unclear)
+  begins = agree("begins", lambda value: value if isinstance(value, bool) else None, unclear)
   if begins is None:
     begins = next(iter(stated["otherwise_begins"].values()), None)
-  bos_id = None if begins is False else agreed("bos", number_of, f"{id_rule} data.begin_token")
+  bos_id = None if begins is False else agree("bos", number_of, f"{id_rule} data.begin_token")
   if begins and bos_id is None:
     raise UserError(f"{label}: has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
   if begins is None and bos_id not in (None, eos_id):  # GPT-2 names one mark twice: the end mark divides documents

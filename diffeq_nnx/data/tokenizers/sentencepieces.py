@@ -114,7 +114,7 @@ def ids_of(model: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
   return {model.id_to_piece(number): number for number in range(model.vocab_size())}
 
 
-def trained_here(model: sentencepiece.SentencePieceProcessor) -> bool:
+def is_trained_here(model: sentencepiece.SentencePieceProcessor) -> bool:
   """Whether a model is like those of `train`: it has their marks, and its own normalization changes nothing."""
   marks = {"unk_id": model.unk_id(), "eos_id": model.eos_id(), "bos_id": model.bos_id(), "pad_id": model.pad_id()}
   same = _MARKS == marks | {"eos_piece": model.id_to_piece(model.eos_id()) if model.eos_id() >= 0 else ""}
@@ -252,13 +252,13 @@ class SentencePieceTokenizer(base.Tokenizer):
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids; marks to nothing, the unknown mark and numbers that are no id to a double question mark."""
-    return self._decoded(ids, self._first)
+    return self._decode(ids, self._first)
 
   def decode_within(self, ids: Iterable[int]) -> str:
     """As `Tokenizer.decode_within`."""
-    return self._decoded(ids, self._plain)
+    return self._decode(ids, self._plain)
 
-  def _decoded(self, ids: Iterable[int], first: sentencepiece.SentencePieceProcessor) -> str:
+  def _decode(self, ids: Iterable[int], first: sentencepiece.SentencePieceProcessor) -> str:
     """The text of ids, those up to the first added token by the processor `first`."""
     unknown, texts, model = self._plain.unk_id(), [], first
     known = (number if 0 <= number < self.vocab_size else unknown for number in map(int, ids))

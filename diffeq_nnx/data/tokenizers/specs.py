@@ -14,7 +14,7 @@ Spec = dict[str, Any]  # in the form of tokenizer.json
 OURS = "diffeq_nnx"  # the key of "model" that holds what a tokenizer.json has no place for; the library skips it
 
 
-def checked(spec: Spec, label: str) -> huggingface.Tokenizer:
+def load(spec: Spec, label: str) -> huggingface.Tokenizer:
   """The library's tokenizer, which checks types, merges and patterns; raises UserError with what it says."""
   try:
     return huggingface.Tokenizer.from_str(json.dumps(spec))
@@ -59,7 +59,7 @@ def check_ids(ids: dict[str, int], label: str) -> None:
       raise UserError(f"{label}: ids {rule}, but {token!r} has {number} where {place} is due; restore the file")
 
 
-def stated_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated:
+def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated:
   """What the post-processor says about marks, which are those that it puts around a text, and what we noted."""
   encoding, ids = library.encode("a"), ids_of(spec)
   marks, is_mark = list(zip(encoding.tokens, encoding.ids)), encoding.special_tokens_mask
