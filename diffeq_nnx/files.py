@@ -235,7 +235,7 @@ def publish(place: str, path: str, last: str) -> None:
     remove(place)
 
 
-def _below(folder: str) -> list[str]:
+def _list_files(folder: str) -> list[str]:
   """The files in a local folder and the folders in it, named from it, in order."""
   return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
 
@@ -245,7 +245,7 @@ def _copy_folder(folder: str, path: str, last: str) -> None:
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
-  names = _below(folder)
+  names = _list_files(folder)
   early = [name for name in names if name != last]
   with _accessing(path) as (fs, root):
     place = lambda name: posixpath.join(root, name)
@@ -309,14 +309,14 @@ class Growing:
         pathlib.Path(self.folder, name).write_bytes(read(posixpath.join(path, name)))
 
   def note_growth(self) -> None:
-    """Tells that files have grown; starts to copy them if it is time."""
+    """Records that files have grown, and starts to copy them if it is time."""
     busy = self._thread is not None and self._thread.is_alive()
     if self._bucket and not busy and time.monotonic() - self._since > UPLOAD_SECONDS:
       self._since = time.monotonic()
-      self._thread = threading.Thread(target=self._beside, daemon=True)
+      self._thread = threading.Thread(target=self._try_upload, daemon=True)
       self._thread.start()
 
-  def _beside(self) -> None:
+  def _try_upload(self) -> None:
     with contextlib.suppress(OSError):  # the next `upload` raises what lasts
       self.upload()
 
@@ -325,7 +325,7 @@ class Growing:
     if self._bucket is None:
       return
     with self._lock, _accessing(self._bucket) as (fs, root):
-      for name in _below(self.folder):
+      for name in _list_files(self.folder):
         stat = os.stat(path := os.path.join(self.folder, name))
         if self._uploaded.get(name) != (stat.st_size, stat.st_mtime):
           fs.put_file(path, posixpath.join(root, name))

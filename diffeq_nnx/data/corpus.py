@@ -1,5 +1,6 @@
 """Opens the corpus that a config names: prepared shards, a mixture of them, or text that is prepared in a cache."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -67,21 +68,21 @@ def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   Raises:
     UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
   """
-  terms = _terms(config.source)
+  terms = _parse_terms(config.source)
   if terms:
-    return _prepared(config, vocab_size, terms)
+    return _load_shards(config, vocab_size, terms)
   if config.validation and config.validation.startswith("shards:"):
     raise UserError(
       f"data.validation={config.validation}: shards need a data.source of shards, and data.source={config.source} is "
       "text; prepare that, or give text here"
     )
-  return _cached(config, vocab_size, seed)
+  return _load_text(config, vocab_size, seed)
 
 
-def _terms(source: str) -> dict[str, float]:
+def _parse_terms(source: str) -> dict[str, float]:
   """Weights by directory, as given, if the source is shards or a mixture of them; else empty."""
   if source.startswith("shards:") and source.count("shards:") == 1:
-    return {_directory_of(source, "data.source"): 1.0}
+    return {_parse_directory(source, "data.source"): 1.0}
   if "shards:" not in source and not _TERM.fullmatch(source.strip()):
     return {}
   terms: dict[str, float] = {}
@@ -103,20 +104,20 @@ def _terms(source: str) -> dict[str, float]:
   return terms
 
 
-def _directory_of(source: str, key: str) -> str:
+def _parse_directory(source: str, key: str) -> str:
   directory = source.removeprefix("shards:")
   if not directory or "shards:" in directory:
     raise UserError(f"{key}={source}: must name one directory, as in shards:DIR")
   return directory
 
 
-def _prepared(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
+def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
   """The corpus of prepared shards."""
-  opened = {directory: _directory(directory, "data.source") for directory in terms}
+  opened = {directory: _open_directory(directory, "data.source") for directory in terms}
   validated = list(opened.values())
   if config.validation is not None and config.validation.startswith("shards:"):
-    directory = _directory_of(config.validation, "data.validation")
-    opened[directory] = _directory(directory, "data.validation")
+    directory = _parse_directory(config.validation, "data.validation")
+    opened[directory] = _open_directory(directory, "data.validation")
     validated = [opened[directory]]
   elif config.validation is not None:
     for directory, one in opened.items():
@@ -137,10 +138,10 @@ def _prepared(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> C
   _check_tokenizer(config, tokenizer, f"shards:{first}")
   preparation.check_vocabulary(tokenizer, vocab_size, f"shards:{first}")
   total = sum(terms.values())
-  return _corpus([opened[name] for name in terms], [weight / total for weight in terms.values()], validated)
+  return _make_corpus([opened[name] for name in terms], [weight / total for weight in terms.values()], validated)
 
 
-def _corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
+def _make_corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
   """The corpus of the training splits of some directories, with weights, and the validation splits of others."""
   facts = [[one.digest("train") for one in trained], weights, [one.digest("validation") for one in validated]]
   return Corpus(
@@ -172,7 +173,7 @@ def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> Non
     )
 
 
-def _directory(directory: str, key: str) -> shards.Directory:
+def _open_directory(directory: str, key: str) -> shards.Directory:
   """Opens a directory of shards."""
   label, path = f"{key}=shards:{directory}", files.absolute(directory)
   manifest = shards.read_manifest(path, label)
@@ -183,14 +184,14 @@ def _directory(directory: str, key: str) -> shards.Directory:
   return shards.open_directory(path, manifest, label)
 
 
-def _cached(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
+def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """The corpus of text, from the cache or prepared now."""
   recipe = preparation.recipe(config, vocab_size, seed)
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
   folder = os.path.join(files.absolute(config.cache_dir), key)
-  corpus = _open(folder)
-  if corpus is not None:
-    return corpus
+  with contextlib.suppress(UserError):  # it is missing or damaged
+    found = _open_directory(folder, "data.cache_dir")
+    return _make_corpus([found], [1.0], [found])
   try:
     preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
   except UserError:
@@ -201,13 +202,5 @@ def _cached(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"
     ) from error
-  return _corpus([found := _directory(folder, "data.cache_dir")], [1.0], [found])
-
-
-def _open(directory: str) -> Corpus | None:
-  """The corpus in a cache directory, or None if it is missing or damaged."""
-  try:
-    found = _directory(directory, "data.cache_dir")
-  except UserError:
-    return None
-  return _corpus([found], [1.0], [found])
+  found = _open_directory(folder, "data.cache_dir")
+  return _make_corpus([found], [1.0], [found])
