@@ -168,19 +168,20 @@ def tree(folder):
 
 
 @pytest.fixture
-def theirs(tmp_path):
-  """The work directory of a trained run, whose run.json names a file and a cache outside."""
-  shutil.copytree(ROOT / "tests" / "data" / "v0_1" / "run", tmp_path / "run")
-  (tmp_path / "secret.txt").write_text("It rains. " * 300)
+def theirs(tmp_path, finished):
+  """The work directory of a trained run, whose run.json names files and a cache outside."""
+  shutil.copytree(finished[1], tmp_path / "run")
+  for path in finished[1].parent.glob("*.txt"):
+    shutil.copy(path, tmp_path)
   record = json.loads((tmp_path / "run" / "run.json").read_text())
-  source = f"text:{tmp_path}/secret.txt"
-  record["config"]["data"] |= {"source": source, "validation": source, "cache_dir": str(tmp_path / "cache")}
+  record["config"]["data"] |= {"source": f"text:{tmp_path}/*.txt", "cache_dir": str(tmp_path / "cache")}
   write_json(tmp_path / "run" / "run.json", record)
   return tmp_path / "run"
 
 
 def test_jobs_on_the_model_alone_neither_read_nor_write_what_run_json_names(theirs, tmp_path, capsys):
-  (tmp_path / "secret.txt").unlink()
+  for path in tmp_path.glob("*.txt"):
+    path.unlink()
   before = tree(tmp_path)
   jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompts=["It"], max_tokens=1)
   assert tree(tmp_path) == before

@@ -138,8 +138,8 @@ class Checkpoints:
       problem = ""
       try:
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **wanted))
-        sums = items["data"].pop(BIT_SUMS, {})  # older checkpoints have none
-        changed = [name for name in wanted if name in sums and _bit_sums(items[name]) != sums[name]]
+        sums = items["data"].pop(BIT_SUMS)
+        changed = [name for name in wanted if _bit_sums(items[name]) != sums[name]]
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"

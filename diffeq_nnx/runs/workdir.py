@@ -152,7 +152,7 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   """The config that a run was started with, but for what `_own` leaves out.
 
   Raises:
-    UserError: the directory holds no run, or one of another version of this program; the line names `flag`.
+    UserError: the directory holds no run; the line names `flag`.
   """
   known = _read(workdir)
   if known is None:
@@ -208,18 +208,14 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
-  flat = config_lib.flatten(config_lib.completed(known["config"]))
-  defaults = identity(Config())  # for keys that are newer than the run
-  theirs = {key: flat.get(key, defaults[key]) for key in ours}
+  theirs = config_lib.flatten(config_lib.to_dict(config_lib.from_dict(known["config"])))
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if corpus is not None:
     for what, there, here in (
       ("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
       ("text", known["corpus"], corpus.fingerprint),
     ):
-      if there.startswith("format 2:") != here.startswith("format 2:"):
-        logging.warning("workdir=%s: its text was prepared by another version, so it is not compared", workdir)
-      elif there != here:
+      if there != here:
         differing.append(f"the {what} is {there[-12:]} there and {here[-12:]} here")
   if differing:
     raise UserError(

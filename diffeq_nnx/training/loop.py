@@ -65,7 +65,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with distributed.together():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
-      start, validate = int(state["step"]), position.get("validate", False)  # a run of 0.1.0 has no such key
+      start, validate = int(state["step"]), position["validate"]
       with (
         reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
@@ -171,7 +171,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       run.report.validation(step, found)
     return found
 
-  values = validated(start) if run.position.get("validate") else {}
+  values = validated(start) if run.position["validate"] else {}
   for step in range(start, steps):
     counts = drawn_counts(config, step)
     with watch.waiting(), run.goodput.spending("waiting for data"):

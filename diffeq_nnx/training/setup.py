@@ -128,7 +128,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     say(parameter_table(all_params(state)))
-    return state, {"windows": 0}
+    return state, {"windows": 0, "validate": False}
   state, position = restored
   say(f"continuing from the checkpoint of step {int(state['step'])}")
   return state, position
