@@ -223,7 +223,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   """
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
-    raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
+    raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
   return from_config_dict(config_fields.changed(get_config(argument), settings, key_types()))
 

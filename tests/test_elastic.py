@@ -253,7 +253,7 @@ ASKED = {
   "evaluate": {},
   "discretize": {},
   "finetune": {},
-  "generate": {"prompts": ["The river"], "max_tokens": 1},
+  "generate": {"prompt": ["The river"], "max_tokens": 1},
   "export": {"format": "stablehlo"},
   "analyze": {"text": "hills", "leading": 1},
   "harness": {},

@@ -202,7 +202,7 @@ def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_pat
   moved = workdir_lib.config_of(str(tmp_path / "moved"))
   assert math.isfinite(jobs.run("evaluate", moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
   capsys.readouterr()
-  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompts=["Document"], max_tokens=3, temperature=0.0)
+  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompt=["Document"], max_tokens=3, temperature=0.0)
   assert one["tokens"] == 3
 
 

@@ -231,35 +231,35 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   shutil.copytree(workdir, tmp_path / "run")
   (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
   prompts, how = ["Document 3 tells", "hills"], {"max_tokens": 5, "temperature": 0.0}
-  results = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts, **how)
+  results = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts, **how)
   assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
   assert [(one["prompt"], one["tokens"], one["stopped"]) for one in results] == [(p, 5, "length") for p in prompts]
-  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
   assert alone == results[1] and capsys.readouterr().out == alone["text"] + "\n"
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
   assert capsys.readouterr().out == alone["text"] + "\n"
   for options, part in (
-    ({"prompts": ["a " * 40]}, "prompts[0]: "),
-    ({"prompts": []}, "prompts: none given"),
-    ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
-    ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
-    ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
-    ({"prompts": ["a"], "rows": 0}, "rows=0: must be 1"),
-    ({"prompts": ["a"], "prompts_file": "b"}, "--prompt, --prompts: give one of them"),
-    ({"prompts_file": "b"}, "--prompts, --out: go together"),
-    ({"prompts": ["a"], "draft_tokens": 2}, "--draft_tokens=2: goes with --draft_steps"),
-    ({"prompts": ["a"], "draft_steps": 0}, "--draft_steps: num_steps=0: must be 1"),
-    ({"prompts_file": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
-    ({"prompts_file": __file__, "out": __file__}, "is there already"),
-    ({"prompts_file": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
+    ({"prompt": ["a " * 40]}, "prompts[0]: "),
+    ({"prompt": []}, "prompts: none given"),
+    ({"prompt": [""]}, "prompts[0]='': gives no tokens"),
+    ({"prompt": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
+    ({"prompt": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
+    ({"prompt": ["a"], "rows": 0}, "rows=0: must be 1"),
+    ({"prompt": ["a"], "prompts": "b"}, "--prompt, --prompts: give one of them"),
+    ({"prompts": "b"}, "--prompts, --out: go together"),
+    ({"prompt": ["a"], "draft_tokens": 2}, "--draft_tokens=2: goes with --draft_steps"),
+    ({"prompt": ["a"], "draft_steps": 0}, "--draft_steps: num_steps=0: must be 1"),
+    ({"prompts": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
+    ({"prompts": __file__, "out": __file__}, "is there already"),
+    ({"prompts": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
   shutil.rmtree(tmp_path / "run" / "checkpoints")
-  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
+  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
   assert "lacks the tokenizer of its run" in told(
-    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"])
+    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"])
   )
 
 

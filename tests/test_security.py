@@ -183,7 +183,7 @@ def test_jobs_on_the_model_alone_neither_read_nor_write_what_run_json_names(thei
   for path in tmp_path.glob("*.txt"):
     path.unlink()
   before = tree(tmp_path)
-  jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompts=["It"], max_tokens=1)
+  jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompt=["It"], max_tokens=1)
   assert tree(tmp_path) == before
 
 

@@ -251,5 +251,5 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
   for terminal, expected in ((True, "a\\x1b]0;title\\x07\n\n"), (False, hostile + "\n")):
     monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
     capsys.readouterr()
-    generate.generate(Config(), str(tmp_path), prompts=["p"])
+    generate.generate(Config(), str(tmp_path), prompt=["p"])
     assert capsys.readouterr().out == expected

@@ -220,7 +220,7 @@ class DiffEqLM(TemplateLM):
     )
     self._known_ids = dict(zip(texts, self._encode(texts)))  # at once: TemplateLM encodes one text after another
     try:
-      return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.leads())
+      return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.is_main_process())
     finally:
       self._known_ids = {}
 
@@ -234,7 +234,7 @@ class DiffEqLM(TemplateLM):
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
     fitted = [self._fitted(*requests[i][1:]) for i in scored]
-    quiet = disable_tqdm or not distributed.leads() or not scored
+    quiet = disable_tqdm or not distributed.is_main_process() or not scored
     for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
       i = scored[number]
       results[i] = tuple(score)
@@ -315,7 +315,9 @@ class DiffEqLM(TemplateLM):
       group_by="gen_kwargs",
     )
     texts = []
-    with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.leads()) as bar:
+    with tqdm(
+      total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.is_main_process()
+    ) as bar:
       for group in batches.get_batched(n=0):  # all that share sampling and stop strings
         streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
         for n in self._generated(group, streams):

@@ -20,7 +20,6 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.inference.generation import encoded
 from diffeq_nnx.inference.text_stream import TextStream
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -57,11 +56,10 @@ def analyze(
     times: of the spectra, from 0 to 1; None: the model's own.
 
   Raises:
-    UserError: several processes, no checkpoint, a text without tokens or too long, a position, number or times out of
+    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of
       range.
     RunError: the report can't be written.
   """
-  distributed.require_one_process("analyze")
   start = time.perf_counter()
   workdir_lib.require(workdir, config)
   folder = os.path.join(workdir, REPORT_FOLDER)

@@ -9,7 +9,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
 from diffeq_nnx.model.discretization import discretized_config, discretized_params
-from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import portable, read_params
@@ -55,7 +55,6 @@ def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
     UserError: weights that are not stored, a time embedding that can't hold them, another model than the run's, no
       checkpoint, or a directory that holds a run.
   """
-  distributed.require_one_process("continuous")
   source = workdir_lib.config_of(from_workdir, "from_workdir")
   _check_same(config, config_from(source))
   here = portable(source)

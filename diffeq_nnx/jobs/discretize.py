@@ -62,10 +62,10 @@ def discretize(
     _check_tolerance(config.model, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)
   here = portable(config)
-  with distributed.together():
+  with distributed.sync_errors():
     mesh = sharding.make_mesh(here.mesh)
   with jax.set_mesh(mesh):
-    with distributed.together():
+    with distributed.sync_errors():
       workdir_lib.require_none(workdir)
     corpus = corpus_of_run(config, from_workdir, "from_workdir")
     params, step = read_params(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
@@ -97,14 +97,13 @@ def _check_tolerance(
 ) -> None:
   if num_steps is not None or step_sizes is not None:
     other = "num_steps" if num_steps is not None else "step_sizes"
-    raise UserError(f"tolerance and {other}: a tolerance chooses the steps; give one of them", everywhere=True)
+    raise UserError(f"tolerance and {other}: a tolerance chooses the steps; give one of them")
   if not 0 < tolerance < math.inf:
-    raise UserError(f"tolerance={tolerance}: must be above 0, in nats per token, e.g. 0.01", everywhere=True)
+    raise UserError(f"tolerance={tolerance}: must be above 0, in nats per token, e.g. 0.01")
   if model.weights == "stored":
     raise UserError(
       f"tolerance={tolerance}: the weights of this model are stored, for its own {model.num_steps} steps; start from "
-      "a model with generated weights, or leave it out",
-      everywhere=True,
+      "a model with generated weights, or leave it out"
     )
 
 
@@ -206,9 +205,7 @@ def _fine_limit(losses: _Losses, tolerance: float) -> ModelConfig:
       return model
     previous = losses(model)
   if not math.isfinite(previous):
-    raise RunError(
-      f"the validation loss at {model.num_steps} steps is not finite, so that it has no limit", everywhere=True
-    )
+    raise RunError(f"the validation loss at {model.num_steps} steps is not finite, so that it has no limit")
   say(
     f"the fine limit did not converge: from {model.num_steps // 2} to {model.num_steps} steps the loss changes by "
     f"{change:.2g}, which is not below a quarter of the tolerance; that at {model.num_steps} steps is used"

@@ -57,8 +57,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
       speed = values["tokens"] / values["seconds"]
       rows.append({"num_steps": count, **values, "tokens_per_second": speed, "flops_per_token": per_token})
   say(_table(rows))
-  if distributed.leads():
-    _draw(rows, os.path.join(workdir, PICTURE))
+  distributed.on_main_process(_draw, rows, os.path.join(workdir, PICTURE))
   return print_result({**result, "by_num_steps": rows})
 
 

@@ -8,7 +8,6 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import folders, huggingface, stablehlo
 from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import params_of
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import opening
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -34,9 +33,8 @@ def export_run(
     num_steps: as for `discretization.discretize`.
 
   Raises:
-    UserError: a model that the format can't hold, a folder that holds something, no checkpoint, several processes.
+    UserError: a model that the format can't hold, a folder that holds something, no checkpoint.
   """
-  distributed.require_one_process("export")
   model = discretized_config(config.model, num_steps)
   folders.check_new(out)
   if format != "stablehlo":

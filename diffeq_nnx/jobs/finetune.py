@@ -61,9 +61,8 @@ def finetune(
   )
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
-    with distributed.together():
-      if distributed.leads():
-        workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: its source may go
+    # The tokenizer is the new run's own from the start, since the run that it comes from may go.
+    distributed.on_main_process(workdir_lib.clear, workdir, tokenizer)
     own = os.path.join(files.absolute(workdir), tokenizer.file_name)
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
   config = starting.derived(config, model, data_config)
@@ -76,17 +75,14 @@ def finetune(
       raise UserError(
         f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
         f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
-        f"data.begin_mark={tokenizer.bos_id is not None}",
-        everywhere=True,
+        f"data.begin_mark={tokenizer.bos_id is not None}"
       )
     here = dataclasses.replace(source, mesh=config.mesh)
     params, step = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
     say_untrained(source, step, config.model.num_steps, config.model.step_sizes)
     params = starting.stored_params(source, config, params, mesh)
     before = Evaluator(config, corpus, mesh)(params)
-    with distributed.together():
-      if distributed.leads():
-        files.make_folder(workdir)
+    distributed.on_main_process(files.make_folder, workdir)
     with reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
     starting.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))
@@ -114,7 +110,6 @@ def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | No
   if num_steps is not None and num_steps != model.num_steps:
     raise UserError(
       f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
-      "directory, or leave it out",
-      everywhere=True,
+      "directory, or leave it out"
     )
   return train(starting.derived(config, model, data_config), workdir)

@@ -9,7 +9,6 @@ import jax
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import starting
@@ -27,7 +26,6 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   Raises:
     UserError: a folder that can't be held (see `importing.import_hf`), or a directory that holds a run.
   """
-  distributed.require_one_process("import")
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)
   tokenizer = importing.tokenizer_of(from_hf, config.data)

@@ -84,7 +84,5 @@ def read_params(
   checkpoints = Checkpoints(workdir, config, tokenizer_hash, read_only=True)
   found = checkpoints.restore_params(abstract_params(config.model, mesh))
   if found is None:
-    raise UserError(
-      f"{flag}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every", everywhere=True
-    )
+    raise UserError(f"{flag}={workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
   return found

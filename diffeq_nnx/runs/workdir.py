@@ -50,6 +50,19 @@ def identity(config: Config) -> dict[str, Any]:
   return flat
 
 
+def check_place(workdir: str, flag: str = "workdir") -> None:
+  """Checks that a work directory is where orbax keeps checkpoints.
+
+  Raises:
+    UserError: it is in a bucket of another kind than gs://.
+  """
+  if "://" in workdir and not workdir.startswith("gs://"):
+    raise UserError(
+      f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
+      "directory when the run is finished (text and shards may be in other buckets)"
+    )
+
+
 def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
   """Makes the work directory this run's, or checks that it already is; `source` is the hash of the run that it starts
   from.

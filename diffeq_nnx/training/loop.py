@@ -51,7 +51,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
-    with distributed.together():
+    with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
     claim_workdir(config, workdir, corpus)
     with goodput.spending("compiling"):
@@ -62,7 +62,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       state, position = start_state(config, checkpoints, mesh)
       say_untrained(config, config.train.steps, config.eval.num_steps)
       _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
-    with distributed.together():
+    with distributed.sync_errors():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
       start, validate = int(state["step"]), position["validate"]
@@ -141,9 +141,10 @@ class _Run:
     settings = self.config.checkpoint
     if step % settings.every == 0 or step == self.config.train.steps:
       return True
-    if settings.minutes is None or step % self.config.train.log_every:
+    minutes = settings.minutes
+    if minutes is None or step % self.config.train.log_every:
       return False
-    return distributed.of_process_0(time.monotonic() - self.saved > 60 * settings.minutes)
+    return distributed.on_main_process(lambda: time.monotonic() - self.saved > 60 * minutes)
 
   def save(self, state: State, loss: float | None, validate: bool) -> None:
     """Starts to save a checkpoint; `validate`: its step was not validated, though it is one to be."""

@@ -27,7 +27,7 @@ def checked_mesh(config: Config) -> Mesh:
   Raises:
     UserError: the devices or the backend don't fit the config, or the solver its adjoint.
   """
-  with distributed.together():
+  with distributed.sync_errors():
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
     if config.train.adjoint == "reversible":
@@ -39,8 +39,8 @@ def checked_mesh(config: Config) -> Mesh:
 def load_corpus(config: Config) -> data.Corpus:
   """The corpus, tokenized by process 0 first, so that processes that share its disk find the result."""
   for turn in (True, False):
-    with distributed.together():
-      if distributed.leads() == turn:
+    with distributed.sync_errors():
+      if distributed.is_main_process() == turn:
         corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
   sizes = [
     (len(split.tokens), split.num_bytes, split.num_documents) for split in (*corpus.train.splits, corpus.validation)
@@ -51,8 +51,7 @@ def load_corpus(config: Config) -> data.Corpus:
     raise UserError(
       f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
       f"tokens, then their number, bytes and documents: {reports[other]} and {reports[0]}); give every host "
-      "the same files",
-      everywhere=True,
+      "the same files"
     )
   return corpus
 
@@ -65,10 +64,8 @@ def claim_workdir(config: Config, workdir: str, corpus: data.Corpus, source: str
   Raises:
     UserError: as `workdir.claim` and `workdir.require`.
   """
-  with distributed.together():
-    if distributed.leads():
-      workdir_lib.claim(workdir, config, corpus, source)
-  with distributed.together():
+  distributed.on_main_process(workdir_lib.claim, workdir, config, corpus, source)
+  with distributed.sync_errors():
     workdir_lib.require(workdir, config, corpus)
 
 
@@ -122,8 +119,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
   if restored is None and config.model.lora.rank:
     raise UserError(
       f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
-      "--from_workdir=RUN, or set it to 0",
-      everywhere=True,
+      "--from_workdir=RUN, or set it to 0"
     )
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
@@ -140,9 +136,9 @@ def corpus_of_run(config: Config, workdir: str, flag: str = "workdir") -> data.C
   Raises:
     UserError: they are not; the line names `flag`.
   """
-  with distributed.together():
+  with distributed.sync_errors():
     workdir_lib.require(workdir, config, flag=flag)  # before the text is read
   corpus = load_corpus(config)
-  with distributed.together():
+  with distributed.sync_errors():
     workdir_lib.require(workdir, config, corpus, flag)
   return corpus

@@ -70,9 +70,7 @@ def start(
     UserError: the directory can't be written.
     RunError: the checkpoint can't be written.
   """
-  with distributed.together():
-    if distributed.leads():
-      workdir_lib.clear(workdir, corpus.tokenizer)
+  distributed.on_main_process(workdir_lib.clear, workdir, corpus.tokenizer)
   places = state_shardings(config, mesh)
   learning, frozen = parameters.split(config.model, params)
   params = jax.device_put(parameters.join(learning, frozen), all_params(places))
