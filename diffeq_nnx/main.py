@@ -93,12 +93,13 @@ def run(argv: list[str]) -> None:
     config = config_lib.changed(config_lib.Config(), SETTINGS.value)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
+  from diffeq_nnx.runs.run import Run
 
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     workdir.check_place(flag.value or "", flag.name)
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
-    config = config_lib.changed(job.prepared(workdir.config_of(str(flag.value), flag.name)), SETTINGS.value)
+    config = config_lib.changed(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all

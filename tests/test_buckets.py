@@ -14,8 +14,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, files, jobs
 from diffeq_nnx.data import shards
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.object_store import ObjectStore
@@ -126,7 +125,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(store, finished, capsys):
   for split in ("train", "validation"):
     here, there = ([(r["step"], r["loss"]) for r in read_metrics(place, split)] for place in (root, str(local)))
     assert here == there
-  ours, theirs = (opening.load(place) for place in (root, str(local)))
+  ours, theirs = (Run.open(place) for place in (root, str(local)))
   assert ours.step == theirs.step == 20
   jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(one.model) for one in (ours, theirs)))
   assert files.read(f"{root}/loss.png").startswith(b"\x89PNG")
@@ -144,7 +143,7 @@ def test_a_run_outlives_faults_and_is_the_same(store, finished, fault):
   assert len(server.requests) > 3 * 61
   server.fault = lambda method, path: None
   losses = [[r["loss"] for r in read_metrics(place, "validation")] for place in (root, str(local))]
-  assert losses[0] == losses[1] and opening.load(root).step == 20
+  assert losses[0] == losses[1] and Run.open(root).step == 20
 
 
 @both
@@ -201,8 +200,8 @@ def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
   assert arrays("params") and not arrays("optimizer")  # the larger part of a checkpoint
   made = jobs.run("discretize", config, f"{root}/stored", from_workdir=f"{root}/run")
   assert made["after"]["loss"] == pytest.approx(result["by_num_steps"][0]["loss"], abs=1e-5)
-  jobs.run("export", workdir_lib.config_of(f"{root}/stored"), f"{root}/stored", out=f"{root}/exported")
-  jobs.run("export", workdir_lib.config_of(f"{root}/stored"), f"{root}/stored", out=str(tmp_path / "exported"))
+  jobs.run("export", Run.open(f"{root}/stored").started, f"{root}/stored", out=f"{root}/exported")
+  jobs.run("export", Run.open(f"{root}/stored").started, f"{root}/stored", out=str(tmp_path / "exported"))
   assert set(files.sizes(f"{root}/exported")) == set(os.listdir(tmp_path / "exported"))
   for name in os.listdir(tmp_path / "exported"):
     assert files.read(f"{root}/exported/{name}") == (tmp_path / "exported" / name).read_bytes()
@@ -240,7 +239,7 @@ def test_a_bucket_that_refuses_ends_the_run_and_loses_nothing(store, finished):
   server.fault = lambda method, path: None
   assert before and before <= set(server.objects())
   train(at(config, 8), root)
-  assert opening.load(root).step == 8
+  assert Run.open(root).step == 8
 
 
 @pytest.mark.slow(reason="trains over the network of this machine")
@@ -258,7 +257,7 @@ def test_jobs_that_read_write_nothing_even_beside_a_damaged_checkpoint(store, fi
   assert result["step"] == 16 and "trying the one before" in capsys.readouterr().err
   assert server.objects() == before
   train(config, root)  # moves it, and trains the steps again
-  assert opening.load(root).step == 20 and files.is_folder(f"{root}/checkpoints_damaged/20")
+  assert Run.open(root).step == 20 and files.is_folder(f"{root}/checkpoints_damaged/20")
 
 
 @pytest.mark.slow(reason="three jobs of processes")

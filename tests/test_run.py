@@ -23,8 +23,8 @@ from diffeq_nnx import data, jobs
 from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs import opening  # main defines the flags
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
@@ -144,7 +144,7 @@ def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
 def test_a_run_is_loaded_as_it_was_left(finished):
   config, workdir = finished
   run = diffeq_nnx.load(str(workdir))
-  assert (run.config, run.step) == (opening.portable(config), 20)
+  assert (run.config, run.step) == (portable(config), 20)
   corpus = load_corpus(config)
   assert run.tokenizer.hash == corpus.tokenizer.hash
   with jax.set_mesh(run.mesh):
@@ -190,7 +190,7 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   assert result["before"]["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
-  stored = workdir_lib.config_of(new)
+  stored = Run.open(new).started
   assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
   assert train(stored, new)["loss"] < result["after"]["loss"]  # 20 steps more, of stored weights
@@ -220,7 +220,7 @@ def test_what_can_t_be_discretized_is_one_line(finished, tmp_path):
       lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments)
     )
   assert not (tmp_path / "new").exists()
-  assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
+  assert "holds no run" in told(lambda: Run.open(str(tmp_path), flag="from_workdir"))
 
 
 def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, capsys, monkeypatch):
@@ -298,7 +298,7 @@ def test_the_command_line_knows_every_job():
 
 
 def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):
-  with pytest.raises(UserError, match="holds no run; train with --workdir"):
+  with pytest.raises(UserError, match="holds no run; name the directory of one"):
     jobs.run("evaluate", finished[0], str(tmp_path / "nothing"))
   assert not (tmp_path / "nothing").exists()
 

@@ -9,8 +9,7 @@ from diffeq_nnx.exporting import folders, huggingface, stablehlo
 from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel.console import print_result
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
 
 
@@ -39,8 +38,7 @@ def export_run(
   folders.check_new(out)
   if format != "stablehlo":
     huggingface.architecture_of(model, format)
-  workdir_lib.require(workdir, config)
-  run = opening.read(workdir, *opening.described(workdir, config))
+  run = Run.open(workdir, config)
   say_untrained(config, run.step, num_steps)
   with jax.set_mesh(run.mesh):
     params = jax.device_get(discretized_params(run.config.model, model, params_of(run.model)))

@@ -15,10 +15,9 @@ from diffeq_nnx.inference.generation import Continuation, continued_texts, gener
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.devices import say_attention
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
-from diffeq_nnx.training.setup import say_attention
 
 
 def generate(
@@ -70,12 +69,11 @@ def generate(
     raise UserError("--prompts, --out: go together; give both, or --prompt")
   with distributed.sync_errors():
     answers = None if prompts is None or out is None else prompt_files.Answers(prompts, out)
-  workdir_lib.require(workdir, config)
-  config, tokenizer = opening.described(workdir, config)
+  run = Run.open(workdir, config)
+  config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
   if prompt is not None:
     prompt_ids(tokenizer, prompt)
-  run = opening.read(workdir, config, tokenizer)
   steps = config.eval.num_steps if num_steps is None else num_steps
   for count in (steps, draft_steps):
     say_untrained(config, run.step, count)

@@ -182,7 +182,7 @@ def sync_errors() -> Iterator[None]:
     yield
   except Exception as found:
     error = found
-  if jax.process_count() == 1:
+  if whoami()[1] == 1:
     if error is not None:
       raise error
     return
@@ -206,7 +206,7 @@ def on_main_process(function: Callable[..., Any], *args: Any) -> Any:
   """
   with sync_errors():
     result = function(*args) if is_main_process() else None
-  return result if jax.process_count() == 1 else json.loads(exchange(json.dumps(result))[0])
+  return result if whoami()[1] == 1 else json.loads(exchange(json.dumps(result))[0])
 
 
 def all_end_with(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config, DataConfig
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.parallel import distributed
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
@@ -64,33 +65,42 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
 
 
 def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
-  """Makes the work directory this run's, or checks that it already is; `source` is the hash of the run that it starts
-  from.
+  """Makes the work directory this run's, or checks that it already is, as all processes see it.
+
+  Args:
+    workdir: the directory.
+    config: the run's.
+    corpus: the run's.
+    source: the hash of the run that it starts from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
       keys that differ.
   """
+  distributed.on_main_process(_write, workdir, config, corpus, source)
+  with distributed.sync_errors():
+    require(workdir, config, corpus)
+
+
+def _write(workdir: str, config: Config, corpus: Corpus, source: str | None) -> None:
+  """Writes the tokenizer, and then run.json, where there is none."""
   tokenizer = corpus.tokenizer
   try:
     files.make_folder(workdir)
-    known = _read(workdir)
-    if known is None:
-      files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
-      record = {
-        "config": config_lib.to_dict(config),
-        "tokenizer_hash": tokenizer.hash,
-        "corpus": corpus.fingerprint,
-        "source": source,
-      }
-      files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
-      files.remove(os.path.join(workdir, STARTING))
-    else:
+    if _read(workdir) is not None:
       files.check_writable(workdir)
+      return
+    files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+    record = {
+      "config": config_lib.to_dict(config),
+      "tokenizer_hash": tokenizer.hash,
+      "corpus": corpus.fingerprint,
+      "source": source,
+    }
+    files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+    files.remove(os.path.join(workdir, STARTING))
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
-  if known is not None:
-    _check(workdir, known, config, corpus)
 
 
 def clear(workdir: str, tokenizer: Tokenizer) -> None:
@@ -142,7 +152,7 @@ def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: st
   """
   known = _read(workdir)
   if known is None:
-    raise UserError(f"{flag}={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
   _check(workdir, known, config, corpus)
 
 
@@ -169,7 +179,7 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   """
   known = _read(workdir)
   if known is None:
-    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
   config = _own(workdir, config_lib.from_dict(known["config"]))
   path = os.path.expanduser(config.data.tokenizer)
   own = os.path.join(files.absolute(workdir), os.path.basename(path))
