@@ -1,6 +1,6 @@
 """Neural ODE Transformers (DiffEqFormer): a transformer whose depth is time, in Flax NNX.
 
-The package itself offers `Model` (of `model.model`), `Config` and `load_config` (`config`), `load` (`runs.opening`),
+The package itself offers `Model` (of `model.model`), `Config` and `load_config` (`config`), `load` (`runs.run`),
 `discretize` (`model.discretization`), `Decoder` (`inference.decoding`), `generate` and `generate_texts`
 (`inference.generation`), `export_hf` (`exporting.huggingface`), `export_stablehlo` (`exporting.stablehlo`) and
 `import_hf` (`exporting.importing`). Training is `training.loop.train`.
@@ -13,7 +13,7 @@ _HOMES = {  # where each public name is defined
   "Model": "model.model",
   "Config": "config",
   "load_config": "config",
-  "load": "runs.opening",
+  "load": "runs.run",
   "discretize": "model.discretization",
   "generate": "inference.generation",
   "generate_texts": "inference.generation",

@@ -205,25 +205,12 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; a missing key has its default, or what `completed` says.
+  """The config that `to_dict` turned into plain dicts; a missing key has its default.
 
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(config_fields.merged(default(), completed(nested)))
-
-
-def completed(nested: dict[str, Any]) -> dict[str, Any]:
-  """A config from `to_dict`, perhaps of an older version; keys that it lacks keep the older behavior."""
-  model = nested.get("model", {})
-  if (
-    not isinstance(model, dict)
-    or "norm_shift" in model
-    or model.get("initialization") != "published"
-    or model.get("field", "gpt") == "gpt"
-  ):
-    return nested
-  return {**nested, "model": {**model, "norm_shift": False}}  # before this key a published Llama had no shift
+  return from_config_dict(config_fields.merged(default(), nested))
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -234,7 +221,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   """
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
-    raise UserError(f"{name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
+    raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
   return from_config_dict(config_fields.changed(get_config(argument), settings, key_types()))
 

@@ -265,7 +265,8 @@ def changed(
       raw.update_from_flattened_dict({key: value})
     except TypeError:
       wanted, found = types[key].__name__, type(value).__name__
-      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}") from None
+      example = {int: f"; write {key}=10, say", float: f"; write {key}=0.1, say"}.get(types[key], "")
+      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}{example}") from None
   return raw
 
 

@@ -17,26 +17,14 @@ def printable(text: str) -> str:
   )
 
 
-class _OneLine(Exception):
-  """An error reported in one line.
-
-  Attributes:
-    everywhere: whether all processes of the job raise it, so that one of them reports it.
-  """
-
-  def __init__(self, line: str, everywhere: bool = False):
-    super().__init__(line)
-    self.everywhere = everywhere
-
-
-class UserError(_OneLine, ValueError):
+class UserError(ValueError):
   """Invalid input, reported in one line with the key, the value, the rule and a way to correct it.
 
   `main.py` prints the line and exits with code 2; in a program it is an ordinary `ValueError`.
   """
 
 
-class RunError(_OneLine, RuntimeError):
+class RunError(RuntimeError):
   """A run that can't continue (a loss that is not finite, a full disk), reported in one line; exit code 1."""
 
 
@@ -48,5 +36,5 @@ class Diverged(RunError):
   """
 
   def __init__(self, line: str, step: int):
-    super().__init__(line, everywhere=True)
+    super().__init__(line)
     self.step = step

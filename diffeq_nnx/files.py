@@ -1,7 +1,7 @@
 """Files and folders on a disk or in a bucket; what this module writes is there whole or not at all.
 
-A path is local, or the URL of a bucket that fsspec has a package for (gs://bucket/run, s3://bucket/run). No module that
-writes asks which. A local file is written beside its place and renamed. A bucket shows an object when all of it
+A path is local, or the URL of a bucket that fsspec has a package for (gs://bucket/run, s3://bucket/shards). No module
+that writes asks which. A local file is written beside its place and renamed. A bucket shows an object when all of it
 has arrived; it has no folders to rename, so a folder has one file that is removed first and written last, and is
 incomplete without it. Libraries that know local files only are given one, which is then copied.
 """

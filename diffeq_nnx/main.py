@@ -1,21 +1,22 @@
 """python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 import os
-import pathlib
 import re
 import sys
 import traceback
 from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files
+from diffeq_nnx import files, jobs
 from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.jobs import ALIASES, JOBS
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.", lock_config=True)
+CONFIG = flags.DEFINE_string(
+  "config", None, "The experiment's config file, PATH.py or PATH.py:ARGUMENT; --config.KEY=VALUE changes a key."
+)
+SETTINGS = flags.DEFINE_multi_string("set", [], "KEY=VALUE of a config key, the same as --config.KEY=VALUE.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run: checkpoints, metrics, results.")
 JOB = flags.DEFINE_enum("job", "train", [*JOBS, *ALIASES], "What to do.")
 FROM_WORKDIR = flags.DEFINE_string("from_workdir", None, "For jobs that make a run from another: that run.")
@@ -72,10 +73,6 @@ NUM_PROCESSES = flags.DEFINE_integer(
 JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
 
-HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")  # [madvise]: granted to those that ask
-
-_overrides: list[str] = []  # KEY=VALUE of each --config.KEY=VALUE that changes a run's own config
-
 
 def run(argv: list[str]) -> None:
   """Checks the flags and starts the job."""
@@ -83,6 +80,7 @@ def run(argv: list[str]) -> None:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
   name = ALIASES.get(JOB.value, JOB.value)
   job = JOBS[name]
+  config = None if CONFIG.value is None else _read_config(CONFIG.value)
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
@@ -91,24 +89,34 @@ def run(argv: list[str]) -> None:
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
-  config = None if CONFIG.value is None else config_lib.from_config_dict(CONFIG.value)
   if config is None and job.config == "optional":
-    config = config_lib.changed(config_lib.Config(), _overrides)
+    config = config_lib.changed(config_lib.Config(), SETTINGS.value)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
-  from diffeq_nnx.runs import buckets, workdir
+  from diffeq_nnx.runs import workdir
+  from diffeq_nnx.runs.run import Run
 
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
-    buckets.check(flag.value or "", flag.name)
+    workdir.check_place(flag.value or "", flag.name)
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
-    config = config_lib.changed(job.prepared(workdir.config_of(str(flag.value), flag.name)), _overrides)
+    config = config_lib.changed(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
-  if not distributed.leads():
+  if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
   with distributed.in_one_line():
     distributed.agree(config, name, WORKDIR.value, options)
-    job.function(config, WORKDIR.value, **options)
+    jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()
+
+
+def _read_config(name: str) -> config_lib.Config:
+  """The config of a file with `SETTINGS`; what the file raises is reported in one line."""
+  try:
+    return config_lib.load(name, SETTINGS.value)
+  except UserError:
+    raise
+  except (AttributeError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
+    raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -119,9 +127,9 @@ def _options(name: str) -> dict[str, Any]:
     if flag in JOBS[name].flags:
       given[flag] = value
     elif value is not None:
-      jobs = [other for other, job in JOBS.items() if flag in job.flags]
+      others = [other for other, job in JOBS.items() if flag in job.flags]
       value = ",".join(value) if isinstance(value, list) else value
-      raise UserError(f"--{flag}={value}: is for --job={' or '.join(jobs)}, and this is --job={name}; leave it out")
+      raise UserError(f"--{flag}={value}: is for --job={' or '.join(others)}, and this is --job={name}; leave it out")
   for either in JOBS[name].required:
     either = (either,) if isinstance(either, str) else either
     if all(given[flag] is None for flag in either):
@@ -134,8 +142,6 @@ def _options(name: str) -> dict[str, Any]:
         raise UserError(f"--{flag}={','.join(given[flag])}: must be numbers, e.g. 0.5,0.25,0.25") from None
   if given.get("num_steps"):
     given["num_steps"] = _num_steps(name, given["num_steps"])
-  if "prompt" in given:
-    given["prompts_file"], given["prompts"] = given.pop("prompts"), given.pop("prompt")
   return {flag: value for flag, value in given.items() if value is not None}
 
 
@@ -153,73 +159,29 @@ def _num_steps(job: str, parts: list[str]) -> int | tuple[int, ...]:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """absl's flag parsing, with every mistake reported in one line."""
-  logging.set_verbosity(logging.ERROR)  # ml_collections warns of each place where it found no config file
+  """absl's flag parsing, with every mistake reported in one line; --config.KEY=VALUE is read as --set=KEY=VALUE."""
   try:
-    _check_overrides(argv)
-    return flags.FLAGS(_without_overrides(argv))
-  except (flags.Error, UserError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-    raise SystemExit(fail(_cause(error), 2)) from None
+    return flags.FLAGS([re.sub(r"^--?config\.", "--set=", argument) for argument in argv])
+  except (flags.Error, ValueError) as error:
+    raise SystemExit(fail(error, 2)) from None
 
 
-def _check_overrides(argv: list[str]) -> None:
-  """Checks every `--config.KEY=VALUE` against the known keys and their types, before any file is read."""
-  types = config_lib.key_types()
-  for argument in argv[1:]:
-    name, _, value = argument.lstrip("-").partition("=")
-    path = value.partition(":")[0]
-    if name == "config" and not os.path.isfile(path):
-      raise UserError(
-        f"--config={value}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py"
-      )
-    if not argument.startswith("-") or not name.startswith("config."):
-      continue
-    key = name.removeprefix("config.")
-    if key not in types:
-      raise UserError(f"{key}: unknown key; {config_lib.nearest(key, types)}")
-    if types[key] in (int, float):
-      try:
-        types[key](value)
-      except ValueError:
-        raise UserError(
-          f"{key}={value!r}: must be of type {types[key].__name__}; write --config.{key}="
-          f"{'10' if types[key] is int else '0.1'}, say"
-        ) from None
+def fail(error: BaseException, code: int) -> int:
+  """Prints the error in one line on stderr, and returns the code; of several processes that fail alike process 0 does.
 
-
-def _without_overrides(argv: list[str]) -> list[str]:
-  """All arguments; without a config file, those that set none of its keys: the others are put into `_overrides`."""
-  _overrides.clear()
-  if "config" in [argument.lstrip("-").partition("=")[0] for argument in argv]:
-    return argv
-  is_setting = lambda argument: re.match(r"--?config\..*=", argument)
-  _overrides.extend(argument.lstrip("-").removeprefix("config.") for argument in argv[1:] if is_setting(argument))
-  return [argv[0], *(argument for argument in argv[1:] if not is_setting(argument))]
-
-
-def _cause(error: BaseException) -> BaseException | str:
-  """The UserError that a config file raised, which ml_collections hides in the text of a traceback."""
-  found = re.search(r"UserError: (.*)$", str(error), re.MULTILINE)
-  return found[1] if found else error
-
-
-def fail(error: BaseException | str, code: int) -> int:
-  """Prints the error in one line on stderr, and returns the code.
-
-  An error that all processes raise is printed by process 0, any other by the process that met it.
+  A process that fails alone ends at once, so that the processes that wait for it notice.
   """
-  process, count = _whoami()
-  everywhere = getattr(error, "everywhere", False)
-  if not everywhere or process == 0:
-    prefix = "" if everywhere or count == 1 else f"process {process}: "
+  distributed = sys.modules.get("diffeq_nnx.parallel.distributed")  # importing it takes seconds
+  process, count = distributed.whoami() if distributed else (0, 1)
+  alike = distributed is None or distributed.all_end_with(error)
+  if not alike or process == 0:
+    prefix = "" if alike else f"process {process}: "
     print(f"error: {prefix}" + printable(" ".join(str(error).split())), file=sys.stderr, flush=True)
+  if distributed and count > 1:
+    distributed.finish()
+    if not alike:
+      os._exit(code)
   return code
-
-
-def _whoami() -> tuple[int, int]:
-  """(number of this process, number of processes); (0, 1) before the processes have joined."""
-  module = sys.modules.get("diffeq_nnx.parallel.distributed")  # importing it takes seconds
-  return module.whoami() if module else (0, 1)
 
 
 def main(argv: list[str]) -> int:
@@ -228,42 +190,26 @@ def main(argv: list[str]) -> int:
   try:
     run(argv)
     return 0
-  except UserError as found:
-    error, code = found, fail(found, 2)
-  except RunError as found:
-    error, code = found, fail(found, 1)
+  except UserError as error:
+    return fail(error, 2)
+  except RunError as error:
+    return fail(error, 1)
   except KeyboardInterrupt:
-    error = RunError("interrupted; run the same command to continue from what is finished")
-    code = fail(error, 130)
-  except OSError as found:
-    place = f"{found.filename}: " if found.filename else ""
-    error = RunError(f"{place}{found.strerror or found}; check the name, the permissions and the network")
-    code = fail(error, 1)
-  except Exception as found:
+    return fail(RunError("interrupted; run the same command to continue from what is finished"), 130)
+  except OSError as error:
+    place = f"{error.filename}: " if error.filename else ""
+    return fail(RunError(f"{place}{error.strerror or error}; check the name, the permissions and the network"), 1)
+  except Exception as error:
     traceback.print_exc()
-    error = RunError(f"{type(found).__name__}: {found}; unexpected: the lines above say where, please report them")
-    code = fail(error, 1)
-  if _whoami()[1] > 1:
-    sys.modules["diffeq_nnx.parallel.distributed"].finish()
-    if not getattr(error, "everywhere", False):
-      sys.stderr.flush()
-      os._exit(code)  # at once, so that the processes that wait for this one notice
-  return code
-
-
-def _with_huge_pages() -> None:
-  """Starts this process again with the C library's huge pages, where Linux grants them to programs that ask.
-
-  A train step on a CPU spends a quarter of its time on finding pages of 4 KiB. The C library reads the setting once.
-  """
-  setting = "GLIBC_TUNABLES"
-  if setting not in os.environ and HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text():
-    os.execve(sys.executable, sys.orig_argv, os.environ | {setting: "glibc.malloc.hugetlb=1"})
+    where = "unexpected: the lines above say where, please report them"
+    return fail(RunError(f"{type(error).__name__}: {error}; {where}"), 1)
 
 
 def _program(argv: list[str]) -> int:
-  """As `main`; after a failure it ends at once, so that no thread of a library prints a traceback after the line."""
-  _with_huge_pages()
+  """As `main`; after a failure it ends at once, so that no thread of a library prints a traceback after the line.
+
+  The row "the disk is full" of launch/faults.py wants the line to be the last.
+  """
   code = main(argv)
   if code == 1:
     sys.stdout.flush()

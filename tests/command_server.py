@@ -27,21 +27,12 @@ class Parsed(BaseException):
   """The flags were right."""
 
 
-def clear_flags() -> None:
-  """Every flag as in a new process: `--config=FILE` defines one for each key of the file."""
-  for name in list(flags.FLAGS):
-    if name.startswith("config."):
-      delattr(flags.FLAGS, name)
-    else:
-      flags.FLAGS[name].unparse()
-  flags.FLAGS.unparse_flags()
-
-
 def parse_main(words: list[str]) -> list[str]:
   """The flags of `python -m diffeq_nnx.main`; exits where they are wrong."""
-  clear_flags()
-  sys.argv = ["diffeq_nnx.main", *words]
-  return main.parse(sys.argv)
+  for name in flags.FLAGS:  # as in a new process
+    flags.FLAGS[name].unparse()
+  flags.FLAGS.unparse_flags()
+  return main.parse(["diffeq_nnx.main", *words])
 
 
 def run(words: list[str]) -> None:
@@ -66,7 +57,7 @@ def parse(words: list[str]) -> None:
   if words[1] == "diffeq_nnx.main":
     parse_main(words[2:])
     if main.CONFIG.value is not None:
-      config_lib.from_config_dict(main.CONFIG.value)
+      config_lib.load(main.CONFIG.value, main.SETTINGS.value)
     return
   original = argparse.ArgumentParser.parse_args
 

@@ -221,19 +221,14 @@ def told(call) -> str:
 
 def mistake(arguments: list[str], capsys) -> tuple[int, str]:
   """(exit code, the one line on stderr) of a command line that holds a mistake, run in this process."""
-  for name in list(flags.FLAGS):  # as in a new process: `--config=FILE` defines a flag for each key of the file
-    if name.startswith("config."):
-      delattr(flags.FLAGS, name)
-    else:
-      flags.FLAGS[name].unparse()
   flags.FLAGS.unparse_flags()
+  for name in flags.FLAGS:  # as in a new process
+    flags.FLAGS[name].unparse()
   capsys.readouterr()
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["main", *arguments])  # where ml_collections looks for `--config.KEY`
-    try:
-      code = main.main(main.parse(sys.argv))
-    except SystemExit as stop:
-      code = stop.code
+  try:
+    code = main.main(main.parse(["main", *arguments]))
+  except SystemExit as stop:
+    code = stop.code
   (line,) = capsys.readouterr().err.splitlines()
   return code, line
 

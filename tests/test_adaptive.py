@@ -16,7 +16,7 @@ from diffeq_nnx.jobs import discretize
 from diffeq_nnx.model import adaptive, grids, solvers
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import build, params_of
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from tests.conftest import mistake, moved_instance, small_model, told
 
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
@@ -138,7 +138,7 @@ def test_the_job_writes_the_fewest_steps_within_the_tolerance(finished, tmp_path
   within = [steps for steps, loss in result["measured"] if loss <= limit["loss"] + 0.05]
   assert after["num_steps"] == min(within) == len(result["step_sizes"])
   assert sum(result["step_sizes"]) == pytest.approx(config.model.total_time)
-  stored = workdir_lib.config_of(new)
+  stored = Run.open(new).started
   assert (stored.model.weights, stored.model.num_steps) == ("stored", after["num_steps"])
   assert jobs.run("evaluate", stored, new)["loss"] == after["loss"]
   table = [line.split(" | ") for line in printed.err.splitlines() if line.startswith("| ")]
@@ -160,10 +160,10 @@ def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monk
   new = str(tmp_path / "new")
   sizes = jobs.run("discretize", config, new, from_workdir=str(workdir), tolerance=0.1)["step_sizes"]
   assert len(sizes) == 2 and sizes[0] != sizes[1]
-  assert workdir_lib.config_of(new).model.step_sizes == sizes
+  assert Run.open(new).started.model.step_sizes == sizes
   by_hand = jobs.run("discretize", config, str(tmp_path / "by_hand"), from_workdir=str(workdir), step_sizes=sizes)
   monkeypatch.undo()
-  assert jobs.run("evaluate", workdir_lib.config_of(new), new)["loss"] == by_hand["after"]["loss"]
+  assert jobs.run("evaluate", Run.open(new).started, new)["loss"] == by_hand["after"]["loss"]
 
 
 def test_what_the_job_says_where_there_is_no_limit(finished, tmp_path, monkeypatch, capsys):

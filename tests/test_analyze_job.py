@@ -11,7 +11,7 @@ import pytest
 
 from diffeq_nnx import jobs
 from diffeq_nnx.jobs.analyze import analyze, pieces, text_ids
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from tests.browser import chromium, opened
 from tests.conftest import XLA_FLAGS, mistake, told
 
@@ -71,7 +71,7 @@ def test_the_page_draws_in_a_browser_at_any_width(report):
 
 def test_pieces_add_up_to_the_text(finished):
   config, workdir = finished
-  tokenizer = workdir_lib.tokenizer_of(str(workdir), config)
+  tokenizer = Run.open(str(workdir)).tokenizer
   for text in (TEXT, "äöü 文字 🎉", "  two  spaces\n"):
     ids = text_ids(tokenizer, text)
     made = pieces(tokenizer, ids)
@@ -106,7 +106,7 @@ def test_a_discretized_run_is_looked_at_too(finished, tmp_path, capsys):
   config, workdir = finished
   stored = str(tmp_path / "stored")
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
-  result = analyze(workdir_lib.config_of(stored), stored, text="rivers", leading=2)
+  result = analyze(Run.open(stored).started, stored, text="rivers", leading=2)
   assert result["num_steps"] == 3
   assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
   numbers = np.load(os.path.join(stored, "report", "numbers.npz"))

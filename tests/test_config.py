@@ -188,21 +188,6 @@ def test_values_have_the_types_of_their_keys_whatever_a_program_gives():
   assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(whole)))) == whole
 
 
-@pytest.mark.parametrize(
-  "field,initialization,expected",
-  [("llama", "published", False), ("llama", "plain", None), ("gpt", "published", None), ("gpt", "plain", None)],
-)
-def test_a_config_from_before_norm_shift_means_what_it_meant(field, initialization, expected):
-  """Until there was the key no Llama's norms had a shift, so the checkpoints of published ones hold none."""
-  now = config_lib.from_config_dict(changed(model__field=field, model__initialization=initialization))
-  nested = config_lib.to_dict(now)
-  assert config_lib.from_dict(nested) == now
-  del nested["model"]["norm_shift"]
-  before = config_lib.from_dict(nested)
-  assert before.model.norm_shift is expected and before.model.block_shift == (field == "gpt")
-  assert config_lib.from_dict(config_lib.to_dict(before)) == before
-
-
 @pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])
 def test_a_config_argument_that_means_nothing_is_told(choice):
   with pytest.raises(UserError, match="write CORPUS,ROW; "):

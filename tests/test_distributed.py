@@ -317,7 +317,7 @@ def test_two_processes_with_drafts_write_what_one_writes(finished, tmp_path):
   (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
   settings = {"max_tokens": 8, "temperature": 0, "rows": 4, "draft_steps": 2, "draft_tokens": 2}
   one = tmp_path / "one.jsonl"
-  jobs.run("generate", config, str(workdir), prompts_file=str(tmp_path / "prompts.jsonl"), out=str(one), **settings)
+  jobs.run("generate", config, str(workdir), prompts=str(tmp_path / "prompts.jsonl"), out=str(one), **settings)
   words = [
     "--job=generate",
     f"--workdir={workdir}",
@@ -348,7 +348,7 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
     lines[n - 1] = line
   (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
   out, settings = tmp_path / "out" / "two.jsonl", {"max_tokens": 6, "seed": 3, "rows": 4}
-  one = {"prompts_file": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "one.jsonl"), **settings}
+  one = {"prompts": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "one.jsonl"), **settings}
   answers = jobs.run("generate", config, str(workdir), **one)
   assert [answer["line"] for answer in answers] == [*range(1, 161)]
   assert {answer["line"] for answer in answers if "error" in answer} == {*bad}

@@ -15,12 +15,13 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.jobs.discretize import derive_config
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
 from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
-from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.training import flops, starting
+from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import drawn_counts, possible_counts, say_untrained
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
@@ -152,7 +153,7 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
 def test_an_elastic_run_can_be_discretized():
   """Stored weights exist for one depth, so that nothing is drawn."""
   config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), draw="sandwich", draw_from=0.5)
-  stored = starting.derived(config, discretized_config(config.model, 2))
+  stored = derive_config(config, discretized_config(config.model, 2))
   assert possible_counts(stored) == [(2,)]
 
 
@@ -232,13 +233,13 @@ def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_pat
   config, workdir = finished
   stored, new = str(tmp_path / "stored"), str(tmp_path / "new")
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
-  source = workdir_lib.config_of(stored)
+  source = Run.open(stored).started
   job = jobs.JOBS["continuous"]
   elastic = config_lib.changed(job.prepared(source), ["train.step_counts=(2,3,5)"])
   result = jobs.run("continuous", elastic, new, from_workdir=stored)
   assert result["largest_difference"] < 1e-6
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
-  own = workdir_lib.config_of(new)
+  own = Run.open(new).started
   assert own == elastic and own.model.weights == "generated"
   assert train(own, new)["loss"] < result["after"]["loss"]
   for changes, part in ((["model.embed_dim=32"], "only model.time"), (["seed=3"], "leave out seed and data")):
@@ -253,7 +254,7 @@ ASKED = {
   "evaluate": {},
   "discretize": {},
   "finetune": {},
-  "generate": {"prompts": ["The river"], "max_tokens": 1},
+  "generate": {"prompt": ["The river"], "max_tokens": 1},
   "export": {"format": "stablehlo"},
   "analyze": {"text": "hills", "leading": 1},
   "harness": {},

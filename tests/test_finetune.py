@@ -20,6 +20,7 @@ from diffeq_nnx.model.grids import uniform_grid
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import all_params, init_state, loss_and_gradients, make_train_step
@@ -136,7 +137,7 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
   losses = [record["loss"] for record in read_metrics(tmp_path / "tuned", "validation")]
   assert losses[-1] == last["loss"] < losses[0]
   assert [record["step"] for record in read_metrics(tmp_path / "tuned", "validation")] == [0, 4, 8]
-  tuned = workdir_lib.config_of(new)
+  tuned = Run.open(new).started
   assert (tuned.model.num_steps, tuned.model.weights, tuned.model.lora.rank) == (3, "stored", rank)
   assert jobs.run("evaluate", tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
   names = {path.split(os.sep)[-1] for path, _, _ in os.walk(tmp_path / "tuned")}
@@ -149,9 +150,9 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
     num_steps=3,
   )  # it goes on
   assert read_metrics(tmp_path / "tuned", "validation")[-1]["step"] == 12 and math.isfinite(again["loss"])
-  merged = jobs.run("discretize", workdir_lib.config_of(new), str(tmp_path / "merged"), from_workdir=new)
+  merged = jobs.run("discretize", Run.open(new).started, str(tmp_path / "merged"), from_workdir=new)
   assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
-  assert workdir_lib.config_of(str(tmp_path / "merged")).model.lora == LoraConfig()
+  assert Run.open(str(tmp_path / "merged")).started.model.lora == LoraConfig()
   capsys.readouterr()
 
 
@@ -199,10 +200,10 @@ def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_pat
   longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
   jobs.run("finetune", longer, new, from_workdir=source)
   shutil.move(new, tmp_path / "moved")
-  moved = workdir_lib.config_of(str(tmp_path / "moved"))
+  moved = Run.open(str(tmp_path / "moved")).started
   assert math.isfinite(jobs.run("evaluate", moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
   capsys.readouterr()
-  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompts=["Document"], max_tokens=3, temperature=0.0)
+  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompt=["Document"], max_tokens=3, temperature=0.0)
   assert one["tokens"] == 3
 
 

@@ -24,6 +24,7 @@ from diffeq_nnx.harness import report, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from launch import local
 from tests.conftest import run_config, told
@@ -170,7 +171,7 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
   known = json.loads((workdir / "run.json").read_text())
   del known["config"]["harness"]
   (tmp_path / "run.json").write_text(json.dumps(known))
-  assert workdir_lib.config_of(str(tmp_path)) == config
+  assert Run.open(str(tmp_path)).started == config
   written = config_lib.changed(config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"])
   assert (written.harness.default_tasks, written.harness.num_fewshot, written.harness.folder) == (False, (5,), "2024")
   for setting, part in (

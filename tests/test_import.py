@@ -22,6 +22,7 @@ from diffeq_nnx import data, jobs
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, RopeConfig, TrainConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
@@ -296,7 +297,7 @@ def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsy
   assert result["logit_difference"] < 1e-5
   jobs.run("import", dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
   assert json.loads(capsys.readouterr().out)["num_steps"] == 2
-  imported = workdir_lib.config_of(new)
+  imported = Run.open(new).started
   assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
     "stored",
     "sequential",
@@ -323,8 +324,8 @@ def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_p
   write_files(out, **files, generation_config__json=marks, config__json=config_json)
   jobs.run("import", config, new, from_hf=str(out))
   shutil.rmtree(out)
-  imported = workdir_lib.config_of(new)
-  tokenizer = workdir_lib.tokenizer_of(new, imported)
+  imported = Run.open(new).started
+  tokenizer = Run.open(new).tokenizer
   assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 9), 1)
   assert tokenizer.encode("Hello  world\nx").tolist() == theirs.encode("Hello  world\nx")
   assert tokenizer.encode("<|im_start|>").tolist() == [theirs.vocab_size()]

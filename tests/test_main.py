@@ -1,13 +1,11 @@
 """The command line: every mistake is one line and exit code 2; evaluate prints one JSON line."""
 
-import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from diffeq_nnx import main
 from tests.conftest import mistake
 
 
@@ -25,13 +23,17 @@ from tests.conftest import mistake
   ],
 )
 def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
-  with pytest.raises(SystemExit) as stop:
-    main.parse(["main", "--config=configs/tiny.py", *arguments])
-  assert stop.value.code == 2
-  lines = capsys.readouterr().err.splitlines()
-  assert len(lines) == 1 and lines[0].startswith("error: ")
+  code, line = mistake(["--config=configs/tiny.py", *arguments], capsys)
+  assert code == 2 and line.startswith("error: ")
   for part in parts:
-    assert part in lines[0]
+    assert part in line
+
+
+def test_a_config_file_that_fails_is_one_line(tmp_path, capsys):
+  for content, part in (("def get_config(argument):\n  return {}[argument]", "KeyError"), ("def", "SyntaxError")):
+    (tmp_path / "config.py").write_text(content)
+    code, line = mistake([f"--config={tmp_path}/config.py"], capsys)
+    assert code == 2 and f"--config={tmp_path}/config.py: can't be used ({part}" in line
 
 
 @pytest.mark.parametrize(
@@ -105,27 +107,6 @@ print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transform
   assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-  "granted,environment,again",
-  [
-    ("always [madvise] never", {}, True),
-    ("[always] madvise never", {}, False),
-    ("always [madvise] never", {"GLIBC_TUNABLES": ""}, False),
-    (None, {}, False),
-  ],
-)
-def test_the_program_starts_again_to_ask_for_huge_pages(granted, environment, again, monkeypatch, tmp_path):
-  setting = tmp_path / "enabled"
-  if granted is not None:
-    setting.write_text(granted)
-  started = []
-  monkeypatch.setattr(main, "HUGE_PAGES", setting)
-  monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-  monkeypatch.setattr(os, "environ", environment)
-  main._with_huge_pages()
-  assert started == [(sys.executable, sys.orig_argv, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})] * again
-
-
 def test_no_thread_prints_after_the_line_of_a_failure():
   program = """
 import sys, threading, time
@@ -133,7 +114,7 @@ from diffeq_nnx import main
 
 def fails(argv):
   threading.Thread(target=lambda: (time.sleep(0.3), 1 / 0)).start()
-  return main.fail("the disk is full", 1)
+  return main.fail(OSError("the disk is full"), 1)
 
 main.main = fails
 sys.exit(main._program([]))

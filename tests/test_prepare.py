@@ -180,7 +180,7 @@ def test_a_directory_may_have_any_name(text, prepared, tmp_path):
 def test_several_processes_of_a_job_are_rejected(text, tmp_path, monkeypatch):
   monkeypatch.setattr("jax.process_count", lambda: 2)
   message = told(lambda: jobs.run("prepare", config_lib.Config(data=config_of(text)), str(tmp_path / "out")))
-  assert message.startswith("--job=prepare: runs on one host") and not (tmp_path / "out").exists()
+  assert message.startswith("--job=prepare: runs in one process") and not (tmp_path / "out").exists()
 
 
 def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):

@@ -23,8 +23,8 @@ from diffeq_nnx import data, jobs
 from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs import opening  # main defines the flags
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
@@ -144,7 +144,7 @@ def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
 def test_a_run_is_loaded_as_it_was_left(finished):
   config, workdir = finished
   run = diffeq_nnx.load(str(workdir))
-  assert (run.config, run.step) == (opening.portable(config), 20)
+  assert (run.config, run.step) == (portable(config), 20)
   corpus = load_corpus(config)
   assert run.tokenizer.hash == corpus.tokenizer.hash
   with jax.set_mesh(run.mesh):
@@ -190,7 +190,7 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   assert result["before"]["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
-  stored = workdir_lib.config_of(new)
+  stored = Run.open(new).started
   assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
   assert train(stored, new)["loss"] < result["after"]["loss"]  # 20 steps more, of stored weights
@@ -220,7 +220,7 @@ def test_what_can_t_be_discretized_is_one_line(finished, tmp_path):
       lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments)
     )
   assert not (tmp_path / "new").exists()
-  assert "holds no run" in told(lambda: workdir_lib.config_of(str(tmp_path), "from_workdir"))
+  assert "holds no run" in told(lambda: Run.open(str(tmp_path), flag="from_workdir"))
 
 
 def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, capsys, monkeypatch):
@@ -231,35 +231,35 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   shutil.copytree(workdir, tmp_path / "run")
   (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
   prompts, how = ["Document 3 tells", "hills"], {"max_tokens": 5, "temperature": 0.0}
-  results = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts, **how)
+  results = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts, **how)
   assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
   assert [(one["prompt"], one["tokens"], one["stopped"]) for one in results] == [(p, 5, "length") for p in prompts]
-  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
   assert alone == results[1] and capsys.readouterr().out == alone["text"] + "\n"
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  jobs.run("generate", config, str(tmp_path / "run"), prompts=prompts[1:], **how)
+  jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
   assert capsys.readouterr().out == alone["text"] + "\n"
   for options, part in (
-    ({"prompts": ["a " * 40]}, "prompts[0]: "),
-    ({"prompts": []}, "prompts: none given"),
-    ({"prompts": [""]}, "prompts[0]='': gives no tokens"),
-    ({"prompts": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
-    ({"prompts": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
-    ({"prompts": ["a"], "rows": 0}, "rows=0: must be 1"),
-    ({"prompts": ["a"], "prompts_file": "b"}, "--prompt, --prompts: give one of them"),
-    ({"prompts_file": "b"}, "--prompts, --out: go together"),
-    ({"prompts": ["a"], "draft_tokens": 2}, "--draft_tokens=2: goes with --draft_steps"),
-    ({"prompts": ["a"], "draft_steps": 0}, "--draft_steps: num_steps=0: must be 1"),
-    ({"prompts_file": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
-    ({"prompts_file": __file__, "out": __file__}, "is there already"),
-    ({"prompts_file": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
+    ({"prompt": ["a " * 40]}, "prompts[0]: "),
+    ({"prompt": []}, "prompts: none given"),
+    ({"prompt": [""]}, "prompts[0]='': gives no tokens"),
+    ({"prompt": ["a"], "temperature": -1.0}, "temperature=-1.0: must be 0"),
+    ({"prompt": ["a"], "num_steps": 0}, "num_steps=0: must be 1"),
+    ({"prompt": ["a"], "rows": 0}, "rows=0: must be 1"),
+    ({"prompt": ["a"], "prompts": "b"}, "--prompt, --prompts: give one of them"),
+    ({"prompts": "b"}, "--prompts, --out: go together"),
+    ({"prompt": ["a"], "draft_tokens": 2}, "--draft_tokens=2: goes with --draft_steps"),
+    ({"prompt": ["a"], "draft_steps": 0}, "--draft_steps: num_steps=0: must be 1"),
+    ({"prompts": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
+    ({"prompts": __file__, "out": __file__}, "is there already"),
+    ({"prompts": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
   shutil.rmtree(tmp_path / "run" / "checkpoints")
-  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"]))
+  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
   assert "lacks the tokenizer of its run" in told(
-    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompts=["a"])
+    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"])
   )
 
 
@@ -298,7 +298,7 @@ def test_the_command_line_knows_every_job():
 
 
 def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):
-  with pytest.raises(UserError, match="holds no run; train with --workdir"):
+  with pytest.raises(UserError, match="holds no run; name the directory of one"):
     jobs.run("evaluate", finished[0], str(tmp_path / "nothing"))
   assert not (tmp_path / "nothing").exists()
 

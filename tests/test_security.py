@@ -3,7 +3,6 @@
 Each test attacks. A marker is a file that code of the stranger's would make.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -21,12 +20,11 @@ from diffeq_nnx import data, files, jobs
 from diffeq_nnx.config import Config, DataConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, importing
-from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.training.loop import train
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import _wandb_run
 from tests.attacks import ROOT, TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
-from tests.conftest import mistake, run_config, small_config, told
+from tests.conftest import mistake, small_config, told
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
   "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -161,7 +159,7 @@ def test_task_files_that_a_run_names_are_not_run(tmp_path, marker, capsys, monke
 @pytest.mark.parametrize("cache", ["gs://theirs/cache", "ftp://theirs/cache", "memory://cache", "file:///tmp/cache"])
 def test_a_run_copies_no_text_to_another_bucket(tmp_path, cache):
   give_run(tmp_path, data={"cache_dir": cache})
-  assert workdir_lib.config_of(str(tmp_path)).data.cache_dir == DataConfig().cache_dir
+  assert Run.open(str(tmp_path)).started.data.cache_dir == DataConfig().cache_dir
 
 
 def tree(folder):
@@ -170,30 +168,28 @@ def tree(folder):
 
 
 @pytest.fixture
-def theirs(tmp_path):
-  """The work directory of a trained run, whose run.json names a file and a cache outside."""
-  (tmp_path / "secret.txt").write_text("It rains. " * 300)
-  config, text = run_config(tmp_path, steps=4), f"text:{tmp_path}/secret.txt"
-  own = DataConfig(source=text, validation=text, tokenizer="bytes", cache_dir=str(tmp_path / "own"))
-  train(dataclasses.replace(config, data=own), str(tmp_path / "run"))
-  shutil.rmtree(tmp_path / "own")
+def theirs(tmp_path, finished):
+  """The work directory of a trained run, whose run.json names files and a cache outside."""
+  shutil.copytree(finished[1], tmp_path / "run")
+  for path in finished[1].parent.glob("*.txt"):
+    shutil.copy(path, tmp_path)
   record = json.loads((tmp_path / "run" / "run.json").read_text())
-  source = f"text:{tmp_path}/secret.txt"
-  record["config"]["data"] |= {"source": source, "validation": source, "cache_dir": str(tmp_path / "cache")}
+  record["config"]["data"] |= {"source": f"text:{tmp_path}/*.txt", "cache_dir": str(tmp_path / "cache")}
   write_json(tmp_path / "run" / "run.json", record)
   return tmp_path / "run"
 
 
 def test_jobs_on_the_model_alone_neither_read_nor_write_what_run_json_names(theirs, tmp_path, capsys):
-  (tmp_path / "secret.txt").unlink()
+  for path in tmp_path.glob("*.txt"):
+    path.unlink()
   before = tree(tmp_path)
-  jobs.run("generate", workdir_lib.config_of(str(theirs)), str(theirs), prompts=["It"], max_tokens=1)
+  jobs.run("generate", Run.open(str(theirs)).started, str(theirs), prompt=["It"], max_tokens=1)
   assert tree(tmp_path) == before
 
 
 def test_a_job_on_the_text_writes_one_folder_of_the_cache_beside_the_run(theirs, tmp_path):
   before = tree(tmp_path)
-  jobs.run("evaluate", workdir_lib.config_of(str(theirs)), str(theirs))
+  jobs.run("evaluate", Run.open(str(theirs)).started, str(theirs))
   new = tree(tmp_path).keys() - before.keys()
   assert {name.partition("/")[0] for name in new} == {"cache"}
   assert len(os.listdir(tmp_path / "cache")) == 1 and len(os.listdir(tmp_path / "cache")[0]) == 64
@@ -213,7 +209,7 @@ def test_a_run_in_a_bucket_keeps_its_cache_there():
     "memory://bucket/run/run.json",
     json.dumps({"config": config_lib.to_dict(run), "tokenizer_hash": "", "corpus": "", "source": None}).encode(),
   )
-  assert workdir_lib.config_of("memory://bucket/run").data.cache_dir == "memory://bucket/cache"
+  assert Run.open("memory://bucket/run").started.data.cache_dir == "memory://bucket/cache"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +217,7 @@ def test_a_run_in_a_bucket_keeps_its_cache_there():
 )
 def test_results_stay_in_the_work_directory(tmp_path, outside):
   give_run(tmp_path, harness={"folder": outside})
-  assert "must be a folder of its own within the work directory" in told(lambda: workdir_lib.config_of(str(tmp_path)))
+  assert "must be a folder of its own within the work directory" in told(lambda: Run.open(str(tmp_path)).started)
 
 
 @pytest.mark.parametrize(

@@ -238,11 +238,9 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
       on_text(0, hostile)
     return [done]
 
-  run = types.SimpleNamespace(model=None, mesh=jax.make_mesh((1,), ("x",)), step=1)
+  run = types.SimpleNamespace(config=Config(), tokenizer=None, model=None, mesh=jax.make_mesh((1,), ("x",)), step=1)
   for module, name, value in (
-    (generate.workdir_lib, "require", lambda *args: None),
-    (generate.opening, "described", lambda workdir, config: (config, None)),
-    (generate.opening, "read", lambda *args: run),
+    (generate.Run, "open", lambda *args: run),
     (generate, "prompt_ids", lambda *args: None),
     (generate, "Decoder", lambda *args, **named: None),
     (generate, "generate_texts", fake),
@@ -251,5 +249,5 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
   for terminal, expected in ((True, "a\\x1b]0;title\\x07\n\n"), (False, hostile + "\n")):
     monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
     capsys.readouterr()
-    generate.generate(Config(), str(tmp_path), prompts=["p"])
+    generate.generate(Config(), str(tmp_path), prompt=["p"])
     assert capsys.readouterr().out == expected

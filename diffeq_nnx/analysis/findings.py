@@ -222,7 +222,7 @@ def showing(what: str, total: int) -> Iterator[Progress]:
     desc=what,
     file=sys.stderr,
     dynamic_ncols=True,
-    disable=not distributed.leads(),
+    disable=not distributed.is_main_process(),
     leave=False,
     mininterval=0.1 if terminal else 5,
     miniters=0,

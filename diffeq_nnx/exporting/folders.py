@@ -14,7 +14,7 @@ from diffeq_nnx.errors import UserError
 def check_new(folder: str) -> None:
   """Raises UserError if the folder exists and is not empty."""
   if files.exists(folder) and (not files.is_folder(folder) or files.sizes(folder)):
-    raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one", everywhere=True)
+    raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one")
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def new_folder(folder: str, last: str) -> Iterator[str]:
       yield place
   except OSError as error:
     raise UserError(
-      f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder", everywhere=True
+      f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder"
     ) from error
 
 

@@ -63,20 +63,18 @@ def export_hf(
 def architecture_of(model: ModelConfig, form: str) -> str:
   """gpt2, llama or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
   if form not in FORMS:
-    raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
+    raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}")
   if model.field not in ("gpt", "llama") or methods.described(SOLVERS[model.solver]) is None:
     raise UserError(
       f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support the fields gpt and llama, "
-      "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any",
-      everywhere=True,
+      "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any"
     )
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama" and model.block_shift and form == "hf_exact":
     raise UserError(
       f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
-      "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
-      everywhere=True,
+      "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it"
     )
   if model.field == "llama":
     return layouts.OWN if model.block_shift else "llama"
@@ -84,8 +82,7 @@ def architecture_of(model: ModelConfig, form: str) -> str:
     raise UserError(
       f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
       f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
-      "--format=stablehlo support them",
-      everywhere=True,
+      "--format=stablehlo support them"
     )
   return "gpt2"
 

@@ -113,7 +113,7 @@ class _Folder:
 
   def error(self, problem: str) -> UserError:
     """An error that names the folder."""
-    return UserError(f"from_hf={self.path}: {problem}", everywhere=True)
+    return UserError(f"from_hf={self.path}: {problem}")
 
   def json(self, name: str) -> dict[str, Any]:
     """The object in a JSON file."""

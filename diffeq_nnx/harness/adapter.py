@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import types
 from typing import Any
 import zlib
 
@@ -33,9 +34,9 @@ from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs import opening
+from diffeq_nnx.runs.devices import say_attention
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
-from diffeq_nnx.training.setup import say_attention
 
 AUTO = 8  # the batch size that batch_size=auto stands for
 MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length
@@ -92,7 +93,7 @@ class DiffEqLM(TemplateLM):
       max_length: tokens that the model reads at a time; None: model.seq_len.
       share: whether requests with a common beginning are computed together.
       seed: of sampled texts; each depends only on the seed, its prompt and its repetition.
-      config: the run's config with changes, as for `opening.load`.
+      config: the run's config with changes, as for `Run.open`.
       **unknown: must be empty but for max_batch_size and device, which lm_eval passes and this model ignores.
 
     Raises:
@@ -110,9 +111,11 @@ class DiffEqLM(TemplateLM):
       known = choices(f"harness.{name}")
       if value not in known:
         raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
-    self._open = functools.partial(opening.load, str(workdir), config)
+    self._open = functools.partial(Run.open, str(workdir), config)
     if model is not None:
-      run = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), None)
+      mesh = mesh or one_device_mesh(model)
+      known = {"config": Config(model=model.config), "model": model, "tokenizer": tokenizer, "mesh": mesh}
+      run = types.SimpleNamespace(step=None, **known)
       self._open = lambda: run
     run = self._open()
     config = dataclasses.replace(
@@ -220,7 +223,7 @@ class DiffEqLM(TemplateLM):
     )
     self._known_ids = dict(zip(texts, self._encode(texts)))  # at once: TemplateLM encodes one text after another
     try:
-      return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.leads())
+      return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.is_main_process())
     finally:
       self._known_ids = {}
 
@@ -234,7 +237,7 @@ class DiffEqLM(TemplateLM):
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
     fitted = [self._fitted(*requests[i][1:]) for i in scored]
-    quiet = disable_tqdm or not distributed.leads() or not scored
+    quiet = disable_tqdm or not distributed.is_main_process() or not scored
     for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
       i = scored[number]
       results[i] = tuple(score)
@@ -315,7 +318,9 @@ class DiffEqLM(TemplateLM):
       group_by="gen_kwargs",
     )
     texts = []
-    with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.leads()) as bar:
+    with tqdm(
+      total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.is_main_process()
+    ) as bar:
       for group in batches.get_batched(n=0):  # all that share sampling and stop strings
         streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
         for n in self._generated(group, streams):

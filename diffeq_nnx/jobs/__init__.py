@@ -19,6 +19,7 @@ class Job:
       file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
       or optional (--config, or else the defaults).
     prepare: module and name of a function of that config, whose result is then changed by --config.KEY=VALUE.
+    one_process: whether it is an error to start it in several processes.
   """
 
   home: str
@@ -27,6 +28,7 @@ class Job:
   example: str = "--config=configs/tiny.py --workdir=runs/tiny"
   config: str = "run"
   prepare: str = ""
+  one_process: bool = False
 
   @property
   def function(self) -> Callable[..., Any]:
@@ -46,7 +48,7 @@ def _named(path: str) -> Callable[..., Any]:
 JOBS = {
   "train": Job("training.loop:train", config="file_or_run"),
   "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
-  "prepare": Job("jobs.prepare:prepare_shards", config="file"),
+  "prepare": Job("jobs.prepare:prepare_shards", config="file", one_process=True),
   "discretize": Job(
     "jobs.discretize:discretize",
     ("from_workdir", "num_steps", "step_sizes", "tolerance"),
@@ -61,6 +63,7 @@ JOBS = {
     "--from_workdir=runs/gpt --workdir=runs/gpt_any",
     "source",
     "jobs.continuous:config_from",
+    one_process=True,
   ),
   "finetune": Job(
     "jobs.finetune:finetune",
@@ -79,13 +82,25 @@ JOBS = {
     "--workdir=runs/tiny --prompt='The river'",
   ),
   "export": Job(
-    "jobs.export:export_run", ("out", "format", "num_steps"), ("out",), "--workdir=runs/tiny --out=exported/tiny"
+    "jobs.export:export_run",
+    ("out", "format", "num_steps"),
+    ("out",),
+    "--workdir=runs/tiny --out=exported/tiny",
+    one_process=True,
   ),
   "import": Job(
-    "jobs.import_hf:import_run", ("from_hf",), ("from_hf",), "--from_hf=gpt2 --workdir=runs/gpt2", "optional"
+    "jobs.import_hf:import_run",
+    ("from_hf",),
+    ("from_hf",),
+    "--from_hf=gpt2 --workdir=runs/gpt2",
+    "optional",
+    one_process=True,
   ),
   "analyze": Job(
-    "jobs.analyze:analyze", ("text", "position", "leading", "times", "num_steps"), example="--workdir=runs/tiny"
+    "jobs.analyze:analyze",
+    ("text", "position", "leading", "times", "num_steps"),
+    example="--workdir=runs/tiny",
+    one_process=True,
   ),
   "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
 }
@@ -93,5 +108,14 @@ ALIASES = {"analyse": "analyze"}  # other spellings
 
 
 def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
-  """Runs a job in this process, as `--job=NAME` does; options are its function's: its flags, `prompt` as `prompts`."""
-  return JOBS[ALIASES.get(name, name)].function(config, workdir, **options)
+  """Runs a job in this process, as `--job=NAME` does; the options are its flags.
+
+  Raises:
+    UserError: the job runs in one process, and this is one of several; or what the job's function raises.
+  """
+  job = JOBS[ALIASES.get(name, name)]
+  if job.one_process:
+    from diffeq_nnx.parallel import distributed  # takes seconds, and `JOBS` is read for --help
+
+    distributed.require_one_process(name)
+  return job.function(config, workdir, **options)

@@ -20,10 +20,8 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.inference.generation import encoded
 from diffeq_nnx.inference.text_stream import TextStream
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
 
 TEXT = (
@@ -57,23 +55,21 @@ def analyze(
     times: of the spectra, from 0 to 1; None: the model's own.
 
   Raises:
-    UserError: several processes, no checkpoint, a text without tokens or too long, a position, number or times out of
+    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of
       range.
     RunError: the report can't be written.
   """
-  distributed.require_one_process("analyze")
   start = time.perf_counter()
-  workdir_lib.require(workdir, config)
+  run = Run.open(workdir, config)
   folder = os.path.join(workdir, REPORT_FOLDER)
   try:
     files.check_writable(folder)  # before the work
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror}); make room for it") from error
-  config, tokenizer = opening.described(workdir, config)
+  config, tokenizer = run.config, run.tokenizer
   ids = text_ids(tokenizer, TEXT if text is None else text)
   if text is None:
     ids = ids[: min(TOKENS, config.model.seq_len)]
-  run = opening.read(workdir, config, tokenizer)
   with jax.set_mesh(run.mesh):
     step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
   say_untrained(config, step, num_steps)

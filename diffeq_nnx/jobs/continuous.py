@@ -9,13 +9,11 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
 from diffeq_nnx.model.discretization import discretized_config, discretized_params
-from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.opening import portable, read_params
-from diffeq_nnx.training import starting
+from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import corpus_of_run
+from diffeq_nnx.training.step import place_state
 
 PART = 4  # the new run is to train for 1/PART of the source's steps, with 1/PART of its peak rate
 
@@ -55,29 +53,25 @@ def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
     UserError: weights that are not stored, a time embedding that can't hold them, another model than the run's, no
       checkpoint, or a directory that holds a run.
   """
-  distributed.require_one_process("continuous")
-  source = workdir_lib.config_of(from_workdir, "from_workdir")
-  _check_same(config, config_from(source))
-  here = portable(source)
-  mesh = sharding.make_mesh(here.mesh)
-  with jax.set_mesh(mesh):
-    workdir_lib.require_none(workdir)
-    corpus = corpus_of_run(source, from_workdir, "from_workdir")
-    params, _ = read_params(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
-    before = Evaluator(here, corpus, mesh)(params)
+  source = Run.open(from_workdir, flag="from_workdir")
+  _check_same(config, config_from(source.started))
+  workdir_lib.require_none(workdir)
+  with jax.set_mesh(source.mesh):
+    mesh, corpus, params = source.mesh, source.corpus, source.params
+    before = Evaluator(source.config, corpus, mesh)(params)
     made = continuous_params(config.model, params, config.seed)
     after = Evaluator(portable(config), corpus, mesh, config.model.num_steps)(made)
     wide = dataclasses.replace(config.model, dtype=str(params["embedding"].dtype))  # W before it is rounded
     again = discretized_params(wide, discretized_config(wide), made)
     pairs = zip(*(jax.tree.leaves(each["weight_source"]["stored"]) for each in (params, again)), strict=True)
     difference = max(float(abs(a - b).max()) for a, b in pairs)
-    starting.start(config, workdir, corpus, made, mesh, after["loss"], workdir_lib.run_hash(from_workdir))
+    Run.create(config, workdir, corpus, place_state(config, made, mesh), after["loss"], source.hash)
   return print_result(
     {
       "job": "continuous",
       "workdir": workdir,
       "from_workdir": from_workdir,
-      "before": {"num_steps": source.model.num_steps, **before},
+      "before": {"num_steps": source.config.model.num_steps, **before},
       "after": {"num_steps": config.model.num_steps, **after},
       "largest_difference": difference,
     }

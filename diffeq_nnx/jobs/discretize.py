@@ -9,21 +9,21 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.config import Config, DataConfig, LoraConfig, ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import adaptive, grids
 from diffeq_nnx.model.attention_context import Packing
-from diffeq_nnx.model.discretization import discretized_config
+from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.opening import portable, read_params
-from diffeq_nnx.training import starting
+from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import corpus_of_run
+from diffeq_nnx.training.step import all_params, init_state, place_state, state_shardings
 
 FINEST = 8  # times the model's own number of steps: the most that the fine limit is measured with
 GRADINGS = (0.5, 1.0)  # of uneven steps, as for `adaptive.graded_sizes`
@@ -61,25 +61,23 @@ def discretize(
   if tolerance is not None:
     _check_tolerance(config.model, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)
-  here = portable(config)
-  with distributed.together():
-    mesh = sharding.make_mesh(here.mesh)
+  distributed.on_main_process(workdir_lib.require_none, workdir)
+  source = Run.open(from_workdir, config, flag="from_workdir")
+  here, mesh = source.config, source.mesh
   with jax.set_mesh(mesh):
-    with distributed.together():
-      workdir_lib.require_none(workdir)
-    corpus = corpus_of_run(config, from_workdir, "from_workdir")
-    params, step = read_params(here, from_workdir, mesh, corpus.tokenizer.hash, "from_workdir")
-    say_untrained(config, step, model.num_steps, model.step_sizes)
+    corpus, params, identity = source.corpus, source.params, source.hash
+    say_untrained(config, source.step, model.num_steps, model.step_sizes)
+    del source  # which would keep its parameters in memory
     before = Evaluator(here, corpus, mesh, config.model.num_steps)(params)
     chosen: dict[str, Any] = {}
     if tolerance is not None:
       grid, found = _search(_Losses(here, corpus, mesh, params), tolerance)
       model = discretized_config(adaptive.on_grid(config.model, grid))
       chosen = {**found, "step_sizes": grids.make_grid(model).dts}
-    stored = starting.derived(config, model)
-    params = starting.stored_params(config, stored, params, mesh)
+    stored = derive_config(config, model)
+    params = store_params(config, stored, params, mesh)
     after = Evaluator(portable(stored), corpus, mesh)(params)
-    starting.start(stored, workdir, corpus, params, mesh, after["loss"], workdir_lib.run_hash(from_workdir))
+    Run.create(stored, workdir, corpus, place_state(stored, params, mesh), after["loss"], identity)
     return print_result(
       {
         "job": "discretize",
@@ -92,19 +90,58 @@ def discretize(
     )
 
 
+def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
+  """The config with a model of stored weights, and with other keys changed where they must fit the model.
+
+  Raises:
+    UserError: two keys that don't fit.
+  """
+  train = config.train
+  return config_lib.from_dict(
+    config_lib.to_dict(
+      dataclasses.replace(
+        config,
+        model=model,
+        data=data_config or config.data,
+        train=dataclasses.replace(
+          train,
+          step_counts=(),
+          draw="one",
+          draw_from=0.0,
+          loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
+          remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
+        ),
+        eval=dataclasses.replace(config.eval, num_steps=None),
+      )
+    )
+  )
+
+
+def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
+  """Parameters of the discretized model `stored`, from those of `source`; adapters, where it has them, are new."""
+  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
+  made = discretized_params(source.model, without_adapters, params)
+  if not stored.model.lora.rank:
+    return made
+  fresh = jax.jit(
+    lambda: all_params(init_state(stored))["weight_source"]["lora"],
+    out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"],
+  )()
+  return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
+
+
 def _check_tolerance(
   model: ModelConfig, tolerance: float, num_steps: int | None, step_sizes: Sequence[float] | None
 ) -> None:
   if num_steps is not None or step_sizes is not None:
     other = "num_steps" if num_steps is not None else "step_sizes"
-    raise UserError(f"tolerance and {other}: a tolerance chooses the steps; give one of them", everywhere=True)
+    raise UserError(f"tolerance and {other}: a tolerance chooses the steps; give one of them")
   if not 0 < tolerance < math.inf:
-    raise UserError(f"tolerance={tolerance}: must be above 0, in nats per token, e.g. 0.01", everywhere=True)
+    raise UserError(f"tolerance={tolerance}: must be above 0, in nats per token, e.g. 0.01")
   if model.weights == "stored":
     raise UserError(
       f"tolerance={tolerance}: the weights of this model are stored, for its own {model.num_steps} steps; start from "
-      "a model with generated weights, or leave it out",
-      everywhere=True,
+      "a model with generated weights, or leave it out"
     )
 
 
@@ -206,9 +243,7 @@ def _fine_limit(losses: _Losses, tolerance: float) -> ModelConfig:
       return model
     previous = losses(model)
   if not math.isfinite(previous):
-    raise RunError(
-      f"the validation loss at {model.num_steps} steps is not finite, so that it has no limit", everywhere=True
-    )
+    raise RunError(f"the validation loss at {model.num_steps} steps is not finite, so that it has no limit")
   say(
     f"the fine limit did not converge: from {model.num_steps // 2} to {model.num_steps} steps the loss changes by "
     f"{change:.2g}, which is not below a quarter of the tolerance; that at {model.num_steps} steps is used"

@@ -11,11 +11,11 @@ from diffeq_nnx.files import replacing
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result, say
-from diffeq_nnx.runs.opening import read_params
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import checked_mesh, corpus_of_run
 
 PICTURE = "depths.png"
 
@@ -38,8 +38,8 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
   """
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
-    corpus = corpus_of_run(config, workdir)
-    params, step = read_params(config, workdir, mesh, corpus.tokenizer.hash)
+    run = Run.open(workdir, config, mesh=mesh)
+    corpus, params, step = run.corpus, run.params, run.step
     result: dict[str, Any] = {"job": "evaluate", "workdir": workdir, "step": step}
     model = build(config.model, params)
     for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
@@ -57,8 +57,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
       speed = values["tokens"] / values["seconds"]
       rows.append({"num_steps": count, **values, "tokens_per_second": speed, "flops_per_token": per_token})
   say(_table(rows))
-  if distributed.leads():
-    _draw(rows, os.path.join(workdir, PICTURE))
+  distributed.on_main_process(_draw, rows, os.path.join(workdir, PICTURE))
   return print_result({**result, "by_num_steps": rows})
 
 

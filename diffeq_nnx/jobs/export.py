@@ -8,10 +8,8 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import folders, huggingface, stablehlo
 from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import params_of
-from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
 
 
@@ -34,15 +32,13 @@ def export_run(
     num_steps: as for `discretization.discretize`.
 
   Raises:
-    UserError: a model that the format can't hold, a folder that holds something, no checkpoint, several processes.
+    UserError: a model that the format can't hold, a folder that holds something, no checkpoint.
   """
-  distributed.require_one_process("export")
   model = discretized_config(config.model, num_steps)
   folders.check_new(out)
   if format != "stablehlo":
     huggingface.architecture_of(model, format)
-  workdir_lib.require(workdir, config)
-  run = opening.read(workdir, *opening.described(workdir, config))
+  run = Run.open(workdir, config)
   say_untrained(config, run.step, num_steps)
   with jax.set_mesh(run.mesh):
     params = jax.device_get(discretized_params(run.config.model, model, params_of(run.model)))

@@ -9,17 +9,18 @@ import jax
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.jobs.discretize import derive_config, store_params
 from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.opening import read_params
-from diffeq_nnx.training import starting
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import reporter
-from diffeq_nnx.training.setup import checked_mesh, load_corpus
+from diffeq_nnx.training.step import place_state
 
 
 def finetune(
@@ -51,8 +52,8 @@ def finetune(
   """
   if workdir_lib.holds_run(workdir):
     return _resume(config, workdir, from_workdir, num_steps)
-  source = workdir_lib.config_of(from_workdir, "from_workdir")
-  tokenizer = workdir_lib.tokenizer_of(from_workdir, source)
+  run = Run.open(from_workdir, flag="from_workdir")
+  source, tokenizer = run.started, run.tokenizer
   model = dataclasses.replace(
     discretized_config(source.model, num_steps, step_sizes),
     dropout=config.model.dropout,
@@ -61,12 +62,11 @@ def finetune(
   )
   data_config = config.data
   if data_config.tokenizer == "train" and "shards:" not in data_config.source:
-    with distributed.together():
-      if distributed.leads():
-        workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: its source may go
+    # The tokenizer is the new run's own from the start, since the run that it comes from may go.
+    distributed.on_main_process(workdir_lib.clear, workdir, tokenizer)
     own = os.path.join(files.absolute(workdir), tokenizer.file_name)
     data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
-  config = starting.derived(config, model, data_config)
+  config = derive_config(config, model, data_config)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
@@ -76,20 +76,17 @@ def finetune(
       raise UserError(
         f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
         f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
-        f"data.begin_mark={tokenizer.bos_id is not None}",
-        everywhere=True,
+        f"data.begin_mark={tokenizer.bos_id is not None}"
       )
-    here = dataclasses.replace(source, mesh=config.mesh)
-    params, step = read_params(here, from_workdir, mesh, tokenizer.hash, "from_workdir")
-    say_untrained(source, step, config.model.num_steps, config.model.step_sizes)
-    params = starting.stored_params(source, config, params, mesh)
+    run = Run.open(from_workdir, mesh=mesh, flag="from_workdir")
+    say_untrained(source, run.step, config.model.num_steps, config.model.step_sizes)
+    params, identity = store_params(source, config, run.params, mesh), run.hash
+    del run  # which would keep its parameters in memory
     before = Evaluator(config, corpus, mesh)(params)
-    with distributed.together():
-      if distributed.leads():
-        files.make_folder(workdir)
+    distributed.on_main_process(files.make_folder, workdir)
     with reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
-    starting.start(config, workdir, corpus, params, mesh, before["loss"], workdir_lib.run_hash(from_workdir))
+    Run.create(config, workdir, corpus, place_state(config, params, mesh), before["loss"], identity)
     del params
   return train(config, workdir)
 
@@ -97,7 +94,7 @@ def finetune(
 def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | None) -> dict[str, float]:
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
-  known = workdir_lib.config_of(workdir)
+  known = Run.open(workdir).started
   model, data_config = known.model, config.data
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     data_config = dataclasses.replace(
@@ -114,7 +111,6 @@ def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | No
   if num_steps is not None and num_steps != model.num_steps:
     raise UserError(
       f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
-      "directory, or leave it out",
-      everywhere=True,
+      "directory, or leave it out"
     )
-  return train(starting.derived(config, model, data_config), workdir)
+  return train(derive_config(config, model, data_config), workdir)

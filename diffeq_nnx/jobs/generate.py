@@ -15,18 +15,17 @@ from diffeq_nnx.inference.generation import Continuation, continued_texts, gener
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs import opening
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.devices import say_attention
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.depths import say_untrained
-from diffeq_nnx.training.setup import say_attention
 
 
 def generate(
   config: Config,
   workdir: str,
   *,
-  prompts: Sequence[str] | None = None,
-  prompts_file: str | None = None,
+  prompt: Sequence[str] | None = None,
+  prompts: str | None = None,
   out: str | None = None,
   rows: int | None = None,
   num_steps: int | None = None,
@@ -42,9 +41,9 @@ def generate(
   Args:
     config: of the run; `mesh.tensor` splits the weights.
     workdir: the run's directory; the text that it was trained on need not be there.
-    prompts: texts.
-    prompts_file: JSON lines with the key `prompt`, in place of `prompts`.
-    out: the file for the answers to `prompts_file`; see `jobs.prompt_files`.
+    prompt: texts.
+    prompts: JSON lines with the key `prompt`, in place of `prompt`.
+    out: the file for the answers to `prompts`; see `jobs.prompt_files`.
     rows: prompts that are continued at a time; None: all, up to 64.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
     draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
@@ -64,18 +63,17 @@ def generate(
     raise UserError(f"--draft_tokens={draft_tokens}: goes with --draft_steps; give both")
   if draft_tokens is not None and draft_tokens < 1:
     raise UserError(f"draft_tokens={draft_tokens}: must be 1 or above")
-  if (prompts is None) == (prompts_file is None):
+  if (prompt is None) == (prompts is None):
     raise UserError("--prompt, --prompts: give one of them")
-  if (prompts_file is None) != (out is None):
+  if (prompts is None) != (out is None):
     raise UserError("--prompts, --out: go together; give both, or --prompt")
-  with distributed.together():
-    answers = None if prompts_file is None or out is None else prompt_files.Answers(prompts_file, out)
-  workdir_lib.require(workdir, config)
-  config, tokenizer = opening.described(workdir, config)
+  with distributed.sync_errors():
+    answers = None if prompts is None or out is None else prompt_files.Answers(prompts, out)
+  run = Run.open(workdir, config)
+  config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
-  if prompts is not None:
-    prompt_ids(tokenizer, prompts)
-  run = opening.read(workdir, config, tokenizer)
+  if prompt is not None:
+    prompt_ids(tokenizer, prompt)
   steps = config.eval.num_steps if num_steps is None else num_steps
   for count in (steps, draft_steps):
     say_untrained(config, run.step, count)
@@ -93,23 +91,27 @@ def generate(
     texts, ids, numbers = answers.open(tokenizer, decoder, {"workdir": workdir, "step": step, **depths, **sampling})
     if texts:
       for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, **batching):
-        answers.add(numbers[n], _said(one))
-    with distributed.together():  # no process leaves while another still continues prompts
+        answers.add(numbers[n], _to_record(one))
+    with distributed.sync_errors():  # no process leaves while another still continues prompts
       return answers.close()
-  assert prompts is not None
-  alone = len(prompts) == 1
+  assert prompt is not None
+  alone = len(prompt) == 1
   streams = alone and sys.stdout.isatty()
-  show = (lambda _, piece: print(printable(piece), end="", flush=True)) if streams and distributed.leads() else None
+  show = (
+    (lambda _, piece: print(printable(piece), end="", flush=True))
+    if streams and distributed.is_main_process()
+    else None
+  )
   try:
-    found = generate_texts(decoder, tokenizer, prompts, on_text=show, **batching, **sampling)
+    found = generate_texts(decoder, tokenizer, prompt, on_text=show, **batching, **sampling)
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None
-  results = [_said(one) for one in found]
-  for result in results if distributed.leads() else ():
+  results = [_to_record(one) for one in found]
+  for result in results if distributed.is_main_process() else ():
     print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
   return results
 
 
-def _said(one: Continuation) -> dict[str, Any]:
+def _to_record(one: Continuation) -> dict[str, Any]:
   return {"prompt": one.prompt, "text": one.text, "tokens": len(one.ids), "stopped": one.stopped}

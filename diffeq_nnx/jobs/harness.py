@@ -18,7 +18,7 @@ from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 
 BOOTSTRAP = 1000  # resamples for standard errors that have no formula, those of perplexities
 ENVIRONMENT = {  # of lm_eval
@@ -57,10 +57,8 @@ def evaluate_downstream(
   try:
     from diffeq_nnx.harness import adapter, perplexity, tasks  # they need an extra that other jobs don't
   except ImportError as error:
-    raise UserError(
-      "--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'", everywhere=True
-    ) from error
-  workdir_lib.require(workdir, config)
+    raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
+  Run.open(workdir, config)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
   options = sources.Options(config.data.text_key, config.data.bad_records, config.data.tfds_dir, config.data.download)
@@ -90,8 +88,8 @@ def evaluate_downstream(
     )
   folder = os.path.join(workdir, settings.folder)
   info = lm.get_model_info()
-  with distributed.together():
-    if distributed.leads():
+  with distributed.sync_errors():
+    if distributed.is_main_process():
       written = {
         report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
         for count, one in zip(shots, ours)

@@ -9,11 +9,12 @@ import jax
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.parallel import distributed
+from diffeq_nnx.jobs.discretize import derive_config
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.training import starting
-from diffeq_nnx.training.setup import checked_mesh, load_corpus
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.training.step import place_state
 
 
 def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
@@ -27,12 +28,11 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   Raises:
     UserError: a folder that can't be held (see `importing.import_hf`), or a directory that holds a run.
   """
-  distributed.require_one_process("import")
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)
   tokenizer = importing.tokenizer_of(from_hf, config.data)
   path = os.path.join(files.absolute(workdir), tokenizer.file_name)
-  config = starting.derived(
+  config = derive_config(
     config,
     dataclasses.replace(model, attention=config.model.attention),
     dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None),
@@ -40,7 +40,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
-    starting.start(config, workdir, load_corpus(config), params, mesh, None)
+    Run.create(config, workdir, load_corpus(config), place_state(config, params, mesh), None)
   return print_result(
     {
       "job": "import",

@@ -1,7 +1,5 @@
 """--job=prepare: text to prepared shards."""
 
-import jax
-
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
@@ -14,14 +12,9 @@ def prepare_shards(config: Config, workdir: str) -> dict:
   Run again after it was killed, it goes on.
 
   Raises:
-    UserError: text, a tokenizer or a directory that can't be used; more than one process of the job (this one starts
-      data.num_processes of its own).
-    RunError: one of those dies, or the disk is full.
+    UserError: text, a tokenizer or a directory that can't be used.
+    RunError: one of the data.num_processes that it starts dies, or the disk is full.
   """
-  if jax.process_count() > 1:
-    raise UserError(
-      "--job=prepare: runs on one host, with data.num_processes processes; start it on one", everywhere=True
-    )
   recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
   try:
     manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())

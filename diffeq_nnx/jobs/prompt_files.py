@@ -62,16 +62,16 @@ class Answers:
       UserError: answers that other settings made, or processes that read different prompts.
     """
     if len(set(distributed.exchange(self._identity["prompts"]))) > 1:
-      raise UserError("--prompts: the file differs between processes; give all hosts the same", everywhere=True)
+      raise UserError("--prompts: the file differs between processes; give all hosts the same")
     self._identity |= identity
-    with distributed.together():
-      if distributed.leads():
+    with distributed.sync_errors():
+      if distributed.is_main_process():
         self._answers = self._before()
     self._answers = {
       one["line"]: one for one in json.loads(distributed.exchange(json.dumps([*self._answers.values()]))[0])
     }
     self._bar = tqdm(
-      total=len(self._lines), initial=len(self._answers), desc="prompts", disable=not distributed.leads()
+      total=len(self._lines), initial=len(self._answers), desc="prompts", disable=not distributed.is_main_process()
     )
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     texts, ids, numbers = [], [], []
@@ -95,7 +95,7 @@ class Answers:
     """Notes an answer."""
     self._answers[line] = {"line": line, **answer}
     self._tokens += answer.get("tokens", 0)
-    if distributed.leads():
+    if distributed.is_main_process():
       self._file.write(json.dumps(self._answers[line]) + "\n")
       self._file.flush()
     self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._started):.1f} tokens/s", refresh=False)
@@ -105,7 +105,7 @@ class Answers:
     """Writes the finished file, and returns its answers."""
     self._bar.close()
     answers = [self._answers[n] for n in sorted(self._answers)]
-    if distributed.leads():
+    if distributed.is_main_process():
       files.write(self._out, "".join(json.dumps(one) + "\n" for one in answers).encode())
       self._file.close()
       os.remove(self._unfinished)

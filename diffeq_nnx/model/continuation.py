@@ -30,9 +30,9 @@ def continuous_config(model: ModelConfig) -> ModelConfig:
     UserError: the weights are not stored, or there are adapters.
   """
   if model.weights != "stored":
-    raise UserError(f"model.weights={model.weights}: only stored weights are made continuous", everywhere=True)
+    raise UserError(f"model.weights={model.weights}: only stored weights are made continuous")
   if model.lora.rank:
-    raise UserError("the model has adapters: merge them first, with --job=discretize", everywhere=True)
+    raise UserError("the model has adapters: merge them first, with --job=discretize")
   times = weight_times(model)
   U, own = len(times.points_UxQ), len(times.points_UxQ) == model.num_steps
   time = TimeConfig(
@@ -59,8 +59,7 @@ def continuous_params(model: ModelConfig, params: Params, seed: int = 0) -> Para
   if model.time.time_embed_dim < len(times.points_UxQ):
     raise UserError(
       f"model.time.time_embed_dim={model.time.time_embed_dim}: must be at least the number of weight sets, "
-      f"{len(times.points_UxQ)}",
-      everywhere=True,
+      f"{len(times.points_UxQ)}"
     )
   fine_M = np.linspace(0.0, 1.0, FINE_TIMES * max(1, round(model.time.radians / np.pi)) + 1)
 
@@ -101,8 +100,7 @@ def _least_curvature(e_UxT: np.ndarray, fine_MxT: np.ndarray, constant: bool) ->
   if np.linalg.cond(e_UxC) > 1e5:
     raise UserError(
       "model.time: e(t) hardly differs between the steps; use model.time.embedding=uniform, with a "
-      "model.time.sinusoidal_dim of about the number of steps",
-      everywhere=True,
+      "model.time.sinusoidal_dim of about the number of steps"
     )
   conditions = np.block([[H_CxC, e_UxC.T], [e_UxC, np.zeros((U, U))]])
   wanted = np.concatenate([np.zeros((len(H_CxC), U)), np.eye(U)])

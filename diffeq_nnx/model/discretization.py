@@ -25,23 +25,20 @@ def discretized_config(
   if step_sizes is None:
     num_steps = model.num_steps if num_steps is None else num_steps
     if num_steps < 1:
-      raise UserError(f"num_steps={num_steps}: must be 1 or above", everywhere=True)
+      raise UserError(f"num_steps={num_steps}: must be 1 or above")
     sizes = model.step_sizes if num_steps == model.num_steps else ()
   elif num_steps is not None:
-    raise UserError("num_steps and step_sizes: give one of them", everywhere=True)
+    raise UserError("num_steps and step_sizes: give one of them")
   else:
     sizes, total = tuple(map(float, step_sizes)), model.total_time
     if not sizes or not all(size > 0 for size in sizes) or abs(sum(sizes) - total) > 1e-6 * total:
-      raise UserError(
-        f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}", everywhere=True
-      )
+      raise UserError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}")
     num_steps = len(sizes)
   if model.weights == "stored" and (num_steps, sizes) != (model.num_steps, model.step_sizes):
     asked = f"step_sizes={sizes}" if sizes else f"num_steps={num_steps}"
     raise UserError(
       f"{asked}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
-      "discretized again; start from the model with generated weights",
-      everywhere=True,
+      "discretized again; start from the model with generated weights"
     )
   return dataclasses.replace(
     model,

@@ -12,12 +12,12 @@ from diffeq_nnx.parallel import distributed
 
 def say(line: str) -> None:
   """Prints one line on stderr, from process 0 only; stdout is for results."""
-  if distributed.leads():
+  if distributed.is_main_process():
     tqdm.write(printable(line), file=sys.stderr)
 
 
 def print_result(result: dict[str, Any]) -> dict[str, Any]:
   """Prints one JSON line on stdout, from process 0 only."""
-  if distributed.leads():
+  if distributed.is_main_process():
     print(json.dumps(result), flush=True)
   return result

@@ -3,9 +3,8 @@
 Every process runs the same command. `jax.distributed` joins them, and notifies the others when one dies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -28,11 +27,11 @@ from diffeq_nnx.errors import RunError, UserError, first_line
 HEARTBEAT_SECONDS = 60  # a process without a heartbeat for so long counts as dead
 WAIT_SECONDS = 7 * 24 * 3600  # for a process that is alive and busy
 LEAVE_SECONDS = 60  # for all processes to end after the first
+ALIKE_SECONDS = 10  # for all processes to meet the same error
 # words in what JAX raises when another process has died, which has no type of its own
 _DEATH_WORDS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Connection", "Socket", "heartbeat")
 
 _joined = False  # whether `start` has found other processes
-_handler: int | None = None  # jax.distributed's for SIGTERM, which notifies all processes
 _shell: subprocess.Popen[bytes] | None = None  # of `_explain_a_sudden_end`
 
 
@@ -65,7 +64,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
     if not coordinator.rpartition(":")[2].isdigit():
       raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
-  global _joined, _handler
+  global _joined
   try:
     with _limit(join_seconds):
       jax.distributed.initialize(
@@ -86,13 +85,16 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       f"the processes could not be joined ({first_line(error)}); start the same "
       "command on every host, or give --num_processes=1 for a single process"
     ) from error
-  _joined, _handler = True, _set_sigterm_handler(None)
+  _joined = True
   _explain_a_sudden_end()
 
 
 def _explain_a_sudden_end() -> None:
-  """Has a shell print one line when this process is killed or aborted: JAX aborts it, with a stack dump, when another
-  process or the connection to it is lost."""
+  """Has a shell print one line when this process is killed or aborted.
+
+  JAX aborts it, with a stack dump, when another process or the connection to it is lost. The rows "each of N processes
+  is killed" of launch/faults.py fail without this, since their last lines must say what to do.
+  """
   global _shell
   line = (
     "error: this process ended before its work did, killed from outside or since another process was lost (the lines "
@@ -110,7 +112,11 @@ def finish() -> None:
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
-  """Ends this process, with one line, if the body takes longer: JAX's own limit would end it with a stack dump."""
+  """Ends this process, with one line, if the body takes longer.
+
+  JAX's own limit aborts it with a stack dump. No row of launch/faults.py starts too few processes, but
+  tests/test_distributed.py does.
+  """
 
   def end() -> None:
     print(
@@ -135,7 +141,7 @@ def whoami() -> tuple[int, int]:
   return (jax.process_index(), jax.process_count()) if _joined else (0, 1)
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
   """Whether this is process 0, which prints and writes."""
   return whoami()[0] == 0
 
@@ -143,18 +149,18 @@ def leads() -> bool:
 def require_one_process(job: str) -> None:
   """Raises UserError in a job of several processes."""
   if jax.process_count() > 1:
-    raise UserError(f"--job={job}: runs in one process; start it on one host", everywhere=True)
+    raise UserError(f"--job={job}: runs in one process; start it on one host")
 
 
-def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
+def exchange(text: str, wait_seconds: int = WAIT_SECONDS, key: str = "exchange") -> list[str]:
   """The texts of all processes, by process; all of them must call it, and wait up to `wait_seconds` for the last.
 
   They wait at a barrier, which notices a death but tolerates an hour of tokenizing, and only then enter a
-  collective, which would time out earlier.
+  collective, which would time out earlier. Calls with different keys don't meet.
   """
   if jax.process_count() == 1:
     return [text]
-  orbax.checkpoint.multihost.get_barrier_sync_fn()(key="exchange", timeout_ms=1000 * wait_seconds)
+  orbax.checkpoint.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * wait_seconds)
   data = np.frombuffer(text.encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
   padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
@@ -164,7 +170,7 @@ def exchange(text: str, wait_seconds: int = WAIT_SECONDS) -> list[str]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def sync_errors() -> Iterator[None]:
   """Runs the body on every process, and waits; an error in one of them ends all with the same line.
 
   Raises:
@@ -176,7 +182,7 @@ def together() -> Iterator[None]:
     yield
   except Exception as found:
     error = found
-  if jax.process_count() == 1:
+  if whoami()[1] == 1:
     if error is not None:
       raise error
     return
@@ -188,9 +194,34 @@ def together() -> Iterator[None]:
   first = next((process for process, one in enumerate(reports) if one), None)
   if first is not None:
     is_user_error, line = reports[first]
-    alike = all(one == reports[first] for one in reports)
     kind = UserError if is_user_error else RunError
-    raise kind(line if alike else f"process {first}: {line}", everywhere=True) from error
+    raise kind(line if reports.count(reports[first]) == len(reports) else f"process {first}: {line}") from error
+
+
+def on_main_process(function: Callable[..., Any], *args: Any) -> Any:
+  """What a function returns in process 0, which alone calls it, in JSON's types; the others wait.
+
+  Raises:
+    UserError or RunError: as `sync_errors`.
+  """
+  with sync_errors():
+    result = function(*args) if is_main_process() else None
+  return result if whoami()[1] == 1 else json.loads(exchange(json.dumps(result))[0])
+
+
+def all_end_with(error: BaseException) -> bool:
+  """Whether all processes end with this error's line, so that one of them reports it.
+
+  A process that is alone with its error finds the others elsewhere: it waits for them no longer than `ALIKE_SECONDS`.
+  """
+  if whoami()[1] == 1:
+    return True
+  if error.__cause__ is not None and is_process_death(error.__cause__):
+    return False
+  try:
+    return len(set(exchange(str(error), ALIKE_SECONDS, "all_end_with"))) == 1
+  except Exception:
+    return False
 
 
 def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> None:
@@ -217,8 +248,7 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
     if differing:
       raise UserError(
         f"process {process} runs something else: {'; '.join(differing)}; start the same command, from "
-        "the same code, on every host",
-        everywhere=True,
+        "the same code, on every host"
       )
 
 
@@ -234,7 +264,8 @@ def code_version() -> str:
 class Preemption:
   """Whether the job was asked to end, by SIGTERM to any of its processes.
 
-  A context: outside it, SIGTERM ends a process immediately. When it ends one of several, the others end too.
+  A context: outside it, SIGTERM ends a single process immediately. In a job of several the handler of jax.distributed
+  notes it at any time, and the first `reached` answers it.
   """
 
   def __init__(self) -> None:
@@ -242,16 +273,12 @@ class Preemption:
     self._before: Any = None  # the handler to restore
 
   def __enter__(self) -> "Preemption":
-    if _joined:
-      _set_sigterm_handler(_handler)
-    elif threading.current_thread() is threading.main_thread():
+    if not _joined and threading.current_thread() is threading.main_thread():
       self._before = signal.signal(signal.SIGTERM, self._ask)
     return self
 
   def __exit__(self, *unused: Any) -> None:
-    if _joined:
-      _set_sigterm_handler(None)
-    elif self._before is not None:
+    if self._before is not None:
       signal.signal(signal.SIGTERM, self._before)
 
   def _ask(self, *unused: Any) -> None:
@@ -261,21 +288,6 @@ class Preemption:
     """Whether to stop here: the same answer in all processes, which must call it at the same places, and often."""
     self._calls += 1
     return multihost_utils.reached_preemption_sync_point(self._calls) if _joined else self._asked
-
-
-def _set_sigterm_handler(handler: int | None) -> int | None:
-  """Sets the address of the C function that handles SIGTERM, None: the default, and returns the one before.
-
-  Python's signal module can't restore a handler that C++ has set.
-  """
-  libc = ctypes.CDLL(None)
-  libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-  return libc.signal(signal.SIGTERM, handler)
-
-
-def of_process_0(flag: bool) -> bool:
-  """The flag of process 0, in all processes; all of them must call it."""
-  return bool(multihost_utils.broadcast_one_to_all(np.bool_(flag)))
 
 
 def is_process_death(error: BaseException) -> bool:

@@ -1,1 +1,1 @@
-"""Run directories: which run owns one, its checkpoints, and opening it."""
+"""Work directories: which run owns one, its checkpoints, and runs that are opened or made."""

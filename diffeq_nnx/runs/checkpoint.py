@@ -1,6 +1,5 @@
 """Checkpoints of a run: saved asynchronously, restored bit for bit; the newest and the best are kept."""
 
-import json
 import math
 import os
 from typing import Any
@@ -20,7 +19,7 @@ from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.runs import buckets
+from diffeq_nnx.runs.workdir import check_place
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
@@ -35,7 +34,7 @@ class Checkpoints:
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
     """`read_only`: nothing is written to the directory, and a damaged checkpoint stays where it is."""
-    buckets.check(workdir)
+    check_place(workdir)
     self._read_only = read_only
     self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
@@ -46,7 +45,7 @@ class Checkpoints:
 
   def _open(self) -> ocp.CheckpointManager:
     if not self._read_only:
-      self._set_aside_without_metrics()
+      distributed.on_main_process(self._set_aside_without_metrics)
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     return ocp.CheckpointManager(
@@ -99,7 +98,7 @@ class Checkpoints:
       self._manager.wait_until_finished()
     if step in self._saved:
       self._set_aside(step, "its parameters give a loss or gradient that is not finite")
-    return json.loads(distributed.exchange(json.dumps(self.steps()))[0])
+    return distributed.on_main_process(self.steps)
 
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
@@ -133,13 +132,13 @@ class Checkpoints:
 
   def _restore(self, wanted: dict[str, Any]) -> tuple[Any, int]:
     """These items and `data` of the newest readable checkpoint, and its step; (None, 0) if there is none."""
-    found = json.loads(distributed.exchange(json.dumps(self.steps()))[0])  # the directory as process 0 sees it
+    found = distributed.on_main_process(self.steps)
     for step in reversed(found):
       problem = ""
       try:
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **wanted))
-        sums = items["data"].pop(BIT_SUMS, {})  # older checkpoints have none
-        changed = [name for name in wanted if name in sums and _bit_sums(items[name]) != sums[name]]
+        sums = items["data"].pop(BIT_SUMS)
+        changed = [name for name in wanted if _bit_sums(items[name]) != sums[name]]
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
@@ -154,8 +153,7 @@ class Checkpoints:
       moved = "" if self._read_only else f"; they were moved to {DAMAGED_FOLDER}"
       raise UserError(
         f"workdir={self._workdir}: none of its checkpoints {found} can be read{moved}; to start again, choose another "
-        "workdir or remove this one",
-        everywhere=True,
+        "workdir or remove this one"
       )
     return None, 0
 
@@ -182,8 +180,7 @@ class Checkpoints:
     if problem is not None:
       raise UserError(
         f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
-        "restore it, or fine-tune again",
-        everywhere=True,
+        "restore it, or fine-tune again"
       )
     return frozen
 
@@ -200,20 +197,16 @@ class Checkpoints:
 
   def _set_aside_without_metrics(self) -> None:
     """Moves checkpoints whose loss can't be read, which would keep orbax from opening the others."""
-    if distributed.leads():
-      for name in _numbered(self._folder):
-        try:
-          files.read_json(os.path.join(self._folder, name, "metrics", "metrics"))
-        except FileNotFoundError:
-          pass  # not finished, as orbax sees too
-        except ValueError as error:
-          self._move_aside(int(name), first_line(error, 200))
-    distributed.exchange("looked at")
+    for name in _numbered(self._folder):
+      try:
+        files.read_json(os.path.join(self._folder, name, "metrics", "metrics"))
+      except FileNotFoundError:
+        pass  # not finished, as orbax sees too
+      except ValueError as error:
+        self._move_aside(int(name), first_line(error, 200))
 
   def _set_aside(self, step: int, problem: str) -> None:
-    if distributed.leads():
-      self._move_aside(step, problem)
-    distributed.exchange("moved")
+    distributed.on_main_process(self._move_aside, step, problem)
     self._manager.reload()
 
   def _move_aside(self, step: int, problem: str) -> None:

@@ -17,6 +17,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config, DataConfig
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.parallel import distributed
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
 
@@ -50,34 +51,56 @@ def identity(config: Config) -> dict[str, Any]:
   return flat
 
 
+def check_place(workdir: str, flag: str = "workdir") -> None:
+  """Checks that a work directory is where orbax keeps checkpoints.
+
+  Raises:
+    UserError: it is in a bucket of another kind than gs://.
+  """
+  if "://" in workdir and not workdir.startswith("gs://"):
+    raise UserError(
+      f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
+      "directory when the run is finished (text and shards may be in other buckets)"
+    )
+
+
 def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
-  """Makes the work directory this run's, or checks that it already is; `source` is the hash of the run that it starts
-  from.
+  """Makes the work directory this run's, or checks that it already is, as all processes see it.
+
+  Args:
+    workdir: the directory.
+    config: the run's.
+    corpus: the run's.
+    source: the hash of the run that it starts from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
       keys that differ.
   """
+  distributed.on_main_process(_write, workdir, config, corpus, source)
+  with distributed.sync_errors():
+    require(workdir, config, corpus)
+
+
+def _write(workdir: str, config: Config, corpus: Corpus, source: str | None) -> None:
+  """Writes the tokenizer, and then run.json, where there is none."""
   tokenizer = corpus.tokenizer
   try:
     files.make_folder(workdir)
-    known = _read(workdir)
-    if known is None:
-      files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
-      record = {
-        "config": config_lib.to_dict(config),
-        "tokenizer_hash": tokenizer.hash,
-        "corpus": corpus.fingerprint,
-        "source": source,
-      }
-      files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
-      files.remove(os.path.join(workdir, STARTING))
-    else:
+    if _read(workdir) is not None:
       files.check_writable(workdir)
+      return
+    files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+    record = {
+      "config": config_lib.to_dict(config),
+      "tokenizer_hash": tokenizer.hash,
+      "corpus": corpus.fingerprint,
+      "source": source,
+    }
+    files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
+    files.remove(os.path.join(workdir, STARTING))
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
-  if known is not None:
-    _check(workdir, known, config, corpus)
 
 
 def clear(workdir: str, tokenizer: Tokenizer) -> None:
@@ -129,7 +152,7 @@ def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: st
   """
   known = _read(workdir)
   if known is None:
-    raise UserError(f"{flag}={workdir}: holds no run; train with --workdir={workdir} first, or name another")
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
   _check(workdir, known, config, corpus)
 
 
@@ -152,11 +175,11 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   """The config that a run was started with, but for what `_own` leaves out.
 
   Raises:
-    UserError: the directory holds no run, or one of another version of this program; the line names `flag`.
+    UserError: the directory holds no run; the line names `flag`.
   """
   known = _read(workdir)
   if known is None:
-    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one")
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
   config = _own(workdir, config_lib.from_dict(known["config"]))
   path = os.path.expanduser(config.data.tokenizer)
   own = os.path.join(files.absolute(workdir), os.path.basename(path))
@@ -208,9 +231,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
-  flat = config_lib.flatten(config_lib.completed(known["config"]))
-  defaults = identity(Config())  # for keys that are newer than the run
-  theirs = {key: flat.get(key, defaults[key]) for key in ours}
+  theirs = config_lib.flatten(config_lib.to_dict(config_lib.from_dict(known["config"])))
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if corpus is not None:
     for what, there, here in (

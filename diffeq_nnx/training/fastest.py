@@ -43,7 +43,7 @@ def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
   asked = _describe(config, mesh)
   path = os.path.join(workdir, FILE)
   tried = candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
-  place = int(distributed.exchange(str(_kept(path, asked, tried)))[0])
+  place = distributed.on_main_process(_kept, path, asked, tried)
   if place >= 0:
     say(f"{_words(tried[place])}: was the fastest on these devices ({FILE})")
     return _with(config, tried[place])
@@ -51,14 +51,12 @@ def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
   if not found:
     raise UserError(
       "train.remat=auto, train.device_batch_size=-1: no choice fits these devices; use more of them, or see the advice "
-      "of launch/compile_ahead.py",
-      everywhere=True,
+      "of launch/compile_ahead.py"
     )
   choice = min(found, key=lambda choice: found[choice])
   say(f"{_words(choice)}: the fastest of {len(found)} that fit, {found[choice]:.3g} s a step")
-  with distributed.together():
-    if distributed.leads():
-      files.write_json(path, {"asked": asked, "remat": choice[0], "device_batch_size": choice[1]})
+  record = {"asked": asked, "remat": choice[0], "device_batch_size": choice[1]}
+  distributed.on_main_process(files.write_json, path, record)
   return _with(config, choice)
 
 

@@ -19,14 +19,15 @@ from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import load_corpus
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.depths import drawn_counts, say_untrained
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule, schedule_length
-from diffeq_nnx.training.report import Reporter, Silent, reporter
-from diffeq_nnx.training.setup import batch_iterator, checked_mesh, claim_workdir, load_corpus, start_state
-from diffeq_nnx.training.step import State, all_params, make_train_step
+from diffeq_nnx.training.report import Reporter, Silent, parameter_table, reporter
+from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
@@ -51,9 +52,9 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
-    with distributed.together():
+    with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
-    claim_workdir(config, workdir, corpus)
+    workdir_lib.claim(workdir, config, corpus)
     with goodput.spending("compiling"):
       config = fastest.settled(config, workdir, mesh)
     share = sharding.Share(mesh, config.train.batch_size)
@@ -62,10 +63,10 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       state, position = start_state(config, checkpoints, mesh)
       say_untrained(config, config.train.steps, config.eval.num_steps)
       _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
-    with distributed.together():
+    with distributed.sync_errors():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
-      start, validate = int(state["step"]), position.get("validate", False)  # a run of 0.1.0 has no such key
+      start, validate = int(state["step"]), position["validate"]
       with (
         reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
@@ -81,6 +82,52 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
         "they are; make room, and run the same command to continue from the newest"
       ) from error
+
+
+def batch_iterator(
+  config: Config, corpus: data.Corpus, share: sharding.Share, windows: int = 0
+) -> grain.DatasetIterator:
+  """This process's rows of the endless batches after `windows` training windows, read ahead by a thread.
+
+  Raises:
+    UserError: the text is too short; or documents must be kept apart, and their begin and end marks are the same.
+  """
+  batches = data.train_batches(
+    corpus.train,
+    seq_len=config.model.seq_len,
+    batch_size=config.train.batch_size,
+    seed=config.seed,
+    rows=share.rows,
+    start=windows,
+    eos_id=data.document_end(config.data, corpus.tokenizer),
+  )
+  iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+  iterator.start_prefetch()  # the first batches of shards in a bucket take a second
+  return iterator
+
+
+def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[State, dict[str, Any]]:
+  """(state, position): the newest checkpoint's, or those of step 0.
+
+  In the position, `windows` counts the windows trained on so far, and `validate` is whether SIGTERM kept the step of
+  the checkpoint from its validation.
+
+  Raises:
+    UserError: no checkpoint can be read, or adapters without a trained model.
+  """
+  restored = checkpoints.restore(abstract_state(config, mesh))
+  if restored is None and config.model.lora.rank:
+    raise UserError(
+      f"model.lora.rank={config.model.lora.rank}: adapters need a trained model; use --job=finetune "
+      "--from_workdir=RUN, or set it to 0"
+    )
+  if restored is None:
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    say(parameter_table(all_params(state)))
+    return state, {"windows": 0, "validate": False}
+  state, position = restored
+  say(f"continuing from the checkpoint of step {int(state['step'])}")
+  return state, position
 
 
 def _say_another_schedule(config: Config, before: int | None, step: int) -> None:
@@ -141,9 +188,10 @@ class _Run:
     settings = self.config.checkpoint
     if step % settings.every == 0 or step == self.config.train.steps:
       return True
-    if settings.minutes is None or step % self.config.train.log_every:
+    minutes = settings.minutes
+    if minutes is None or step % self.config.train.log_every:
       return False
-    return distributed.of_process_0(time.monotonic() - self.saved > 60 * settings.minutes)
+    return distributed.on_main_process(lambda: time.monotonic() - self.saved > 60 * minutes)
 
   def save(self, state: State, loss: float | None, validate: bool) -> None:
     """Starts to save a checkpoint; `validate`: its step was not validated, though it is one to be."""
@@ -171,7 +219,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       run.report.validation(step, found)
     return found
 
-  values = validated(start) if run.position.get("validate") else {}
+  values = validated(start) if run.position["validate"] else {}
   for step in range(start, steps):
     counts = drawn_counts(config, step)
     with watch.waiting(), run.goodput.spending("waiting for data"):

@@ -33,7 +33,7 @@ def reporter(
   workdir: str, start: int, steps: int, project: str | None = None, validate: bool = False
 ) -> "Reporter | Silent":
   """A `Reporter` in process 0, a `Silent` one in the others."""
-  return Reporter(workdir, start, steps, project, validate) if distributed.leads() else Silent()
+  return Reporter(workdir, start, steps, project, validate) if distributed.is_main_process() else Silent()
 
 
 class Silent:

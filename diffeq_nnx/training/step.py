@@ -63,6 +63,14 @@ def state_of(config: Config, params: Params) -> State:
   return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
 
 
+def place_state(config: Config, params: Params, mesh: Mesh) -> State:
+  """The state at step 0 of a model with these parameters, placed as the mesh splits them."""
+  places = state_shardings(config, mesh)
+  learning, frozen = parameters.split(config.model, params)
+  params = jax.device_put(parameters.join(learning, frozen), all_params(places))
+  return jax.jit(state_of, static_argnums=0, out_shardings=places)(config, params)
+
+
 def _optimizer(config: Config) -> optax.GradientTransformation:
   """The config's, which may read e(t) at the times of the model's own steps from the parameters."""
 

@@ -18,7 +18,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.training.setup import checked_mesh
+from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.training.step import abstract_state, init_state, state_shardings
 
 GIB = 2**30

@@ -23,7 +23,7 @@ from diffeq_nnx.inference.generation import prompt_ids
 from diffeq_nnx.inference.sampling import Sampling
 from diffeq_nnx.inference.speculation import speculated
 from diffeq_nnx.jobs.prompt_files import lines_of, prompt_of
-from diffeq_nnx.runs import opening
+from diffeq_nnx.runs.run import Run
 from launch.experiments import tables
 from launch.experiments.compare import numbers
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--temperature", type=float, default=0.0)
   parser.add_argument("--rounds", type=int, default=5)
   args = parser.parse_args(argv)
-  run = opening.load(args.workdir)
+  run = Run.open(args.workdir)
   try:
     lines = [*lines_of(read(args.prompts)).values()]
   except OSError as error:

@@ -8,7 +8,7 @@ import shutil
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from launch.breaking import processes
 from launch.breaking.table import Row, Suite, problem_of
 
@@ -46,7 +46,7 @@ def run_files(suite: Suite) -> Iterator[Row]:
     return data.load(dataclasses.replace(suite.config.data, source=f"shards:{place}"), 512, seed=0)
 
   def run(place: str) -> object:
-    return jobs.run("evaluate", workdir_lib.config_of(place), place)
+    return jobs.run("evaluate", Run.open(place).started, place)
 
   cached = next(pathlib.Path(suite.cache).iterdir())
   for name, folder, use in (("run.json", pathlib.Path(suite.whole), run), ("manifest.json", cached, shards)):

@@ -25,7 +25,7 @@ from diffeq_nnx import files, jobs
 from diffeq_nnx.data import sources
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness import report
-from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from launch.experiments import tables
 
 FEWEST, MOST = 25, 45  # words of a passage
@@ -113,7 +113,7 @@ def measured(workdir: str, folder: str) -> dict[tuple[str, str], float]:
     tasks=",".join(TASKS), include_path=folder, default_tasks=False, batch_size=32, folder="cloze"
   )
   if not os.path.exists(os.path.join(workdir, harness.folder, report.NAME)):
-    jobs.run("harness", dataclasses.replace(workdir_lib.config_of(workdir), harness=harness), workdir)
+    jobs.run("harness", dataclasses.replace(Run.open(workdir).started, harness=harness), workdir)
   found = report.estimates(report.read(workdir, harness.folder))
   return {(key.task, key.metric): one.value for key, one in found.items()}
 

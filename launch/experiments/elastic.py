@@ -28,9 +28,9 @@ from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.opening import read_params
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import checked_mesh, load_corpus
 from launch.experiments import tables
 from launch.experiments.compare import numbers, trained
 
@@ -141,7 +141,7 @@ def _made_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: 
   run(args, source, seed)
   from_workdir = os.path.join(args.workdir, f"{source}_seed{seed}")
   job = jobs.JOBS["continuous"]
-  config = config_lib.changed(job.prepared(workdir_lib.config_of(from_workdir)), settings)
+  config = config_lib.changed(job.prepared(Run.open(from_workdir).started), settings)
   if not workdir_lib.holds_run(workdir):
     jobs.run("continuous", config, workdir, from_workdir=from_workdir)
   return config
@@ -151,8 +151,8 @@ def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
   """Validation losses of a run's newest model at all of COUNTS that it has weights for."""
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
-    corpus = load_corpus(config)
-    params, _ = read_params(config, workdir, mesh, corpus.tokenizer.hash)
+    run = Run.open(workdir, config, mesh=mesh)
+    corpus, params = run.corpus, run.params
     counts = (config.model.num_steps,) if config.model.weights == "stored" else COUNTS
     return {n: Evaluator(config, corpus, mesh, n)(params)["loss"] for n in counts}
 

@@ -20,6 +20,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
 from launch.experiments import tables
 from launch.experiments.compare import numbers, with_row
@@ -40,7 +41,7 @@ def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tu
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
-    known = workdir_lib.config_of(workdir)
+    known = Run.open(workdir).started
     if (known.optimizer, known.train.steps, known.train.batch_size, known.seed) != (
       config.optimizer,
       config.train.steps,

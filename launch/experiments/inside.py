@@ -33,7 +33,6 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.weight_sources import GeneratedWeights
-from diffeq_nnx.training.setup import corpus_of_run
 from launch.experiments import tables
 
 REPLACEMENTS = 8
@@ -76,7 +75,7 @@ def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
   run = diffeq_nnx.load(workdir)
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)
-  validation = corpus_of_run(run.config, workdir).validation.tokens
+  validation = run.corpus.validation.tokens
   texts = [
     np.asarray(validation[start : start + num_tokens])
     for start in np.linspace(0, len(validation) - num_tokens, num_texts, dtype=int)

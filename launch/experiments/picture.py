@@ -20,7 +20,6 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.setup import corpus_of_run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -31,8 +30,9 @@ ENTRIES = 5  # of W(t)
 
 def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[float], str]:
   """A run's newest model, its validation perplexity at each number of solver steps, and its training steps."""
-  config, model, _, mesh, _ = diffeq_nnx.load(workdir)
-  corpus, params = corpus_of_run(config, workdir), params_of(model)
+  run = diffeq_nnx.load(workdir)
+  config, model, mesh = run.config, run.model, run.mesh
+  corpus, params = run.corpus, params_of(model)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
   with jax.set_mesh(mesh):
     found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]

@@ -1,0 +1,41 @@
+"""The devices of a run: its mesh, and the implementation of attention for them."""
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.kernels import attention
+from diffeq_nnx.model.integration import make_adjoint
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel.console import say
+
+
+def checked_mesh(config: Config) -> Mesh:
+  """The config's mesh, after the checks that need devices; prints which attention implementation the run uses.
+
+  Raises:
+    UserError: the devices or the backend don't fit the config, or the solver its adjoint.
+  """
+  with distributed.sync_errors():
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    if config.train.adjoint == "reversible":
+      make_adjoint(config)
+    say_attention(config.model, "log-sum-exp, which mesh.context needs" if mesh.shape["context"] > 1 else None)
+    return mesh
+
+
+def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
+  """Prints which implementation of attention the run uses, and why; `unsupported` is as for `attention.choose`.
+
+  Raises:
+    UserError: this backend lacks the requested one.
+  """
+  try:
+    name, why = attention.choose(
+      model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim, unsupported=unsupported
+    )
+  except ValueError as error:
+    raise UserError(f"model.attention={model.attention!r}: {error}") from error
+  say(f"attention: {name} ({why})")

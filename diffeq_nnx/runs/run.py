@@ -1,0 +1,171 @@
+"""A run: its config, tokenizer, text and newest model, from its work directory alone."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config, MeshConfig
+from diffeq_nnx.data import Corpus, Tokenizer
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import Params, abstract_params, build
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import Checkpoints
+
+
+class Run:
+  """A run, `open`ed or `create`d; what its properties hold is read at their first use.
+
+  Attributes:
+    workdir: its directory.
+    started: the config that it was started with.
+    config: that of `open`, with this machine's mesh and attention.
+  """
+
+  def __init__(self, workdir: str, started: Config, config: Config, flag: str = "workdir"):
+    self.workdir, self.started, self.config, self._flag = workdir, started, config, flag
+
+  @classmethod
+  def open(
+    cls, workdir: str, config: Config | None = None, *, mesh: Mesh | None = None, flag: str = "workdir"
+  ) -> "Run":
+    """The run in a work directory; all processes of a job must call it.
+
+    Args:
+      workdir: the run's directory.
+      config: the run's, changed; None: unchanged. Mesh and attention are those of `portable` unless it has others than
+        the run's own.
+      mesh: of the devices that hold the model; None: that of the config.
+      flag: what errors call the directory.
+
+    Raises:
+      UserError: the directory holds no run, or one of another model or text than the config's.
+    """
+    with distributed.sync_errors():
+      started = workdir_lib.config_of(workdir, flag)
+      if config is not None:
+        workdir_lib.require(workdir, config, flag=flag)
+    here = portable(started if config is None else config)
+    if config is not None:
+      if config.mesh != started.mesh:
+        here = dataclasses.replace(here, mesh=config.mesh)
+      if config.model.attention != started.model.attention:
+        here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention=config.model.attention))
+    run = cls(workdir, started, here, flag)
+    if mesh is not None:
+      run.mesh = mesh
+    return run
+
+  @classmethod
+  def create(
+    cls,
+    config: Config,
+    workdir: str,
+    corpus: Corpus,
+    state: dict[str, Any],
+    loss: float | None,
+    source: str | None = None,
+  ) -> "Run":
+    """Writes a run at step 0, likewise; run.json is written last, so that a run is complete or absent.
+
+    Args:
+      config: the run's.
+      workdir: its directory, which holds no run.
+      corpus: what `config.data` gives.
+      state: as of `training.step.place_state`.
+      loss: of the validation, nats per token; None: unknown.
+      source: `hash` of the run that it comes from.
+
+    Raises:
+      UserError: the directory can't be written.
+      RunError: the checkpoint can't be written.
+    """
+    distributed.on_main_process(workdir_lib.clear, workdir, corpus.tokenizer)
+    checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+    checkpoints.save_frozen(state["frozen"])
+    checkpoints.save(state, {"windows": 0, "validate": False}, loss)
+    checkpoints.close()
+    workdir_lib.claim(workdir, config, corpus, source)
+    return cls.open(workdir)
+
+  @property
+  def hash(self) -> str:
+    """What identifies the run wherever its directory is, in hex."""
+    return workdir_lib.run_hash(self.workdir)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """The one that the model was trained with. Raises UserError where the directory lacks it."""
+    return workdir_lib.tokenizer_of(self.workdir, self.config)
+
+  @functools.cached_property
+  def corpus(self) -> Corpus:
+    """The text of the config. Raises UserError unless it is the run's."""
+    corpus = load_corpus(self.config)
+    with distributed.sync_errors():
+      workdir_lib.require(self.workdir, self.config, corpus, self._flag)
+    return corpus
+
+  @functools.cached_property
+  def mesh(self) -> Mesh:
+    """Of the devices that hold the model."""
+    return sharding.make_mesh(self.config.mesh)
+
+  @functools.cached_property
+  def _newest(self) -> tuple[Params, int]:
+    with jax.set_mesh(self.mesh):
+      checkpoints = Checkpoints(self.workdir, self.config, self.tokenizer.hash, read_only=True)
+      found = checkpoints.restore_params(abstract_params(self.config.model, self.mesh))
+    if found is None:
+      raise UserError(f"{self._flag}={self.workdir}: holds no checkpoint yet; train first, or lower checkpoint.every")
+    return found
+
+  @property
+  def params(self) -> Params:
+    """All parameters of the newest model. Raises UserError where no checkpoint can be read."""
+    return self._newest[0]
+
+  @property
+  def step(self) -> int:
+    """Optimizer steps that the newest model was trained for. Raises as `params`."""
+    return self._newest[1]
+
+  @functools.cached_property
+  def model(self) -> Model:
+    """The newest model, split over the mesh. Raises as `params`."""
+    with jax.set_mesh(self.mesh):
+      return build(self.config.model, self.params)
+
+
+load = Run.open  # its name at the top level of the package
+
+
+def portable(config: Config) -> Config:
+  """The config for a machine other than the one that it was trained on: default mesh and attention."""
+  return dataclasses.replace(config, mesh=MeshConfig(), model=dataclasses.replace(config.model, attention="auto"))
+
+
+def load_corpus(config: Config) -> Corpus:
+  """The corpus, tokenized by process 0 first, so that processes that share its disk find the result."""
+  for turn in (True, False):
+    with distributed.sync_errors():
+      if distributed.is_main_process() == turn:
+        corpus = data.load(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+  sizes = [
+    (len(split.tokens), split.num_bytes, split.num_documents) for split in (*corpus.train.splits, corpus.validation)
+  ]
+  reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[-12:], sizes]))
+  other = next((process for process, one in enumerate(reports) if one != reports[0]), None)
+  if other is not None:
+    raise UserError(
+      f"data.source={config.data.source}: gives process {other} other tokens than process 0 (tokenizer, "
+      f"tokens, then their number, bytes and documents: {reports[other]} and {reports[0]}); give every host "
+      "the same files"
+    )
+  return corpus
