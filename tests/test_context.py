@@ -66,7 +66,7 @@ def found(config, make_batch, devices, **sizes):
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     batch = sharding.Share(mesh, config.train.batch_size).place(make_batch(config))
     grid = make_grid(config.model)
-    step = jax.jit(lambda params, batch: loss_and_gradients(config, [grid], params, batch, state["key"]))
+    step = jax.jit(lambda params, batch: loss_and_gradients(config, grid, params, batch, state["key"]))
     trained = step(state["params"], batch)
     masked = {**batch, "mask": jax.numpy.ones(batch["inputs"].shape, "float32")}
     weights = make_generate(config, 3)(state["params"])

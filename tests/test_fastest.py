@@ -116,8 +116,3 @@ def test_if_nothing_fits_one_line_says_so(tmp_path, clock, told):
   config = tiny("train.remat=auto", "train.device_batch_size=8")
   with pytest.raises(UserError, match="no choice fits these devices"):
     fastest.settled(config, str(tmp_path), mesh_of(config))
-
-
-def test_sandwich_leaves_sequences_that_split_into_quarters():
-  config = tiny("train.step_counts=(2,4)", "train.draw=sandwich", "train.device_batch_size=-1", "optimizer.name=adamw")
-  assert fastest.candidates(config, 16) == [("none", 4), ("none", 8), ("none", 16)]

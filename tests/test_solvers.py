@@ -290,14 +290,14 @@ def test_adapters_are_on_every_weight_set(solver, sets):
 
 
 def test_flops_count_the_evaluations():
-  count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), [4]) - head
+  count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), 4) - head
   head = 3.0 * 2 * 31 * 24 * 4 * 12
   one = count("euler")
   assert one == count("sequential") == count("leapfrog") and count("heun") == 2 * one and count("rk4") == 4 * one
   assert count("strang") + count("strang_mirrored") == pytest.approx(3 * one)
   block = 2 * (24 * 8 * 6 + 24 * 24 + 2 * 24 * 40) + 4 * 12 * 24
   assert one == 3.0 * 4 * block * 4 * 12
-  assert flops.generator_flops(small_model(solver="heun"), [4]) == 5 / 4 * flops.generator_flops(small_model(), [4])
+  assert flops.generator_flops(small_model(solver="heun"), 4) == 5 / 4 * flops.generator_flops(small_model(), 4)
 
 
 # undoing steps

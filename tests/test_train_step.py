@@ -15,7 +15,7 @@ from diffeq_nnx.model import grids
 from diffeq_nnx.model.vector_fields import make_field
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import step as step_lib
-from diffeq_nnx.training.depths import drawn_counts
+from diffeq_nnx.training.depths import draw_num_steps
 from diffeq_nnx.training.optimizer import MUON_RMS, differentiated_at, kept, make_optimizer, schedule
 from diffeq_nnx.training.step import (
   init_state,
@@ -33,7 +33,7 @@ def gradients_of(config, batch, dtype="float32"):
   """Loss and gradients at moved parameters."""
   grid = grids.uniform_grid(config.model.num_steps, config.model.total_time)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  return jax.jit(lambda p, b: loss_and_gradients(config, [grid], p, b, jax.random.key(0)))(params, batch)
+  return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(params, batch)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_under_accumulation_the_generator_runs_once():
     config = small_config(device_batch_size=held)
     state = jax.eval_shape(lambda: init_state(config))
     grid = grids.uniform_grid(3, 3.0)
-    jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, [grid], p, b, k))(
+    jaxpr = jax.make_jaxpr(lambda p, b, k: loss_and_gradients(config, grid, p, b, k))(
       state["params"], random_batch(config), jax.random.key(0)
     )
     basis = "f32[6,24,40]"  # F of `up`: [T + 1, D, F]
@@ -269,7 +269,7 @@ def test_a_batch_is_learnt(row, name):
   state = jax.jit(init_state, static_argnums=0)(config)
   losses = []
   for _ in range(60):
-    state, metrics = step(state, batch, (3,))
+    state, metrics = step(state, batch, 3)
     losses.append(float(metrics["loss"]))
   assert losses[0] == pytest.approx(np.log(31), rel=0.05)
   assert losses[-1] < 0.3 * losses[0]
@@ -292,7 +292,7 @@ def test_each_step_count_is_compiled_once():
   step, batch = make_train_step(config), random_batch(config)
   state = jax.jit(init_state, static_argnums=0)(config)
   for n in (2, 3, 2, 3, 2):
-    state, _ = step(state, batch, (n,))
+    state, _ = step(state, batch, n)
   assert step._cache_size() == 2
 
 
@@ -304,9 +304,9 @@ def test_equal_configs_share_a_compiled_step():
 
 def test_drawn_step_counts_depend_on_seed_and_step_alone():
   config = small_config(step_counts=(4, 6, 8))
-  drawn = [drawn_counts(config, step) for step in range(60)]
-  assert drawn == [drawn_counts(config, step) for step in range(60)]
-  assert set(drawn) == {(4,), (6,), (8,)}
+  drawn = [draw_num_steps(config, step) for step in range(60)]
+  assert drawn == [draw_num_steps(config, step) for step in range(60)]
+  assert set(drawn) == {4, 6, 8}
   other = dataclasses.replace(config, seed=1)
-  assert drawn != [drawn_counts(other, step) for step in range(60)]
-  assert {drawn_counts(small_config(), step) for step in range(5)} == {(3,)}
+  assert drawn != [draw_num_steps(other, step) for step in range(60)]
+  assert {draw_num_steps(small_config(), step) for step in range(5)} == {3}

@@ -3,12 +3,9 @@
 B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times of a pass).
 """
 
-from collections.abc import Sequence
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
@@ -88,24 +85,10 @@ class Model(nnx.Module):
 
     Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
     """
-    return self.weights_of([grid or self.grid()], dropout_key)[0]
-
-  def weights_of(
-    self, each: Sequence[grids.Grid], dropout_key: jax.Array | None = None
-  ) -> list[weight_sources.GridWeights]:
-    """`block_weights` of several grids, in one batched call."""
-    times = [self.times(grid) for grid in each]
-    weights = self.weight_source(grids.joined(times), jnp.dtype(self.config.dtype), dropout_key)
+    grid = grid or self.grid()
+    weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
     weights = self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
-    if len(each) == 1:
-      return [weight_sources.GridWeights(weights, each[0])]
-    stops = np.cumsum([len(of.points_UxQ) for of in times])
-    return [
-      weight_sources.GridWeights(
-        jax.tree.map(lambda leaf, a=stop - len(of.points_UxQ), b=stop: leaf[a:b], weights), grid
-      )
-      for grid, of, stop in zip(each, times, stops, strict=True)
-    ]
+    return weight_sources.GridWeights(weights, grid)
 
   def gathered(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
     """The weights at one time, from the devices that hold parts of them."""

@@ -18,7 +18,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.training.depths import possible_counts
+from diffeq_nnx.training.depths import list_num_steps
 from diffeq_nnx.training.step import abstract_batch, abstract_state, init_state, make_train_step, state_shardings
 
 FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them
@@ -75,8 +75,7 @@ def candidates(config: Config, held: int) -> list[Choice]:
   """The values worth measuring on devices that hold `held` sequences each, for each remat from few to many."""
   train = config.train
   remats = ["full", "dots", "none"] if _remat_is_open(config) else [train.remat]
-  parts = 4 if train.draw == "sandwich" else 1
-  halves = [held >> n for n in range(SIZES) if held % (parts << n) == 0] or [held]
+  halves = [held >> n for n in range(SIZES) if held % (1 << n) == 0]
   sizes = sorted(halves) if train.device_batch_size == -1 else [train.device_batch_size]
   return list(itertools.product(remats, sizes))
 
@@ -99,9 +98,9 @@ def measured(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, 
 
 def seconds_of(config: Config, mesh: Mesh) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
-  counts = possible_counts(config)[0]
+  most = list_num_steps(config)[0]
   try:
-    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), counts)
+    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), most)
     compiled = step.compile()
     memory = compiled.memory_analysis()
     if memory and memory.peak_memory_in_bytes > (1 - SPARE) * limit_of(mesh.local_devices[0]):

@@ -9,7 +9,7 @@ pass; what rematerialization computes again, or undoes, is not counted. Generati
 time MLPs' own products, also times three; it happens once an optimizer step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 import math
 import time
@@ -45,10 +45,9 @@ PEAK_TFLOPS = {
 }
 
 
-def model_flops(config: Config, counts: Sequence[int]) -> float:
-  """FLOPs of one optimizer step, without those of the generator; `counts` as of `depths.drawn_counts`."""
-  tokens = config.train.batch_size * config.model.seq_len
-  return 3.0 * tokens * sum(forward_flops(config.model, count) for count in counts) / len(counts)
+def model_flops(config: Config, num_steps: int) -> float:
+  """FLOPs of one optimizer step at a number of solver steps, without those of the generator."""
+  return 3.0 * config.train.batch_size * config.model.seq_len * forward_flops(config.model, num_steps)
 
 
 def forward_flops(model: ModelConfig, num_steps: int) -> float:
@@ -87,15 +86,14 @@ def branch_kernels(model: ModelConfig) -> tuple[int, int]:
   return read_by(lambda x, w: field.attention(x, w, _NoKernel())), read_by(field.feedforward)
 
 
-def generator_flops(model: ModelConfig, counts: Sequence[int]) -> float:
+def generator_flops(model: ModelConfig, num_steps: int) -> float:
   """Of one optimizer step, for making the weights and for the gradient of that; 0 if nothing is generated."""
   if model.weights != "generated":
     return 0.0
   specs = block_specs(model)
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
-  each = [solvers.weight_times(model, grids.make_grid(model, count)) for count in dict.fromkeys(counts)]
-  U, Q = grids.joined(each).points_UxQ.shape
+  U, Q = solvers.weight_times(model, grids.make_grid(model, num_steps)).points_UxQ.shape
   return 3.0 * U * (2 * (T + 1) * num_elements(specs, "kernel") + Q * mlps * 2 * (P * T + T * T))
 
 
