@@ -215,7 +215,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
 
 
 # Keys that older versions had, with the value that means what happens without them: a run with that value is read.
-REMOVED = (("train.draw", "one"),)
+REMOVED = (("train.draw", "one"), ("model.time.length", None), ("model.time.constant_share", 0.0))
 
 
 def _without_removed(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,22 +34,16 @@ TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 # the time embedding
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("length", [None, 1.0])
-def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors(share, length):
-  """share + (1 - share) cos(e(t), e(t')), and with the spread of a plain model's weights."""
-  time = dataclasses.replace(UNIFORM, constant_share=share, length=length)
-  model = small_instance(small_model(time=time, embed_dim=64, mlp_dim=128))
-  if length:
-    e_1xT = model.weight_source.time_vectors([0.3])[0]
-    assert np.linalg.norm(e_1xT) == pytest.approx(length, rel=1e-5)
+def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors():
+  """cos(e(t), e(t')), and with the spread of a plain model's weights."""
+  model = small_instance(small_model(time=UNIFORM, embed_dim=64, mlp_dim=128))
   W_UxDxF = np.asarray(model.block_weights().sets["up"]["kernel"])
   group = list(model.weight_source.groups).index("up")
   e_UxT = np.asarray(model.weight_source.mean_vectors(model.times()))[group]
   square = np.square(e_UxT).sum(1).mean()
   flat = W_UxDxF.reshape(len(W_UxDxF), -1)
   std = 0.02  # GPT-2's
-  expected = share + (1 - share) * (e_UxT @ e_UxT.T) / square
+  expected = e_UxT @ e_UxT.T / square
   np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, expected, rtol=0, atol=0.06)
 
 

@@ -67,8 +67,6 @@ RECIPES: dict[str, list[str]] = {
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
   "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
   "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "slow_share": [*_SLOW, *_LATE, "model.time.constant_share=0.3"],
-  "slow_length": [*_SLOW, *_LATE, "model.time.length=1.5"],
   "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
   "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
   "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
