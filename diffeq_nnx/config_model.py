@@ -7,7 +7,7 @@ import re
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.errors import UserError
 
-SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
+SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 leapfrog".split()
 
 
 @dataclasses.dataclass(frozen=True)

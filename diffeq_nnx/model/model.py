@@ -50,7 +50,7 @@ class Model(nnx.Module):
         for name, leaf in self.field.norm_specs(D).items()
       }
     )
-    specs = block_specs(config)
+    specs = self.field.specs(config)
     self.block_axes = nnx.static(weight_sources.block_axes(specs))
     self.weight_source = _make_source(config, specs, self.times(), dtype, rngs)
 
@@ -219,12 +219,6 @@ class Model(nnx.Module):
       group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
       for group, leaves in weights.items()
     }
-
-
-def block_specs(config: ModelConfig) -> weight_sources.BlockSpecs:
-  """Every array of a model's block at one time: the vector field's, and those that its solver learns."""
-  learned = solvers.SOLVERS[config.solver].specs(config.embed_dim)
-  return {**vector_fields.make_field(config).specs(config), **learned}
 
 
 def _make_source(

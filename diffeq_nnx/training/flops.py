@@ -21,7 +21,6 @@ import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.model import grids, solvers, vector_fields
-from diffeq_nnx.model.model import block_specs
 from diffeq_nnx.model.weight_sources import num_elements
 
 # bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
@@ -90,7 +89,7 @@ def generator_flops(model: ModelConfig, num_steps: int) -> float:
   """Of one optimizer step, for making the weights and for the gradient of that; 0 if nothing is generated."""
   if model.weights != "generated":
     return 0.0
-  specs = block_specs(model)
+  specs = vector_fields.make_field(model).specs(model)
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
   U, Q = solvers.weight_times(model, grids.make_grid(model, num_steps)).points_UxQ.shape
