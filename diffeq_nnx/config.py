@@ -71,7 +71,7 @@ class DataConfig(Section, prefix="data."):
 class OptimizerConfig(Section, prefix="optimizer."):
   """The optimizer, with a linear warm-up and a cosine decay."""
 
-  name: str = one_of("adamw", "muon", "muon_weights", "lion", "schedule_free")  # docs/training.md
+  name: str = one_of("adamw", "muon", "muon_weights", "lion")  # docs/training.md
   peak_rate: float = number(3e-4, above=0)
   final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
   warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps; at least the first step

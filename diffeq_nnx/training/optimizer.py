@@ -23,7 +23,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
   Of N updates (`schedule_steps`, or the `steps` of the run) the first w are the warm-up, at least one. Update n = count
   + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
-  the peak, and so has each later one. Schedule-free AdamW stays at the peak after the warm-up.
+  the peak, and so has each later one.
   """
   steps = schedule_length(config, steps)
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
@@ -32,7 +32,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     peak_value=config.peak_rate,
     warmup_steps=warmup,
     decay_steps=max(steps, warmup + 1),
-    end_value=config.peak_rate * (1.0 if config.name == "schedule_free" else config.final_fraction),
+    end_value=config.peak_rate * config.final_fraction,
   )
   return lambda count: by_number(count + 1)
 
@@ -128,13 +128,13 @@ def of_time(path: tuple[str, ...]) -> bool:
   return path[0] == "weight_source" and path[1] in ("time_mlp", "frequencies_M")
 
 
-def _slowed(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
+def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
   """`rest`, whose state it has, with the updates of e(t)'s parameters multiplied by a factor."""
 
   def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
     updates, state = rest.update(updates, state, params)
-    slow = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
-    return jax.tree_util.tree_map_with_path(slow, updates), state
+    scale = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
+    return jax.tree_util.tree_map_with_path(scale, updates), state
 
   return optax.GradientTransformation(rest.init, update)
 
@@ -154,9 +154,7 @@ def make_optimizer(
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
   Muon is that of Jordan et al. 2024. Parameters that it does not update get AdamW's direction, with b1, b2 and eps.
-  Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW
-  is that of Defazio et al. 2024: the mean over iterates takes the place of momentum and decay, with b1 the share of
-  that mean where gradients are taken.
+  Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's.
 
   Args:
     config: the optimizer's keys.
@@ -171,34 +169,13 @@ def make_optimizer(
     "muon": muon,
     "muon_weights": muon if vectors is None else _muon_weights(muon, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
-    "schedule_free": optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True),
   }
-  rate = schedule(config, steps)
   of_weights = config.name == "muon_weights"  # defaults as they measured best: docs/results.md#muon
   decay_generated = of_weights if config.decay_generated is None else config.decay_generated
   time_rate = float(not of_weights) if config.time_rate is None else config.time_rate
-  whole = optax.chain(
+  return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     directions[config.name],
     optax.add_decayed_weights(config.weight_decay, _by_path(lambda path: decays(path, decay_generated))),
-    _slowed(optax.scale_by_learning_rate(rate), time_rate),
+    _scale_time_updates(optax.scale_by_learning_rate(schedule(config, steps)), time_rate),
   )
-  return optax.contrib.schedule_free(whole, rate, config.b1) if config.name == "schedule_free" else whole
-
-
-def differentiated_at(opt_state: Any, params: Any) -> Any:
-  """The parameters at which the gradient is taken: `params`, or with schedule_free between them and the last iterate.
-
-  The state of training holds the averages of schedule-free training, x in the paper, which every job reads.
-  """
-  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
-    return params
-  b1 = opt_state.b1
-  return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, opt_state.z)
-
-
-def kept(opt_state: Any, params: Any) -> Any:
-  """The parameters to keep, from those of `differentiated_at` after their update."""
-  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
-    return params
-  return optax.contrib.schedule_free_eval_params(opt_state, params)

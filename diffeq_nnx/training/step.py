@@ -224,16 +224,15 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   def train_step(state: State, batch: Batch, num_steps: int):
     grid = grids.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
-    params = optimizer_lib.differentiated_at(state["opt_state"], state["params"])
-    loss, gradients = loss_and_gradients(config, grid, params, batch, key, state["frozen"])
-    updates, opt_state = optimizer.update(gradients, state["opt_state"], params)
+    loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
       "loss": loss,
       "gradient_norm": optax.tree.norm(gradients),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
     return {
-      "params": optimizer_lib.kept(opt_state, optax.apply_updates(params, updates)),
+      "params": optax.apply_updates(state["params"], updates),
       "opt_state": opt_state,
       "step": state["step"] + 1,
       "key": state["key"],
