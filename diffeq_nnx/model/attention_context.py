@@ -86,7 +86,7 @@ class SplitPacking(NamedTuple):
     return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL, "context")
 
 
-def packed(
+def pack(
   tokens_BxL: jax.Array, segment_ids_BxL: jax.Array | None, positions_BxL: jax.Array | None
 ) -> tuple[jax.Array, Packing | SplitPacking]:
   """Tokens and their packing; both in zigzag order where the surrounding mesh splits such sequences."""
@@ -98,7 +98,9 @@ def packed(
   return context_lib.zigzag(tokens_BxL), SplitPacking(segment_ids_BxL, context_lib.zigzag(positions_BxL))
 
 
-def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str) -> jax.Array:
+def rotate_heads(
+  x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str
+) -> jax.Array:
   """Rotary position embedding, each device with its own sequences and heads; positions None: 0 to L-1."""
   frequencies_R = frequencies(x_BxLxHxC.shape[-1], **dataclasses.asdict(rope))
 
@@ -131,7 +133,7 @@ def per_device(
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
-FEW = 16  # new tokens that attend to all slots at once; more have the kernels of long sequences
+MAX_DECODE_QUERIES = 16  # new tokens that attend to all slots at once; more have the kernels of long sequences
 ROWS_UNROLLED = 8  # that are written without a loop, whose turns take a TPU longer than what they write
 
 
@@ -183,7 +185,7 @@ class DecodeCache:
     """Attention of the new tokens to their rows, [B, Q, H, C]."""
     keys, values = self.before[len(self.stored)]
     self.stored.append((self._with(keys, k_BxQxKxC), self._with(values, v_BxQxKxC)))
-    if q_BxQxHxC.shape[1] > FEW:
+    if q_BxQxHxC.shape[1] > MAX_DECODE_QUERIES:
       return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
     run = functools.partial(decode_attention, implementation=implementation)
     arrays = q_BxQxHxC.swapaxes(1, 2), *self.stored[-1], self.slot, self.next_B

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
-from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, packed
+from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, pack
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.context import in_order
@@ -90,7 +90,7 @@ class Model(nnx.Module):
     weights = self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
     return weight_sources.GridWeights(weights, grid)
 
-  def gathered(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
+  def gather(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
     """The weights at one time, from the devices that hold parts of them."""
     return self._per_leaf(sharding.gather, weights)
 
@@ -127,7 +127,7 @@ class Model(nnx.Module):
     if self.positions is not None and context is None and L > self.config.seq_len:
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
     if context is None:
-      tokens_BxL, context = packed(tokens_BxL, segment_ids_BxL, positions_BxL)
+      tokens_BxL, context = pack(tokens_BxL, segment_ids_BxL, positions_BxL)
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     dropout = vector_fields.Dropout()
     if dropout_key is not None and self.config.dropout:
@@ -141,9 +141,9 @@ class Model(nnx.Module):
       weights,
       key=solve_key,
       adjoint=adjoint,
-      gather=self.gathered,
+      gather=self.gather,
     )
-    return self.normed(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
+    return self.normalize(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 
   def hidden_unrolled(
     self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext
@@ -158,7 +158,7 @@ class Model(nnx.Module):
     """
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     field = vector_fields.BoundField(self.field, context)
-    return self.normed(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
+    return self.normalize(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -204,7 +204,7 @@ class Model(nnx.Module):
     table_PxD = self._table(self.positions)
     return x_BxLxD + (table_PxD[None, : tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
 
-  def normed(self, x_BxLxD: jax.Array) -> jax.Array:
+  def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
     """The final norm, [B, L, D] -> [B, L, D]."""
     norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
     return self.field.final_norm(x_BxLxD, norm)

@@ -37,8 +37,8 @@ class Goodput:
       self._activity, self._moved = "training", time.perf_counter()
       self._seconds[activity] += self._moved - start
 
-  def moved(self, step: int) -> None:
-    """Tells that a train step was started."""
+  def mark_step(self, step: int) -> None:
+    """Records that a train step started."""
     self._step, self._moved = step, time.perf_counter()
 
   def shares(self) -> dict[str, float]:

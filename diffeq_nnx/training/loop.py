@@ -55,7 +55,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       _check_lossless(config, corpus, workdir)
     claim_workdir(config, workdir, corpus)
     with goodput.spending("compiling"):
-      config = fastest.settled(config, workdir, mesh)
+      config = fastest.autotune(config, workdir, mesh)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):
@@ -182,7 +182,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       state, metrics = train_step(state, batch, num_steps)
     compiled.add(num_steps)
     watch.after(step + 1, num_steps, metrics)
-    run.goodput.moved(step + 1)
+    run.goodput.mark_step(step + 1)
     validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
     save, preempted = run.must_save(step + 1), run.preemption.reached()
     if validate or save or preempted:

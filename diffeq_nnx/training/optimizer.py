@@ -61,7 +61,7 @@ def is_matrix(path: tuple[str, ...]) -> bool:
   return path[0] == "weight_source" and path[1] in ("generator", "stored") and path[-1] == "kernel"
 
 
-def orthogonalized(update: jax.Array) -> jax.Array:
+def orthogonalize(update: jax.Array) -> jax.Array:
   """The nearest orthogonal matrices, about, for matrices [..., in, out]; elements of `MUON_RMS` (root mean square)."""
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
   # without momentum Muon is this alone; optax exports nothing smaller
@@ -70,16 +70,16 @@ def orthogonalized(update: jax.Array) -> jax.Array:
   return direction * (MUON_RMS * max(update.shape[-2:]) ** 0.5)  # an orthogonal matrix has 1 / sqrt(max(in, out))
 
 
-def orthogonalized_apart(update: jax.Array, heads: Heads | None, by_head: bool) -> jax.Array:
+def orthogonalize_parts(update: jax.Array, heads: Heads | None, by_head: bool) -> jax.Array:
   """The same for each of the matrices that kernels [..., in, out] join, or for each of their heads."""
   if heads is None:
-    return orthogonalized(update)
+    return orthogonalize(update)
   slots = update.reshape(*update.shape[:-1], heads.groups, sum(heads.parts), heads.head_dim)
   if by_head:
-    return jnp.moveaxis(orthogonalized(jnp.moveaxis(slots, -4, -2)), -2, -4).reshape(update.shape)
+    return jnp.moveaxis(orthogonalize(jnp.moveaxis(slots, -4, -2)), -2, -4).reshape(update.shape)
   ends = np.cumsum(heads.parts)[:-1].tolist()
   parts = jnp.split(slots, ends, axis=-2)  # of each [..., in, groups, heads, head_dim]
-  made = [orthogonalized(part.reshape(*update.shape[:-1], -1)).reshape(part.shape) for part in parts]
+  made = [orthogonalize(part.reshape(*update.shape[:-1], -1)).reshape(part.shape) for part in parts]
   return jnp.concatenate(made, axis=-2).reshape(update.shape)
 
 
@@ -88,7 +88,7 @@ def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) 
 
   def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
     spec = specs.get(_keys(path)[2], {}).get("kernel")
-    return orthogonalized_apart(update, None if spec is None else spec.heads, by_head)
+    return orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
 
   apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
   matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)

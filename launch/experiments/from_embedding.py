@@ -40,7 +40,7 @@ class FromEmbedding(solvers.Solver):
     x_BxLxD, embedded_BxLxD = carry
     share_D = weights[0]["from_embedding"]["share"]
     slopes = field(x_BxLxD, weights[0], key), share_D[None, None] * embedded_BxLxD
-    return solvers.moved(x_BxLxD, dt, (1.0, 1.0), slopes), embedded_BxLxD
+    return solvers.add_increment(x_BxLxD, dt, (1.0, 1.0), slopes), embedded_BxLxD
 
   def read(self, carry):
     """The state."""

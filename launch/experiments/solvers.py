@@ -119,12 +119,12 @@ class Plain(solvers.Solver):
   def step(self, field, carry, weights, dt, key):
     """See `Leapfrog`."""
     before, middle = carry
-    return middle, solvers.moved(before, dt, (2.0,), (field(middle, weights[0], key),))
+    return middle, solvers.add_increment(before, dt, (2.0,), (field(middle, weights[0], key),))
 
   def undo(self, field, carry, weights, dt, key):
     """See `Leapfrog`."""
     middle, after = carry
-    return solvers.moved(after, dt, (-2.0,), (field(middle, weights[0], key),)), middle
+    return solvers.add_increment(after, dt, (-2.0,), (field(middle, weights[0], key),)), middle
 
   def read(self, carry):
     """The mean of both."""
