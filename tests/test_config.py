@@ -202,6 +202,16 @@ def test_a_config_from_before_norm_shift_means_what_it_meant(field, initializati
   assert config_lib.from_dict(config_lib.to_dict(before)) == before
 
 
+def test_a_config_with_keys_that_are_gone_is_read_if_they_had_their_defaults():
+  nested = config_lib.to_dict(config_lib.Config())
+  nested["train"]["draw"] = "one"
+  nested["model"]["time"] |= {"length": None, "constant_share": 0.0}
+  assert config_lib.from_dict(nested) == config_lib.Config()
+  nested["model"]["time"]["length"] = 0.25
+  with pytest.raises(UserError, match="length: unknown key"):
+    config_lib.from_dict(nested)
+
+
 @pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])
 def test_a_config_argument_that_means_nothing_is_told(choice):
   with pytest.raises(UserError, match="write CORPUS,ROW; "):

@@ -94,6 +94,7 @@ class GPTField:
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
+  attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "qkv", "out")  # the rest is the other branch's
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
 
@@ -182,6 +183,7 @@ class LlamaField:
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # the rotary positions
+  attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "query", "key", "value", "out")
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 

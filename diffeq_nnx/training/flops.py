@@ -9,13 +9,9 @@ pass; what rematerialization computes again, or undoes, is not counted. Generati
 time MLPs' own products, also times three; it happens once an optimizer step.
 """
 
-from collections.abc import Callable
-import functools
-import math
 import time
 
 import jax
-from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,38 +47,13 @@ def model_flops(config: Config, num_steps: int) -> float:
 
 def forward_flops(model: ModelConfig, num_steps: int) -> float:
   """FLOPs of a forward pass for each token of a sequence of `model.seq_len`."""
-  evaluations = solvers.SOLVERS[model.solver].evaluations
-  in_attention, in_feedforward = branch_kernels(model)
-  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
-  step = evaluations.attention * attention + evaluations.feedforward * 2 * in_feedforward
-  return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)
-
-
-class _NoKernel:
-  """An attention context for tracing which weights the branch reads, on no device and with no kernel."""
-
-  positions_BxL = None
-
-  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Something that depends on all three, [B, L, H, C]."""
-    return q_BxLxHxC * k_BxLxKxC.sum() * v_BxLxKxC.sum()
-
-
-@functools.lru_cache(maxsize=64)
-def branch_kernels(model: ModelConfig) -> tuple[int, int]:
-  """(elements of the kernels that the attention branch reads, of those that the feed-forward branch reads)."""
-  field, x_1x1xD = vector_fields.make_field(model), jax.ShapeDtypeStruct((1, 1, model.embed_dim), jnp.float32)
+  field, evaluations = vector_fields.make_field(model), solvers.SOLVERS[model.solver].evaluations
   specs = field.specs(model)
-  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), specs)
-
-  def read_by(branch: Callable) -> int:
-    found = jax.make_jaxpr(branch)(x_1x1xD, weights).jaxpr
-    used = {variable for equation in found.eqns for variable in equation.invars if not isinstance(variable, Literal)}
-    paths = jax.tree_util.tree_leaves_with_path(weights)
-    read = [(path, leaf) for (path, leaf), variable in zip(paths, found.invars[1:], strict=True) if variable in used]
-    return sum(math.prod(leaf.shape) for path, leaf in read if path[-1].key == "kernel")
-
-  return read_by(lambda x, w: field.attention(x, w, _NoKernel())), read_by(field.feedforward)
+  in_attention = num_elements({group: specs[group] for group in field.attention_groups}, "kernel")
+  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
+  feedforward = 2 * (num_elements(specs, "kernel") - in_attention)
+  step = evaluations.attention * attention + evaluations.feedforward * feedforward
+  return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)
 
 
 def generator_flops(model: ModelConfig, num_steps: int) -> float:
