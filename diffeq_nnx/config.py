@@ -205,15 +205,6 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   return config
 
 
-def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; a missing key has its default, or what `completed` says.
-
-  Raises:
-    UserError: as `from_config_dict`.
-  """
-  return from_config_dict(config_fields.merged(default(), completed(nested)))
-
-
 # Keys that older versions had, with the value that means what happens without them: a run with that value is read.
 REMOVED = (("train.draw", "one"), ("model.time.length", None), ("model.time.constant_share", 0.0))
 
@@ -226,9 +217,17 @@ def _without_removed(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]
   }
 
 
+def from_dict(nested: dict[str, Any]) -> Config:
+  """The config that `to_dict` turned into plain dicts; a missing key has its default, or what `completed` says.
+
+  Raises:
+    UserError: as `from_config_dict`.
+  """
+  return from_config_dict(config_fields.merged(default(), completed(_without_removed(nested))))
+
+
 def completed(nested: dict[str, Any]) -> dict[str, Any]:
   """A config from `to_dict`, perhaps of an older version; keys that it lacks keep the older behavior."""
-  nested = _without_removed(nested)
   model = nested.get("model", {})
   if (
     not isinstance(model, dict)

@@ -69,10 +69,12 @@ def test_the_row_elastic_is_the_recipe_that_was_chosen():
   assert config_lib.load("configs/gpt_small.py:elastic").train.step_counts == (6, 8, 12, 16, 24)
 
 
-def test_depths_are_drawn_late():
+def test_depths_are_drawn_late_from_seed_and_step_alone():
   config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=40)
-  drawn = [draw_num_steps(config, step) for step in range(40)]
+  draw = lambda config: [draw_num_steps(config, step) for step in range(40)]
+  drawn = draw(config)
   assert set(drawn[:28]) == {3} and set(drawn[28:]) == {2, 4, 6}
+  assert drawn == draw(config) != draw(dataclasses.replace(config, seed=1)) and set(draw(small_config())) == {3}
   assert list_num_steps(config) == [6, 4, 3, 2] and list_num_steps(small_config()) == [3]
 
 

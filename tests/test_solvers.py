@@ -259,7 +259,7 @@ def test_discretized_equals_continuous(solver, weights_at):
   np.testing.assert_allclose(logits(uneven), logits(again), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["heun", "leapfrog"])
+@pytest.mark.parametrize("solver", ["euler", "heun", "leapfrog"])
 def test_held_time_equals_one_shared_set(solver):
   held = dataclasses.replace(small_model().time, constant=True)
   model = moved_instance(small_model(solver=solver, time=held))

@@ -15,7 +15,6 @@ from diffeq_nnx.model import grids
 from diffeq_nnx.model.vector_fields import make_field
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import step as step_lib
-from diffeq_nnx.training.depths import draw_num_steps
 from diffeq_nnx.training.optimizer import MUON_RMS, make_optimizer, schedule
 from diffeq_nnx.training.step import (
   init_state,
@@ -124,11 +123,8 @@ def test_the_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth_at_
   assert [float(rate(count)) for count in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
   assert float(rate(98)) > float(rate(99)) == pytest.approx(0.2)
 
-
-@pytest.mark.parametrize("warmup", [0.0, 0.01])
-@pytest.mark.parametrize("steps", [1, 2, 20])
-def test_the_first_step_of_a_short_run_has_the_peak_rate(steps, warmup):
-  assert schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=warmup), steps)(0) == pytest.approx(2.0)
+  for steps, warmup in itertools.product((1, 2, 20), (0.0, 0.01)):  # the first step of a short run has the peak
+    assert schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=warmup), steps)(0) == pytest.approx(2.0)
 
 
 def test_a_schedule_has_a_length_of_its_own():
@@ -270,26 +266,11 @@ def test_an_option_that_the_compiler_lacks_is_said_and_left_out(monkeypatch, cap
   known_options.cache_clear()
 
 
-def test_each_step_count_is_compiled_once():
-  config = small_config(step_counts=(2, 3))
+def test_equal_configs_share_a_step_that_is_compiled_once_for_each_number_of_steps():
+  config, again, other = (small_config(step_counts=counts) for counts in ((2, 3), (2, 3), (2, 4)))
   step, batch = make_train_step(config), random_batch(config)
+  assert make_train_step(again) is step and make_train_step(other) is not step
   state = jax.jit(init_state, static_argnums=0)(config)
   for n in (2, 3, 2, 3, 2):
     state, _ = step(state, batch, n)
   assert step._cache_size() == 2
-
-
-def test_equal_configs_share_a_compiled_step():
-  again, other = small_config(step_counts=(2, 3)), small_config(step_counts=(2, 4))
-  assert make_train_step(again) is make_train_step(small_config(step_counts=(2, 3)))
-  assert make_train_step(other) is not make_train_step(again)
-
-
-def test_drawn_step_counts_depend_on_seed_and_step_alone():
-  config = small_config(step_counts=(4, 6, 8))
-  drawn = [draw_num_steps(config, step) for step in range(60)]
-  assert drawn == [draw_num_steps(config, step) for step in range(60)]
-  assert set(drawn) == {4, 6, 8}
-  other = dataclasses.replace(config, seed=1)
-  assert drawn != [draw_num_steps(other, step) for step in range(60)]
-  assert {draw_num_steps(small_config(), step) for step in range(5)} == {3}

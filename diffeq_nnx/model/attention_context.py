@@ -133,7 +133,7 @@ def per_device(
 
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, K, P, C] each
-MAX_DECODE_QUERIES = 16  # new tokens that attend to all slots at once; more have the kernels of long sequences
+FEW = 16  # new tokens that attend to all slots at once; more have the kernels of long sequences
 ROWS_UNROLLED = 8  # that are written without a loop, whose turns take a TPU longer than what they write
 
 
@@ -185,7 +185,7 @@ class DecodeCache:
     """Attention of the new tokens to their rows, [B, Q, H, C]."""
     keys, values = self.before[len(self.stored)]
     self.stored.append((self._with(keys, k_BxQxKxC), self._with(values, v_BxQxKxC)))
-    if q_BxQxHxC.shape[1] > MAX_DECODE_QUERIES:
+    if q_BxQxHxC.shape[1] > FEW:
       return self._attend_in_two(q_BxQxHxC, k_BxQxKxC, v_BxQxKxC, keys, values, implementation)
     run = functools.partial(decode_attention, implementation=implementation)
     arrays = q_BxQxHxC.swapaxes(1, 2), *self.stored[-1], self.slot, self.next_B

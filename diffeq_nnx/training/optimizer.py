@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 
 from diffeq_nnx.config import OptimizerConfig
+from diffeq_nnx.model.parameters import TABLES
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 
 
@@ -43,9 +44,7 @@ def decays(path: tuple[str, ...], generated: bool = False) -> bool:
   It applies to the embedding tables, the head, stored or shared kernels, and, if `generated`, to those of generators;
   not to LoRA adapters, biases and norms.
   """
-  if path[0] in ("embedding", "positions", "head"):
-    return True
-  return is_matrix(path) and (generated or path[1] == "stored")
+  return path[0] in TABLES or (is_matrix(path) and (generated or path[1] == "stored"))
 
 
 MUON_MOMENTUM = 0.95
