@@ -69,7 +69,7 @@ class DataConfig(Section, prefix="data."):
 class OptimizerConfig(Section, prefix="optimizer."):
   """The optimizer, with a linear warm-up and a cosine decay."""
 
-  name: str = one_of("adamw", "muon", "muon_weights", "lion", "schedule_free")  # docs/training.md
+  name: str = one_of("adamw", "muon", "muon_weights", "lion")  # docs/training.md
   peak_rate: float = number(3e-4, above=0)
   final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
   warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps; at least the first step
@@ -97,8 +97,7 @@ class TrainConfig(Section, prefix="train."):
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
   # sequences of a micro-batch on a device; None: one micro-batch; -1: the fastest number, measured
   device_batch_size: int | None = dataclasses.field(default=None, metadata={"rule": _count_or_measured})
-  step_counts: tuple[int, ...] = ()  # numbers of solver steps to train with; (): always model.num_steps
-  draw: str = one_of("one", "sandwich")  # in a train step: one, drawn; or fewest, most and one drawn, for 1/4, 1/4, 1/2
+  step_counts: tuple[int, ...] = ()  # numbers of solver steps, of which a train step draws one; (): model.num_steps
   draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
   # rematerialization if checkpointed; dots: matrix products are kept; auto: the fastest of these, measured
@@ -239,12 +238,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def _check_training(config: Config) -> None:
   model, train = config.model, config.train
-  if not train.step_counts and (train.draw != "one" or train.draw_from):
-    raise UserError("train.draw, train.draw_from: choose among train.step_counts; set that too, or leave them out")
+  if not train.step_counts and train.draw_from:
+    raise UserError(f"train.draw_from={train.draw_from}: is for train.step_counts; set that too, or leave it at 0")
   if train.step_counts and model.weights == "generated" and config.optimizer.name == "muon_weights":
     raise UserError("optimizer.name=muon_weights: trains one number of steps; use muon or adamw with train.step_counts")
-  if train.draw == "sandwich" and train.batch_size % 4:
-    raise UserError(f"train.batch_size={train.batch_size}: train.draw=sandwich splits it into quarters")
   if train.loss_chunks is not None:
     check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = (

@@ -7,7 +7,7 @@ import re
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.errors import UserError
 
-SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 ode_transformer leapfrog".split()
+SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 leapfrog".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,6 @@ class TimeConfig(Section, prefix="model.time."):
   time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
   scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1; unless uniform
   common: float = number(0.0, at_least=0)  # size of a feature that is the same at all t, beside waves of size 1
-  length: float | None = number(None, above=0)  # of e(t), its root sum of squares; None: as the MLP makes it
-  constant_share: float = number(0.0, at_least=0, below=1)  # of W's initial variance, that which is the same at all t
   weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
   constant: bool = False  # hold t at 0: the control that has the parameters but not the time
 

@@ -49,7 +49,7 @@ from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import possible_counts
+from diffeq_nnx.training.depths import list_num_steps
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
 from launch import gpus
 from launch.benchmarks import hlo, roofline, step_profile
@@ -165,7 +165,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
   config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = make_train_step(config, mesh).trace(
-      abstract_state(config, mesh), abstract_batch(config, mesh), possible_counts(config)[0]
+      abstract_state(config, mesh), abstract_batch(config, mesh), list_num_steps(config)[0]
     )
     try:
       compiled = traced.lower(lowering_platforms=(platform,)).compile()
@@ -270,7 +270,7 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   compute = sum(seconds for seconds, _ in parts.values())
   fast, slow = max(compute, sent), compute + sent
   tokens = config.train.batch_size * config.model.seq_len
-  model = flops.model_flops(config, possible_counts(config)[0]) / step.mesh.size / peak_flops(step.device_kind)
+  model = flops.model_flops(config, list_num_steps(config)[0]) / step.mesh.size / peak_flops(step.device_kind)
   for name, (seconds, meaning) in parts.items():
     lines.append(f"  {f'{name}, s':<30} {seconds:8.3f}   {meaning}")
   return [

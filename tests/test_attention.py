@@ -270,7 +270,7 @@ def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch)
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")
     params = jax.jit(init_state, static_argnums=0)(config)["params"]
-    function = lambda p, b: loss_and_gradients(config, [uniform_grid(3, 3.0)], p, b, jax.random.key(0))
+    function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b, jax.random.key(0))
     return jax.jit(function)(params, make_batch(config))
 
   with monkeypatch.context() as patch:

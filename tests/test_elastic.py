@@ -22,12 +22,12 @@ from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import drawn_counts, possible_counts, say_untrained
+from diffeq_nnx.training.depths import draw_num_steps, list_num_steps, say_untrained
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
-from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
+from diffeq_nnx.training.step import init_state, make_train_step
 from launch.experiments.elastic import RECIPES
-from tests.conftest import moved_instance, perturb, random_batch, run_config, small_config, small_instance, small_model
+from tests.conftest import moved_instance, random_batch, run_config, small_config, small_instance, small_model
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
@@ -36,22 +36,16 @@ TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 # the time embedding
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("length", [None, 1.0])
-def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors(share, length):
-  """share + (1 - share) cos(e(t), e(t')), and with the spread of a plain model's weights."""
-  time = dataclasses.replace(UNIFORM, constant_share=share, length=length)
-  model = small_instance(small_model(time=time, embed_dim=64, mlp_dim=128))
-  if length:
-    e_1xT = model.weight_source.time_vectors([0.3])[0]
-    assert np.linalg.norm(e_1xT) == pytest.approx(length, rel=1e-5)
+def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors():
+  """cos(e(t), e(t')), and with the spread of a plain model's weights."""
+  model = small_instance(small_model(time=UNIFORM, embed_dim=64, mlp_dim=128))
   W_UxDxF = np.asarray(model.block_weights().sets["up"]["kernel"])
   group = list(model.weight_source.groups).index("up")
   e_UxT = np.asarray(model.weight_source.mean_vectors(model.times()))[group]
   square = np.square(e_UxT).sum(1).mean()
   flat = W_UxDxF.reshape(len(W_UxDxF), -1)
   std = 0.02  # GPT-2's
-  expected = share + (1 - share) * (e_UxT @ e_UxT.T) / square
+  expected = e_UxT @ e_UxT.T / square
   np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, expected, rtol=0, atol=0.06)
 
 
@@ -60,7 +54,7 @@ def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
   state, step = jax.jit(init_state, static_argnums=0)(config), make_train_step(config)
   before = state["params"]["weight_source"]["time_mlp"]["kernel1"] + 0.0
   for number in range(4):
-    state, _ = step(state, random_batch(config, number), drawn_counts(config, number))
+    state, _ = step(state, random_batch(config, number), draw_num_steps(config, number))
   assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
   model = build(config.model, state["params"])
   coarse, fine = (model.block_weights(model.grid(n)).sets for n in (3, 12))
@@ -77,48 +71,13 @@ def test_the_row_elastic_is_the_recipe_that_was_chosen():
   assert config_lib.load("configs/gpt_small.py:elastic").train.step_counts == (6, 8, 12, 16, 24)
 
 
-def test_depths_are_drawn_late():
+def test_depths_are_drawn_late_from_seed_and_step_alone():
   config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=40)
-  drawn = [drawn_counts(config, step) for step in range(40)]
-  assert set(drawn[:28]) == {(3,)} and set(drawn[28:]) == {(2,), (4,), (6,)}
-  assert possible_counts(config) == [(6,), (4,), (3,), (2,)]
-
-
-def test_a_sandwich_has_the_fewest_the_most_and_one_more():
-  config = small_config(step_counts=(2, 4, 6), draw="sandwich", steps=40)
-  drawn = {drawn_counts(config, step) for step in range(40)}
-  assert drawn == {(2, 6, 2, 2), (2, 6, 4, 4), (2, 6, 6, 6)} == set(possible_counts(config))
-  assert flops.model_flops(config, (2, 6, 4, 4)) == flops.model_flops(config, (4,))
-  assert possible_counts(small_config()) == [(3,)]
-
-
-def of_counts(config, counts, batch, params):
-  parts = [grids.make_grid(config.model, count) for count in counts]
-  return jax.jit(lambda p, b: loss_and_gradients(config, parts, p, b, jax.random.key(0)))(params, batch)
-
-
-@pytest.mark.parametrize("held", [None, 4])
-@pytest.mark.parametrize("weights", ["generated", "shared"])
-def test_a_sandwich_s_gradient_is_the_mean_of_its_parts(weights, held):
-  """Each part of the batch alone, at its number of steps; also under gradient accumulation."""
-  model = small_model(weights=weights, time=UNIFORM)
-  config = small_config(model, batch_size=8, step_counts=(2, 5), draw="sandwich", device_batch_size=held)
-  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
-  batch, counts = random_batch(config), (2, 5, 3, 3)
-  loss, gradients = of_counts(config, counts, batch, params)
-  alone = small_config(model, batch_size=2)
-  parts = [
-    of_counts(alone, (n,), {k: v[2 * i : 2 * i + 2] for k, v in batch.items()}, params) for i, n in enumerate(counts)
-  ]
-  mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *parts)
-  assert loss == pytest.approx(mean[0], rel=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), gradients, mean[1])
-
-
-def test_a_device_s_sequences_must_make_quarters():
-  config = small_config(batch_size=8, step_counts=(2, 5), draw="sandwich", device_batch_size=2)
-  with pytest.raises(UserError, match="quarters"):
-    of_counts(config, (2, 5, 5, 5), random_batch(config), jax.jit(init_state, static_argnums=0)(config)["params"])
+  draw = lambda config: [draw_num_steps(config, step) for step in range(40)]
+  drawn = draw(config)
+  assert set(drawn[:28]) == {3} and set(drawn[28:]) == {2, 4, 6}
+  assert drawn == draw(config) != draw(dataclasses.replace(config, seed=1)) and set(draw(small_config())) == {3}
+  assert list_num_steps(config) == [6, 4, 3, 2] and list_num_steps(small_config()) == [3]
 
 
 def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
@@ -129,7 +88,7 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, time=UNIFORM),
-    train=dataclasses.replace(config.train, step_counts=(1, 2, 4), draw="sandwich", draw_from=0.4, log_every=1),
+    train=dataclasses.replace(config.train, step_counts=(1, 2, 4), draw_from=0.4, log_every=1),
   )
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   train(config, whole)
@@ -140,10 +99,10 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   def stopped(step):
     if step == 10:
       raise Stop
-    return drawn_counts(config, step)
+    return draw_num_steps(config, step)
 
   with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-    patch.setattr("diffeq_nnx.training.loop.drawn_counts", lambda config, step: stopped(step))
+    patch.setattr("diffeq_nnx.training.loop.draw_num_steps", lambda config, step: stopped(step))
     train(config, halves)
   train(config, halves)
   losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, "train")] for folder in (whole, halves)]
@@ -152,9 +111,9 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
 
 def test_an_elastic_run_can_be_discretized():
   """Stored weights exist for one depth, so that nothing is drawn."""
-  config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), draw="sandwich", draw_from=0.5)
+  config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), draw_from=0.5)
   stored = derive_config(config, discretized_config(config.model, 2))
-  assert possible_counts(stored) == [(2,)]
+  assert list_num_steps(stored) == [2]
 
 
 # several depths of one run
@@ -171,7 +130,7 @@ def test_evaluation_at_several_depths_is_that_of_each(finished, capsys):
     assert row["loss"] == jobs.run("evaluate", config, str(workdir), num_steps=row["num_steps"])["loss"]
     assert f"| {row['num_steps']} | {row['loss']:.4f} |" in printed.err
     count = config.train.batch_size * config.model.seq_len
-    assert row["flops_per_token"] == flops.model_flops(config, [row["num_steps"]]) / 3 / count
+    assert row["flops_per_token"] == flops.model_flops(config, row["num_steps"]) / 3 / count
   assert (workdir / "depths.png").read_bytes().startswith(b"\x89PNG")
   (workdir / "depths.png").unlink()
   with pytest.raises(UserError, match="num_steps=0: must be 1 or above"):

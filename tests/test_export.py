@@ -259,9 +259,8 @@ def test_our_own_modeling_file_generates(field, solver, tmp_path):
   np.testing.assert_array_equal(both[1, 2:], short[0])
 
 
-@pytest.mark.parametrize("solver", ["euler", "ode_transformer"])
-def test_our_own_modeling_file_gives_a_loss_and_gradients(solver, tmp_path):
-  loaded = load(diffeq_nnx.export_hf(make(small_model(solver=solver)), str(tmp_path / "out"))).train()
+def test_our_own_modeling_file_gives_a_loss_and_gradients(tmp_path):
+  loaded = load(diffeq_nnx.export_hf(make(small_model(solver="euler")), str(tmp_path / "out"))).train()
   tokens = torch.tensor(TOKENS_2x12)
   loss = loaded(tokens, labels=tokens).loss
   loss.backward()

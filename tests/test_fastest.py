@@ -43,12 +43,12 @@ def clock(monkeypatch):
   """Seconds by choice, None where it does not fit, and the choices that were asked for."""
   times, asked = {}, []
 
-  def seconds_of(config, mesh):
+  def time_step(config, mesh):
     choice = config.train.remat, config.train.device_batch_size
     asked.append(choice)
     return times.get(choice, 1.0)
 
-  monkeypatch.setattr(fastest, "seconds_of", seconds_of)
+  monkeypatch.setattr(fastest, "time_step", time_step)
   return times, asked
 
 
@@ -56,16 +56,16 @@ def test_a_step_is_timed_unless_it_takes_more_memory_than_there_is(monkeypatch):
   config = tiny("train.device_batch_size=4", "data.attend_across_documents=False")
   mesh = mesh_of(config)
   with jax.set_mesh(mesh):
-    assert 0 < fastest.seconds_of(config, mesh) < 60
-    monkeypatch.setattr(fastest, "limit_of", lambda device: 1e5)  # bytes
-    assert fastest.seconds_of(config, mesh) is None
+    assert 0 < fastest.time_step(config, mesh) < 60
+    monkeypatch.setattr(fastest, "memory_limit", lambda device: 1e5)  # bytes
+    assert fastest.time_step(config, mesh) is None
 
 
 def test_the_fastest_that_fits_is_taken_and_nothing_larger_than_what_does_not_fit_is_tried(tmp_path, told, clock):
   times, asked = clock
   times |= {("full", 4): 0.9, ("none", 2): 0.8, ("none", 4): None, ("dots", 1): None}
   config = tiny("train.remat=auto", "train.device_batch_size=-1")
-  chosen = fastest.settled(config, str(tmp_path), mesh_of(config))
+  chosen = fastest.autotune(config, str(tmp_path), mesh_of(config))
   assert (chosen.train.remat, chosen.train.device_batch_size) == ("none", 2)
   assert asked == [
     ("full", 1),
@@ -84,14 +84,14 @@ def test_a_run_keeps_what_was_measured_until_its_devices_or_its_step_change(tmp_
   _, asked = clock
   config = tiny("train.device_batch_size=-1")
   mesh = mesh_of(config)
-  first = fastest.settled(config, str(tmp_path), mesh)
+  first = fastest.autotune(config, str(tmp_path), mesh)
   measured = len(asked)
   longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=10**6))
-  assert fastest.settled(longer, str(tmp_path), mesh).train.device_batch_size == first.train.device_batch_size
+  assert fastest.autotune(longer, str(tmp_path), mesh).train.device_batch_size == first.train.device_batch_size
   assert len(asked) == measured == 4 and "was the fastest on these devices" in told[-1]
-  fastest.settled(tiny("train.device_batch_size=-1", "model.num_steps=4"), str(tmp_path), mesh)
+  fastest.autotune(tiny("train.device_batch_size=-1", "model.num_steps=4"), str(tmp_path), mesh)
   monkeypatch.setattr(sharding, "describe", lambda mesh: "data 2")
-  fastest.settled(config, str(tmp_path), mesh)
+  fastest.autotune(config, str(tmp_path), mesh)
   assert len(asked) == 3 * measured
 
 
@@ -99,25 +99,20 @@ def test_a_run_keeps_what_was_measured_until_its_devices_or_its_step_change(tmp_
 def test_a_file_that_holds_no_choice_is_measured_again(content, tmp_path, told, clock):
   config = tiny("train.device_batch_size=-1")
   mesh = mesh_of(config)
-  fastest.settled(config, str(tmp_path), mesh)
+  fastest.autotune(config, str(tmp_path), mesh)
   file = tmp_path / fastest.FILE
   file.write_text(content.replace("%s", json.loads(file.read_text())["asked"]))
-  assert fastest.settled(config, str(tmp_path), mesh).train.remat == "none" and len(clock[1]) == 8
+  assert fastest.autotune(config, str(tmp_path), mesh).train.remat == "none" and len(clock[1]) == 8
 
 
 def test_without_auto_nothing_is_measured(tmp_path, clock):
   config = tiny()
-  assert fastest.settled(config, str(tmp_path), mesh_of(config)) is config
-  assert fastest.settled(tiny("train.device_batch_size=2"), str(tmp_path), mesh_of(config)) and not clock[1]
+  assert fastest.autotune(config, str(tmp_path), mesh_of(config)) is config
+  assert fastest.autotune(tiny("train.device_batch_size=2"), str(tmp_path), mesh_of(config)) and not clock[1]
 
 
 def test_if_nothing_fits_one_line_says_so(tmp_path, clock, told):
   clock[0].update({(remat, 8): None for remat in ("full", "dots", "none")})
   config = tiny("train.remat=auto", "train.device_batch_size=8")
   with pytest.raises(UserError, match="no choice fits these devices"):
-    fastest.settled(config, str(tmp_path), mesh_of(config))
-
-
-def test_sandwich_leaves_sequences_that_split_into_quarters():
-  config = tiny("train.step_counts=(2,4)", "train.draw=sandwich", "train.device_batch_size=-1", "optimizer.name=adamw")
-  assert fastest.candidates(config, 16) == [("none", 4), ("none", 8), ("none", 16)]
+    fastest.autotune(config, str(tmp_path), mesh_of(config))

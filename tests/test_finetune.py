@@ -89,13 +89,13 @@ def test_gradients_are_those_of_the_whole_model(x64):
   config = lora_config()
   state = start(config)
   batch, grid, key = random_batch(config), uniform_grid(3, 3.0), jax.random.key(0)
-  function = jax.jit(lambda params, frozen: loss_and_gradients(config, [grid], params, batch, key, frozen))
+  function = jax.jit(lambda params, frozen: loss_and_gradients(config, grid, params, batch, key, frozen))
   _, found = function(state["params"], state["frozen"])
   plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
   whole = all_params(state)
   merged = nnx.merge(graph(config.model), whole).block_weights().sets
   bare = {**whole, "weight_source": {"stored": merged}}
-  _, full = jax.jit(lambda params: loss_and_gradients(plain, [grid], params, batch, key))(bare)
+  _, full = jax.jit(lambda params: loss_and_gradients(plain, grid, params, batch, key))(bare)
   for group, adapter in whole["weight_source"]["lora"].items():
     gradient = full["weight_source"]["stored"][group]["kernel"]
     expected = {

@@ -122,7 +122,7 @@ class SummedField(vector_fields.GPTField):
 
 
 @pytest.mark.parametrize("field,stored_so", [(vector_fields.GPTField, True), (SummedField, False)])
-def test_on_a_cpu_kernels_are_output_first_if_the_block_only_multiplies_by_them(field, stored_so, monkeypatch):
+def test_on_a_cpu_kernels_are_output_first_in_blocks_that_only_multiply_by_them(field, stored_so, monkeypatch):
   monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
   decoder = diffeq_nnx.Decoder(make(small_model()))
   kernels = [leaf["kernel"] for one in decoder.weights["blocks"].sets for leaf in one.values() if "kernel" in leaf]

@@ -238,7 +238,8 @@ path = "launch/experiments/from_embedding.py"
 first, second = (config.load(f"{path}:{row}") for row in ("diffeq", "gpt"))
 assert first.model.solver == second.model.solver == "from_embedding"
 settings = small_model(weights="stored", num_steps=2)
-model, plain = (moved_instance(dataclasses.replace(settings, solver=name)) for name in ("from_embedding", "euler"))
+names = (("from_embedding", "gpt_from_embedding"), ("euler", "gpt"))
+model, plain = (moved_instance(dataclasses.replace(settings, solver=solver, field=field)) for solver, field in names)
 tokens = np.arange(8, dtype=np.int32)[None]
 share = model.weight_source.stored["from_embedding"]["share"]
 for name, leaves in plain.weight_source.stored.items():  # the other arrays are the same
@@ -255,6 +256,6 @@ np.testing.assert_allclose(model(tokens), plain(tokens), atol=1e-5)
 
 
 def test_a_residual_from_the_embedding_is_eulers_method_where_its_share_is_0():
-  """In a process of its own: a registered solver stays."""
+  """In a process of its own: a registered solver and field stay."""
   done = subprocess.run([sys.executable, "-c", FROM_EMBEDDING], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr

@@ -189,52 +189,6 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
   assert (moved_LxL[expected_LxL] > 1e-6).all() and (moved_LxL[~expected_LxL] < 1e-12).all()
 
 
-def with_stored_weights(model: Model, num_steps: int) -> Model:
-  """A stored model with the same embedding and norms, holding the weights that `model` generates."""
-  stored = dataclasses.replace(model.config, weights="stored", num_steps=num_steps, horizon=model.config.total_time)
-  weights = model.block_weights(model.grid(num_steps)).sets
-  params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": weights}}
-  return build(stored, params)
-
-
-@pytest.mark.parametrize("field,num_steps", [("gpt", 1), ("llama", 3), ("gpt", 7)])  # every value once
-def test_a_generator_equals_stored_weights_of_the_same_values(field, num_steps):
-  model = make(small_model(field=field))
-  tokens = jnp.arange(24).reshape(2, 12)
-  np.testing.assert_allclose(
-    logits_of(model, tokens, num_steps=num_steps), logits_of(with_stored_weights(model, num_steps), tokens), atol=1e-5
-  )
-
-
-def test_held_time_equals_one_shared_set():
-  model = make(small_model(**ROWS["constant"]))
-  weights = model.block_weights()
-  one = jax.tree.map(lambda a: a[0], weights.sets)
-  params = nnx.to_pure_dict(nnx.state(model)) | {"weight_source": {"stored": one}}
-  tokens = jnp.arange(24).reshape(2, 12)
-  np.testing.assert_allclose(model(tokens), build(small_model(weights="shared"), params)(tokens), atol=1e-6)
-
-
-def test_one_euler_step_is_the_parallel_block():
-  model = make(small_model(num_steps=1, horizon=0.5))
-  x = jax.random.normal(jax.random.key(1), (2, 12, 24))
-  weights = model.block_weights()
-  one = jax.tree.map(lambda a: a[0], weights.sets)
-  by_hand = x + 0.5 * (model.field.attention(x, one) + model.field.feedforward(x, one))
-  np.testing.assert_allclose(solved(model, x, weights), by_hand, atol=1e-6)
-
-
-def test_euler_is_of_first_order(x64):
-  """On slow weights, halving dt halves the error against a fine grid."""
-  time = dataclasses.replace(small_model().time, scale=1.0)
-  model = make(small_model(dtype="float64", horizon=1.0, time=time))
-  tokens = jnp.arange(24).reshape(2, 12)
-  fine = logits_of(model, tokens, num_steps=4096)
-  errors = [float(jnp.abs(logits_of(model, tokens, num_steps=n) - fine).max()) for n in (32, 64, 128)]
-  orders = np.log2(np.asarray(errors[:-1]) / np.asarray(errors[1:]))
-  assert (np.abs(orders - 1) < 0.1).all(), orders
-
-
 @pytest.mark.parametrize("num_steps", [1, 3, 49, 93, 99, 105])
 def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
   grid = grids.uniform_grid(num_steps, 1.0)

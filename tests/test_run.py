@@ -99,7 +99,7 @@ def test_a_checkpoint_is_also_saved_after_minutes(run):
 def test_health_lines_tell_progress_and_a_stall(capfd, monkeypatch):
   monkeypatch.setattr(goodput, "HEALTH_SECONDS", 0.01)
   times = goodput.Goodput()
-  times.moved(7)
+  times.mark_step(7)
   with times.watched(), times.spending("saving"):
     time.sleep(0.1)
     monkeypatch.setattr(goodput, "STALLED_SECONDS", 0.0)

@@ -121,11 +121,10 @@ from diffeq_nnx.training.step import init_state, make_train_step, state_sharding
 from tests.conftest import packed_batch, random_batch, small_config, small_model
 
 def losses(field, devices, held=None, make_batch=random_batch, solver="euler", adjoint="checkpointed",
-           counts=(3,), draw="one", **sizes):
+           **sizes):
   config = small_config(small_model(field=field, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=40,
                                     dropout=0.1, solver=solver),
-                        batch_size=8 if draw == "one" else 32, device_batch_size=held, remat="full", adjoint=adjoint,
-                        draw=draw, step_counts=() if draw == "one" else (2, 3))
+                        batch_size=8, device_batch_size=held, remat="full", adjoint=adjoint)
   mesh = sharding.make_mesh(MeshConfig(**sizes), jax.devices()[:devices])
   with jax.set_mesh(mesh):
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
@@ -133,7 +132,7 @@ def losses(field, devices, held=None, make_batch=random_batch, solver="euler", a
     share = sharding.Share(mesh, config.train.batch_size)
     for number in range(10):
       batch = share.place(make_batch(config, number))
-      state, metrics = step(state, batch, counts)
+      state, metrics = step(state, batch, 3)
       found.append(float(metrics["loss"]))
   return found
 
@@ -142,8 +141,6 @@ print(json.dumps([losses("gpt", 1), losses("gpt", 8), losses("gpt", 8, data=2, f
 print(json.dumps([losses("llama", 1), losses("llama", 8, data=2, fsdp=2, tensor=2)]))
 reversible = {"solver": "leapfrog", "adjoint": "reversible"}
 print(json.dumps([losses("gpt", 1, **reversible), losses("gpt", 8, data=2, fsdp=2, tensor=2, **reversible)]))
-sandwich = {"draw": "sandwich", "counts": (2, 4, 3, 3)}
-print(json.dumps([losses("gpt", 1, **sandwich), losses("gpt", 4, held=4, data=2, fsdp=1, tensor=2, **sandwich)]))
 print(json.dumps([losses("gpt", 1, held=4), losses("gpt", 4, held=1), losses("gpt", 8, held=1)]))  # 2, 2, 1 parts
 for field in ("gpt", "llama"):  # documents apart; the second in two parts
   print(json.dumps([losses(field, 1, make_batch=packed_batch),

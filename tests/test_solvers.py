@@ -95,7 +95,7 @@ def test_with_a_shifted_node_the_order_is_lost(solver, c, x64):
 
 def test_the_config_names_the_solvers():
   assert list(SOLVERS) == list(config_lib.choices("model.solver"))
-  assert set(SOLVERS) == {*ORDERS, "ode_transformer"}
+  assert set(SOLVERS) == set(ORDERS)
 
 
 def by_hand(name, f, x, w, h):
@@ -115,12 +115,6 @@ def by_hand(name, f, x, w, h):
     k2 = f(x + h / 2 * k1, w[1])
     k3 = f(x + h / 2 * k2, w[1])
     return x + h / 6 * (k1 + 2 * k2 + 2 * k3 + f(x + h * k3, w[2]))
-  if name == "ode_transformer":
-    k1 = f(x, w[0])
-    k2 = f(x + h * k1, w[0])
-    gate, bias = w[0]["slopes"]["gate"], w[0]["slopes"]["bias"]
-    g = jax.nn.sigmoid(jnp.concatenate([k1, k2], -1) @ gate.reshape(-1, 1) + bias[None, None])
-    return x + h * (g * k1 + (1 - g) * k2)
   a, m = (lambda x: f.attention(x, w[0], KEY)), (lambda x: f.feedforward(x, w[0], KEY))
   if name == "sequential":
     x = x + h * a(x)
@@ -193,7 +187,6 @@ def test_leapfrog_is_the_two_step_midpoint_rule(x64):
     ("heun", (0, 1), 7),
     ("ralston", (0, 2 / 3), 12),
     ("rk4", (0, 0.5, 1), 13),
-    ("ode_transformer", (1,), 6),
     ("leapfrog", (0.5,), 6),
   ],
 )
@@ -266,7 +259,7 @@ def test_discretized_equals_continuous(solver, weights_at):
   np.testing.assert_allclose(logits(uneven), logits(again), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["heun", "ode_transformer", "leapfrog"])
+@pytest.mark.parametrize("solver", ["euler", "heun", "leapfrog"])
 def test_held_time_equals_one_shared_set(solver):
   held = dataclasses.replace(small_model().time, constant=True)
   model = moved_instance(small_model(solver=solver, time=held))
@@ -290,14 +283,14 @@ def test_adapters_are_on_every_weight_set(solver, sets):
 
 
 def test_flops_count_the_evaluations():
-  count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), [4]) - head
+  count = lambda solver: flops.model_flops(small_config(small_model(solver=solver)), 4) - head
   head = 3.0 * 2 * 31 * 24 * 4 * 12
   one = count("euler")
   assert one == count("sequential") == count("leapfrog") and count("heun") == 2 * one and count("rk4") == 4 * one
   assert count("strang") + count("strang_mirrored") == pytest.approx(3 * one)
   block = 2 * (24 * 8 * 6 + 24 * 24 + 2 * 24 * 40) + 4 * 12 * 24
   assert one == 3.0 * 4 * block * 4 * 12
-  assert flops.generator_flops(small_model(solver="heun"), [4]) == 5 / 4 * flops.generator_flops(small_model(), [4])
+  assert flops.generator_flops(small_model(solver="heun"), 4) == 5 / 4 * flops.generator_flops(small_model(), 4)
 
 
 # undoing steps

@@ -243,4 +243,4 @@ def observe(
 def logits_of(config: ModelConfig, rest: dict[str, Any], x_BxLxD: jax.Array) -> jax.Array:
   """Logits [B, L, V] of a state after the last step."""
   model = partial_model(config, rest)
-  return model.logits(model.normed(x_BxLxD))
+  return model.logits(model.normalize(x_BxLxD))

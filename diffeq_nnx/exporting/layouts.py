@@ -12,7 +12,6 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.model import block_specs
 from diffeq_nnx.model.parameters import Params, abstract_model, params_of
 from diffeq_nnx.model.solvers import weight_times
 
@@ -88,7 +87,7 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
   for leaf in field.norm_specs(model.embed_dim):
     yield Entry(f"{outside['final_norm']}.{_LEAVES[leaf]}", ("final_norm", leaf), None, "same")
   for u in range(len(weight_times(model).points_UxQ)):
-    for group, leaves in block_specs(model).items():
+    for group, leaves in field.specs(model).items():
       for leaf in leaves:
         name = f"{layer}.{u}.{groups[group] if groups else group}.{_LEAVES[leaf]}"
         kind = "qkv" if group == "qkv" and architecture == "gpt2" else kernel if leaf == "kernel" else "same"

@@ -27,7 +27,7 @@ from diffeq_nnx.inference.sampling import Filters, Sampling, sample
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import DecodeCache, Packing, PrefillCache
 from diffeq_nnx.model.model import Model, parameter_dtype
-from diffeq_nnx.model.output_first import only_multiplies, output_first, product
+from diffeq_nnx.model.output_first import output_first, product
 from diffeq_nnx.model.parameters import partial_model
 from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.parallel import sharding
@@ -196,9 +196,9 @@ def _placed(model: Model, weights: Weights, mesh: Mesh) -> Weights:
 
 
 def _for_cpu(config: ModelConfig, weights: Weights) -> Weights:
-  """Weights with kernels stored as a CPU reads them fastest, if the block does nothing but multiply by them."""
-  field, blocks = vector_fields.make_field(config), weights["blocks"]
-  if not only_multiplies(field.attention, field.feedforward, blocks.sets[0], config.embed_dim):
+  """Weights with kernels stored as a CPU reads them fastest, for blocks that are known to do nothing but multiply."""
+  blocks = weights["blocks"]
+  if vector_fields.FIELDS[config.field] not in (vector_fields.GPTField, vector_fields.LlamaField):
     return weights
   sets = jax.jit(lambda sets: [output_first(one) for one in sets])(blocks.sets)
   return {**weights, "blocks": dataclasses.replace(blocks, sets=sets)}

@@ -106,7 +106,6 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
         train=dataclasses.replace(
           train,
           step_counts=(),
-          draw="one",
           draw_from=0.0,
           loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
           remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,

@@ -54,7 +54,7 @@ def local_errors(
   solver, dtype = model.solver, jnp.dtype(model.config.dtype)
   wide = jnp.promote_types(dtype, jnp.float32)
   fine, coarse = (grids.make_grid(on_grid(model.config, n)) for n in (2 * num_pairs, num_pairs))
-  step, stride = (integration.advance_of(solver, grid, model.gathered) for grid in (fine, coarse))
+  step, stride = (integration.advance_of(solver, grid, model.gather) for grid in (fine, coarse))
   steps, strides = (
     integration.links_of(solver, model.block_weights(grid), dtype, jax.random.key(0)) for grid in (fine, coarse)
   )

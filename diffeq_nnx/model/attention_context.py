@@ -86,7 +86,7 @@ class SplitPacking(NamedTuple):
     return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL, "context")
 
 
-def packed(
+def pack(
   tokens_BxL: jax.Array, segment_ids_BxL: jax.Array | None, positions_BxL: jax.Array | None
 ) -> tuple[jax.Array, Packing | SplitPacking]:
   """Tokens and their packing; both in zigzag order where the surrounding mesh splits such sequences."""
@@ -98,7 +98,9 @@ def packed(
   return context_lib.zigzag(tokens_BxL), SplitPacking(segment_ids_BxL, context_lib.zigzag(positions_BxL))
 
 
-def rotated(x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str) -> jax.Array:
+def rotate_heads(
+  x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str
+) -> jax.Array:
   """Rotary position embedding, each device with its own sequences and heads; positions None: 0 to L-1."""
   frequencies_R = frequencies(x_BxLxHxC.shape[-1], **dataclasses.asdict(rope))
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.model import Model, block_specs, parameter_dtype
+from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.model.solvers import weight_times
+from diffeq_nnx.model.vector_fields import make_field
 
 FINE_TIMES = 16  # where curvature is measured, for each half turn of the fastest wave
 RIDGE = 1e-2  # weight of the size of F beside the curvature of W; their mean squares are scaled to 1
@@ -71,7 +72,7 @@ def continuous_params(model: ModelConfig, params: Params, seed: int = 0) -> Para
 
   rest, e_NxUxT, fine_NxMxT = embedded()
   e_NxUxT, fine_NxMxT = (np.asarray(array, np.float64) for array in (e_NxUxT, fine_NxMxT))
-  specs, wide = block_specs(model), parameter_dtype(model.dtype)
+  specs, wide = make_field(model).specs(model), parameter_dtype(model.dtype)
 
   def made(n: int, name: str, leaf: jax.Array, start: float) -> jax.Array:
     solved_CxU = _least_curvature(e_NxUxT[n % len(e_NxUxT)], fine_NxMxT[n % len(e_NxUxT)], name == "kernel")

@@ -44,18 +44,6 @@ def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
   return Times(points_UxQ, np.ones((len(points_UxQ), 1)), np.arange(len(points_UxQ))[:, None])
 
 
-def joined(each: Sequence[Times]) -> Times:
-  """The sets of several passes as those of one, in order; shares are filled up with zeros."""
-  Q = max(times.points_UxQ.shape[1] for times in each)
-  fill = lambda array, mode: np.pad(array, ((0, 0), (0, Q - array.shape[1])), mode)
-  starts = np.cumsum([0, *(len(times.points_UxQ) for times in each)])
-  return Times(
-    np.concatenate([fill(times.points_UxQ, "edge") for times in each]),
-    np.concatenate([fill(times.shares_UxQ, "constant") for times in each]),
-    np.concatenate([times.index_SxN + start for times, start in zip(each, starts, strict=False)]),
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class Grid:
   """The steps of one integration. Hashable, so that it can be a static argument.

@@ -120,7 +120,7 @@ def solve(
   advance, links = advance_of(solver, grid, gather), links_of(solver, weights, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
   if isinstance(adjoint, Reversible):
-    return solver.read(_undone(advance, field, carry, links))
+    return solver.read(_solve_reversible(advance, field, carry, links))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
     raise UserError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
@@ -212,17 +212,17 @@ def _sets(leaf: jax.Array, index_S: tuple[int, ...]) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _undone(advance: Advance, field: VectorField, carry: Carry, links: Links) -> Carry:
+def _solve_reversible(advance: Advance, field: VectorField, carry: Carry, links: Links) -> Carry:
   """The carry after all steps; the backward pass stores it alone, and undoes the steps."""
   return jax.lax.scan(lambda carry, link: (advance(field, carry, link), None), carry, links)[0]
 
 
-def _undone_forward(advance, field, carry, links):
-  last = _undone(advance, field, carry, links)
+def _solve_reversible_forward(advance, field, carry, links):
+  last = _solve_reversible(advance, field, carry, links)
   return last, (field, last, links)
 
 
-def _undone_backward(advance, residuals, gradient):
+def _solve_reversible_backward(advance, residuals, gradient):
   field, last, links = residuals
 
   def back(state, link):
@@ -236,7 +236,7 @@ def _undone_backward(advance, residuals, gradient):
   return None, gradient, (weights_gradients, None, None)
 
 
-_undone.defvjp(_undone_forward, _undone_backward)
+_solve_reversible.defvjp(_solve_reversible_forward, _solve_reversible_backward)
 
 
 def solve_unrolled(solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights) -> jax.Array:

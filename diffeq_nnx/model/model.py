@@ -3,17 +3,14 @@
 B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times of a pass).
 """
 
-from collections.abc import Sequence
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
-from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, packed
+from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, pack
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.context import in_order
@@ -53,7 +50,7 @@ class Model(nnx.Module):
         for name, leaf in self.field.norm_specs(D).items()
       }
     )
-    specs = block_specs(config)
+    specs = self.field.specs(config)
     self.block_axes = nnx.static(weight_sources.block_axes(specs))
     self.weight_source = _make_source(config, specs, self.times(), dtype, rngs)
 
@@ -88,26 +85,12 @@ class Model(nnx.Module):
 
     Each device computes its own part of them from its own part of the parameters. With a key, adapters have dropout.
     """
-    return self.weights_of([grid or self.grid()], dropout_key)[0]
-
-  def weights_of(
-    self, each: Sequence[grids.Grid], dropout_key: jax.Array | None = None
-  ) -> list[weight_sources.GridWeights]:
-    """`block_weights` of several grids, in one batched call."""
-    times = [self.times(grid) for grid in each]
-    weights = self.weight_source(grids.joined(times), jnp.dtype(self.config.dtype), dropout_key)
+    grid = grid or self.grid()
+    weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
     weights = self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
-    if len(each) == 1:
-      return [weight_sources.GridWeights(weights, each[0])]
-    stops = np.cumsum([len(of.points_UxQ) for of in times])
-    return [
-      weight_sources.GridWeights(
-        jax.tree.map(lambda leaf, a=stop - len(of.points_UxQ), b=stop: leaf[a:b], weights), grid
-      )
-      for grid, of, stop in zip(each, times, stops, strict=True)
-    ]
+    return weight_sources.GridWeights(weights, grid)
 
-  def gathered(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
+  def gather(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
     """The weights at one time, from the devices that hold parts of them."""
     return self._per_leaf(sharding.gather, weights)
 
@@ -144,7 +127,7 @@ class Model(nnx.Module):
     if self.positions is not None and context is None and L > self.config.seq_len:
       raise ValueError(f"{L} tokens: the model has {self.config.seq_len} learned positions; pass at most that many")
     if context is None:
-      tokens_BxL, context = packed(tokens_BxL, segment_ids_BxL, positions_BxL)
+      tokens_BxL, context = pack(tokens_BxL, segment_ids_BxL, positions_BxL)
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     dropout = vector_fields.Dropout()
     if dropout_key is not None and self.config.dropout:
@@ -158,9 +141,9 @@ class Model(nnx.Module):
       weights,
       key=solve_key,
       adjoint=adjoint,
-      gather=self.gathered,
+      gather=self.gather,
     )
-    return self.normed(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
+    return self.normalize(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 
   def hidden_unrolled(
     self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext
@@ -175,7 +158,7 @@ class Model(nnx.Module):
     """
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     field = vector_fields.BoundField(self.field, context)
-    return self.normed(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
+    return self.normalize(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""
@@ -221,7 +204,7 @@ class Model(nnx.Module):
     table_PxD = self._table(self.positions)
     return x_BxLxD + (table_PxD[None, : tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
 
-  def normed(self, x_BxLxD: jax.Array) -> jax.Array:
+  def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
     """The final norm, [B, L, D] -> [B, L, D]."""
     norm = {name: sharding.gather(leaf[...], ("embed",)) for name, leaf in self.final_norm.items()}
     return self.field.final_norm(x_BxLxD, norm)
@@ -236,12 +219,6 @@ class Model(nnx.Module):
       group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
       for group, leaves in weights.items()
     }
-
-
-def block_specs(config: ModelConfig) -> weight_sources.BlockSpecs:
-  """Every array of a model's block at one time: the vector field's, and those that its solver learns."""
-  learned = solvers.SOLVERS[config.solver].specs(config.embed_dim)
-  return {**vector_fields.make_field(config).specs(config), **learned}
 
 
 def _make_source(

@@ -7,7 +7,6 @@ memory. docs/generation.md has what that gains.
 B rows, L positions, I in, O out.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -42,14 +41,3 @@ def output_first(block_weights: dict[str, dict[str, Any]]) -> dict[str, dict[str
   """BlockWeights at one time with every kernel stored so. Jit it."""
   stored = lambda name, leaf: OutputFirst(leaf.T) if name == "kernel" and leaf.ndim == 2 else leaf
   return {group: {name: stored(name, leaf) for name, leaf in leaves.items()} for group, leaves in block_weights.items()}
-
-
-def only_multiplies(attention: Callable, feedforward: Callable, block_weights: dict[str, Any], embed_dim: int) -> bool:
-  """Whether a block's two branches do nothing else with its kernels, so that they can be stored so."""
-  x_BxLxD = jax.ShapeDtypeStruct((1, 2, embed_dim), jax.tree.leaves(block_weights)[0].dtype)
-  both = lambda weights, x: (attention(x, weights), feedforward(x, weights))
-  try:
-    jax.eval_shape(both, jax.eval_shape(output_first, block_weights), x_BxLxD)
-  except (AttributeError, TypeError, ValueError):  # which JAX raises depends on the function
-    return False
-  return True

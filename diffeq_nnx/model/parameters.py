@@ -15,6 +15,7 @@ from diffeq_nnx.parallel import sharding
 
 Params = dict[str, Any]  # nested, an array at each leaf
 SHOWN = 3  # differences that an error names
+TABLES = ("embedding", "positions", "head")  # parameters whose rows are looked up
 
 
 def params_of(model: Model) -> Params:
@@ -91,7 +92,7 @@ def learns(config: ModelConfig, path: tuple[str, ...]) -> bool:
   """Whether training updates the parameter at `path`: all of them, or with LoRA the adapters and the tables."""
   if not config.lora.rank:
     return True
-  if path[0] in ("embedding", "positions", "head"):
+  if path[0] in TABLES:
     return config.lora.embeddings
   return path[:2] == ("weight_source", "lora")
 

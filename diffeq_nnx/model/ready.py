@@ -13,11 +13,9 @@ from jax.sharding import Mesh
 from diffeq_nnx.config import MeshConfig, ModelConfig
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import Params, params_of, partial_model
+from diffeq_nnx.model.parameters import TABLES, Params, params_of, partial_model
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
-
-TABLES = ("embedding", "positions", "head")  # parameters whose rows are looked up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.grids import Grid, Times, make_grid
-from diffeq_nnx.model.weight_sources import BlockSpecs, LeafSpec
 
 Carry = Any  # what a solver carries from step to step: a tree of arrays [B, L, D]
 
@@ -92,11 +91,6 @@ class Solver(abc.ABC):
     """The state that a carry stands for, [B, L, D]."""
     return carry
 
-  def specs(self, embed_dim: int) -> BlockSpecs:
-    """Arrays that the method learns beside the block's, as functions of time like these."""
-    del embed_dim
-    return {}
-
 
 @dataclasses.dataclass(frozen=True)
 class RungeKutta(Solver):
@@ -133,11 +127,11 @@ class RungeKutta(Solver):
     """See `Solver.step`."""
     slopes = []
     for row, node in zip(self.a, self.c, strict=True):
-      slopes.append(field(moved(carry, dt, row, slopes), weights[self.nodes.index(node)], key))
-    return moved(carry, dt, self.b, slopes)
+      slopes.append(field(add_increment(carry, dt, row, slopes), weights[self.nodes.index(node)], key))
+    return add_increment(carry, dt, self.b, slopes)
 
 
-def moved(
+def add_increment(
   x_BxLxD: jax.Array, dt: jax.typing.ArrayLike, factors: Sequence[Any], slopes: Sequence[jax.Array]
 ) -> jax.Array:
   """x + dt sum_j factors_j slopes_j; dt and sums are in float32 or wider: 1/12 in bfloat16 would be 0.2 % off."""
@@ -186,36 +180,8 @@ class Splitting(Solver):
   def step(self, field, carry, weights, dt, key):
     """See `Solver.step`."""
     for branch, share in self.parts:
-      carry = moved(carry, dt, (share,), (getattr(field, branch)(carry, weights[0], key),))
+      carry = add_increment(carry, dt, (share,), (getattr(field, branch)(carry, weights[0], key),))
     return carry
-
-
-@dataclasses.dataclass(frozen=True)
-class ODETransformer(Solver):
-  """x + dt (g k_1 + (1 - g) k_2) with g = sigmoid([k_1, k_2] gate + bias) for each token (Li et al. 2022).
-
-  k_1 = f(x) and k_2 = f(x + dt k_1), as in Heun's method, which it is as long as gate and bias are 0, their initial
-  values. Both use the weights of one time, since their block is a layer evaluated twice.
-  """
-
-  evaluations = Evaluations(2, 2)
-
-  def step(self, field, carry, weights, dt, key):
-    """See `Solver.step`."""
-    (w,), wide = weights, jnp.promote_types(carry.dtype, jnp.float32)
-    first_BxLxD = field(carry, w, key)
-    second_BxLxD = field(moved(carry, dt, (1.0,), (first_BxLxD,)), w, key)
-    gate_2xD = w["slopes"]["gate"].astype(wide)
-    logits_BxLx2 = [
-      (slope.astype(wide) * gate_D[None, None]).sum(-1, keepdims=True)
-      for slope, gate_D in zip((first_BxLxD, second_BxLxD), gate_2xD)
-    ]
-    share_BxLx1 = jax.nn.sigmoid(sum(logits_BxLx2) + w["slopes"]["bias"].astype(wide)[None, None])
-    return moved(carry, dt, (share_BxLx1, 1 - share_BxLx1), (first_BxLxD, second_BxLxD))
-
-  def specs(self, embed_dim):
-    """The gate's."""
-    return {"slopes": {"gate": LeafSpec((2, embed_dim), (None, "embed")), "bias": LeafSpec((1,), (None,))}}
 
 
 class Leapfrog(Solver):
@@ -295,7 +261,6 @@ SOLVERS: dict[str, Solver] = {
   "heun": RungeKutta(((), (1.0,)), (0.5, 0.5), (0.0, 1.0)),
   "ralston": RungeKutta(((), (2 / 3,)), (0.25, 0.75), (0.0, 2 / 3)),
   "rk4": RungeKutta(((), (0.5,), (0.0, 0.5), (0.0, 0.0, 1.0)), (1 / 6, 1 / 3, 1 / 3, 1 / 6), (0.0, 0.5, 0.5, 1.0)),
-  "ode_transformer": ODETransformer(),
   "leapfrog": Leapfrog(),
 }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotated
+from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotate_heads
 from diffeq_nnx.model.output_first import OutputFirst
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads, LeafSpec
 
@@ -94,6 +94,7 @@ class GPTField:
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
+  attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "qkv", "out")  # the rest is the other branch's
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
 
@@ -182,6 +183,7 @@ class LlamaField:
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # the rotary positions
+  attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "query", "key", "value", "out")
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False
 
@@ -230,8 +232,8 @@ class LlamaField:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
     project = lambda name: _by_head(normed_BxLxD @ w[name]["kernel"], self.head_dim)
-    q_BxLxHxC = rotated(project("query"), context.positions_BxL, self.rope, self.implementation)
-    k_BxLxKxC = rotated(project("key"), context.positions_BxL, self.rope, self.implementation)
+    q_BxLxHxC = rotate_heads(project("query"), context.positions_BxL, self.rope, self.implementation)
+    k_BxLxKxC = rotate_heads(project("key"), context.positions_BxL, self.rope, self.implementation)
     out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value"), self.implementation)
     return out_BxLxHxC.reshape(x_BxLxD.shape[:2] + (-1,)) @ w["out"]["kernel"]
 

@@ -184,11 +184,11 @@ class GeneratedWeights(nnx.Module):
       self.frequencies_M = nnx.Param(frequencies(time, dtype))
     if time.common:
       self.time_mlp["bias1"][...] = time.common * std(P) * jax.random.normal(rngs.params(), (N, T), dtype)
-    squares_N = jnp.square(self.mean_vectors(times)).sum(-1).mean(-1)
+    mean_square_norm_N = jnp.square(self.mean_vectors(times)).sum(-1).mean(-1)
     self.generator = nnx.data(
       {
         group: {
-          name: self._initial_leaf(name, leaf, squares_N[n % N], published, rngs, dtype)
+          name: self._initial_leaf(name, leaf, mean_square_norm_N[n % N], published, rngs, dtype)
           for name, leaf in leaves.items()
         }
         for n, (group, leaves) in enumerate(specs.items())
@@ -196,17 +196,16 @@ class GeneratedWeights(nnx.Module):
     )
 
   def _initial_leaf(
-    self, name: str, leaf: LeafSpec, square: jax.Array, published: bool, rngs: nnx.Rngs, dtype
+    self, name: str, leaf: LeafSpec, mean_square_norm: jax.Array, published: bool, rngs: nnx.Rngs, dtype
   ) -> nnx.Param:
-    """F [T, ...], and for a kernel F_0 as one more row; `square` is the mean over times of sum_j e_j^2."""
+    """F [T, ...], and for a kernel F_0 = 0 as one more row; `mean_square_norm` is that of e over times."""
     T = self.time.time_embed_dim
     if name != "kernel":  # published biases start at 1e-4, norms as in a plain model
       std = 1e-4 if published and name == "bias" else 0.0
       return initial_leaf(dataclasses.replace(leaf, std=std, start=0.0), (T,), rngs, dtype)
-    share = self.time.constant_share
-    std = 0.02 if published else leaf.std * math.sqrt(1 - share) / jnp.sqrt(square)
+    std = 0.02 if published else leaf.std / jnp.sqrt(mean_square_norm)
     basis = jax.random.normal(rngs.params(), (T + 1, *leaf.shape), dtype)
-    stds_T1 = jnp.full((T + 1,), std).at[T].set(leaf.std * math.sqrt(share))
+    stds_T1 = jnp.full((T + 1,), std).at[T].set(0.0)
     return nnx.Param(basis * stds_T1.reshape(-1, *[1] * len(leaf.shape)).astype(dtype), axes=(None, *leaf.axes))
 
   def time_vectors(self, times_M: jax.typing.ArrayLike) -> jax.Array:
@@ -224,10 +223,7 @@ class GeneratedWeights(nnx.Module):
     hidden_NxMxT = jnp.einsum("mp,npt->nmt", features_MxP, mlp["kernel1"][...], precision=highest)
     hidden_NxMxT = jax.nn.silu(hidden_NxMxT + mlp["bias1"][...][:, None])
     e_NxMxT = jnp.einsum("nmt,ntu->nmu", hidden_NxMxT, mlp["kernel2"][...], precision=highest)
-    e_NxMxT += mlp["bias2"][...][:, None]
-    if self.time.length is None:
-      return e_NxMxT
-    return e_NxMxT * (self.time.length * jax.lax.rsqrt(jnp.square(e_NxMxT).sum(-1, keepdims=True) + 1e-12))
+    return e_NxMxT + mlp["bias2"][...][:, None]
 
   def mean_vectors(self, times: Times) -> jax.Array:
     """e of every weight set, [N, U, T]: at its time, or its mean over a step."""

@@ -1,4 +1,4 @@
-"""With which numbers of solver steps a train step computes its loss, and what a run was not trained for."""
+"""With which number of solver steps a train step computes its loss, and what a run was not trained for."""
 
 import numpy as np
 
@@ -6,22 +6,20 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.parallel.console import say
 
 
-def drawn_counts(config: Config, step: int) -> tuple[int, ...]:
-  """Numbers of solver steps for equal parts of the batch in train step `step`, from the seed and the step alone."""
+def draw_num_steps(config: Config, step: int) -> int:
+  """The number of solver steps of train step `step`, from the seed and the step alone."""
   train = config.train
   if not train.step_counts or step < train.draw_from * train.steps:
-    return (config.model.num_steps,)
-  one = int(np.random.default_rng((config.seed, step)).choice(train.step_counts))
-  return (one,) if train.draw == "one" else _sandwich(train.step_counts, one)
+    return config.model.num_steps
+  return int(np.random.default_rng((config.seed, step)).choice(train.step_counts))
 
 
-def possible_counts(config: Config) -> list[tuple[int, ...]]:
-  """Everything that `drawn_counts` may give, that with the most solver steps in all first."""
-  train = config.train
-  found = {(one,) if train.draw == "one" else _sandwich(train.step_counts, one) for one in train.step_counts}
-  if not found or train.draw_from:
-    found = {(config.model.num_steps,), *found}
-  return sorted(found, key=lambda counts: -sum(counts) / len(counts))
+def list_num_steps(config: Config) -> list[int]:
+  """All numbers that `draw_num_steps` may give, the largest first."""
+  found = set(config.train.step_counts)
+  if not found or config.train.draw_from:
+    found.add(config.model.num_steps)
+  return sorted(found, reverse=True)
 
 
 def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple[float, ...] = ()) -> None:
@@ -35,7 +33,7 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   """
   own, asked = config.model.num_steps, num_steps or len(sizes) or config.model.num_steps
   drawn = step > config.train.draw_from * config.train.steps  # before, the model's own alone
-  trained = {n for counts in possible_counts(config) for n in counts} if drawn else {own}
+  trained = set(list_num_steps(config)) if drawn else {own}
   if asked in trained and sizes in ((), config.model.step_sizes):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
@@ -48,7 +46,3 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
 
 def _listed(counts: list[int]) -> str:
   return " and ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
-
-
-def _sandwich(step_counts: tuple[int, ...], one: int) -> tuple[int, ...]:
-  return min(step_counts), max(step_counts), one, one

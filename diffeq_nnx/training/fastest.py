@@ -18,7 +18,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.training.depths import possible_counts
+from diffeq_nnx.training.depths import list_num_steps
 from diffeq_nnx.training.step import abstract_batch, abstract_state, init_state, make_train_step, state_shardings
 
 FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them
@@ -29,7 +29,7 @@ SIZES = 4  # how many numbers of sequences are tried: all that a device holds, a
 Choice = tuple[str, int | None]  # train.remat, train.device_batch_size
 
 
-def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
+def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
   """The config with the fastest values in place of train.remat=auto and train.device_batch_size=-1.
 
   Every choice is compiled, and run for a few steps from the initial state on random tokens. What was found is kept in
@@ -42,12 +42,12 @@ def settled(config: Config, workdir: str, mesh: Mesh) -> Config:
     return config
   asked = _describe(config, mesh)
   path = os.path.join(workdir, FILE)
-  tried = candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
-  place = distributed.on_main_process(_kept, path, asked, tried)
+  tried = list_candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
+  place = distributed.on_main_process(_recorded_place, path, asked, tried)
   if place >= 0:
     say(f"{_words(tried[place])}: was the fastest on these devices ({FILE})")
     return _with(config, tried[place])
-  found = measured(config, tried, mesh)
+  found = measure(config, tried, mesh)
   if not found:
     raise UserError(
       "train.remat=auto, train.device_batch_size=-1: no choice fits these devices; use more of them, or see the advice "
@@ -69,22 +69,21 @@ def _remat_is_open(config: Config) -> bool:
   return config.train.remat == "auto" and config.train.adjoint == "checkpointed"
 
 
-def candidates(config: Config, held: int) -> list[Choice]:
+def list_candidates(config: Config, held: int) -> list[Choice]:
   """The values worth measuring on devices that hold `held` sequences each, for each remat from few to many."""
   train = config.train
   remats = ["full", "dots", "none"] if _remat_is_open(config) else [train.remat]
-  parts = 4 if train.draw == "sandwich" else 1
-  halves = [held >> n for n in range(SIZES) if held % (parts << n) == 0] or [held]
+  halves = [held >> n for n in range(SIZES) if held % (1 << n) == 0]
   sizes = sorted(halves) if train.device_batch_size == -1 else [train.device_batch_size]
   return list(itertools.product(remats, sizes))
 
 
-def measured(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, float]:
+def measure(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, float]:
   """Seconds of a train step with each of these choices that fits."""
   found: dict[Choice, float] = {}
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
   for choice in choices:
-    seconds = None if choice[0] in too_large else seconds_of(_with(config, choice), mesh)
+    seconds = None if choice[0] in too_large else time_step(_with(config, choice), mesh)
     slowest = [json.loads(text) for text in distributed.exchange(json.dumps(seconds))]  # of all processes
     if None in slowest:
       too_large.add(choice[0])
@@ -95,14 +94,14 @@ def measured(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, 
   return found
 
 
-def seconds_of(config: Config, mesh: Mesh) -> float | None:
+def time_step(config: Config, mesh: Mesh) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
-  counts = possible_counts(config)[0]
+  most = list_num_steps(config)[0]
   try:
-    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), counts)
+    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), most)
     compiled = step.compile()
     memory = compiled.memory_analysis()
-    if memory and memory.peak_memory_in_bytes > (1 - SPARE) * limit_of(mesh.local_devices[0]):
+    if memory and memory.peak_memory_in_bytes > (1 - SPARE) * memory_limit(mesh.local_devices[0]):
       return None
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     batch = jax.jit(lambda: _random_batch(config), out_shardings=sharding.batch_sharding(mesh))()
@@ -119,12 +118,12 @@ def seconds_of(config: Config, mesh: Mesh) -> float | None:
     raise
 
 
-def limit_of(device: jax.Device) -> float:
+def memory_limit(device: jax.Device) -> float:
   """Bytes of memory that programs may use on a device; infinite if unknown, as for CPUs."""
   return (device.memory_stats() or {}).get("bytes_limit", math.inf)
 
 
-def _kept(path: str, asked: str, choices: list[Choice]) -> int:
+def _recorded_place(path: str, asked: str, choices: list[Choice]) -> int:
   """The place of the file's choice among these; -1 without a file that can be read, of the same question."""
   try:
     known = files.read_json(path)

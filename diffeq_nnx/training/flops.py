@@ -9,19 +9,14 @@ pass; what rematerialization computes again, or undoes, is not counted. Generati
 time MLPs' own products, also times three; it happens once an optimizer step.
 """
 
-from collections.abc import Callable, Sequence
-import functools
-import math
 import time
 
 import jax
-from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.model import grids, solvers, vector_fields
-from diffeq_nnx.model.model import block_specs
 from diffeq_nnx.model.weight_sources import num_elements
 
 # bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
@@ -45,57 +40,30 @@ PEAK_TFLOPS = {
 }
 
 
-def model_flops(config: Config, counts: Sequence[int]) -> float:
-  """FLOPs of one optimizer step, without those of the generator; `counts` as of `depths.drawn_counts`."""
-  tokens = config.train.batch_size * config.model.seq_len
-  return 3.0 * tokens * sum(forward_flops(config.model, count) for count in counts) / len(counts)
+def model_flops(config: Config, num_steps: int) -> float:
+  """FLOPs of one optimizer step at a number of solver steps, without those of the generator."""
+  return 3.0 * config.train.batch_size * config.model.seq_len * forward_flops(config.model, num_steps)
 
 
 def forward_flops(model: ModelConfig, num_steps: int) -> float:
   """FLOPs of a forward pass for each token of a sequence of `model.seq_len`."""
-  evaluations = solvers.SOLVERS[model.solver].evaluations
-  in_attention, in_feedforward = branch_kernels(model)
+  field, evaluations = vector_fields.make_field(model), solvers.SOLVERS[model.solver].evaluations
+  specs = field.specs(model)
+  in_attention = num_elements({group: specs[group] for group in field.attention_groups}, "kernel")
   attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
-  step = evaluations.attention * attention + evaluations.feedforward * 2 * in_feedforward
+  feedforward = 2 * (num_elements(specs, "kernel") - in_attention)
+  step = evaluations.attention * attention + evaluations.feedforward * feedforward
   return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)
 
 
-class _NoKernel:
-  """An attention context for tracing which weights the branch reads, on no device and with no kernel."""
-
-  positions_BxL = None
-
-  def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Something that depends on all three, [B, L, H, C]."""
-    return q_BxLxHxC * k_BxLxKxC.sum() * v_BxLxKxC.sum()
-
-
-@functools.lru_cache(maxsize=64)
-def branch_kernels(model: ModelConfig) -> tuple[int, int]:
-  """(elements of the kernels that the attention branch reads, of those that the feed-forward branch reads)."""
-  field, x_1x1xD = vector_fields.make_field(model), jax.ShapeDtypeStruct((1, 1, model.embed_dim), jnp.float32)
-  specs = field.specs(model)
-  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), specs)
-
-  def read_by(branch: Callable) -> int:
-    found = jax.make_jaxpr(branch)(x_1x1xD, weights).jaxpr
-    used = {variable for equation in found.eqns for variable in equation.invars if not isinstance(variable, Literal)}
-    paths = jax.tree_util.tree_leaves_with_path(weights)
-    read = [(path, leaf) for (path, leaf), variable in zip(paths, found.invars[1:], strict=True) if variable in used]
-    return sum(math.prod(leaf.shape) for path, leaf in read if path[-1].key == "kernel")
-
-  return read_by(lambda x, w: field.attention(x, w, _NoKernel())), read_by(field.feedforward)
-
-
-def generator_flops(model: ModelConfig, counts: Sequence[int]) -> float:
+def generator_flops(model: ModelConfig, num_steps: int) -> float:
   """Of one optimizer step, for making the weights and for the gradient of that; 0 if nothing is generated."""
   if model.weights != "generated":
     return 0.0
-  specs = block_specs(model)
+  specs = vector_fields.make_field(model).specs(model)
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
-  each = [solvers.weight_times(model, grids.make_grid(model, count)) for count in dict.fromkeys(counts)]
-  U, Q = grids.joined(each).points_UxQ.shape
+  U, Q = solvers.weight_times(model, grids.make_grid(model, num_steps)).points_UxQ.shape
   return 3.0 * U * (2 * (T + 1) * num_elements(specs, "kernel") + Q * mlps * 2 * (P * T + T * T))
 
 

@@ -24,22 +24,22 @@ class Goodput:
   def __init__(self) -> None:
     self._start = time.perf_counter()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
-    self._activity, self._step, self._moved = "training", 0, self._start
+    self._activity, self._step, self._progressed = "training", 0, self._start
 
   @contextlib.contextmanager
   def spending(self, activity: str) -> Iterator[None]:
     """A context whose time is that of one of `ACTIVITIES`."""
     start = time.perf_counter()
-    self._activity, self._moved = activity, start
+    self._activity, self._progressed = activity, start
     try:
       yield
     finally:
-      self._activity, self._moved = "training", time.perf_counter()
-      self._seconds[activity] += self._moved - start
+      self._activity, self._progressed = "training", time.perf_counter()
+      self._seconds[activity] += self._progressed - start
 
-  def moved(self, step: int) -> None:
-    """Tells that a train step was started."""
-    self._step, self._moved = step, time.perf_counter()
+  def mark_step(self, step: int) -> None:
+    """Records that a train step started."""
+    self._step, self._progressed = step, time.perf_counter()
 
   def shares(self) -> dict[str, float]:
     """The share of each activity in the time so far, and that of training, which is called goodput."""
@@ -64,7 +64,7 @@ class Goodput:
 
   def _watch(self, end: threading.Event) -> None:
     while not end.wait(HEALTH_SECONDS):
-      seconds = time.perf_counter() - self._moved
+      seconds = time.perf_counter() - self._progressed
       if seconds > STALLED_SECONDS:
         process = f"process {distributed.whoami()[0]}"
         where = f"{self._activity} after step {self._step}"

@@ -22,7 +22,7 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import load_corpus
 from diffeq_nnx.training import fastest, flops
-from diffeq_nnx.training.depths import drawn_counts, say_untrained
+from diffeq_nnx.training.depths import draw_num_steps, say_untrained
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule, schedule_length
@@ -56,7 +56,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       _check_lossless(config, corpus, workdir)
     workdir_lib.claim(workdir, config, corpus)
     with goodput.spending("compiling"):
-      config = fastest.settled(config, workdir, mesh)
+      config = fastest.autotune(config, workdir, mesh)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):
@@ -210,7 +210,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   evaluator = Evaluator(config, run.corpus, mesh)
   watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
   start, steps = run.start, config.train.steps
-  compiled: set[tuple[int, ...]] = set()
+  compiled: set[int] = set()
 
   def validated(step: int) -> dict[str, float]:
     with run.goodput.spending("validating"):
@@ -221,16 +221,16 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
 
   values = validated(start) if run.position["validate"] else {}
   for step in range(start, steps):
-    counts = drawn_counts(config, step)
+    num_steps = draw_num_steps(config, step)
     with watch.waiting(), run.goodput.spending("waiting for data"):
       rows_of_batch = next(run.batches)
     batch = run.share.place(rows_of_batch)
-    compiles = run.goodput.spending("compiling") if counts not in compiled else contextlib.nullcontext()
+    compiles = run.goodput.spending("compiling") if num_steps not in compiled else contextlib.nullcontext()
     with jax.transfer_guard("disallow"), compiles:
-      state, metrics = train_step(state, batch, counts)
-    compiled.add(counts)
-    watch.after(step + 1, counts, metrics)
-    run.goodput.moved(step + 1)
+      state, metrics = train_step(state, batch, num_steps)
+    compiled.add(num_steps)
+    watch.after(step + 1, num_steps, metrics)
+    run.goodput.mark_step(step + 1)
     validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
     save, preempted = run.must_save(step + 1), run.preemption.reached()
     if validate or save or preempted:
@@ -289,13 +289,13 @@ class _Watch:
     self._compiled = False
     self._restart_clock()
 
-  def after(self, step: int, counts: tuple[int, ...], metrics: dict[str, jax.Array]) -> None:
+  def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
     """Takes the metrics of the step just dispatched; checks and reports those of the step before."""
     self._read()
     self._pending = (step, metrics)
     self._steps += 1
-    self._flops += flops.model_flops(self._config, counts)
-    self._generator_flops += flops.generator_flops(self._config.model, counts)
+    self._flops += flops.model_flops(self._config, num_steps)
+    self._generator_flops += flops.generator_flops(self._config.model, num_steps)
 
   def finish(self) -> None:
     """Waits for the last step's metrics."""

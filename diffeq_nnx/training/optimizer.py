@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 
 from diffeq_nnx.config import OptimizerConfig
+from diffeq_nnx.model.parameters import TABLES
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 
 
@@ -23,7 +24,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
   Of N updates (`schedule_steps`, or the `steps` of the run) the first w are the warm-up, at least one. Update n = count
   + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
-  the peak, and so has each later one. Schedule-free AdamW stays at the peak after the warm-up.
+  the peak, and so has each later one.
   """
   steps = schedule_length(config, steps)
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
@@ -32,7 +33,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     peak_value=config.peak_rate,
     warmup_steps=warmup,
     decay_steps=max(steps, warmup + 1),
-    end_value=config.peak_rate * (1.0 if config.name == "schedule_free" else config.final_fraction),
+    end_value=config.peak_rate * config.final_fraction,
   )
   return lambda count: by_number(count + 1)
 
@@ -43,9 +44,7 @@ def decays(path: tuple[str, ...], generated: bool = False) -> bool:
   It applies to the embedding tables, the head, stored or shared kernels, and, if `generated`, to those of generators;
   not to LoRA adapters, biases and norms.
   """
-  if path[0] in ("embedding", "positions", "head"):
-    return True
-  return is_matrix(path) and (generated or path[1] == "stored")
+  return path[0] in TABLES or (is_matrix(path) and (generated or path[1] == "stored"))
 
 
 MUON_MOMENTUM = 0.95
@@ -61,7 +60,7 @@ def is_matrix(path: tuple[str, ...]) -> bool:
   return path[0] == "weight_source" and path[1] in ("generator", "stored") and path[-1] == "kernel"
 
 
-def orthogonalized(update: jax.Array) -> jax.Array:
+def orthogonalize(update: jax.Array) -> jax.Array:
   """The nearest orthogonal matrices, about, for matrices [..., in, out]; elements of `MUON_RMS` (root mean square)."""
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
   # without momentum Muon is this alone; optax exports nothing smaller
@@ -70,16 +69,16 @@ def orthogonalized(update: jax.Array) -> jax.Array:
   return direction * (MUON_RMS * max(update.shape[-2:]) ** 0.5)  # an orthogonal matrix has 1 / sqrt(max(in, out))
 
 
-def orthogonalized_apart(update: jax.Array, heads: Heads | None, by_head: bool) -> jax.Array:
+def orthogonalize_parts(update: jax.Array, heads: Heads | None, by_head: bool) -> jax.Array:
   """The same for each of the matrices that kernels [..., in, out] join, or for each of their heads."""
   if heads is None:
-    return orthogonalized(update)
+    return orthogonalize(update)
   slots = update.reshape(*update.shape[:-1], heads.groups, sum(heads.parts), heads.head_dim)
   if by_head:
-    return jnp.moveaxis(orthogonalized(jnp.moveaxis(slots, -4, -2)), -2, -4).reshape(update.shape)
+    return jnp.moveaxis(orthogonalize(jnp.moveaxis(slots, -4, -2)), -2, -4).reshape(update.shape)
   ends = np.cumsum(heads.parts)[:-1].tolist()
   parts = jnp.split(slots, ends, axis=-2)  # of each [..., in, groups, heads, head_dim]
-  made = [orthogonalized(part.reshape(*update.shape[:-1], -1)).reshape(part.shape) for part in parts]
+  made = [orthogonalize(part.reshape(*update.shape[:-1], -1)).reshape(part.shape) for part in parts]
   return jnp.concatenate(made, axis=-2).reshape(update.shape)
 
 
@@ -88,7 +87,7 @@ def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) 
 
   def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
     spec = specs.get(_keys(path)[2], {}).get("kernel")
-    return orthogonalized_apart(update, None if spec is None else spec.heads, by_head)
+    return orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
 
   apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
   matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
@@ -128,13 +127,13 @@ def of_time(path: tuple[str, ...]) -> bool:
   return path[0] == "weight_source" and path[1] in ("time_mlp", "frequencies_M")
 
 
-def _slowed(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
+def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
   """`rest`, whose state it has, with the updates of e(t)'s parameters multiplied by a factor."""
 
   def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
     updates, state = rest.update(updates, state, params)
-    slow = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
-    return jax.tree_util.tree_map_with_path(slow, updates), state
+    scale = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
+    return jax.tree_util.tree_map_with_path(scale, updates), state
 
   return optax.GradientTransformation(rest.init, update)
 
@@ -154,9 +153,7 @@ def make_optimizer(
   """Clip by the global norm, the optimizer's direction, decoupled weight decay, learning rate: in that order.
 
   Muon is that of Jordan et al. 2024. Parameters that it does not update get AdamW's direction, with b1, b2 and eps.
-  Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's. Schedule-free AdamW
-  is that of Defazio et al. 2024: the mean over iterates takes the place of momentum and decay, with b1 the share of
-  that mean where gradients are taken.
+  Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's.
 
   Args:
     config: the optimizer's keys.
@@ -171,34 +168,13 @@ def make_optimizer(
     "muon": muon,
     "muon_weights": muon if vectors is None else _muon_weights(muon, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
-    "schedule_free": optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True),
   }
-  rate = schedule(config, steps)
   of_weights = config.name == "muon_weights"  # defaults as they measured best: docs/results.md#muon
   decay_generated = of_weights if config.decay_generated is None else config.decay_generated
   time_rate = float(not of_weights) if config.time_rate is None else config.time_rate
-  whole = optax.chain(
+  return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     directions[config.name],
     optax.add_decayed_weights(config.weight_decay, _by_path(lambda path: decays(path, decay_generated))),
-    _slowed(optax.scale_by_learning_rate(rate), time_rate),
+    _scale_time_updates(optax.scale_by_learning_rate(schedule(config, steps)), time_rate),
   )
-  return optax.contrib.schedule_free(whole, rate, config.b1) if config.name == "schedule_free" else whole
-
-
-def differentiated_at(opt_state: Any, params: Any) -> Any:
-  """The parameters at which the gradient is taken: `params`, or with schedule_free between them and the last iterate.
-
-  The state of training holds the averages of schedule-free training, x in the paper, which every job reads.
-  """
-  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
-    return params
-  b1 = opt_state.b1
-  return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, opt_state.z)
-
-
-def kept(opt_state: Any, params: Any) -> Any:
-  """The parameters to keep, from those of `differentiated_at` after their update."""
-  if not isinstance(opt_state, optax.contrib.ScheduleFreeState):
-    return params
-  return optax.contrib.schedule_free_eval_params(opt_state, params)

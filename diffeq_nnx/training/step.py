@@ -3,7 +3,7 @@
 B batch, L positions, A micro-batches, S solver steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -11,7 +11,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-import numpy as np
 import optax
 
 from diffeq_nnx.config import Config
@@ -90,22 +89,16 @@ def all_params(state: State) -> Params:
 
 
 def loss_and_gradients(
-  config: Config,
-  parts: Sequence[grids.Grid],
-  params: Params,
-  batch: Batch,
-  key: jax.Array,
-  frozen: Params | None = None,
+  config: Config, grid: grids.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
 ) -> tuple[jax.Array, Params]:
   """Mean loss in nats per token, and its gradient with respect to `params`.
 
-  The batch is split evenly among the grids of `parts`. The weights of all grids are generated in one call, whatever
-  the number of micro-batches; gradients with respect to them add up over micro-batches, and the generator is
-  differentiated once.
+  The weights are generated in one call, whatever the number of micro-batches; gradients with respect to them add up
+  over micro-batches, and the generator is differentiated once.
 
   Args:
     config: the experiment.
-    parts: one grid for each part of the batch; grids may be the same.
+    grid: the solver steps.
     params: the parameters that learn.
     batch: the sequences.
     key: of dropout.
@@ -115,19 +108,14 @@ def loss_and_gradients(
   rest = {name: value for name, value in params.items() if name != "weight_source"}
   merge = lambda learning: parameters.build(config.model, parameters.join(learning, frozen or {}))
   adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
-  each = tuple(dict.fromkeys(parts))
-  generate = lambda p: merge({**rest, "weight_source": p}).weights_of(each, adapter_key)
+  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_parts, targets_parts = [], []
-    for weights in block_weights:
-      part = _part(batch, tuple(i for i, grid in enumerate(parts) if grid == weights.grid), len(parts))
-      hidden_parts.append(_hidden(config, model, part, weights, dropout_key=key, rows_B=part["rows"], adjoint=adjoint))
-      targets_parts.append(part["targets"])
-    hidden_BxLxD, targets_BxL = _concatenated(hidden_parts), _concatenated(targets_parts)
+    hidden_BxLxD = _hidden(config, model, batch, block_weights, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint)
+    targets_BxL = batch["targets"]
     mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
     return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), targets_BxL, mask_BxL, config.train.loss_chunks)
 
@@ -150,45 +138,17 @@ def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.
   )
 
 
-def _part(batch: Batch, taken: tuple[int, ...], count: int) -> Batch:
-  """Those of `count` equal parts of a batch whose indices are `taken`, spread over the devices.
-
-  A part has neighboring sequences, so that it is the same whatever the number of devices and micro-batches.
-  """
-  if len(taken) == count:
-    return batch
-  take = lambda a: a.reshape(count, -1, *a.shape[1:])[np.asarray(taken)].reshape(-1, *a.shape[1:])
-  return jax.tree.map(lambda a: sharding.constrain(take(a), "batch", *[None] * (a.ndim - 1)), batch)
-
-
-def _concatenated(arrays: list[jax.Array]) -> jax.Array:
-  """The sequences of several parts of a batch."""
-  if len(arrays) == 1:
-    return arrays[0]
-  R = sharding.num_shards("batch")
-  joined = jnp.concatenate([a.reshape(R, -1, *a.shape[1:]) for a in arrays], 1)  # on each device its own
-  return sharding.constrain(joined.reshape(-1, *joined.shape[2:]), "batch", "context", *[None] * (arrays[0].ndim - 2))
-
-
 def num_microbatches(config: Config) -> int:
   """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences.
 
   Raises:
-    UserError: with train.draw=sandwich, a device would hold sequences that can't be split into quarters; or the most
-      is still to be measured.
+    UserError: the most is still to be measured.
   """
   held = config.train.batch_size // sharding.num_shards("batch")
   most = config.train.device_batch_size or held
   if most < 0:
     raise UserError(f"train.device_batch_size={most}: is measured by --job=train; set it to a number of sequences")
-  parts = 4 if config.train.draw == "sandwich" else 1
-  for count in range(1, held + 1):
-    if held % (count * parts) == 0 and held // count <= most:
-      return count
-  raise UserError(
-    f"train.draw=sandwich: splits the {min(held, most)} sequences of a device into quarters; make train.batch_size and "
-    "train.device_batch_size multiples of 4 for each device"
-  )
+  return next(count for count in range(1, held + 1) if held % count == 0 and held // count <= most)
 
 
 def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
@@ -250,12 +210,11 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 @functools.lru_cache(maxsize=32)
 def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
-  """A jitted `step(state, batch, counts) -> (state, metrics)`; the old state's buffers are donated.
+  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
 
-  `counts` has the number of solver steps for each equal part of the batch, a static argument: each tuple is compiled
-  once. Equal configs and meshes share the compiled step. Metrics are scalars on the device: loss (nats per token),
-  gradient_norm (before clipping), learning_rate. Call it inside `jax.set_mesh(mesh)`; without
-  a mesh, it is for one device.
+  `num_steps`, of the solver, is a static argument: each number is compiled once. Equal configs and meshes share the
+  compiled step. Metrics are scalars on the device: loss (nats per token), gradient_norm (before clipping),
+  learning_rate. Call it inside `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
   optimizer = _optimizer(config)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
@@ -270,19 +229,18 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     out_shardings=places,
     compiler_options=known_options(mesh) if on_tpu else None,
   )
-  def train_step(state: State, batch: Batch, counts: tuple[int, ...]):
-    parts = [grids.make_grid(config.model, count) for count in counts]
+  def train_step(state: State, batch: Batch, num_steps: int):
+    grid = grids.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
-    params = optimizer_lib.differentiated_at(state["opt_state"], state["params"])
-    loss, gradients = loss_and_gradients(config, parts, params, batch, key, state["frozen"])
-    updates, opt_state = optimizer.update(gradients, state["opt_state"], params)
+    loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
       "loss": loss,
       "gradient_norm": optax.tree.norm(gradients),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
     return {
-      "params": optimizer_lib.kept(opt_state, optax.apply_updates(params, updates)),
+      "params": optax.apply_updates(state["params"], updates),
       "opt_state": opt_state,
       "step": state["step"] + 1,
       "key": state["key"],

@@ -85,7 +85,7 @@ def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
 
 def train_step(config, state, batch, mesh):
   """The whole optimizer step, as in training."""
-  compiled = make_train_step(config, mesh).lower(state, batch, (config.model.num_steps,)).compile()
+  compiled = make_train_step(config, mesh).lower(state, batch, config.model.num_steps).compile()
   return Program(lambda state: (compiled(state, batch)[0],), compiled), (state,)
 
 
@@ -97,7 +97,7 @@ def loss_and_gradient(config, state, batch, mesh):
 
   @functools.partial(jax.jit, donate_argnums=0, keep_unused=True, out_shardings=places)
   def run(old_gradients, params, batch, key):
-    return loss_and_gradients(config, [grid], params, batch, key)[1]
+    return loss_and_gradients(config, grid, params, batch, key)[1]
 
   arguments = (state["params"], batch, state["key"])
   gradients = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places)(state["params"])
@@ -117,8 +117,8 @@ def table(timed: list[Timed]) -> str:
   for one in timed:
     config, seconds = one.config, statistics.median(one.seconds)
     tokens = config.train.batch_size * config.model.seq_len
-    model = flops.model_flops(config, [config.model.num_steps])
-    generator = flops.generator_flops(config.model, [config.model.num_steps])
+    model = flops.model_flops(config, config.model.num_steps)
+    generator = flops.generator_flops(config.model, config.model.num_steps)
     low, middle, high = np.percentile(np.divide(one.seconds, timed[0].seconds), (25, 50, 75))
     lines.append(
       f"| {one.name} | {1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {model / seconds / 1e12:.3f} | "

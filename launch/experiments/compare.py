@@ -34,7 +34,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import drawn_counts
+from diffeq_nnx.training.depths import draw_num_steps
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state
@@ -141,7 +141,7 @@ def best_of(runs: Runs, row: str, args: argparse.Namespace) -> Row:
 
 def operations(config: Config, steps: int) -> float:
   """Floating-point operations of so many train steps, generating weights included."""
-  counts = [drawn_counts(config, step) for step in range(steps)]
+  counts = [draw_num_steps(config, step) for step in range(steps)]
   each = {one: flops.model_flops(config, one) + flops.generator_flops(config.model, one) for one in set(counts)}
   return sum(each[one] for one in counts)
 

@@ -47,7 +47,6 @@ _UNIFORM = [*_BARE, "model.time.common=1.5"]
 _SLOW = ["model.time.scale=20.0", "model.time.weights_at=mean"]
 _MIXED = [f"train.step_counts={TRAINED}"]
 _LATE = [*_MIXED, "train.draw_from=0.7"]
-_SANDWICH = [*_LATE, "train.draw=sandwich"]
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
@@ -56,7 +55,6 @@ RECIPES: dict[str, list[str]] = {
   "own6_common3": [*_BARE, "model.time.common=3.0"],
   "slow_late50": [*_SLOW, *_MIXED, "train.draw_from=0.5"],
   "slow_late": [*_SLOW, *_LATE],
-  "slow_sandwich": [*_SLOW, *_SANDWICH],
   "slow_mixed_mean": [*_SLOW, *_MIXED],
   "slow_mixed": ["model.time.scale=20.0", *_MIXED],
   "mixed_bare": [*_BARE, *_MIXED],
@@ -69,12 +67,7 @@ RECIPES: dict[str, list[str]] = {
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
   "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
   "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "slow_share": [*_SLOW, *_LATE, "model.time.constant_share=0.3"],
-  "slow_length": [*_SLOW, *_LATE, "model.time.length=1.5"],
   "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
-  "late_sandwich": [*_UNIFORM, *_SANDWICH],
-  "sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich"],
-  "late50_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.5"],
   "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
   "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
   "slow12_k12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0", "model.time.sinusoidal_dim=12"],

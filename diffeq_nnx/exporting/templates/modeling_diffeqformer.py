@@ -81,7 +81,6 @@ def integrate(config, layers, evaluate, x):
 
   runge_kutta: k_i = f(x + dt sum_j a_ij k_j) with the weights of node nodes[i], then x + dt sum_i b_i k_i;
   splitting: x + share dt branch(x) for each (branch, share) of "parts";
-  ode_transformer: x + dt (g k_1 + (1 - g) k_2) with k_1 = f(x), k_2 = f(x + dt k_1) and a learned g for each token;
   leapfrog: y_{i+1} = y_{i-1} + 2 dt f(y_i), of which the mean of the last two is the state; both begin as x.
 
   Sums are in float32 or wider. evaluate(part, layer, x) is a branch, "attention" or "feedforward", or their sum f,
@@ -99,11 +98,6 @@ def integrate(config, layers, evaluate, x):
     elif kind == "splitting":
       for branch, share in method["parts"]:
         x = moved(x, dt, [share], [evaluate(branch, used[0], x)])
-    elif kind == "ode_transformer":
-      first = evaluate("slope", used[0], x)
-      second = evaluate("slope", used[0], moved(x, dt, [1.0], [first]))
-      share = used[0]("share", first, second)
-      x = moved(x, dt, [share, 1 - share], [first, second])
     elif kind == "leapfrog":
       before, middle = middle, moved(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
     else:
@@ -112,8 +106,8 @@ def integrate(config, layers, evaluate, x):
 
 
 def moved(x, dt, factors, slopes):
-  """x + dt sum_j factors_j slopes_j, in the dtype of x; factors are numbers or [B, L, 1]."""
-  terms = [f * wide(slope) for f, slope in zip(factors, slopes) if torch.is_tensor(f) or f != 0]
+  """x + dt sum_j factors_j slopes_j, in the dtype of x."""
+  terms = [f * wide(slope) for f, slope in zip(factors, slopes) if f != 0]
   return (wide(x) + dt * sum(terms)).to(x.dtype) if terms else x
 
 
@@ -154,20 +148,8 @@ def rotate(x, cos, sin):
   return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-class Slopes(nn.Module):
-  """The share of the first of two slopes [B, L, D]: sigmoid([k_1, k_2] gate + bias), [B, L, 1], in float32."""
-
-  def __init__(self, size):
-    super().__init__()
-    self.gate, self.bias = nn.Parameter(torch.zeros(2, size)), nn.Parameter(torch.zeros(1))
-
-  def forward(self, first, second):
-    logits = first.float() @ self.gate[0].float() + second.float() @ self.gate[1].float() + self.bias.float()
-    return logits.sigmoid()[..., None]
-
-
 class Layer(nn.Module):
-  """The two branches with the weights of one set, and what a solver learns beside them."""
+  """The two branches with the weights of one set."""
 
   def __init__(self, config):
     super().__init__()
@@ -188,8 +170,6 @@ class Layer(nn.Module):
       self.key, self.value = nn.Linear(D, kv_width, bias=False), nn.Linear(D, kv_width, bias=False)
     self.out, self.up = nn.Linear(width, D, bias=self.is_gpt), nn.Linear(D, N, bias=self.is_gpt)
     self.down = nn.Linear(N, D, bias=self.is_gpt)
-    if config.method["kind"] == "ode_transformer":
-      self.slopes = Slopes(D)
 
   def attention(self, x, mask, rotation, cache, entry):
     B, L, _ = x.shape
@@ -216,11 +196,8 @@ class Layer(nn.Module):
   def slope(self, x, *context):
     return self.attention(x, *context) + self.feedforward(x)
 
-  def share(self, first, second):
-    return self.slopes(first, second)
-
   def forward(self, part, *arguments):
-    """attention(...), feedforward(...), slope(...) or share(...): all through here, since hooks are on this method."""
+    """attention(...), feedforward(...) or slope(...): all through here, since hooks are on this method."""
     return getattr(self, part)(*arguments)
 
 
