@@ -243,7 +243,7 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
     (generate.workdir_lib, "require", lambda *args: None),
     (generate.opening, "described", lambda workdir, config: (config, None)),
     (generate.opening, "read", lambda *args: run),
-    (generate, "prompt_ids", lambda *args: None),
+    (generate, "encode_prompts", lambda *args: None),
     (generate, "Decoder", lambda *args, **named: None),
     (generate, "generate_texts", fake),
   ):
