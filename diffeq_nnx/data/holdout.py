@@ -38,7 +38,7 @@ def sides(present: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
   elif num_documents >= 2:
     scores = np.fromiter((_score(seed, index) for index in range(num_documents)), np.float64)
     chosen = scores < config.validation_fraction
-    chosen[scores.argmin()], chosen[scores.argmax()] = True, False
+    chosen[np.argmin(scores)], chosen[np.argmax(scores)] = True, False
     held_out[present] = chosen
   assigned = np.where(held_out, np.int8(SIDES["validation"]), np.int8(SIDES["train"])) * present
   if not all((assigned == side).any() for side in SIDES.values()):

@@ -110,10 +110,11 @@ class DiffEqLM(TemplateLM):
       known = choices(f"harness.{name}")
       if value not in known:
         raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
-    self._open = functools.partial(opening.load, str(workdir), config)
-    if model is not None:
-      run = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), None)
-      self._open = lambda: run
+    if model is None or tokenizer is None:
+      self._open = lambda: opening.load(str(workdir), config)
+    else:
+      given = opening.Run(Config(model=model.config), model, tokenizer, mesh or one_device_mesh(model), 0)
+      self._open = lambda: given
     run = self._open()
     config = dataclasses.replace(
       run.config.model, dropout=0.0, dtype=run.config.model.dtype if dtype == "model" else dtype
@@ -128,7 +129,8 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
     self._stride = _stride(window, stride, self.max_length)
     self.truncated = self.merged = 0
-    self._workdir, self._step, self._tokenizer, self._seed = workdir, run.step, run.tokenizer, seed
+    self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
+    self._step = run.step if model is None else None
     self._begin_mark = begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
     self.scorer = Scorer(
@@ -270,7 +272,7 @@ class DiffEqLM(TemplateLM):
   def rolling(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """(log-probability in nats, number of tokens) of each text."""
     windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
-    scores = self._loglikelihood_tokens([(None, *window) for _, *window in windows], disable_tqdm)
+    scores = self._loglikelihood_tokens([(None, context, after) for _, context, after in windows], disable_tqdm)
     totals, counts = [0.0] * len(texts), [0] * len(texts)
     for (i, _, continuation), (logprob, _) in zip(windows, scores):
       totals[i] += logprob
@@ -281,7 +283,7 @@ class DiffEqLM(TemplateLM):
   def _decoder(self) -> Decoder:
     """The model, ready to generate: the scorer keeps generated weights, not the parameters that they come from."""
     run = self._open()
-    if run.step != self._step:
+    if self._step not in (None, run.step):
       raise RunError(
         f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a copy, "
         "or wait for its end"

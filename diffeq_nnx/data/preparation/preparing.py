@@ -157,7 +157,9 @@ class _Counted:
   records: np.ndarray  # [num_parts] int64: records in each part
   bytes: np.ndarray  # [num_parts] int64: bytes of text in each part
   counts: Counts
-  sides: np.ndarray | None = None  # [num_records] int8: the split of each record (see `holdout.SIDES`)
+  sides: np.ndarray = dataclasses.field(
+    default_factory=lambda: np.zeros(0, np.int8)
+  )  # [num_records] int8: the split of each record (see `holdout.SIDES`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +237,7 @@ class _Preparation:
     """The second pass, over all sources; returns the paths of the databases."""
     path, begin_mark = self._path(tokenizer.file_name), tokenizer.bos_id is not None
     function = functools.partial(tokenize, path, begin_mark, self.recipe.config.shuffle_seed)
-    tasks = {}
+    tasks: dict[str, workers.Task] = {}
     for key, one in counted.items():
       records, num_bytes = np.cumsum([0, *one.records]), np.cumsum([0, *one.bytes])  # before each part
       size = max(TASK_BYTES, int(one.bytes.max()) // _CUTS)
@@ -260,7 +262,7 @@ class _Preparation:
     size = int(source.bytes.sum()) * documents // int(source.present.sum()) + _DOCUMENT_BYTES * documents  # about
     number = max(1, min(-(-size // SHARD_BYTES), MOST_SHARDS))
     keys = 1 << KEY_BITS if split == "train" else len(source.sides)
-    tasks = {}
+    tasks: dict[str, workers.Task] = {}
     for place in range(number):
       done = self._path(f"{split}-{place:05}.json")
       path = os.path.join(self.directory, f"{split}-{place:05}-of-{number:05}.tokens")

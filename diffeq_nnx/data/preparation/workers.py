@@ -1,6 +1,6 @@
 """Runs tasks in several processes, with a progress bar."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 import contextlib
 import multiprocessing
@@ -23,7 +23,7 @@ Progress = Callable[[int], None]  # takes the bytes of text processed since its 
 Task = Callable[[Progress], Any]  # can be pickled; returns JSON
 
 
-def run(what: str, tasks: dict[str, Task], num_processes: int, total: int = 0) -> list[Any]:
+def run(what: str, tasks: Mapping[str, Task], num_processes: int, total: int = 0) -> list[Any]:
   """Runs the tasks that have no result yet and returns all results.
 
   This process works alone for the first `PATIENCE` seconds, and throughout if `num_processes` is 1; after that worker
@@ -53,7 +53,7 @@ def _run_in_workers(tasks: dict[str, Task], num_processes: int, shown: tqdm.tqdm
   receiver, alive = context.Pipe(duplex=False)
   pool = futures.ProcessPoolExecutor(num_processes, context, _begin, (counter, receiver))
   main = vars(sys.modules["__main__"])
-  kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+  kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
   try:
     with pool, alive:  # whose closing ends the workers
       try:

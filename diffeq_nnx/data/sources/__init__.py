@@ -1,6 +1,6 @@
 """Sources of text: read lazily, by record, in parts that processes can share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import difflib
 import functools
@@ -32,7 +32,7 @@ class Source:
       It can be pickled.
   """
 
-  def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
+  def __init__(self, source: str, key: str, options: Options, parts: Sequence[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.checked, prefix=self._prefix, options=options)
@@ -133,12 +133,12 @@ class _Builtin:
     return (topics[name] for name in sorted(topics))
 
 
-def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
+def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
   parts = files.resolve(kind, rest, prefix, options)
   return parts, [file.state() for file in parts]
 
 
-RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {
+RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
   "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
   "text": functools.partial(_resolve_files, "text"),

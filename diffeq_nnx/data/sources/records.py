@@ -81,13 +81,11 @@ class BadRecord:
 
 
 class Part(Protocol):
-  """A piece of a source that any process can read on its own: it holds names, no open files.
+  """A piece of a source that any process can read on its own: it holds names, no open files."""
 
-  Attributes:
-    name: A readable name.
-  """
-
-  name: str
+  @property
+  def name(self) -> str:
+    """A readable name."""
 
   def read(self) -> Iterator[str | BadRecord]:
     """Yields the text of each record in order, or a `BadRecord`; holds one record in memory.
