@@ -411,7 +411,7 @@ def test_the_permutation_split_is_that_of_hf_datasets(num_records, fraction, see
 def test_openwebtext_holds_out_as_many_documents_as_nanogpt():
   """Its data/openwebtext/prepare.py gives 8,009,762 for training and 4,007 for validation."""
   config = config_lib.default()
-  presets.CORPORA["openwebtext"](config)
+  presets.apply(config, presets.CORPORA["openwebtext"])
   config = config_lib.from_config_dict(config).data
   held_out = holdout.permuted(8_013_769, config.validation_fraction, config.validation_seed)
   assert (config.validation_split, config.validation_seed, len(held_out)) == ("permutation", 2357, 4007)

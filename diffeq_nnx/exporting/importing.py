@@ -255,7 +255,7 @@ def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Param
       for name, array in tensors.items()
     }
     head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
+    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight", np.zeros(0))):
       raise folder.error(
         "lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
         "where they are equal"

@@ -191,7 +191,9 @@ def visible(text: str) -> str:
 
 def _align(item: Any, **kinds: type) -> None:
   """Turns these attributes into vectors, where they are given, and checks that they have the same length."""
-  arrays = {name: np.asarray(vars(item)[name], kind) for name, kind in kinds.items() if vars(item)[name] is not None}
+  arrays: dict[str, np.ndarray] = {
+    name: np.asarray(vars(item)[name], kind) for name, kind in kinds.items() if vars(item)[name] is not None
+  }
   shapes = {name: array.shape for name, array in arrays.items()}
   if len(set(shapes.values())) > 1 or any(array.ndim != 1 for array in arrays.values()):
     raise ValueError(f"{type(item).__name__}: has the shapes {shapes}; give vectors of the same length")

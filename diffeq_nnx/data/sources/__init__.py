@@ -32,7 +32,7 @@ class Source:
       It can be pickled.
   """
 
-  def __init__(self, source: str, key: str, options: Options, parts: Sequence[Part], state: list):
+  def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.checked, prefix=self._prefix, options=options)
@@ -103,7 +103,7 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   kind, colon, rest = source.partition(":")
   if kind in RESOLVERS and bool(colon) == (kind != "builtin") and source != "tfds:":
     parts, state = RESOLVERS[kind](rest, prefix, options)
-    return Source(source, key, options, parts, [kind, *state])
+    return Source(source, key, options, list(parts), [kind, *state])
   if "shards:" in source:
     kinds = ", ".join(KINDS[:-1])
     raise UserError(f"{prefix} prepared shards hold tokens, but text is needed here; use one of {kinds}")
