@@ -44,6 +44,14 @@ def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) 
   return [np.asarray(one[: len(row)]) for one, row in zip(logits, rows)]
 
 
+def check_greedy(model: Model, decoder) -> None:
+  """The greedy tokens of all prompts are the likeliest of the uncached forward pass."""
+  made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
+  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
+  for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
+    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
+
+
 def begin_state(next_B: list[int]) -> decoding.DecodeState:
   """The state before anything is read."""
   sampler = GenerationOptions().make_sampler(range(len(next_B)))
@@ -54,10 +62,7 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
 @pytest.mark.parametrize("row,field", [*zip(ROWS | SOLVER_ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   model = make(small_model(field=field, **(ROWS | SOLVER_ROWS)[row]))
-  made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
-  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
-  for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
-    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
+  check_greedy(model, model)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +109,9 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   for one in (decoder, decoder):  # a decoder's own weights serve many calls
     diffeq_nnx.generate(one, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 2
-
-
-def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
-  decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
-  kept = {**decoder.ready.rest, **decoder.ready.weights.sets[0]["up"]}
-  kept = [kept[name] for name in ("embedding", "head", "kernel")]
-  assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}
+  ready = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16"))).ready
+  kept = [ready.rest["embedding"], ready.rest["head"], ready.weights.sets[0]["up"]["kernel"]]
+  assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}  # that of the computation
 
 
 class SummedField(vector_fields.GPTField):
@@ -127,10 +128,7 @@ def test_on_a_cpu_kernels_are_output_first_if_the_block_only_multiplies_by_them(
   decoder = diffeq_nnx.Decoder(make(small_model()))
   kernels = [leaf["kernel"] for one in decoder.ready.weights.sets for leaf in one.values() if "kernel" in leaf]
   assert kernels and all(isinstance(kernel, OutputFirst) == stored_so for kernel in kernels)
-  made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
-  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
-  for prompt, tokens, logits in zip(PROMPTS, made, uncached(make(small_model()), [one[:-1] for one in whole])):
-    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist()
+  check_greedy(make(small_model()), decoder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -146,8 +144,10 @@ def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x6
 
 def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_k=1, temperature=3.0) == greedy
-  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_p=1e-6) == greedy
+  cold = [{"temperature": temperature} for temperature in (1e-38, 1e-36)]
+  draft = {"draft": diffeq_nnx.Decoder(make(small_model(field="llama")), 2)}
+  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}, *cold, *(one | draft for one in cold)):
+    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, **options) == greedy
   drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
   assert drawn[0] == drawn[1] != drawn[2]
   assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
@@ -174,18 +174,8 @@ def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, t
   return shares / shares.sum()
 
 
-@pytest.mark.parametrize(
-  "temperature,top_k,top_p",
-  [
-    (1.0, None, 1.0),
-    (0.5, None, 1.0),
-    (2.0, 3, 1.0),
-    (1.0, None, 0.6),
-    (1.5, 4, 0.7),
-    (1.0, 100, 1.0),
-    (1.0, None, 0.05),
-  ],
-)
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+@pytest.mark.parametrize("top_k,top_p", [(None, 1.0), (3, 1.0), (None, 0.6), (4, 0.7), (100, 1.0), (None, 0.05)])
 def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k, top_p):
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
   sampler = GenerationOptions(temperature=temperature, top_k=top_k, top_p=top_p).make_sampler(range(count))
@@ -209,15 +199,6 @@ def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
   assert jax.jit(Sampler.draw)(sampler, logits_BxV, positions_B).tolist() == likeliest.tolist()
   left = jax.jit(Sampler.compute_shares)(sampler, logits_BxV)
   np.testing.assert_array_equal(left, np.eye(11)[likeliest])
-
-
-@pytest.mark.parametrize("draft_steps", [None, 2])
-def test_texts_at_a_tiny_temperature_are_the_greedy_ones(decoder, draft_steps):
-  model = make(small_model(field="llama"))
-  draft = {} if draft_steps is None else {"draft": diffeq_nnx.Decoder(model, draft_steps)}
-  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  for temperature in (1e-38, 1e-36):
-    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=temperature, **draft) == greedy
 
 
 def test_stop_marks_end_a_row_and_no_other(decoder):
@@ -302,6 +283,14 @@ def test_bad_input_is_one_line(decoder):
     lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4)
   )
   assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
+  tokenizer = data.load_tokenizer("bytes")
+  for texts, how, part in (
+    (["a", ""], {}, "prompts[1]='': gives no tokens"),
+    ([], {}, "prompts: none given"),
+    (["\udc80"], {}, "not Unicode text"),
+    (["a"], {"stop": [""]}, "stop: holds an empty string"),
+  ):
+    assert part in told(lambda: diffeq_nnx.generate_texts(decoder, tokenizer, texts, **how))
 
 
 def test_a_file_of_prompts_has_a_line_for_each_line_feed(tmp_path):
@@ -345,24 +334,31 @@ def test_pieces_of_a_stream_add_up_to_the_text_and_split_no_character(kind, tmp_
     assert "".join(pieces) + stream.finish() == stream.text == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(
-  "text,stop,expected",
-  [
+def test_a_space_that_a_tokenizer_puts_first_stays_within_a_text_and_is_dropped_at_its_beginning(tmp_path):
+  model = sentencepiece_model(normalization_rule_name="identity", remove_extra_whitespaces=False)
+  (tmp_path / "tokenizer.model").write_bytes(model)
+  tokenizer = data.load_tokenizer(str(tmp_path))
+  text = "the cat and  a dog\n on caf\u00e9"
+  for leading, expected in (("", f" {text}"), (tokenizer.leading, text)):
+    stream = TextStream(tokenizer.decode_within, ("zebra",), leading)
+    pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
+    assert "".join(pieces) + stream.finish() == stream.text == expected
+
+
+def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out():
+  for text, stop, expected in (
     ("one. two. three", (". t",), "one"),
     ("one. two. three", ("zero", "three", "two"), "one. "),
     ("aaab", ("aab",), "a"),
     ("ends with al", ("also",), "ends with al"),
     ("never", ("x",), "never"),
-  ],
-)
-def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out(text, stop, expected):
-  stream = TextStream(data.load_tokenizer("bytes").decode, stop)
-  given = ""
-  for byte in text.encode():
-    given += stream.add(byte)
-    assert expected.startswith(given)
-  assert given + stream.finish() == stream.text == expected
-  assert stream.stopped == (expected != text)
+  ):
+    stream, given = TextStream(data.load_tokenizer("bytes").decode, stop), ""
+    for byte in text.encode():
+      given += stream.add(byte)
+      assert expected.startswith(given)
+    assert given + stream.finish() == stream.text == expected
+    assert stream.stopped == (expected != text)
 
 
 def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
@@ -390,39 +386,17 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
       assert one.stopped == "eos" and one.ids == row[:at]
 
 
-def test_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
-  """Its name is ordinary text; its id, which a program may give, is read as any other."""
-  tokenizer = TOKENIZERS["bytes"](tmp_path)
+def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
+  """The end mark's name is ordinary text; its id, which a program may give, is read as any other."""
+  begins, tokenizer = TOKENIZERS["sentencepiece"](tmp_path), TOKENIZERS["bytes"](tmp_path)
+  assert generation.encode_prompts(begins, [""]) == [[begins.bos_id]]
+  assert generation.encode_prompts(tokenizer, ["a"]) == [[97]]
   (ids,) = generation.encode_prompts(tokenizer, ["a<|endoftext|>b"])
   assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
   model = make(small_model(field="llama", vocab_size=257))
   with_mark = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, stop_ids=tokenizer.end_ids, temperature=0)
   without = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, temperature=0)
   assert with_mark == without and len(without[0]) == 4
-
-
-def test_a_space_that_a_tokenizer_puts_first_stays_within_a_text_and_is_dropped_at_its_beginning(tmp_path):
-  model = sentencepiece_model(normalization_rule_name="identity", remove_extra_whitespaces=False)
-  (tmp_path / "tokenizer.model").write_bytes(model)
-  tokenizer = data.load_tokenizer(str(tmp_path))
-  text = "the cat and  a dog\n on caf\u00e9"
-  for leading, expected in (("", f" {text}"), (tokenizer.leading, text)):
-    stream = TextStream(tokenizer.decode_within, ("zebra",), leading)
-    pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
-    assert "".join(pieces) + stream.finish() == stream.text == expected
-
-
-def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
-  plain = TOKENIZERS["bytes"](tmp_path)
-  assert generation.encode_prompts(plain, ["a"]) == [[97]]
-  assert "prompts[1]='': gives no tokens" in told(lambda: generation.encode_prompts(plain, ["a", ""]))
-  assert "prompts: none given" in told(lambda: generation.encode_prompts(plain, []))
-  assert "not Unicode text" in told(lambda: generation.encode_prompts(plain, ["\udc80"]))
-  begins = TOKENIZERS["sentencepiece"](tmp_path)
-  assert generation.encode_prompts(begins, [""]) == [[begins.bos_id]]
-  assert "stop: holds an empty string" in told(
-    lambda: diffeq_nnx.generate_texts(moved_instance(small_model()), plain, ["a"], stop=[""])
-  )
 
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
