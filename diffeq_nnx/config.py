@@ -6,6 +6,7 @@ the frozen dataclasses below, which the rest of the package reads.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import os
 import runpy
 from typing import Any
@@ -32,10 +33,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
 
 
-def _error_or_unknown(value: str | None) -> str | None:
-  return None if value in (None, "error", "unknown") else "must be error or unknown"
-
-
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Section, prefix="data."):
   """Which text, and how it becomes tokens.
@@ -59,7 +56,7 @@ class DataConfig(Section, prefix="data."):
   end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
   # what a byte becomes that a byte-level vocabulary lacks: an error with document and byte, or the unknown token;
   # None: as a run's or shards' tokenizer file says, else error
-  unknown_bytes: str | None = dataclasses.field(default=None, metadata={"rule": _error_or_unknown})
+  unknown_bytes: str | None = one_of(None, "error", "unknown")
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
   cache_dir: str = "~/.cache/diffeq_nnx"
@@ -85,10 +82,6 @@ class OptimizerConfig(Section, prefix="optimizer."):
   time_rate: float | None = number(None, at_least=0)
 
 
-def _count_or_measured(value: int | None) -> str | None:
-  return None if value is None or value > 0 or value == -1 else "must be above 0, or -1 for the fastest"
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Section, prefix="train."):
   """The train loop."""
@@ -96,7 +89,7 @@ class TrainConfig(Section, prefix="train."):
   steps: int = number(1000, above=0)
   batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
   # sequences of a micro-batch on a device; None: one micro-batch; -1: the fastest number, measured
-  device_batch_size: int | None = dataclasses.field(default=None, metadata={"rule": _count_or_measured})
+  device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
   step_counts: tuple[int, ...] = ()  # numbers of solver steps, of which a train step draws one; (): model.num_steps
   draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
@@ -108,20 +101,20 @@ class TrainConfig(Section, prefix="train."):
   peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 
 
+_size = functools.partial(number, at_least=1, minus_one="all remaining devices")
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Section, prefix="mesh."):
   """The device mesh of a TPU slice, or of the whole job elsewhere; several slices split the batch."""
 
-  data: int = 1  # groups of devices that each hold all parameters; -1: what the others leave
-  fsdp: int = -1  # devices over which parameters and sequences are split
-  context: int = 1  # devices over which the positions of each sequence are split, and parameters
-  tensor: int = 1  # devices over which heads and the feed-forward branch are split
+  data: int = _size(1)  # groups of devices that each hold all parameters; -1: what the others leave
+  fsdp: int = _size(-1)  # devices over which parameters and sequences are split
+  context: int = _size(1)  # devices over which the positions of each sequence are split, and parameters
+  tensor: int = _size(1)  # devices over which heads and the feed-forward branch are split
 
   def _check_together(self) -> None:
     sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(self).items()}
-    for key, size in sizes.items():
-      if not (size >= 1 or size == -1):
-        raise UserError(f"{key}={size}: must be 1 or above, or -1 for all remaining devices")
     if list(sizes.values()).count(-1) > 1:
       raise UserError(f"{', '.join(sizes)}: only one may be -1; give the others their sizes")
 
@@ -178,12 +171,14 @@ def key_types() -> dict[str, type]:
 
 def choices(key: str) -> tuple[str, ...]:
   """The names that a dotted key may have, e.g. those of model.solver."""
-  return config_fields.choices(Config, key)
+  return tuple(config_fields.find_field(Config, key).metadata["choices"])
 
 
 def add_choice(key: str, name: str) -> None:
   """Makes a name valid for a dotted key; `solvers.register` and `vector_fields.register` call it."""
-  config_fields.add_choice(Config, key, name)
+  known = config_fields.find_field(Config, key).metadata["choices"]
+  if name not in known:
+    known.append(name)
 
 
 def default() -> ml_collections.ConfigDict:
@@ -209,7 +204,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
   Raises:
     UserError: as `from_config_dict`.
   """
-  return from_config_dict(config_fields.merged(default(), nested))
+  return from_config_dict(config_fields.merge(default(), nested))
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
@@ -222,18 +217,34 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
-  return from_config_dict(config_fields.changed(get_config(argument), settings, key_types()))
+  return from_config_dict(_apply(get_config(argument), settings))
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
   """A config with `key=value` settings on top; raises what `load` raises."""
-  raw = config_fields.merged(default(), to_dict(config))
-  return from_config_dict(config_fields.changed(raw, settings, key_types())) if settings else config
+  return from_config_dict(_apply(config_fields.merge(default(), to_dict(config)), settings)) if settings else config
+
+
+def _apply(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
+  """Puts settings into a ConfigDict; raises UserError: an unknown key, or a value of another type."""
+  kinds = key_types()
+  for setting in settings:
+    key, _, text = setting.partition("=")
+    if key not in kinds:
+      raise UserError(f"{key}: unknown key; {nearest(key, kinds)}")
+    value = config_fields.parse(kinds[key], text)
+    try:
+      raw.update_from_flattened_dict({key: value})
+    except TypeError:
+      wanted, found = kinds[key].__name__, type(value).__name__
+      example = {int: f"; write {key}=10, say", float: f"; write {key}=0.1, say"}.get(kinds[key], "")
+      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}{example}") from None
+  return raw
 
 
 def to_dict(config: Any) -> dict[str, Any]:
   """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
-  return config_fields.plain(dataclasses.asdict(config))
+  return config_fields.make_plain(dataclasses.asdict(config))
 
 
 def _check_training(config: Config) -> None:
@@ -244,11 +255,8 @@ def _check_training(config: Config) -> None:
     raise UserError("optimizer.name=muon_weights: trains one number of steps; use muon or adamw with train.step_counts")
   if train.loss_chunks is not None:
     check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
-  counts = (
-    {"model.num_steps": model.num_steps}
-    if not train.step_counts
-    else {f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
-  )
+  counts = {f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
+  counts = counts or {"model.num_steps": model.num_steps}
   for key, count in counts.items():
     if count <= 0:
       raise UserError(f"{key}={count}: must be above 0")

@@ -4,7 +4,7 @@ Used by `config`, which declares the keys.
 """
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 import dataclasses
 import difflib
 import numbers
@@ -17,15 +17,18 @@ from ml_collections import config_dict
 
 from diffeq_nnx.errors import UserError
 
-Rule = Callable[[Any], str | None]  # what is wrong with a value, as the end of an error line; None: nothing
+# The rules are our own because pydantic's dataclasses nearly triple the time to import the configuration, fix the
+# choices of a field when its class is made, so that a program can't add a solver, and refuse NumPy's integers. Their
+# errors name neither the whole key nor the nearest name, so they would have to be translated into ours.
 
 
-def one_of(default: str, *others: str, programs: tuple[str, ...] = ()) -> Any:
-  """A field whose value is one of these names; `choices` lists them, and `add_choice` adds one.
+def one_of(default: str | None, *others: str, programs: tuple[str, ...] = ()) -> Any:
+  """A field whose value is one of these names, or its default; `choices` lists them, and `add_choice` adds one.
 
   Names of `programs` are for programs alone, and not for config files.
   """
-  return dataclasses.field(default=default, metadata={"choices": [default, *others], "programs": programs})
+  names = [name for name in (default, *others) if name is not None]
+  return dataclasses.field(default=default, metadata={"choices": names, "programs": programs})
 
 
 def number(
@@ -35,41 +38,35 @@ def number(
   at_least: float | None = None,
   below: float | None = None,
   at_most: float | None = None,
+  minus_one: str = "",
 ) -> Any:
-  """A field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above."""
+  """A field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above.
+
+  `minus_one` says what -1 stands for, where it is a value too.
+  """
   low, high = above if at_least is None else at_least, below if at_most is None else at_most
 
-  def rule(value: Any) -> str | None:
+  def find_problem(value: Any) -> str | None:
     fits = value is None or (
       (value > low if at_least is None else value >= low)
       and (high is None or (value < high if at_most is None else value <= high))
     )
-    if fits:
+    if fits or minus_one and value == -1:
       return None
     if high is None:
-      return f"must be above {low}" if at_least is None else f"must be {low} or above"
+      rule = f"must be above {low}" if at_least is None else f"must be {low} or above"
+      return f"{rule}, or -1 for {minus_one}" if minus_one else rule
     ends = ("excluded" if at_least is None else "included", "excluded" if at_most is None else "included")
     return f"must lie between {low} ({ends[0]}) and {high} ({ends[1]})"
 
-  return dataclasses.field(default=default, metadata={"rule": rule})
+  return dataclasses.field(default=default, metadata={"find_problem": find_problem})
 
 
-def choices(cls: type, key: str) -> tuple[str, ...]:
-  """The names that the field at a dotted key may have."""
-  return tuple(_field(cls, key).metadata["choices"])
-
-
-def add_choice(cls: type, key: str, name: str) -> None:
-  """Makes a name valid for the field at a dotted key, for a part that a program adds."""
-  known = _field(cls, key).metadata["choices"]
-  if name not in known:
-    known.append(name)
-
-
-def _field(cls: type, key: str) -> dataclasses.Field:
+def find_field(cls: type, key: str) -> dataclasses.Field:
+  """The field at a dotted key."""
   section, _, rest = key.partition(".")
   field = next(field for field in dataclasses.fields(cls) if field.name == section)
-  return _field(cast(type, field.type), rest) if rest else field
+  return find_field(cast(type, field.type), rest) if rest else field
 
 
 class Section:
@@ -88,7 +85,7 @@ class Section:
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(cast(Any, self)):
-      value = _checked(f"{self._prefix}{field.name}", getattr(self, field.name), field)
+      value = _check(f"{self._prefix}{field.name}", getattr(self, field.name), field)
       object.__setattr__(self, field.name, value)
     self._check_together()
 
@@ -96,7 +93,7 @@ class Section:
     """Raises UserError: values that don't fit each other."""
 
 
-def _checked(key: str, value: Any, field: dataclasses.Field) -> Any:
+def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
   """The value of a field, in its type; raises UserError: it breaks the rule of the field, or has another type."""
   kind: Any = field.type
   if "choices" in field.metadata:
@@ -106,15 +103,15 @@ def _checked(key: str, value: Any, field: dataclasses.Field) -> Any:
     if not isinstance(value, cast(type, kind)):
       raise UserError(f"{key}={value!r}: must be a {cast(type, kind).__name__}, not {type(value).__name__}")
   else:
-    value = _typed(key, value, kind)
-    if problem := field.metadata.get("rule", lambda value: None)(value):
+    value = _convert(key, value, kind)
+    if problem := field.metadata.get("find_problem", lambda value: None)(value):
       raise UserError(f"{key}={value}: {problem}")
   return value
 
 
 def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
   known = field.metadata["choices"]
-  if value not in known:
+  if value not in known and (value is not None or field.default is not None):
     raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
 
 
@@ -141,7 +138,7 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
   return cls(**values)
 
 
-def _typed(key: str, value: Any, annotation: Any) -> Any:
+def _convert(key: str, value: Any, annotation: Any) -> Any:
   if value is None and isinstance(annotation, types.UnionType):
     return None
   wanted = _plain_type(annotation)
@@ -184,7 +181,7 @@ def to_config_dict(section: Any) -> ml_collections.ConfigDict:
   return made
 
 
-def merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
+def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
   """The ConfigDict with these nested values in place of its own.
 
   Raises:
@@ -196,16 +193,16 @@ def merged(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_col
       if name in section and nested != isinstance(value, dict):
         raise UserError(f"{name}={value!r}: must be {'a section of keys' if nested else 'a value, not a section'}")
       try:
-        section[name] = merged(section[name], value) if nested else value
+        section[name] = merge(section[name], value) if nested else value
       except (TypeError, KeyError) as error:  # another type, or the name of a method
         raise UserError(f"{name}={value!r}: can't be set ({error}); correct it, or leave it out") from error
   return section
 
 
-def plain(value: Any) -> Any:
+def make_plain(value: Any) -> Any:
   """Nested dicts with lists in place of tuples, as JSON has them."""
   if isinstance(value, dict):
-    return {name: plain(inner) for name, inner in value.items()}
+    return {name: make_plain(inner) for name, inner in value.items()}
   return list(value) if isinstance(value, tuple) else value
 
 
@@ -235,7 +232,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
-def parsed(kind: type, text: str) -> Any:
+def parse(kind: type, text: str) -> Any:
   """A value as it was written: true and false for flags, a number alone for a tuple of one, strings as they stand."""
   if kind is bool and text.lower() in ("true", "false"):
     return text.lower() == "true"
@@ -246,28 +243,6 @@ def parsed(kind: type, text: str) -> Any:
   if kind is str and not isinstance(value, (str, type(None))):
     return text
   return (value,) if kind is tuple and isinstance(value, (int, float)) else value
-
-
-def changed(
-  raw: ml_collections.ConfigDict, settings: Iterable[str], types: dict[str, type]
-) -> ml_collections.ConfigDict:
-  """A ConfigDict with `key=value` settings on top; `types` are those of all keys.
-
-  Raises:
-    UserError: an unknown key, or a value of another type.
-  """
-  for setting in settings:
-    key, _, text = setting.partition("=")
-    if key not in types:
-      raise UserError(f"{key}: unknown key; {nearest(key, types)}")
-    value = parsed(types[key], text)
-    try:
-      raw.update_from_flattened_dict({key: value})
-    except TypeError:
-      wanted, found = types[key].__name__, type(value).__name__
-      example = {int: f"; write {key}=10, say", float: f"; write {key}=0.1, say"}.get(types[key], "")
-      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}{example}") from None
-  return raw
 
 
 def check_divides(key: str, value: int, of_key: str, of: int) -> None:

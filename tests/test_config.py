@@ -110,7 +110,6 @@ def test_no_key_that_nothing_reads():
   [
     ({"model__num_heads": 7}, ["model.num_heads=7", "must divide model.embed_dim=768", "8, 12"]),
     ({"model__rope__base": 5e5}, ["model.rope", "model.field=llama"]),
-    ({"model__rope__factor": 0.5}, ["model.rope.factor=0.5"]),
     ({"model__field": "llama", "model__rope__low_freq_factor": 4.0}, ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
@@ -124,22 +123,19 @@ def test_no_key_that_nothing_reads():
     ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
     ({"train__device_batch_size": 0}, ["train.device_batch_size=0", "above 0"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
-    ({"mesh__data": -1}, ["mesh.data, mesh.fsdp", "only one may be -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
     ({"train__step": 3}, ["train.step: unknown key", "did you mean 'steps'?"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "stored weights exist for"]),
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "stored weights"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
+    ({"optimizer__name": "muon_weights", "train__step_counts": (2, 3)}, ["optimizer.name=muon_weights", "one number"]),
     ({"model__norm_shift": False}, ["model.norm_shift=False", "gpt's norms have a shift", "model.field=llama"]),
   ],
 )
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
-  with pytest.raises(UserError) as error:
-    config_lib.from_config_dict(changed(**settings))
-  assert "\n" not in str(error.value)
-  for part in parts:
-    assert part in str(error.value)
+  line = told(lambda: config_lib.from_config_dict(changed(**settings)))
+  assert all(part in line for part in parts), line
 
 
 @pytest.mark.parametrize(
@@ -166,8 +162,7 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
 )
 def test_a_program_s_mistake_is_told_where_it_makes_the_value(make, parts):
   line = told(make)
-  for part in parts:
-    assert part in line
+  assert all(part in line for part in parts), line
 
 
 def test_kernels_for_compiling_ahead_are_for_programs_alone():
@@ -191,10 +186,3 @@ def test_values_have_the_types_of_their_keys_whatever_a_program_gives():
 def test_a_config_argument_that_means_nothing_is_told(choice):
   with pytest.raises(UserError, match="write CORPUS,ROW; "):
     raw_config("gpt_small", choice)
-
-
-def test_muon_on_weights_is_refused_for_several_numbers_of_steps():
-  settings = ["optimizer.name=muon_weights", "train.step_counts=(2, 3)"]
-  with pytest.raises(UserError, match="optimizer.name=muon_weights: trains one number of steps"):
-    config_lib.load("configs/tiny.py", settings)
-  config_lib.load("configs/tiny.py:elastic", ["optimizer.name=muon", "optimizer.peak_rate=8e-3"])

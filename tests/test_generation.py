@@ -12,7 +12,7 @@ import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.inference import batching, decoding, generation
-from diffeq_nnx.inference.sampling import Sampling, sample, shares
+from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.jobs.prompt_files import Answers
 from diffeq_nnx.model import vector_fields
@@ -44,14 +44,25 @@ def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) 
   return [np.asarray(one[: len(row)]) for one, row in zip(logits, rows)]
 
 
+def check_greedy(model: Model, decoder) -> None:
+  """The greedy tokens of all prompts are the likeliest of the uncached forward pass."""
+  made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
+  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
+  for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
+    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
+
+
+def begin_state(next_B: list[int]) -> decoding.DecodeState:
+  """The state before anything is read."""
+  sampler = GenerationOptions().make_sampler(range(len(next_B)))
+  return decoding.DecodeState([], jnp.int32(0), jnp.asarray(next_B, jnp.int32), sampler)
+
+
 # every row and solver once, each kind of weights with both fields
 @pytest.mark.parametrize("row,field", [*zip(ROWS | SOLVER_ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   model = make(small_model(field=field, **(ROWS | SOLVER_ROWS)[row]))
-  made = diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
-  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
-  for prompt, tokens, logits in zip(PROMPTS, made, uncached(model, [one[:-1] for one in whole])):
-    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
+  check_greedy(model, model)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +77,16 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, n
   tokens_BxL = np.zeros((3, 7), np.int32)
   for padded, row, length in zip(tokens_BxL, rows, lengths):
     padded[7 - length :] = row[:length]
-  next_B = jnp.asarray([length - 7 for length in lengths], jnp.int32)
-  read = jax.jit(decoding.first_logits, static_argnums=(0, 1))
-  go_on = jax.jit(decoding.more_logits, static_argnums=0)
-  state, logits_BxV = read(decoder.config, 16, decoder.weights, {"next_B": next_B}, tokens_BxL[:, :first])
+  state = begin_state([length - 7 for length in lengths])
+  read, go_on = jax.jit(decoding.first_logits, static_argnums=3), jax.jit(decoding.more_logits)
+  state, logits_BxV = read(decoder.ready, state, tokens_BxL[:, :first], 16)
   found = [logits_BxV]
   for start in range(first, 7, 2):  # the rest of the prompts, two tokens at a time
-    state, logits_BxV = go_on(decoder.config, decoder.weights, state, tokens_BxL[:, start : start + 2])
+    state, logits_BxV = go_on(decoder.ready, state, tokens_BxL[:, start : start + 2])
     found = [logits_BxV]
   for place in range(4):
     newest_Bx1 = jnp.asarray([[row[length + place]] for row, length in zip(rows, lengths)])
-    state, logits_BxV = go_on(decoder.config, decoder.weights, state, newest_Bx1)
+    state, logits_BxV = go_on(decoder.ready, state, newest_Bx1)
     found.append(logits_BxV)
   expected = uncached(model, rows.tolist(), num_steps)
   for row, length in enumerate(lengths):
@@ -90,27 +100,18 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   diffeq_nnx.generate(model, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 1
   decoder = diffeq_nnx.Decoder(model)
-  assert "weight_source" not in decoder.weights["rest"]
-  state, _ = jax.eval_shape(
-    lambda: decoding.first_logits(
-      decoder.config, 64, decoder.weights, {"next_B": jnp.zeros(1, jnp.int32)}, jnp.zeros((1, 8), jnp.int32)
-    )
-  )
-  step = jax.jit(decoding.more_logits, static_argnums=0)
-  traced = step.trace(decoder.config, decoder.weights, state, jnp.zeros((1, 1), jnp.int32))
-  program = traced.lower().as_text()
+  assert "weight_source" not in decoder.ready.rest
+  tokens = jnp.zeros((1, 8), jnp.int32)
+  state, _ = jax.eval_shape(lambda: decoding.first_logits(decoder.ready, begin_state([0]), tokens, 64))
+  program = jax.jit(decoding.more_logits).trace(decoder.ready, state, tokens[:, :1]).lower().as_text()
   # per solver step four products with kernels and two of attention's, then the head; and no loop
   assert program.count("stablehlo.dot_general") == 3 * (4 + 2) + 1 and "while" not in program
   for one in (decoder, decoder):  # a decoder's own weights serve many calls
     diffeq_nnx.generate(one, PROMPTS, max_tokens=6, temperature=0)
   assert len(calls) == 2
-
-
-def test_tables_and_weights_are_kept_in_the_dtype_of_the_computation():
-  decoder = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16")))
-  kept = {**decoder.weights["rest"], **decoder.weights["blocks"].sets[0]["up"]}
-  kept = [kept[name] for name in ("embedding", "head", "kernel")]
-  assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}
+  ready = diffeq_nnx.Decoder(moved_instance(small_model(field="llama", dtype="bfloat16"))).ready
+  kept = [ready.rest["embedding"], ready.rest["head"], ready.weights.sets[0]["up"]["kernel"]]
+  assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.bfloat16.dtype}  # that of the computation
 
 
 class SummedField(vector_fields.GPTField):
@@ -125,12 +126,9 @@ class SummedField(vector_fields.GPTField):
 def test_on_a_cpu_kernels_are_output_first_in_blocks_that_only_multiply_by_them(field, stored_so, monkeypatch):
   monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
   decoder = diffeq_nnx.Decoder(make(small_model()))
-  kernels = [leaf["kernel"] for one in decoder.weights["blocks"].sets for leaf in one.values() if "kernel" in leaf]
+  kernels = [leaf["kernel"] for one in decoder.ready.weights.sets for leaf in one.values() if "kernel" in leaf]
   assert kernels and all(isinstance(kernel, OutputFirst) == stored_so for kernel in kernels)
-  made = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=6, temperature=0)
-  whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, made)]
-  for prompt, tokens, logits in zip(PROMPTS, made, uncached(make(small_model()), [one[:-1] for one in whole])):
-    assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist()
+  check_greedy(make(small_model()), decoder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -146,8 +144,10 @@ def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x6
 
 def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_k=1, temperature=3.0) == greedy
-  assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, top_p=1e-6) == greedy
+  cold = [{"temperature": temperature} for temperature in (1e-38, 1e-36)]
+  draft = {"draft": diffeq_nnx.Decoder(make(small_model(field="llama")), 2)}
+  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}, *cold, *(one | draft for one in cold)):
+    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, **options) == greedy
   drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
   assert drawn[0] == drawn[1] != drawn[2]
   assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
@@ -156,9 +156,9 @@ def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
 def test_a_prompt_alone_on_an_accelerator_is_computed_twice_and_given_once(decoder, monkeypatch):
   expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
   monkeypatch.setattr(decoder, "platform", "tpu")
-  assert [decoder.num_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
+  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
   monkeypatch.setattr(decoder, "parts", 2)
-  assert [decoder.num_rows(prompts) for prompts in (1, 2, 3, 5)] == [2, 4, 4, 6]
+  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3, 5)] == [2, 4, 4, 6]
   monkeypatch.setattr(decoder, "parts", 1)
   assert [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)] == expected
 
@@ -174,28 +174,13 @@ def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, t
   return shares / shares.sum()
 
 
-@pytest.mark.parametrize(
-  "temperature,top_k,top_p",
-  [
-    (1.0, None, 1.0),
-    (0.5, None, 1.0),
-    (2.0, 3, 1.0),
-    (1.0, None, 0.6),
-    (1.5, 4, 0.7),
-    (1.0, 100, 1.0),
-    (1.0, None, 0.05),
-  ],
-)
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+@pytest.mark.parametrize("top_k,top_p", [(None, 1.0), (3, 1.0), (None, 0.6), (4, 0.7), (100, 1.0), (None, 0.05)])
 def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k, top_p):
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
-  how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-  draw = jax.jit(sample, static_argnums=0)
-  tokens = draw(
-    how.filters,
-    how.values(),
-    jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1)),
-    jnp.full(count, 7, jnp.int32),
-  )
+  sampler = GenerationOptions(temperature=temperature, top_k=top_k, top_p=top_p).make_sampler(range(count))
+  logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1))
+  tokens = jax.jit(Sampler.draw)(sampler, logits_BxV, jnp.full(count, 7, jnp.int32))
   drawn = np.bincount(np.asarray(tokens), minlength=6)
   shares = expected_shares(logits, temperature, top_k, top_p)
   assert (drawn[shares == 0] == 0).all()
@@ -209,21 +194,11 @@ def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
   """The limit of draws for temperatures that fall to 0, whatever the size and sign of the logits."""
   logits = np.random.default_rng(0).normal(size=(4, 1, 11)).astype(np.float32)
   logits_BxV = np.concatenate(logits * np.float32([1e-3, 1, 1e3, 1e30])[:, None, None] - np.float32([[[0]], [[9]]] * 2))
-  how, likeliest = Sampling(temperature=temperature, **filters), logits_BxV.argmax(-1)
-  positions_B = jnp.arange(4, dtype=jnp.int32)
-  drawn = jax.jit(sample, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV), positions_B)
-  assert drawn.tolist() == likeliest.tolist()
-  left = jax.jit(shares, static_argnums=0)(how.filters, how.values(), jnp.asarray(logits_BxV))
+  likeliest, positions_B = logits_BxV.argmax(-1), jnp.arange(4, dtype=jnp.int32)
+  sampler = GenerationOptions(temperature=temperature, **filters).make_sampler(range(4))
+  assert jax.jit(Sampler.draw)(sampler, logits_BxV, positions_B).tolist() == likeliest.tolist()
+  left = jax.jit(Sampler.compute_shares)(sampler, logits_BxV)
   np.testing.assert_array_equal(left, np.eye(11)[likeliest])
-
-
-@pytest.mark.parametrize("draft_steps", [None, 2])
-def test_texts_at_a_tiny_temperature_are_the_greedy_ones(decoder, draft_steps):
-  model = make(small_model(field="llama"))
-  draft = {} if draft_steps is None else {"draft": diffeq_nnx.Decoder(model, draft_steps)}
-  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  for temperature in (1e-38, 1e-36):
-    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=temperature, **draft) == greedy
 
 
 def test_stop_marks_end_a_row_and_no_other(decoder):
@@ -248,7 +223,7 @@ def one_by_one(decoder, prompts, **how):
   for n, prompt in enumerate(prompts):
     ids = []
     take = lambda _, token: "mark" if token == how.get("mark") else ids.append(token)
-    list(batching.continued(decoder, [prompt], Sampling(**how["sampling"]), take, row_numbers=[n]))
+    list(batching.continue_prompts(decoder, [prompt], GenerationOptions(**how["options"]), take, row_numbers=[n]))
     found.append(ids)
   return found
 
@@ -257,17 +232,17 @@ def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decode
   """Twelve prompts in three rows: the ring of 64 slots turns more than once; texts end at a mark or at their length."""
   rng = np.random.default_rng(0)
   prompts = [rng.integers(31, size=size).tolist() for size in (3, 30, 1, 9, 40, 2, 5, 17, 1, 33, 4, 8)]
-  sampling = dict(max_tokens=20, seed=4)
-  expected = one_by_one(decoder, prompts, mark=7, sampling=sampling)
+  options = dict(max_tokens=20, seed=4)
+  expected = one_by_one(decoder, prompts, mark=7, options=options)
   assert len({len(ids) for ids in expected}) > 3 and sum(map(len, expected)) > 3 * 40
   ended = []
   ids = [[] for _ in prompts]
   take = lambda n, token: "mark" if token == 7 else ids[n].append(token)
-  for n, reason in batching.continued(decoder, prompts, Sampling(**sampling), take, rows=3):
+  for n, reason in batching.continue_prompts(decoder, prompts, GenerationOptions(rows=3, **options), take):
     ended.append(n)
     assert (reason, ids[n]) == ("length" if len(expected[n]) == 20 else "mark", expected[n])
   assert sorted(ended) == list(range(12)) != ended
-  assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[7], **sampling) == expected
+  assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[7], **options) == expected
 
 
 def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(decoder, monkeypatch):
@@ -296,6 +271,8 @@ def test_bad_input_is_one_line(decoder):
     ([[1]], {"top_p": 0.0}, "top_p=0.0: must lie between 0 (excluded) and 1"),
     ([[1]], {"top_p": 1.5}, "top_p=1.5: must lie"),
     ([[1]], {"seed": -1}, "seed=-1: must lie"),
+    ([[1]], {"rows": 0}, "rows=0: must be 1 or above"),
+    ([[1]], {"draft_tokens": 0}, "draft_tokens=0: must be 1 or above"),
     ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 3"),
   ):
     assert part in told(lambda: diffeq_nnx.generate(decoder, prompts, **how))
@@ -306,6 +283,14 @@ def test_bad_input_is_one_line(decoder):
     lambda: diffeq_nnx.generate(moved_instance(small_model(weights="stored")), [[1]], num_steps=4)
   )
   assert "num_steps=0: must be 1" in told(lambda: diffeq_nnx.Decoder(moved_instance(small_model()), 0))
+  tokenizer = data.load_tokenizer("bytes")
+  for texts, how, part in (
+    (["a", ""], {}, "prompts[1]='': gives no tokens"),
+    ([], {}, "prompts: none given"),
+    (["\udc80"], {}, "not Unicode text"),
+    (["a"], {"stop": [""]}, "stop: holds an empty string"),
+  ):
+    assert part in told(lambda: diffeq_nnx.generate_texts(decoder, tokenizer, texts, **how))
 
 
 def test_a_file_of_prompts_has_a_line_for_each_line_feed(tmp_path):
@@ -349,24 +334,31 @@ def test_pieces_of_a_stream_add_up_to_the_text_and_split_no_character(kind, tmp_
     assert "".join(pieces) + stream.finish() == stream.text == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(
-  "text,stop,expected",
-  [
+def test_a_space_that_a_tokenizer_puts_first_stays_within_a_text_and_is_dropped_at_its_beginning(tmp_path):
+  model = sentencepiece_model(normalization_rule_name="identity", remove_extra_whitespaces=False)
+  (tmp_path / "tokenizer.model").write_bytes(model)
+  tokenizer = data.load_tokenizer(str(tmp_path))
+  text = "the cat and  a dog\n on caf\u00e9"
+  for leading, expected in (("", f" {text}"), (tokenizer.leading, text)):
+    stream = TextStream(tokenizer.decode_within, ("zebra",), leading)
+    pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
+    assert "".join(pieces) + stream.finish() == stream.text == expected
+
+
+def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out():
+  for text, stop, expected in (
     ("one. two. three", (". t",), "one"),
     ("one. two. three", ("zero", "three", "two"), "one. "),
     ("aaab", ("aab",), "a"),
     ("ends with al", ("also",), "ends with al"),
     ("never", ("x",), "never"),
-  ],
-)
-def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out(text, stop, expected):
-  stream = TextStream(data.load_tokenizer("bytes").decode, stop)
-  given = ""
-  for byte in text.encode():
-    given += stream.add(byte)
-    assert expected.startswith(given)
-  assert given + stream.finish() == stream.text == expected
-  assert stream.stopped == (expected != text)
+  ):
+    stream, given = TextStream(data.load_tokenizer("bytes").decode, stop), ""
+    for byte in text.encode():
+      given += stream.add(byte)
+      assert expected.startswith(given)
+    assert given + stream.finish() == stream.text == expected
+    assert stream.stopped == (expected != text)
 
 
 def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
@@ -394,39 +386,17 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
       assert one.stopped == "eos" and one.ids == row[:at]
 
 
-def test_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
-  """Its name is ordinary text; its id, which a program may give, is read as any other."""
-  tokenizer = TOKENIZERS["bytes"](tmp_path)
-  (ids,) = generation.prompt_ids(tokenizer, ["a<|endoftext|>b"])
+def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
+  """The end mark's name is ordinary text; its id, which a program may give, is read as any other."""
+  begins, tokenizer = TOKENIZERS["sentencepiece"](tmp_path), TOKENIZERS["bytes"](tmp_path)
+  assert generation.encode_prompts(begins, [""]) == [[begins.bos_id]]
+  assert generation.encode_prompts(tokenizer, ["a"]) == [[97]]
+  (ids,) = generation.encode_prompts(tokenizer, ["a<|endoftext|>b"])
   assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
   model = make(small_model(field="llama", vocab_size=257))
   with_mark = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, stop_ids=tokenizer.end_ids, temperature=0)
   without = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, temperature=0)
   assert with_mark == without and len(without[0]) == 4
-
-
-def test_a_space_that_a_tokenizer_puts_first_stays_within_a_text_and_is_dropped_at_its_beginning(tmp_path):
-  model = sentencepiece_model(normalization_rule_name="identity", remove_extra_whitespaces=False)
-  (tmp_path / "tokenizer.model").write_bytes(model)
-  tokenizer = data.load_tokenizer(str(tmp_path))
-  text = "the cat and  a dog\n on caf\u00e9"
-  for leading, expected in (("", f" {text}"), (tokenizer.leading, text)):
-    stream = TextStream(tokenizer.decode_within, ("zebra",), leading)
-    pieces = [stream.add(token) for token in tokenizer.encode(text).tolist()]
-    assert "".join(pieces) + stream.finish() == stream.text == expected
-
-
-def test_documents_begin_with_the_begin_mark_and_else_need_a_token(tmp_path):
-  plain = TOKENIZERS["bytes"](tmp_path)
-  assert generation.prompt_ids(plain, ["a"]) == [[97]]
-  assert "prompts[1]='': gives no tokens" in told(lambda: generation.prompt_ids(plain, ["a", ""]))
-  assert "prompts: none given" in told(lambda: generation.prompt_ids(plain, []))
-  assert "not Unicode text" in told(lambda: generation.prompt_ids(plain, ["\udc80"]))
-  begins = TOKENIZERS["sentencepiece"](tmp_path)
-  assert generation.prompt_ids(begins, [""]) == [[begins.bos_id]]
-  assert "stop: holds an empty string" in told(
-    lambda: diffeq_nnx.generate_texts(moved_instance(small_model()), plain, ["a"], stop=[""])
-  )
 
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
@@ -456,8 +426,8 @@ for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
   for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
     decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
-    stored_OxI = decoder.weights["blocks"].sets[0]["up"]["kernel"].stored_OxI
-    assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.weights)} == {1 if place is None else mesh.size}
+    stored_OxI = decoder.ready.weights.sets[0]["up"]["kernel"].stored_OxI
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.ready)} == {1 if place is None else mesh.size}
     assert stored_OxI.sharding.shard_shape(stored_OxI.shape)[0] == 64 // (1 if place is None else mesh.shape["tensor"])
     for rows in batches:
       found.append(diffeq_nnx.generate(decoder, prompts, max_tokens=5, seed=1, rows=rows))

@@ -108,7 +108,7 @@ def test_an_unknown_token_must_exist_and_be_no_mark(tmp_path):
   assert load().encode("!").tolist() == [2]
   raw = default_config()
   raw.data.unknown_bytes = "drop"
-  assert "data.unknown_bytes=drop: must be error or unknown" in told(lambda: from_config_dict(raw))
+  assert "data.unknown_bytes='drop': must be one of error, unknown" in told(lambda: from_config_dict(raw))
 
 
 def test_preparation_names_the_document_and_the_byte(tmp_path):

@@ -251,7 +251,7 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
     ({"prompt": ["a"], "draft_tokens": 2}, "--draft_tokens=2: goes with --draft_steps"),
     ({"prompt": ["a"], "draft_steps": 0}, "--draft_steps: num_steps=0: must be 1"),
     ({"prompts": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
-    ({"prompts": __file__, "out": __file__}, "is there already"),
+    ({"prompts": __file__, "out": __file__}, "already exists"),
     ({"prompts": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part

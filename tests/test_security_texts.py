@@ -241,7 +241,7 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
   run = types.SimpleNamespace(config=Config(), tokenizer=None, model=None, mesh=jax.make_mesh((1,), ("x",)), step=1)
   for module, name, value in (
     (generate.Run, "open", lambda *args: run),
-    (generate, "prompt_ids", lambda *args: None),
+    (generate, "encode_prompts", lambda *args: None),
     (generate, "Decoder", lambda *args, **named: None),
     (generate, "generate_texts", fake),
   ):

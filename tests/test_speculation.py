@@ -1,5 +1,7 @@
 """Self-speculation: the deep model's tokens if greedy, its distribution otherwise, and no loss where all is kept."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,18 +9,19 @@ import pytest
 
 import diffeq_nnx
 from diffeq_nnx.inference import speculation
-from diffeq_nnx.inference.sampling import Sampling, sample, shares
+from diffeq_nnx.inference.sampling import GenerationOptions
 from launch.benchmarks import speculation as benchmark
-from tests.conftest import moved_instance, small_model, told
+from tests.conftest import moved_instance, small_model
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
 
 
-def made(decoder, draft, prompts, sampling, **how):
+def made(decoder, draft, prompts, draft_tokens=2, **options):
   """(the new tokens of each prompt, tokens kept in each round)."""
   ids, kept = [[] for _ in prompts], []
   take = lambda n, token: ids[n].append(token)
-  reasons = dict(speculation.speculated(decoder, draft, prompts, sampling, take, on_round=kept.append, **how))
+  options = GenerationOptions(draft_tokens=draft_tokens, **options)
+  reasons = dict(speculation.speculate(decoder, draft, prompts, options, take, on_round=kept.append))
   assert reasons == dict.fromkeys(range(len(prompts)), "length")
   return ids, kept
 
@@ -28,20 +31,18 @@ def test_greedy_tokens_are_those_of_the_deep_model(field, solver, x64):
   """Of three prompts together, and of each alone, where some rounds keep more drafted tokens than others."""
   model = moved_instance(small_model(field=field, solver=solver, dtype="float64", horizon=1.0), scale=0.2)
   deep, draft = diffeq_nnx.Decoder(model, 3), diffeq_nnx.Decoder(model, 2)
-  settings = Sampling(max_tokens=10, temperature=0)
   expected = diffeq_nnx.generate(deep, PROMPTS, max_tokens=10, temperature=0)
-  found, kept = made(deep, draft, PROMPTS, settings, draft_tokens=2)
-  assert found == expected
-  found, kept = made(deep, draft, PROMPTS, settings, draft_tokens=2, rows=1)
+  assert made(deep, draft, PROMPTS, max_tokens=10, temperature=0)[0] == expected
+  found, kept = made(deep, draft, PROMPTS, max_tokens=10, temperature=0, rows=1)
   assert found == expected and (field == "gpt" or len({*kept}) > 1)  # this gpt repeats itself at any depth
 
 
 def test_drawn_tokens_do_not_depend_on_other_rows(x64):
   """Rows keep different numbers of drafted tokens, and end at different times."""
   model = moved_instance(small_model(field="llama", dtype="float64", horizon=1.0), scale=0.2)
-  deep, draft, settings = diffeq_nnx.Decoder(model, 3), diffeq_nnx.Decoder(model, 2), Sampling(max_tokens=10, seed=1)
+  deep, draft = diffeq_nnx.Decoder(model, 3), diffeq_nnx.Decoder(model, 2)
   (together, kept), (alone, by_prompt) = (
-    made(deep, draft, PROMPTS, settings, draft_tokens=2, rows=rows) for rows in (None, 1)
+    made(deep, draft, PROMPTS, max_tokens=10, seed=1, rows=rows) for rows in (None, 1)
   )
   assert together == alone and sorted(kept) == sorted(by_prompt) and len({*kept}) > 1
 
@@ -49,47 +50,37 @@ def test_drawn_tokens_do_not_depend_on_other_rows(x64):
 def test_a_draft_by_the_model_itself_is_always_kept(x64):
   model = moved_instance(small_model(field="llama", dtype="float64"), scale=0.3)
   decoder = diffeq_nnx.Decoder(model)
-  for settings in (Sampling(max_tokens=12, seed=2), Sampling(max_tokens=12, top_p=0.7, top_k=9)):
-    plain = diffeq_nnx.generate(
-      decoder, PROMPTS, **{name: getattr(settings, name) for name in ("max_tokens", "seed", "top_p", "top_k")}
-    )
-    found, kept = made(decoder, decoder, PROMPTS, settings, draft_tokens=2)
-    assert found == plain and {*kept} == {2}
-  long = Sampling(max_tokens=100, temperature=0)  # past the first slots of the prompt's padding
-  found, kept = made(decoder, decoder, PROMPTS[:1], long, draft_tokens=2)
-  assert found == diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=100, temperature=0) and {*kept} == {2}
+  for prompts, options in (
+    (PROMPTS, {"max_tokens": 12, "seed": 2}),
+    (PROMPTS, {"max_tokens": 12, "top_p": 0.7, "top_k": 9}),
+    (PROMPTS[:1], {"max_tokens": 100, "temperature": 0}),  # past the first slots of the prompt's padding
+  ):
+    found, kept = made(decoder, decoder, prompts, **options)
+    assert found == diffeq_nnx.generate(decoder, prompts, **options) and {*kept} == {2}
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.6}])
 def test_tokens_have_the_deep_model_s_distribution(how):
   """Of many rows, each judged alone: the first new token, and the second where the first was kept."""
-  count, V, sampling = 20_000, 6, Sampling(**how)
+  count, V = 20_000, 6
   rng = np.random.default_rng(0)
-  draft, deep = rng.normal(size=(2, V)), rng.normal(size=(3, V))
-  filters, values = sampling.filters, sampling.values()
-  one_by_one = lambda key_row: jax.tree.map(lambda x: x, {**values, "rows": key_row[None]})
+  logits = draft, deep = [jnp.asarray(rng.normal(size=(size, V)), jnp.float32) for size in (2, 3)]
+  sampler = GenerationOptions(**how).make_sampler(range(count))
 
-  def row(number):
-    named = one_by_one(number)
-    tokens = [sample(filters, named, jnp.asarray(draft[i][None], jnp.float32), jnp.array([5 + i])) for i in range(2)]
-    logits = [jnp.asarray(x[None], jnp.float32) for x in (draft, deep)]
-    return speculation.judged(filters, named, jnp.stack(tokens, 1), *logits, jnp.array([5]))
+  def row(key):
+    alone = dataclasses.replace(sampler, key_B=key[None])
+    tokens = [alone.draw(draft[i : i + 1], jnp.array([5 + i])) for i in range(2)]
+    return speculation.verify_drafts(alone, jnp.stack(tokens, 1), *(x[None] for x in logits), jnp.array([5]))
 
-  new, kept = jax.jit(jax.vmap(row))(jnp.arange(count, dtype=jnp.uint32))
+  new, kept = jax.jit(jax.vmap(row))(sampler.key_B)
   new, kept = np.asarray(new)[:, 0], np.asarray(kept)[:, 0]
   assert {*kept} == {0, 1, 2}
   for place, rows in ((0, kept >= 0), (1, kept >= 1), (2, kept >= 2)):
-    left = np.asarray(shares(filters, values, jnp.asarray(deep[place][None], jnp.float32)))[0]
+    left = np.asarray(sampler.compute_shares(deep[place][None]))[0]
     drawn = np.bincount(new[rows, place], minlength=V)
     expected = rows.sum() * left
     assert (drawn[left == 0] == 0).all()
     assert ((drawn - expected)[left > 0] ** 2 / expected[left > 0]).sum() < 25  # chi square with at most 5 degrees
-
-
-def test_bad_input_is_one_line():
-  decoder = diffeq_nnx.Decoder(moved_instance(small_model()))
-  line = told(lambda: diffeq_nnx.generate(decoder, [[1]], draft=decoder, draft_tokens=0))
-  assert "draft_tokens=0: must be 1 or above" in line
 
 
 def test_the_benchmark_prints_what_is_kept_and_the_speed(finished, tmp_path, capsys):

@@ -148,7 +148,7 @@ def test_wikitext103_is_cut_at_titles_only_and_loses_nothing(tmp_path, monkeypat
 
   monkeypatch.setattr(tfds.download.DownloadManager, "download_and_extract", download_and_extract)
   config = config_lib.default()
-  presets.CORPORA["wikitext103"](config)
+  presets.apply(config, presets.CORPORA["wikitext103"])
   options = Options(tfds_dir=str(tmp_path / "tfds"), download=config.data.download)
   assert list(data.documents(config.data.source, options=options)) == [head, parts[1] + parts[2], parts[3]]
   assert list(data.documents(config.data.validation, options=options)) == parts[:1]

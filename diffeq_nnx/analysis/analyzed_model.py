@@ -16,11 +16,11 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.inference.ready import make_ready
 from diffeq_nnx.model import grids, integration, solvers, vector_fields
 from diffeq_nnx.model.attention_context import AttentionContext, Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
-from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.model.weight_sources import BlockWeights, GridWeights
 from diffeq_nnx.parallel import sharding
 
@@ -64,7 +64,7 @@ class AnalyzedModel:
     with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
       yield
 
-  def check_times(self, times_M: Sequence[float]) -> tuple[float, ...]:
+  def check_times(self, times_M: Sequence[float] | np.ndarray) -> tuple[float, ...]:
     """The times as numbers, in their order.
 
     Raises:
@@ -85,7 +85,7 @@ class AnalyzedModel:
     weights = _weights(self.config, self.check_times(times_M), self.source)
     return jax.device_put(weights, sharding.replicated(self.mesh))
 
-  def check_tokens(self, tokens_L: Sequence[int]) -> np.ndarray:
+  def check_tokens(self, tokens_L: Sequence[int] | np.ndarray) -> np.ndarray:
     """The tokens as an array [L].
 
     Raises:
@@ -121,7 +121,9 @@ class AnalyzedModel:
       raise UserError(f"token={token}: the model's ids are 0 to {self.config.vocab_size - 1}")
     return token
 
-  def observe(self, tokens_L: Sequence[int], weights: GridWeights | None = None, *, attention: bool = False) -> "Pass":
+  def observe(
+    self, tokens_L: Sequence[int] | np.ndarray, weights: GridWeights | None = None, *, attention: bool = False
+  ) -> "Pass":
     """Records one forward pass of a text.
 
     Args:
@@ -171,7 +173,7 @@ class Pass(NamedTuple):
 
   states: jax.Array
   carries: solvers.Carry
-  attention: jax.Array | None
+  attention: Any
 
 
 class _RecordedAttention:

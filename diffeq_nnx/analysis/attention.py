@@ -69,7 +69,7 @@ def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, f
   position = model.check_position(position, passed.states.shape[2])
   with model.computing():
     logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
-  token = int(logits_V.argmax())
+  token = int(np.argmax(logits_V))
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 
 

@@ -133,7 +133,7 @@ def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
 
 
 def depth_spread(
-  model: AnalyzedModel, tokens_L: Sequence[int], held: int | None = None
+  model: AnalyzedModel, tokens_L: Sequence[int] | np.ndarray, held: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
   """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 

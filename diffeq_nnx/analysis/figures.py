@@ -382,7 +382,7 @@ def depth(found: Findings) -> Chart:
           dashed=label != "own",
           width=3.0 if label == "own" else 1.5,
         )
-        for label, values in found.depth.items()
+        for label, values in (found.depth or {}).items()
       ],
     )
     for index, title in enumerate(titles)

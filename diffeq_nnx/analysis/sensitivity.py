@@ -58,7 +58,7 @@ class Sensitivity:
 
 def exponents(
   model: AnalyzedModel,
-  tokens_L: Sequence[int],
+  tokens_L: Sequence[int] | np.ndarray,
   position: int = -1,
   *,
   leading: int | None = None,
@@ -115,7 +115,7 @@ def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
 def jacobian(
   model: AnalyzedModel,
   passed: Pass,
-  ks: Sequence[int] | None = None,
+  ks: Sequence[int] | np.ndarray | None = None,
   progress: Progress = lambda done: None,
   alone: int | None = None,
 ) -> np.ndarray:

@@ -10,6 +10,7 @@ positions (so: tokens at equal positions), 1 / sqrt(C), the gate of SwiGLU and d
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,12 +37,12 @@ class Spectra:
   ov: np.ndarray
   ff: np.ndarray | None
 
-  def of(self, pair: str) -> np.ndarray | None:
+  def of(self, pair: str) -> Any:
     """qk, ov or ff."""
     return getattr(self, pair)
 
 
-def eigenvalues(left_xDxN: np.ndarray, right_xNxD: np.ndarray) -> np.ndarray:
+def eigenvalues(left_xDxN: np.ndarray | jax.Array, right_xNxD: np.ndarray | jax.Array) -> np.ndarray:
   """Eigenvalues of left @ right, [..., min(D, N)], complex128, without the zeros that follow from its rank."""
   left, right = np.asarray(left_xDxN, np.float64), np.asarray(right_xNxD, np.float64)
   small = right @ left if left.shape[-1] < left.shape[-2] else left @ right
@@ -50,7 +51,7 @@ def eigenvalues(left_xDxN: np.ndarray, right_xNxD: np.ndarray) -> np.ndarray:
 
 def spectra(
   model: AnalyzedModel,
-  times_S: Sequence[float] | None = None,
+  times_S: Sequence[float] | np.ndarray | None = None,
   *,
   feedforward: bool = True,
   progress: Progress = lambda done: None,
@@ -68,13 +69,13 @@ def spectra(
   """
   field = vector_fields.make_field(model.config)
   own = times_S is None
-  times_S = np.asarray(model.times.times_U if own else model.check_times(times_S), np.float64)
+  times_S = np.asarray(model.times.times_U if times_S is None else model.check_times(times_S), np.float64)
   made = []
   for first in range(0, len(times_S), len(model.times.times_U)):  # at most as many weights at a time as the model has
     part_S = times_S[first : first + len(model.times.times_U)]
     kernels = field.head_kernels(jax.device_get(model.weights.sets if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
-      at_one = vector_fields.HeadKernels(*(np.asarray(kernel[s], np.float64) for kernel in kernels))
+      at_one = jax.tree.map(lambda kernel, s=s: np.asarray(kernel[s], np.float64), kernels)
       made.append(_at_one_time(at_one, feedforward))
       progress(1)
   qk, ov, ff = zip(*made)

@@ -155,11 +155,12 @@ class Tokens:
       return []
     numbers, starts, stops = (list(column) for column in zip(*ranges))
     paths = [self.paths[number] for number in numbers]
-    found = files.read_ranges(paths, starts, stops)
-    for path, start, stop, data in zip(paths, starts, stops, found):
+    found: list[bytes] = []
+    for path, start, stop, data in zip(paths, starts, stops, files.read_ranges(paths, starts, stops)):
       if isinstance(data, Exception) or len(data) != stop - start:
         problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
         raise UserError(f"{path}: bytes from {start} can't be read ({problem}): damaged or missing; {_RESTORE}")
+      found.append(data)
     return found
 
 

@@ -149,7 +149,7 @@ def _why_own(stored: ModelConfig, form: str) -> str:
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
-  folded = {"horizon": None, "step_sizes": ()} if methods.folds(SOLVERS[stored.solver]) else {}
+  folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if methods.folds(SOLVERS[stored.solver]) else {}
   return dataclasses.replace(stored, norm_eps=stored.block_eps, final_norm_eps=final_eps, **folded)
 
 

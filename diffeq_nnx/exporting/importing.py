@@ -128,6 +128,7 @@ class _Folder:
   def tensors(self) -> layouts.Tensors:
     """All arrays of model.safetensors, or of the files that its index names, as float32."""
     there = files.sizes(self.path)
+    names: list[Any]
     if _WEIGHTS in there:
       names = [_WEIGHTS]
     elif _INDEX in there:
@@ -143,7 +144,7 @@ class _Folder:
     for name in names:
       if not files.is_name(name):
         raise self.error(f"{_INDEX} names {name!r}, which is no file of the folder; restore the folder")
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for name in sorted(set(names)):
       try:
         with (
@@ -173,7 +174,7 @@ class _Values:
 
   def above(self, key: str, bound: float) -> float:
     """A finite number above a bound."""
-    value = self.values.get(key)
+    value: Any = self.values.get(key)
     if type(value) not in (int, float) or not bound < value < math.inf:
       raise self.folder.error(f"{key} is {value!r}: must be a number above {bound}; restore config.json")
     return float(value)
@@ -191,7 +192,7 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
   folder, values, keys = config.folder, config.values, _SIZES[kind]
   for key, allowed in _SUPPORTED[kind].items():
     config.require(key, *allowed)
-  sizes = {ours: config.size(*theirs) for ours, theirs in keys.items()}
+  sizes: dict[str, Any] = {ours: config.size(*theirs) for ours, theirs in keys.items()}
   width, heads = sizes["embed_dim"], sizes["num_heads"]
   if width % heads:
     raise folder.error(
@@ -254,7 +255,7 @@ def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Param
       for name, array in tensors.items()
     }
     head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
+    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight", np.zeros(0))):
       raise folder.error(
         "lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
         "where they are equal"

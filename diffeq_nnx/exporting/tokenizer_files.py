@@ -103,8 +103,9 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
   """A sentencepiece model as tokenizer.json, None where that can't be, and the names of its special pieces by id."""
   from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
 
-  proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model_bytes)
-  kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+  messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+  proto = messages.ModelProto.FromString(tokenizer.model_bytes)
+  kinds = messages.ModelProto.SentencePiece
   special = {
     number: piece.piece for number, piece in enumerate(proto.pieces) if piece.type in (kinds.UNKNOWN, kinds.CONTROL)
   }

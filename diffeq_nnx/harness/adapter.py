@@ -25,14 +25,14 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
-from diffeq_nnx.inference.batching import continued
+from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import encoded
-from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.generation import encode_texts
+from diffeq_nnx.inference.ready import one_device_mesh
+from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
@@ -131,7 +131,8 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
     self._stride = _stride(window, stride, self.max_length)
     self.truncated = self.merged = 0
-    self._workdir, self._step, self._tokenizer, self._seed = workdir, run.step, run.tokenizer, seed
+    self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
+    self._step = run.step if model is None else None
     self._begin_mark = begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
     self.scorer = Scorer(
@@ -144,7 +145,6 @@ class DiffEqLM(TemplateLM):
       share=share,
     )
     self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
-    self._decoder: Decoder | None = None
 
   @property
   def eot_token_id(self) -> int:
@@ -158,7 +158,7 @@ class DiffEqLM(TemplateLM):
 
   def get_model_info(self) -> dict[str, Any]:
     """The settings on which the results depend, for lm_eval's results."""
-    config = self.scorer.config
+    config = self.scorer.ready.config
     windows = (
       "disjoint: side by side, the last moved back to be full"
       if self._stride is None
@@ -172,7 +172,7 @@ class DiffEqLM(TemplateLM):
       "weights": config.weights,
       "num_steps": self.scorer.grid.num_steps,
       "dtype": config.dtype,
-      "devices": self.scorer.mesh.size,
+      "devices": self.scorer.ready.mesh.size,
       "processes": jax.process_count(),
       "begin_mark": self._begin_mark,
       "mark_before_contexts": self._context_mark,
@@ -199,7 +199,7 @@ class DiffEqLM(TemplateLM):
     return ids if self._context_mark is None else [self._context_mark, *ids]
 
   def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-    return encoded(self._tokenizer, texts, "a request's text")
+    return encode_texts(self._tokenizer, texts, "a request's text")
 
   def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Ids of both, encoded together and cut where the context's ids end, as in TemplateLM.
@@ -274,12 +274,23 @@ class DiffEqLM(TemplateLM):
   def rolling(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """(log-probability in nats, number of tokens) of each text."""
     windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
-    scores = self._loglikelihood_tokens([(None, *window) for _, *window in windows], disable_tqdm)
+    scores = self._loglikelihood_tokens([(None, context, after) for _, context, after in windows], disable_tqdm)
     totals, counts = [0.0] * len(texts), [0] * len(texts)
     for (i, _, continuation), (logprob, _) in zip(windows, scores):
       totals[i] += logprob
       counts[i] += len(continuation)
     return list(zip(totals, counts))
+
+  @functools.cached_property
+  def _decoder(self) -> Decoder:
+    """The model, ready to generate: the scorer keeps generated weights, not the parameters that they come from."""
+    run = self._open()
+    if self._step not in (None, run.step):
+      raise RunError(
+        f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a copy, "
+        "or wait for its end"
+      )
+    return Decoder(run.model, self._num_steps, self.scorer.ready.config, run.mesh)
 
   def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
     """The text that follows each context, up to a stop string, an end mark or the limit of tokens.
@@ -291,37 +302,29 @@ class DiffEqLM(TemplateLM):
         supported.
       RunError: the run continued after its checkpoint was read.
     """
-    if self._decoder is None:
-      run = self._open()  # again: the scorer keeps the generated weights, not the parameters that they come from
-      if run.step != self._step:
-        raise RunError(
-          f"{self._workdir}: continued from checkpoint {self._step} to {run.step} meanwhile; evaluate a "
-          "copy, or wait for its end"
-        )
-      self._decoder = Decoder(run.model, self._num_steps, self.scorer.config, run.mesh)
     repeats: dict[tuple[str, str], int] = collections.Counter()
     generations = []
     for request in requests:
       prompt, kwargs = request.args
       repeat = repeats[prompt, json.dumps(kwargs, sort_keys=True)]
       repeats[prompt, json.dumps(kwargs, sort_keys=True)] += 1
-      sampling, until = self._sampling(request)
-      room = self.max_length - sampling.max_tokens
+      options, until = self._read_options(request)
+      room = self.max_length - options.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room
       row_number = zlib.crc32(f"{repeat} {prompt}".encode())  # random numbers that don't depend on the batch
-      generations.append(_Generation(request, sampling, until, ids[-room:], row_number))
+      generations.append(_Generation(request, options, until, ids[-room:], row_number))
     batches = Collator(
       generations,
       sort_fn=lambda one: (-len(one.prompt), one.prompt),
-      group_fn=lambda one: (one.sampling, one.until),
+      group_fn=lambda one: (one.options, one.until),
       group_by="gen_kwargs",
     )
     texts = []
     with tqdm(
       total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.is_main_process()
     ) as bar:
-      for group in batches.get_batched(n=0):  # all that share sampling and stop strings
+      for group in batches.get_batched(n=0):  # all that share options and stop strings
         streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
         for n in self._generated(group, streams):
           self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
@@ -329,7 +332,7 @@ class DiffEqLM(TemplateLM):
         texts += [stream.text for stream in streams]
     return batches.get_original(texts)
 
-  def _sampling(self, request: Instance) -> tuple[Sampling, tuple[str, ...]]:
+  def _read_options(self, request: Instance) -> tuple[GenerationOptions, tuple[str, ...]]:
     """How a task's texts are sampled, and the strings at which they stop."""
     prefix = f"task {request.task_name}: generation_kwargs: "
     kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(self.max_length // 2, 1)))
@@ -342,19 +345,20 @@ class DiffEqLM(TemplateLM):
         "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs"
       )
     try:
-      sampling = Sampling(
+      options = GenerationOptions(
         max_tokens=kwargs["max_gen_toks"],
         temperature=float(kwargs.get("temperature", 0.0)),
         top_k=kwargs.get("top_k") or None,
         top_p=kwargs.get("top_p", 1.0),
         seed=self._seed,
+        rows=self.batch_size * self._decoder.parts,
       )
     except (UserError, TypeError, ValueError) as error:
       raise UserError(f"{prefix}{error}") from error
-    return sampling, tuple(stop for stop in kwargs["until"] if stop)
+    return options, tuple(stop for stop in kwargs["until"] if stop)
 
   def _generated(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
-    """Continues generations that share sampling and stop strings; yields their numbers as they end."""
+    """Continues generations that share options and stop strings; yields their numbers as they end."""
 
     def take(n: int, token: int) -> str | None:
       if token in self._tokenizer.end_ids:
@@ -363,8 +367,7 @@ class DiffEqLM(TemplateLM):
       return "stop" if streams[n].stopped else None
 
     prompts, row_numbers = [one.prompt for one in group], [one.row_number for one in group]
-    rows = self.batch_size * self._decoder.parts
-    for n, _ in continued(self._decoder, prompts, group[0].sampling, take, rows=rows, row_numbers=row_numbers):
+    for n, _ in continue_prompts(self._decoder, prompts, group[0].options, take, row_numbers=row_numbers):
       streams[n].finish()
       yield n
 
@@ -374,7 +377,7 @@ class _Generation:
   """A text to be generated: `row_number` identifies its random numbers."""
 
   request: Instance
-  sampling: Sampling
+  options: GenerationOptions
   until: tuple[str, ...]
   prompt: list[int]
   row_number: int

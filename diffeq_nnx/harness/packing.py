@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SHARED = 4  # a sequence joins the row of the previous one if they share at least a fourth of it
-FEWEST = 16  # slots of a row
-FEWEST_SCORED = 8  # scored tokens of a row
+MIN_SHARED_FRACTION = 0.25  # of a sequence, which joins the row of the previous one if they share so much
+MIN_SLOTS = 16  # slots of a row
+MIN_SCORED = 8  # scored tokens of a row
 
 
 class Request(NamedTuple):
@@ -91,13 +91,13 @@ class Batch(NamedTuple):
   parts: list[list[tuple[int, int, int]]]
 
 
-def bucket(count: int, fewest: int = FEWEST) -> int:
+def bucket(count: int, fewest: int = MIN_SLOTS) -> int:
   """The size to which a count is rounded up: four sizes between a power of two and the next, multiples of `fewest`."""
   step = max(fewest, 1 << max((count - 1).bit_length() - 3, 0))
   return -(-count // step) * step
 
 
-def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
+def make_rows(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
   """Rows for all requests, independent of their order.
 
   Args:
@@ -110,8 +110,8 @@ def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) ->
   rows: list[Row] = []
   previous = np.zeros(0, np.int32)
   for number in order:
-    shared = _shared(previous, read[number])
-    joins = share and rows and shared * LEAST_SHARED >= len(read[number])
+    shared = _count_shared(previous, read[number])
+    joins = share and rows and shared >= MIN_SHARED_FRACTION * len(read[number])
     if joins:
       slots = len(rows[-1].tokens) + len(read[number]) - shared
       joins = max(slots, len(rows[-1].scored) + len(requests[number].continuation)) <= most_slots
@@ -122,14 +122,14 @@ def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) ->
   return rows
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
+def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
   """How many tokens two sequences have in common at their beginning."""
   length = min(len(a), len(b))
   differs = np.flatnonzero(a[:length] != b[:length])
   return int(differs[0]) if len(differs) else length
 
 
-def batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
+def make_batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
   """All rows, the longest first, in batches of few shapes.
 
   Args:
@@ -143,13 +143,13 @@ def batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
     B = max(tokens // L // multiple, 1) * multiple
     if len(rows) < B:  # the last batch
       B = min(B, multiple * bucket(-(-len(rows) // multiple), fewest=1))
-    yield _batch(rows[:B], B, L)
+    yield _make_batch(rows[:B], B, L)
     rows = rows[B:]
 
 
-def _batch(rows: Sequence[Row], B: int, L: int) -> Batch:
+def _make_batch(rows: Sequence[Row], B: int, L: int) -> Batch:
   most = max(len(row.scored) for row in rows)
-  M = max(FEWEST_SCORED, 1 << (most - 1).bit_length())
+  M = max(MIN_SCORED, 1 << (most - 1).bit_length())
   arrays = {name: np.zeros((B, L), np.int32) for name in ("tokens", "positions", "ends")}
   arrays |= {name: np.zeros((B, M), np.int32) for name in ("slots", "targets")}
   for i, row in enumerate(rows):

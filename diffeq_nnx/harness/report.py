@@ -76,7 +76,7 @@ def read(path: str, folder: str) -> list[Results]:
 
 def estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
   """The metrics of all tasks, without those of subtasks whose group has an average."""
-  found = {}
+  found: dict[Key, Estimate] = {}
   for one in results:
     entries = {**one["results"], **one.get("groups", {})}
     averaged = {

@@ -7,7 +7,7 @@ C head_dim.
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.inference.ready import ReadyModel, make_ready, one_device_mesh
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import partial_model
-from diffeq_nnx.model.ready import make_ready, one_device_mesh
 from diffeq_nnx.parallel import sharding
 
 LOGITS = 1 << 24  # limit of the logits that a device holds at a time
@@ -80,8 +79,7 @@ class Scorer:
   Everything stays split over the mesh as in training. All processes of a job must make the same calls.
 
   Attributes:
-    config: of the model.
-    mesh: the devices.
+    ready: the model.
   """
 
   def __init__(
@@ -109,18 +107,16 @@ class Scorer:
     Raises:
       UserError: a number of steps that the model has no weights for.
     """
-    ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
-    self.config, self.mesh = ready.config, ready.mesh
-    self._weights = {"blocks": ready.weights, "rest": ready.rest}
-    max_length = self.config.seq_len if max_length is None else max_length
+    self.ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
+    max_length = self.ready.config.seq_len if max_length is None else max_length
     self._share, self._most_slots = share, packing.bucket(max_length)
-    self._rows = sharding.num_shards("batch", self.mesh.shape)
+    self._rows = sharding.num_shards("batch", self.ready.mesh.shape)
     self._tokens = batch_size * max_length * self._rows
 
   @property
   def grid(self) -> grids.Grid:
     """The steps."""
-    return self._weights["blocks"].grid
+    return self.ready.weights.grid
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """(index of a request, its score), in any order, as they are computed.
@@ -132,8 +128,8 @@ class Scorer:
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
     equal, previous = list(numbers.values()), None  # indices of equal requests
-    rows = packing.rows_of(list(numbers), self._most_slots, self._share)
-    for batch in packing.batches(rows, self._tokens, self._rows):
+    rows = packing.make_rows(list(numbers), self._most_slots, self._share)
+    for batch in packing.make_batches(rows, self._tokens, self._rows):
       started = batch, self._score(batch)
       if previous is not None:
         yield from _scores(*previous, equal)
@@ -143,12 +139,11 @@ class Scorer:
 
   def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
     B, M = batch.arrays["slots"].shape
-    share = sharding.Share(self.mesh, B)
+    share = sharding.Share(self.ready.mesh, B)
     arrays = share.place({name: array[share.rows] for name, array in batch.arrays.items()})
-    with jax.set_mesh(self.mesh):
-      return score(
-        self.config, batch.branches, _pieces(B // self._rows, M, self.config.vocab_size), self._weights, arrays
-      )
+    pieces = _count_pieces(B // self._rows, M, self.ready.config.vocab_size)
+    with jax.set_mesh(self.ready.mesh):
+      return score(batch.branches, pieces, self.ready, arrays)
 
 
 def _scores(
@@ -163,27 +158,24 @@ def _scores(
       yield from ((i, score) for i in equal[number])
 
 
-def _pieces(B: int, M: int, V: int) -> int:
+def _count_pieces(B: int, M: int, V: int) -> int:
   """Number of pieces for the scored tokens, so that a device holds at most LOGITS logits at a time; M is 2^n."""
   return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def score(
-  config: ModelConfig, branches: bool, pieces: int, weights: dict[str, Any], batch: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def score(branches: bool, pieces: int, ready: ReadyModel, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
   """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, replicated.
 
   Args:
-    config: of the model.
     branches: whether rows may hold more than one path; otherwise the model's own attention is used.
     pieces: number of pieces in which the logits are computed; divides M.
-    weights: blocks, GridWeights; rest, the other parameters.
+    ready: the model.
     batch: `packing.Batch.arrays`.
   """
-  model = partial_model(config, weights["rest"])
+  model = ready.make_model()
   context = Branched(batch["ends"], batch["positions"]) if branches else Packing(None, batch["positions"])
-  hidden_BxLxD = model.hidden(batch["tokens"], weights["blocks"], context=context)
+  hidden_BxLxD = model.hidden(batch["tokens"], ready.weights, context=context)
   head_VxD = model.unembedding()
   B, M = batch["slots"].shape
   split = lambda array: array.reshape(B, pieces, M // pieces).swapaxes(0, 1)
@@ -191,7 +183,7 @@ def score(
   def piece(slots_targets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     slots_Bxm, targets_Bxm = slots_targets
     picked_BxmxD = jnp.take_along_axis(hidden_BxLxD, slots_Bxm[..., None], axis=1)
-    wide = jnp.promote_types(config.dtype, jnp.float32)
+    wide = jnp.promote_types(ready.config.dtype, jnp.float32)
     logits_BxmxV = jnp.einsum("bmd,vd->bmv", picked_BxmxD, head_VxD, preferred_element_type=wide)
     target_Bxm = jnp.take_along_axis(logits_BxmxV, targets_Bxm[..., None], axis=-1)[..., 0]
     most_Bxm = logits_BxmxV.max(-1)

@@ -6,10 +6,10 @@ from typing import Any
 
 from diffeq_nnx.data import Tokenizer, UnknownByte
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference.batching import continued
+from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.sampling import Sampling
-from diffeq_nnx.inference.speculation import speculated
+from diffeq_nnx.inference.sampling import GenerationOptions
+from diffeq_nnx.inference.speculation import speculate
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model.model import Model
 
@@ -37,10 +37,8 @@ def generate(
   *,
   stop_ids: Sequence[int] = (),
   num_steps: int | None = None,
-  rows: int | None = None,
   draft: Decoder | None = None,
-  draft_tokens: int = 4,
-  **sampling: Any,
+  **options: Any,
 ) -> list[list[int]]:
   """Continues prompts of token ids, of any lengths.
 
@@ -49,10 +47,8 @@ def generate(
     prompts: token ids, at least one each; begin with the tokenizer's `bos_id` where it has one.
     stop_ids: tokens that end a row; they are left out.
     num_steps: of the solver; None: the model's own.
-    rows: prompts that are continued at a time; None: all, up to 64.
     draft: the same model at fewer steps, which drafts tokens for this one to verify (`inference.speculation`).
-    draft_tokens: number of tokens drafted at a time.
-    **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
+    **options: max_tokens, temperature, top_k, top_p, seed, rows, draft_tokens; see `sampling.GenerationOptions`.
 
   Returns:
     The new tokens of each prompt. With learned positions a row also ends at the last position.
@@ -68,19 +64,16 @@ def generate(
     ids[row].append(token)
     return None
 
-  decoder, settings = decoder_of(model, num_steps), Sampling(**sampling)
-  for _ in _continued(decoder, prompts, settings, take, draft=draft, draft_tokens=draft_tokens, rows=rows):
+  for _ in _continue(draft, make_decoder(model, num_steps), prompts, GenerationOptions(**options), take):
     pass
   return ids
 
 
-def _continued(
-  decoder: Decoder, *arguments: Any, draft: Decoder | None = None, draft_tokens: int = 4, **batching: Any
-) -> Iterator[tuple[int, str]]:
-  """`continued`, or `speculated` with a draft."""
+def _continue(draft: Decoder | None, decoder: Decoder, *arguments: Any, **more: Any) -> Iterator[tuple[int, str]]:
+  """`continue_prompts`, or `speculate` with a draft."""
   if draft is None:
-    return continued(decoder, *arguments, **batching)
-  return speculated(decoder, draft, *arguments, draft_tokens=draft_tokens, **batching)
+    return continue_prompts(decoder, *arguments, **more)
+  return speculate(decoder, draft, *arguments, **more)
 
 
 def generate_texts(
@@ -90,11 +83,9 @@ def generate_texts(
   *,
   stop: Sequence[str] = (),
   num_steps: int | None = None,
-  rows: int | None = None,
   draft: Decoder | None = None,
-  draft_tokens: int = 4,
   on_text: Callable[[int, str], None] | None = None,
-  **sampling: Any,
+  **options: Any,
 ) -> list[Continuation]:
   """Continues texts, as beginnings of documents, up to the end of the document.
 
@@ -104,32 +95,30 @@ def generate_texts(
     prompts: texts.
     stop: strings that end a text; they are left out.
     num_steps: as for `generate`.
-    rows: likewise, as are the next two.
-    draft: the model at fewer steps.
-    draft_tokens: number of tokens drafted at a time.
+    draft: likewise.
     on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
-    **sampling: as for `generate`.
+    **options: as for `generate`.
 
   Raises:
     UserError: as `generate`; or a prompt without tokens, or with invalid Unicode.
   """
-  settings, ids = Sampling(**sampling), prompt_ids(tokenizer, prompts)
-  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens}
-  decoder = decoder_of(model, num_steps)
-  made = continued_texts(decoder, tokenizer, prompts, ids, settings, stop=stop, on_text=on_text, **batching)
+  settings, ids = GenerationOptions(**options), encode_prompts(tokenizer, prompts)
+  decoder = make_decoder(model, num_steps)
+  made = continue_texts(decoder, tokenizer, prompts, ids, settings, stop=stop, on_text=on_text, draft=draft)
   return [one for _, one in sorted(made, key=lambda pair: pair[0])]
 
 
-def continued_texts(
+def continue_texts(
   decoder: Decoder,
   tokenizer: Tokenizer,
   prompts: Sequence[str],
   prompts_ids: Sequence[Sequence[int]],
-  sampling: Sampling,
+  options: GenerationOptions,
   *,
   stop: Sequence[str] = (),
   on_text: Callable[[int, str], None] | None = None,
-  **batching: Any,
+  draft: Decoder | None = None,
+  row_numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Continuation]]:
   """Yields (number, continuation) of texts as they end; the rest is as for `generate_texts`."""
   if not all(stop):
@@ -148,13 +137,13 @@ def continued_texts(
     emit(row, texts[row].add(token))
     return "stop" if texts[row].stopped else None
 
-  for row, reason in _continued(decoder, prompts_ids, sampling, take, **batching):
+  for row, reason in _continue(draft, decoder, prompts_ids, options, take, row_numbers=row_numbers):
     emit(row, texts[row].finish())
     reason = "stop" if texts[row].stopped else reason
     yield row, Continuation(prompts[row], texts[row].text, ids[row], reason)
 
 
-def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[int]]:
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[int]]:
   """The ids of texts, without marks.
 
   Raises:
@@ -168,7 +157,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[
     raise UserError(f"{name}: {error}; leave the character out") from error
 
 
-def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   """The ids of documents that begin with these texts.
 
   Raises:
@@ -177,7 +166,7 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   if not prompts:
     raise UserError("prompts: none given; give one or more")
   begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-  ids = [begin + one for one in encoded(tokenizer, prompts, "prompts")]
+  ids = [begin + one for one in encode_texts(tokenizer, prompts, "prompts")]
   if [] in ids:
     raise UserError(
       f"prompts[{ids.index([])}]={prompts[ids.index([])]!r}: gives no tokens, and this tokenizer has no "
@@ -186,7 +175,7 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
   return ids
 
 
-def decoder_of(model: Model | Decoder, num_steps: int | None) -> Decoder:
+def make_decoder(model: Model | Decoder, num_steps: int | None) -> Decoder:
   """A Decoder as it is, or one of a model; raises UserError for another number of steps than a Decoder's."""
   if not isinstance(model, Decoder):
     return Decoder(model, num_steps)

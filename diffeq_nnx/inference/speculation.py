@@ -9,96 +9,78 @@ row whose text has ended goes on until all have; nobody reads what it writes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference.batching import ROWS, check_rows
-from diffeq_nnx.inference.decoding import Decoder, State, Weights, all_logits, more_logits, padded, sampled
-from diffeq_nnx.inference.sampling import Filters, Sampling, keys_of, sample, shares
+from diffeq_nnx.inference.batching import MAX_ROWS, TakeToken, Texts
+from diffeq_nnx.inference.decoding import Decoder, DecodeState, all_logits, draw_next, more_logits, pad_slots
+from diffeq_nnx.inference.ready import ReadyModel
+from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.parallel import sharding
 
 
-def speculated(
+def speculate(
   decoder: Decoder,
   draft: Decoder,
   prompts: Sequence[Sequence[int]],
-  sampling: Sampling,
-  take: Callable[[int, int], str | None],
+  options: GenerationOptions,
+  take: TakeToken,
   *,
-  draft_tokens: int = 4,
-  rows: int | None = None,
   row_numbers: Sequence[int] | None = None,
   on_round: Callable[[int], None] = lambda kept: None,
 ) -> Iterator[tuple[int, str]]:
-  """As `batching.continued`, with the same tokens if greedy, and tokens of the same distribution otherwise.
+  """As `batching.continue_prompts`, with the same tokens if greedy, and tokens of the same distribution otherwise.
+
+  Prompts that are continued together all end before the next ones are read.
 
   Args:
     decoder: the model at many steps.
     draft: the same model at fewer steps.
-    prompts: as for `continued`, as are the next two.
-    sampling: of all prompts.
+    prompts: as for `continue_prompts`, as are the next three.
+    options: of all prompts.
     take: called for each token.
-    draft_tokens: N, tokens drafted at a time.
-    rows: prompts that are continued together; the next ones follow when all of them have ended.
-    row_numbers: as for `continued`.
+    row_numbers: for the random numbers.
     on_round: called with the number of drafted tokens that a row kept, for each round of drafting and unfinished text.
 
   Raises:
-    UserError: as `Decoder.room`, or draft_tokens below 1.
+    UserError: as `Decoder.limit_texts`.
   """
-  if draft_tokens < 1:
-    raise UserError(f"draft_tokens={draft_tokens}: must be 1 or above")
-  check_rows(rows)
-  room = decoder.room(prompts, sampling.max_tokens)
+  room = decoder.limit_texts(prompts, options.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
-  values = decoder.values(sampling)
-  for start in range(0, len(prompts), rows or ROWS):
-    group = list(range(start, min(start + (rows or ROWS), len(prompts))))
-    filled = group + group[:1] * (decoder.num_rows(len(group)) - len(group))
-    longest = padded(max(len(prompts[n]) for n in group))  # which `read` fills with prompts and padding
-    num_slots = padded(longest + max(room[n] for n in group) + draft_tokens)  # so that no round goes around the ring
-    texts, seeds = [prompts[n] for n in filled], [numbers[n] for n in filled]
-    (state, tokens_B), (draft_state, _) = (
-      next(filter(None, one.read(texts, sampling, seeds, num_slots))) for one in (decoder, draft)
-    )
-    with jax.set_mesh(decoder.mesh):
-      state, draft_state = ({**one, "slot": _by_row(one["slot"], one["next_B"])} for one in (state, draft_state))
-    taken, ended = dict.fromkeys(group, 0), set()
+  texts, rows = Texts(room, take), options.rows or MAX_ROWS
+  for start in range(0, len(prompts), rows):
+    group = list(range(start, min(start + rows, len(prompts))))
+    filled = group + group[:1] * (decoder.count_rows(len(group)) - len(group))
+    longest = pad_slots(max(len(prompts[n]) for n in group))  # which `read` fills with prompts and padding
+    # No round may go around the ring.
+    num_slots = pad_slots(longest + max(room[n] for n in group) + options.draft_tokens)
+    arguments = [prompts[n] for n in filled], options, [numbers[n] for n in filled], num_slots
+    (state, tokens_B), (draft_state, _) = (next(filter(None, one.read(*arguments))) for one in (decoder, draft))
+    with jax.set_mesh(decoder.ready.mesh):
+      state, draft_state = (
+        dataclasses.replace(one, slot=_by_row(one.slot, one.next_B)) for one in (state, draft_state)
+      )
     new, counts = np.asarray(tokens_B)[:, None], np.ones(len(filled), int)
     while True:
       for row, n in enumerate(group):
         for token in new[row, : counts[row]].tolist():
-          if n in ended:
-            break
-          taken[n] += 1
-          reason = take(n, token) or ("length" if taken[n] == room[n] else None)
-          if reason is not None:
-            ended.add(n)
+          if (reason := texts.add(n, token)) is not None:
             yield n, reason
-      if len(ended) == len(group):
+      unfinished = [row for row, n in enumerate(group) if not texts.has_ended(n)]
+      if not unfinished:
         del state, draft_state  # the next group's need the memory
         break
-      with jax.set_mesh(decoder.mesh):
-        state, draft_state, tokens_B, new_BxN1, count_B = next_several(
-          decoder.config,
-          sampling.filters,
-          draft_tokens,
-          decoder.weights,
-          draft.weights,
-          values,
-          state,
-          draft_state,
-          tokens_B,
+      with jax.set_mesh(decoder.ready.mesh):
+        state, draft_state, tokens_B, new_BxN1, count_B = run_round(
+          decoder.ready, draft.ready, state, draft_state, tokens_B, options.draft_tokens
         )
       new, counts = np.asarray(new_BxN1), np.asarray(count_B)
-      for row, n in enumerate(group):
-        if n not in ended:
-          on_round(int(counts[row]) - 1)
+      for row in unfinished:
+        on_round(int(counts[row]) - 1)
 
 
 @jax.jit
@@ -106,56 +88,45 @@ def _by_row(slot: jax.Array, next_B: jax.Array) -> jax.Array:
   return jnp.broadcast_to(slot, next_B.shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("state", "draft_state"))
-def next_several(
-  config: ModelConfig,
-  filters: Filters,
-  N: int,
-  weights: Weights,
-  draft_weights: Weights,
-  values: dict[str, jax.Array],
-  state: State,
-  draft_state: State,
-  tokens_B: jax.Array,
-) -> tuple[State, State, jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames="N", donate_argnames=("state", "draft_state"))
+def run_round(
+  ready: ReadyModel, draft_ready: ReadyModel, state: DecodeState, draft_state: DecodeState, tokens_B: jax.Array, N: int
+) -> tuple[DecodeState, DecodeState, jax.Array, jax.Array, jax.Array]:
   """One round: (both states, newest tokens [B], new tokens [B, N + 1], how many of them count [B]).
 
   Both states, whose slots are by row, hold all tokens but the newest; the last of the new tokens that count is that.
   """
-  P = state["cache"][0][0].shape[2]
   read, drafted_logits = [tokens_B], []
   for _ in range(N):
-    draft_state, logits_BxV = more_logits(config, draft_weights, draft_state, read[-1][:, None])
+    draft_state, logits_BxV = more_logits(draft_ready, draft_state, read[-1][:, None])
     drafted_logits.append(logits_BxV)
-    read.append(sampled(filters, values, draft_state, logits_BxV))
-  draft_state, _ = more_logits(config, draft_weights, draft_state, read[-1][:, None])  # it may be kept
-  first_B = state["next_B"] + 1  # positions of the first new tokens
-  state, logits_BxN1xV = all_logits(config, weights, state, jnp.stack(read, 1))
-  values = {**values, "rows": state["numbers_B"]}
-  new_BxN1, kept_B = judged(
-    filters, values, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B
+    read.append(draw_next(draft_state, logits_BxV))
+  draft_state, _ = more_logits(draft_ready, draft_state, read[-1][:, None])  # it may be kept
+  first_B = state.next_B + 1  # positions of the first new tokens
+  state, logits_BxN1xV = all_logits(ready, state, jnp.stack(read, 1))
+  new_BxN1, kept_B = verify_drafts(
+    state.sampler, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B
   )
   new_BxN1, kept_B = (sharding.constrain(x, *[None] * x.ndim) for x in (new_BxN1, kept_B))  # every device has them
-  back = lambda s: {**s, "slot": (s["slot"] - (N - kept_B)) % P, "next_B": s["next_B"] - (N - kept_B)}
   newest_B = sharding.constrain(jnp.take_along_axis(new_BxN1, kept_B[:, None], 1)[:, 0], None)
-  return back(state), back(draft_state), newest_B, new_BxN1, kept_B + 1
+
+  def go_back(after: DecodeState) -> DecodeState:
+    dropped_B = N - kept_B
+    slot_B = (after.slot - dropped_B) % after.num_slots
+    return dataclasses.replace(after, slot=slot_B, next_B=after.next_B - dropped_B)
+
+  return go_back(state), go_back(draft_state), newest_B, new_BxN1, kept_B + 1
 
 
-def judged(
-  filters: Filters,
-  values: dict[str, jax.Array],
-  drafts_BxN: jax.Array,
-  draft_logits_BxNxV: jax.Array,
-  logits_BxN1xV: jax.Array,
-  first_B: jax.Array,
+def verify_drafts(
+  sampler: Sampler, drafts_BxN: jax.Array, draft_logits_BxNxV: jax.Array, logits_BxN1xV: jax.Array, first_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """(new tokens [B, N + 1], number of drafted tokens that are kept [B]).
 
   New tokens after the first that is not kept are unused.
 
   Args:
-    filters: of the sampling.
-    values: of the sampling, perhaps with `rows`.
+    sampler: of the rows.
     drafts_BxN: drawn from the draft's logits.
     draft_logits_BxNxV: these logits.
     logits_BxN1xV: the deep model's at the same places, and after the last drafted token.
@@ -164,17 +135,18 @@ def judged(
   B, N = drafts_BxN.shape
   accepted, instead = [], []
   for i in range(N):
-    deep_BxV, draft_BxV = (shares(filters, values, logits[:, i]) for logits in (logits_BxN1xV, draft_logits_BxNxV))
-    if filters.greedy:
+    deep_BxV, draft_BxV = (sampler.compute_shares(logits[:, i]) for logits in (logits_BxN1xV, draft_logits_BxNxV))
+    if sampler.greedy:
       instead.append(deep_BxV.argmax(-1))
       accepted.append(drafts_BxN[:, i] == instead[-1])
       continue
-    key, other = (jax.vmap(jax.random.fold_in, (0, None))(keys_of(values, first_B + i), n) for n in (1, 2))
+    key_B = sampler.make_keys(first_B + i)
+    redraw_key_B, accept_key_B = (jax.vmap(jax.random.fold_in, (0, None))(key_B, n) for n in (1, 2))
     rest_BxV = jnp.maximum(deep_BxV - draft_BxV, 0)
-    instead.append(jax.vmap(jax.random.categorical)(key, jnp.log(rest_BxV)))
-    of_draft = lambda x, i=i: jnp.take_along_axis(x, drafts_BxN[:, i : i + 1], 1)[:, 0]
-    accepted.append(jax.vmap(jax.random.uniform)(other) * of_draft(draft_BxV) < of_draft(deep_BxV))
-  instead.append(sample(filters, values, logits_BxN1xV[:, N], first_B + N))
+    instead.append(jax.vmap(jax.random.categorical)(redraw_key_B, jnp.log(rest_BxV)))
+    pick = lambda x, i=i: jnp.take_along_axis(x, drafts_BxN[:, i : i + 1], 1)[:, 0]
+    accepted.append(jax.vmap(jax.random.uniform)(accept_key_B) * pick(draft_BxV) < pick(deep_BxV))
+  instead.append(sampler.draw(logits_BxN1xV[:, N], first_B + N))
   accepted_BxN = jnp.cumprod(jnp.stack(accepted, 1).astype(jnp.int32), axis=1)
   last_BxN1 = jnp.concatenate([accepted_BxN, jnp.zeros((B, 1), jnp.int32)], 1)
   padded_BxN1 = jnp.concatenate([drafts_BxN, jnp.zeros((B, 1), drafts_BxN.dtype)], 1)

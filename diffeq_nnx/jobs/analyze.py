@@ -18,7 +18,7 @@ from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.inference.generation import encoded
+from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs.run import Run
@@ -145,7 +145,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
   Raises:
     UserError: it gives no tokens, or is no Unicode text.
   """
-  ids = encoded(tokenizer, [text], "--text")[0]
+  ids = encode_texts(tokenizer, [text], "--text")[0]
   if not ids:
     raise UserError(f"--text={text!r}: gives no tokens; give some text")
   return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

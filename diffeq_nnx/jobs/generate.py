@@ -9,10 +9,9 @@ import jax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, printable
-from diffeq_nnx.inference.batching import check_rows
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import Continuation, continued_texts, generate_texts, prompt_ids
-from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.generation import Continuation, continue_texts, encode_prompts, generate_texts
+from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
@@ -27,11 +26,9 @@ def generate(
   prompt: Sequence[str] | None = None,
   prompts: str | None = None,
   out: str | None = None,
-  rows: int | None = None,
   num_steps: int | None = None,
   draft_steps: int | None = None,
-  draft_tokens: int | None = None,
-  **sampling: Any,
+  **options: Any,
 ) -> list[dict]:
   """Continues prompts with the newest model of a run, on all devices.
 
@@ -44,11 +41,9 @@ def generate(
     prompt: texts.
     prompts: JSON lines with the key `prompt`, in place of `prompt`.
     out: the file for the answers to `prompts`; see `jobs.prompt_files`.
-    rows: prompts that are continued at a time; None: all, up to 64.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
     draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
-    draft_tokens: number of tokens drafted at a time; None: 4.
-    **sampling: max_tokens, temperature, top_k, top_p, seed; see `sampling.Sampling`.
+    **options: max_tokens, temperature, top_k, top_p, seed, rows, draft_tokens; see `sampling.GenerationOptions`.
 
   Returns:
     What the JSON lines say.
@@ -57,12 +52,9 @@ def generate(
     UserError: no prompts or two kinds of them, values that can't be, no checkpoint, an attention that this backend
       lacks, files that can't be used.
   """
-  settings = Sampling(**sampling)  # mistakes are reported before anything is read
-  check_rows(rows)
-  if draft_tokens is not None and draft_steps is None:
-    raise UserError(f"--draft_tokens={draft_tokens}: goes with --draft_steps; give both")
-  if draft_tokens is not None and draft_tokens < 1:
-    raise UserError(f"draft_tokens={draft_tokens}: must be 1 or above")
+  settings = GenerationOptions(**options)  # mistakes are reported before anything is read
+  if "draft_tokens" in options and draft_steps is None:
+    raise UserError(f"--draft_tokens={options['draft_tokens']}: goes with --draft_steps; give both")
   if (prompt is None) == (prompts is None):
     raise UserError("--prompt, --prompts: give one of them")
   if (prompts is None) != (out is None):
@@ -73,7 +65,7 @@ def generate(
   config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
   if prompt is not None:
-    prompt_ids(tokenizer, prompt)
+    encode_prompts(tokenizer, prompt)
   steps = config.eval.num_steps if num_steps is None else num_steps
   for count in (steps, draft_steps):
     say_untrained(config, run.step, count)
@@ -83,14 +75,15 @@ def generate(
       draft = None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
     except UserError as error:
       raise UserError(f"--draft_steps: {error}") from None
-  batching: dict[str, Any] = {"rows": rows, "draft": draft, "draft_tokens": draft_tokens or 4}
   step = run.step
   del run  # the decoder has what it needs
   if answers is not None:
-    depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": draft_tokens}
-    texts, ids, numbers = answers.open(tokenizer, decoder, {"workdir": workdir, "step": step, **depths, **sampling})
+    depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None}
+    # No text depends on the number of rows.
+    drawn = {name: value for name, value in options.items() if name != "rows"}
+    texts, ids, numbers = answers.open(tokenizer, decoder, {"workdir": workdir, "step": step, **depths, **drawn})
     if texts:
-      for n, one in continued_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, **batching):
+      for n, one in continue_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, draft=draft):
         answers.add(numbers[n], _to_record(one))
     with distributed.sync_errors():  # no process leaves while another still continues prompts
       return answers.close()
@@ -103,7 +96,7 @@ def generate(
     else None
   )
   try:
-    found = generate_texts(decoder, tokenizer, prompt, on_text=show, **batching, **sampling)
+    found = generate_texts(decoder, tokenizer, prompt, on_text=show, draft=draft, **options)
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None

@@ -17,7 +17,7 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import encoded
+from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.parallel import distributed
 
 
@@ -40,8 +40,8 @@ class Answers:
     if files.is_url(out):
       raise UserError(f"--out={out}: must be on a disk, since it grows; copy it when it is finished")
     if files.exists(out):
-      raise UserError(f"--out={out}: is there already; name another file")
-    self._lines = lines_of(content)
+      raise UserError(f"--out={out}: already exists; choose another file")
+    self._lines = split_lines(content)
     self._out, self._unfinished = out, f"{out}.unfinished"
     self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
@@ -66,7 +66,7 @@ class Answers:
     self._identity |= identity
     with distributed.sync_errors():
       if distributed.is_main_process():
-        self._answers = self._before()
+        self._answers = self._read_unfinished()
     self._answers = {
       one["line"]: one for one in json.loads(distributed.exchange(json.dumps([*self._answers.values()]))[0])
     }
@@ -79,9 +79,9 @@ class Answers:
       if n in self._answers:
         continue
       try:
-        text = prompt_of(line)
-        one = begin + encoded(tokenizer, [text], "prompt")[0]
-        if problem := decoder.problem(one):
+        text = parse_prompt(line)
+        one = begin + encode_texts(tokenizer, [text], "prompt")[0]
+        if problem := decoder.find_problem(one):
           raise UserError(f"prompt: {problem}")
       except UserError as error:
         self.add(n, {"error": str(error)})
@@ -111,7 +111,7 @@ class Answers:
       os.remove(self._unfinished)
     return answers
 
-  def _before(self) -> dict[int, dict[str, Any]]:
+  def _read_unfinished(self) -> dict[int, dict[str, Any]]:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
     lines = []
     if files.exists(self._unfinished):
@@ -132,12 +132,12 @@ class Answers:
     return {one["line"]: one for one in lines[1:]}
 
 
-def lines_of(content: bytes) -> dict[int, bytes]:
+def split_lines(content: bytes) -> dict[int, bytes]:
   """The lines of a file that are not blank, by number from 1; they end at line feeds, as in `jsonl:` sources."""
   return {n: line for n, line in enumerate(content.split(b"\n"), 1) if line.strip()}
 
 
-def prompt_of(line: bytes) -> str:
+def parse_prompt(line: bytes) -> str:
   """The prompt of a JSON line; raises UserError."""
   value = parse_json(line, "the line", "prompt")
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):

@@ -16,11 +16,20 @@ MASKED = -1e30  # the score of a masked key: finite, so that MASKED - MASKED is 
 EMPTY_ROW_LSE = 1e30  # in place of -inf in the backward pass: 2^(score - EMPTY_ROW_LSE) is 0 for any score
 
 
-class Kernel(Protocol):
-  """A fused kernel, specialized for one problem; hashable."""
+class Scaling(Protocol):
+  """How a kernel makes scores from products."""
 
-  scale: float
-  soft_cap: float | None
+  @property
+  def scale(self) -> float:
+    """What products are multiplied by."""
+
+  @property
+  def soft_cap(self) -> float | None:
+    """The limit of the scores; None: there is none."""
+
+
+class Kernel(Scaling, Protocol):
+  """A fused kernel, specialized for one problem; hashable."""
 
   def forward(self, q, k, v, q_segments, kv_segments) -> tuple[jax.Array, jax.Array]:
     """out in the shape and dtype of q, and the log-sum-exp [B, H, S], float32, -inf for a row without keys."""
@@ -33,14 +42,14 @@ class Kernel(Protocol):
     """
 
 
-def scores(products, kernel: Kernel):
+def scores(products, kernel: Scaling):
   """Scores from q k^T: scaled, capped, in units of log2 e."""
   if kernel.soft_cap is None:
     return products * (kernel.scale * LOG2_E)
   return jnp.tanh(products * (kernel.scale / kernel.soft_cap)) * (kernel.soft_cap * LOG2_E)
 
 
-def uncapped(dscores, products, kernel: Kernel):
+def uncapped(dscores, products, kernel: Scaling):
   """Gradients of the scores before the soft cap, from those after it."""
   if kernel.soft_cap is None:
     return dscores

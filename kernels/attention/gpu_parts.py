@@ -152,12 +152,12 @@ def masked(scores, static: Problem, first_row, first_column, by_key: bool, row_i
   else:
     below_column = jnp.minimum(rows + 1, static.T) if mask.causal else jnp.full_like(rows, static.T)
     from_column = None if mask.window is None else rows - (mask.window - 1)
-  visible = None
+  visible: Any = True
   if from_column is not None:
     visible = columns >= along_rows(from_column, shape)
   if below_column is not None:
     below = columns < along_rows(below_column, shape)
-    visible = below if visible is None else visible & below
+    visible = below if visible is True else visible & below
   if row_ids is not None:
     column_ids = load(ids_ref, (b, pl.ds(first_column, shape[1])), COLUMN)
     visible = visible & (along_rows(row_ids, shape) == along_columns(column_ids, shape))
@@ -283,7 +283,7 @@ def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, argume
   )(*(a for a in arguments if a is not None))
 
 
-def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> plgpu.SMEM:
+def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> pl.MemoryRef:
   """`count` buffers of [rows, D], tiled and swizzled as wgmma reads them: the widest swizzle that divides D.
 
   Args:
@@ -291,11 +291,15 @@ def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> plgpu.SMEM:
   """
   size = jnp.dtype(dtype).itemsize
   columns = math.gcd(D, part, 128 // size)
-  transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(size * columns))
+  # Newer versions of JAX leave a method of these classes abstract for type checkers alone.
+  transforms = (
+    plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
+    plgpu.SwizzleTransform(size * columns),  # type: ignore[abstract]
+  )
   return plgpu.SMEM((count, rows, D), dtype, transforms=transforms)
 
 
-def ring_buffers(ring: Ring, D: int, dtype) -> tuple[plgpu.SMEM, plgpu.SMEM]:
+def ring_buffers(ring: Ring, D: int, dtype) -> tuple[pl.MemoryRef, pl.MemoryRef]:
   """The two arrays that are iterated over."""
   return shared(ring.stages, ring.rows, D, dtype), shared(ring.stages, ring.rows, D, dtype)
 

@@ -81,7 +81,7 @@ def block_ranges(
   """
   some, every = (a[None] for a in mask.blocks(S, T, block_q, block_kv))
   xp: Any = np
-  if q_segments_BxS is not None:
+  if q_segments_BxS is not None and kv_segments_BxT is not None:
     xp = jnp
     q_low, q_high = (a[:, :, None] for a in _extremes(q_segments_BxS, block_q))
     kv_low, kv_high = (a[:, None, :] for a in _extremes(kv_segments_BxT, block_kv))

@@ -33,7 +33,7 @@ def attention_reference(
   if logits_soft_cap is not None:
     scores_BxKxGxSxT = logits_soft_cap * jnp.tanh(scores_BxKxGxSxT / logits_soft_cap)
   visible_1xSxT = mask.visible(jnp.arange(S)[:, None], jnp.arange(T)[None, :])[None]
-  if q_segments_BxS is not None:
+  if q_segments_BxS is not None and kv_segments_BxT is not None:
     visible_1xSxT = visible_1xSxT & (q_segments_BxS[:, :, None] == kv_segments_BxT[:, None, :])
   visible_Bx1x1xSxT = visible_1xSxT[:, None, None]
   scores_BxKxGxSxT = jnp.where(visible_Bx1x1xSxT, scores_BxKxGxSxT, jnp.finfo(wide).min)

@@ -43,8 +43,8 @@ def ring_attention(
     ValueError: as `attention`.
   """
   n, i = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-  attend = functools.partial(attention, return_lse=True, **settings)
-  halves = lambda x: (None, None) if x is None else jnp.split(x, 2, axis=1)
+  attend: Callable[..., Any] = functools.partial(attention, return_lse=True, **settings)
+  halves: Callable[[Any], Any] = lambda x: (None, None) if x is None else jnp.split(x, 2, axis=1)
   (q_low, q_high), (segments_low, segments_high) = halves(q_Bx2cxHxD), halves(segments_Bx2c)
   pair = lambda queries, keys: None if queries is None else (queries, keys)
   earlier = functools.partial(_earlier, attend, window)

@@ -22,9 +22,9 @@ class Shape:
 
   def inputs(self, dtype: str, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [B, S, H, D], k and v [B, S, K, D], normal."""
-    sizes = [(self.batch, self.length, heads, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return tuple(jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes))
+    draw = lambda key, heads: jax.random.normal(key, (self.batch, self.length, heads, self.head_dim), dtype)
+    q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
+    return draw(q_key, self.heads), draw(k_key, self.kv_heads), draw(v_key, self.kv_heads)
 
   def segment_ids(self, seed: int = 0) -> jax.Array | None:
     """Document numbers [B, S], from 0 upwards, or None."""

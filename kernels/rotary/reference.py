@@ -29,7 +29,9 @@ def frequencies(
   return plain_R * (kept_R + (1 - kept_R) / factor)
 
 
-def tables(positions: jax.Array, frequencies_R: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def tables(
+  positions: jax.Array, frequencies_R: np.ndarray | jax.Array, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
   """(cos, sin) of each position's angle in each channel, [..., C]; the sine is negative in the first half."""
   angles = positions.astype(dtype)[..., None] * jnp.expand_dims(frequencies_R.astype(dtype), range(positions.ndim))
   cos, sin = jnp.cos(angles), jnp.sin(angles)

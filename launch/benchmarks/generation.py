@@ -36,41 +36,33 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference import decoding, speculation
-from diffeq_nnx.inference.sampling import Sampling
+from diffeq_nnx.inference.ready import ReadyModel, generate_weights
+from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, graph, params_of
-from diffeq_nnx.model.ready import generated
 from diffeq_nnx.training import flops
 from launch import gpus
 from launch.benchmarks import hlo, roofline
 from launch.experiments import tables
 from launch.experiments.compare import numbers
 
-GREEDY = Sampling(temperature=0)
+GREEDY = GenerationOptions(temperature=0)
 
 
-def read_by_a_token(weights: decoding.Weights, state: dict) -> dict[str, Any]:
+def read_by_a_token(ready: ReadyModel, state: decoding.DecodeState) -> dict[str, Any]:
   """The arrays that a token reads in full: all but the embedding tables, of which it reads rows."""
-  head = weights["rest"].get("head")
-  return {
-    "blocks": weights["blocks"],
-    "head": weights["rest"]["embedding"] if head is None else head,
-    "cache": state["cache"],
-  }
+  head = ready.rest.get("head")
+  return {"blocks": ready.weights, "head": ready.rest["embedding"] if head is None else head, "cache": state.cache}
 
 
-def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
+def make_state(config: ModelConfig, num_steps: int, rows: int, slots: int) -> decoding.DecodeState:
   """The state with all slots but one filled."""
   shape = (rows, config.kv_heads, slots, config.head_dim)
   evaluations = num_steps * solvers.SOLVERS[config.solver].evaluations.attention
   cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(evaluations)]
-  return {
-    "cache": cache,
-    "slot": jnp.int32(slots - 1),
-    "next_B": jnp.full(rows, slots - 1, jnp.int32),
-    "numbers_B": jnp.zeros(rows, jnp.uint32),
-  }
+  next_B = jnp.full(rows, slots - 1, jnp.int32)
+  return decoding.DecodeState(cache, jnp.int32(slots - 1), next_B, GREEDY.make_sampler(range(rows)))
 
 
 class Programs:
@@ -78,21 +70,17 @@ class Programs:
 
   def __init__(self, decoder: decoding.Decoder, rows: int, slots: int):
     self.prompts, self._decoder = rows, decoder
-    rows = decoder.num_rows(rows)
-    self._state = state_of(decoder.config, decoder.grid.num_steps, rows, slots)
+    rows = decoder.count_rows(rows)
+    self._state = make_state(decoder.ready.config, decoder.grid.num_steps, rows, slots)
     self._tokens_B = jnp.zeros(rows, jnp.int32)
-    self._values = GREEDY.values()
 
   def read_arrays(self) -> dict[str, Any]:
     """The arrays that both read."""
-    return read_by_a_token(self._decoder.weights, self._state)
+    return read_by_a_token(self._decoder.ready, self._state)
 
   def token(self) -> jax.Array:
     """One token of each row; slots are overwritten one after the other, and all are read."""
-    decoder = self._decoder
-    self._state, self._tokens_B = decoding.read_more(
-      decoder.config, GREEDY.filters, decoder.weights, self._values, self._state, self._tokens_B
-    )
+    self._state, self._tokens_B = decoding.read_more(self._decoder.ready, self._state, self._tokens_B)
     return self._tokens_B
 
   def read(self) -> jax.Array:
@@ -126,20 +114,20 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   on_gpu = gpus.named(topology)
   model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")  # which `auto` is there
   grid = grids.make_grid(model, config.eval.num_steps)
-  prompts, rows = rows, max(rows, 2)  # see `Decoder.num_rows`
+  prompts, rows = rows, max(rows, 2)  # see `Decoder.count_rows`
   device = (gpus.devices_of(topology) if on_gpu else compile_ahead.devices_of(topology, 1))[0]
   chip = compile_ahead.CHIPS[device.device_kind]
   peak = compile_ahead.peak_flops(device.device_kind)
   placed = functools.partial(
     jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
   )
-  values, tokens_B = placed((jax.eval_shape(GREEDY.values), jax.ShapeDtypeStruct((rows,), jnp.int32)))
+  tokens_B = placed(jax.ShapeDtypeStruct((rows,), jnp.int32))
+  mesh = jax.sharding.Mesh([device], "x")
 
-  def read_at(grid: grids.Grid) -> tuple[decoding.Weights, decoding.State]:
-    blocks, rest = jax.eval_shape(functools.partial(generated, model, grid, True), params_of(abstract_model(model)))
-    return placed(
-      ({"blocks": blocks, "rest": rest}, jax.eval_shape(lambda: state_of(model, grid.num_steps, rows, slots)))
-    )
+  def read_at(grid: grids.Grid) -> tuple[ReadyModel, decoding.DecodeState]:
+    generate = functools.partial(generate_weights, model, grid, True)
+    ready = ReadyModel(model, *jax.eval_shape(generate, params_of(abstract_model(model))), mesh)
+    return placed((ready, jax.eval_shape(lambda: make_state(model, grid.num_steps, rows, slots))))
 
   def seconds(traced) -> float:
     program = hlo.Program(traced.lower(lowering_platforms=("cuda" if on_gpu else "tpu",)).compile().as_text())
@@ -148,12 +136,12 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
     by_kernels = sum(kernel.times * kernel.bytes for kernel in program.kernels)
     return program.cycles / (1e9 * chip.clock) + by_kernels / (1e9 * chip.bandwidth)
 
-  weights, state = read_at(grid)
+  ready, state = read_at(grid)
   size, cached = (
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-    for arrays in (read_by_a_token(weights, state), state["cache"])
+    for arrays in (read_by_a_token(ready, state), state.cache)
   )
-  token = seconds(decoding.read_more.trace(model, GREEDY.filters, weights, values, state, tokens_B))
+  token = seconds(decoding.read_more.trace(ready, state, tokens_B))
   read = size / (1e9 * chip.bandwidth)
   products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / peak
   mebibytes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
@@ -161,12 +149,9 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   cells.append(f"{token / max(read, products):.3f}")
   if draft is not None:
     coarse = grids.make_grid(model, draft[0])
-    both = [(held, {**one, "slot": tokens_B}) for held, one in ((weights, state), read_at(coarse))]  # slots by row
-    round_ = seconds(
-      speculation.next_several.trace(
-        model, GREEDY.filters, draft[1], *(held for held, _ in both), values, *(one for _, one in both), tokens_B
-      )
-    )
+    draft_ready, draft_state = read_at(coarse)
+    states = (dataclasses.replace(one, slot=tokens_B) for one in (state, draft_state))  # slots by row
+    round_ = seconds(speculation.run_round.trace(ready, draft_ready, *states, tokens_B, draft[1]))
     cells += [f"{1e3 * round_:.3f}", f"{round_ / token - 1:.2f}", f"{(draft[1] + 1) * token / round_:.2f}"]
   return cells
 

@@ -9,6 +9,7 @@ drafting.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -17,12 +18,12 @@ import numpy as np
 
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.files import read
-from diffeq_nnx.inference.batching import continued
+from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import prompt_ids
-from diffeq_nnx.inference.sampling import Sampling
-from diffeq_nnx.inference.speculation import speculated
-from diffeq_nnx.jobs.prompt_files import lines_of, prompt_of
+from diffeq_nnx.inference.generation import encode_prompts
+from diffeq_nnx.inference.sampling import GenerationOptions
+from diffeq_nnx.inference.speculation import speculate
+from diffeq_nnx.jobs.prompt_files import parse_prompt, split_lines
 from diffeq_nnx.runs.run import Run
 from launch.experiments import tables
 from launch.experiments.compare import numbers
@@ -43,11 +44,11 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   run = Run.open(args.workdir)
   try:
-    lines = [*lines_of(read(args.prompts)).values()]
+    lines = [*split_lines(read(args.prompts)).values()]
   except OSError as error:
     raise UserError(f"--prompts={args.prompts}: can't be read ({error.strerror or error}); name a file") from error
-  prompts = prompt_ids(run.tokenizer, [prompt_of(line) for line in lines])
-  settings = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
+  prompts = encode_prompts(run.tokenizer, [parse_prompt(line) for line in lines])
+  options = GenerationOptions(max_tokens=args.max_tokens, temperature=args.temperature, rows=args.rows)
   decoder = Decoder(run.model, args.num_steps)
   drafts = {steps: Decoder(run.model, steps) for steps in args.draft_steps}
   variants = [None, *((steps, count) for steps in args.draft_steps for count in args.draft_tokens)]
@@ -56,13 +57,12 @@ def main(argv: list[str] | None = None) -> None:
   def seconds(variant: tuple[int, int] | None) -> float:
     start, take = time.perf_counter(), lambda n, token: None
     if variant is None:
-      ends = continued(decoder, prompts, settings, take, rows=args.rows)
+      ends = continue_prompts(decoder, prompts, options, take)
     else:
       steps, count = variant
       note = kept.setdefault(variant, []).append
-      ends = speculated(
-        decoder, drafts[steps], prompts, settings, take, draft_tokens=count, rows=args.rows, on_round=note
-      )
+      drafted = dataclasses.replace(options, draft_tokens=count)
+      ends = speculate(decoder, drafts[steps], prompts, drafted, take, on_round=note)
     for _ in ends:
       pass
     return time.perf_counter() - start
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     seconds(variant)  # compiles
   times = np.array([[seconds(variant) for variant in variants] for _ in range(args.rounds)])
   device = jax.devices()[0]
-  tokens = sum(decoder.room(prompts, args.max_tokens))
+  tokens = sum(decoder.limit_texts(prompts, args.max_tokens))
   print(
     f"{len(prompts)} prompts, {args.rows} at a time, {tokens} tokens at {decoder.grid.num_steps} steps, median of "
     f"{args.rounds} interleaved rounds, {device.device_kind} ({device.platform}), jax {jax.__version__}\n"

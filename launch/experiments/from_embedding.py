@@ -55,6 +55,6 @@ if "from_embedding" not in solvers.SOLVERS:  # a config file is executed each ti
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
   """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
   english = config_lib.load(f"configs/english.py:{choice}")
-  config = config_fields.merged(config_lib.default(), config_lib.to_dict(english))
+  config = config_fields.merge(config_lib.default(), config_lib.to_dict(english))
   config.model.solver, config.model.field = "from_embedding", "gpt_from_embedding"
   return config

@@ -13,7 +13,7 @@ import numpy as np
 from diffeq_nnx.analysis.pages import palette
 
 MAX_POINTS = 4000  # drawn of one mark: a browser keeps an SVG element for each
-SIGNS = dict(zip(range(0x20), range(0x2400, 0x2420)))  # the "control pictures" of Unicode
+SIGNS: dict[int, int | str] = dict(zip(range(0x20), range(0x2400, 0x2420)))  # the "control pictures" of Unicode
 SIGNS |= dict.fromkeys([*range(0x7F, 0xA0), *range(0xD800, 0xE000)], "\N{REPLACEMENT CHARACTER}")
 SIGNS |= {**dict.fromkeys(map(ord, "\n\x85\u2028\u2029"), "⏎"), ord("\t"): "⇥"}
 
@@ -35,7 +35,7 @@ class Points:
 
   def thinned(self) -> "Points":
     """The points with finite x and y; of more than `MAX_POINTS`, a part that is even in y and keeps all extremes."""
-    arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+    arrays: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
     kept = np.flatnonzero(np.isfinite(self.x) & np.isfinite(self.y))
     if len(kept) > MAX_POINTS:
       by_y = kept[np.argsort(self.y[kept])]
@@ -118,7 +118,7 @@ class Chart:
   def thinned(self) -> "Chart":
     """The chart with `Points.thinned`; if some had too many, the caption says how many of how many are drawn."""
     before = [mark for panel in self.panels for mark in panel.marks if isinstance(mark, Points)]
-    after = {mark: mark.thinned() for mark in before}
+    after: dict[Any, Points] = {mark: mark.thinned() for mark in before}
     panels = [dataclasses.replace(p, marks=[after.get(mark, mark) for mark in p.marks]) for p in self.panels]
     shown, total = (sum(len(mark.x) for mark in marks) for marks in (after.values(), before))
     crowded = any(len(mark.x) > MAX_POINTS for mark in before)
@@ -191,7 +191,9 @@ def visible(text: str) -> str:
 
 def _align(item: Any, **kinds: type) -> None:
   """Turns these attributes into vectors, where they are given, and checks that they have the same length."""
-  arrays = {name: np.asarray(vars(item)[name], kind) for name, kind in kinds.items() if vars(item)[name] is not None}
+  arrays: dict[str, np.ndarray] = {
+    name: np.asarray(vars(item)[name], kind) for name, kind in kinds.items() if vars(item)[name] is not None
+  }
   shapes = {name: array.shape for name, array in arrays.items()}
   if len(set(shapes.values())) > 1 or any(array.ndim != 1 for array in arrays.values()):
     raise ValueError(f"{type(item).__name__}: has the shapes {shapes}; give vectors of the same length")

@@ -1,6 +1,7 @@
 """One HTML file with interactive charts, which needs no network."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -14,7 +15,7 @@ from diffeq_nnx.analysis.pages.charts import Chart, Line, Panel, Points, Section
 
 ENTITIES = {ord(char): f"&#{ord(char)};" for char in "&<>$%"}  # Plotly interprets these characters in texts
 CLEAR = "rgba(0,0,0,0)"
-LAYOUT = {"template": "none", "hovermode": "closest", "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
+LAYOUT: dict[str, Any] = {"template": "none", "hovermode": "closest", "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
 LAYOUT |= {"modebar": {"bgcolor": CLEAR, "color": "#8a8a8a", "activecolor": "#0072b2"}}
 
 

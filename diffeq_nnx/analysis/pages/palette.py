@@ -1,7 +1,7 @@
 """Colors of the page and of the PNGs, which people with color blindness can tell apart."""
 
 import matplotlib
-from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, to_hex
 from matplotlib.ticker import AutoLocator
 import numpy as np
 
@@ -19,7 +19,7 @@ TINTS = _stops("Blues")  # behind a token
 DIVERGING = _stops("RdBu_r")
 
 
-def color_map(stops: list[str]) -> LinearSegmentedColormap:
+def color_map(stops: list[str]) -> Colormap:
   """The color map of Matplotlib through these colors."""
   return LinearSegmentedColormap.from_list("stops", stops).with_extremes(bad=MISSING)
 
@@ -33,7 +33,8 @@ def limits(
     finite = np.append(finite, -finite)
   low = finite.min(initial=np.inf) if low is None else low
   high = finite.max(initial=-np.inf) if high is None else high
-  return tuple(map(float, AutoLocator().nonsingular(low, high)))
+  low, high = AutoLocator().nonsingular(low, high)
+  return float(low), float(high)
 
 
 def token_colors(values: np.ndarray, diverging: bool = False) -> list[tuple[str, str] | None]:

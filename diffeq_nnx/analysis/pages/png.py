@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from typing import Any
 import warnings
 
 from matplotlib import style
@@ -49,21 +50,22 @@ def _chart_figure(chart: Chart) -> Figure:
 def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
   axes.set(title=visible(panel.title), xlabel=visible(panel.x_label), ylabel=visible(panel.y_label))
   if panel.color_limits:
-    colors = ScalarMappable(Normalize(*panel.color_limits), palette.color_map(palette.CELLS))
+    colors: Any = ScalarMappable(Normalize(*panel.color_limits), palette.color_map(palette.CELLS))
     axes.figure.colorbar(colors, ax=axes, label=visible(panel.color_label), pad=0.02, aspect=28)
   if panel.heatmap:
     axes.grid(False)
     axes.imshow(panel.heatmap.z, cmap=colors.cmap, norm=colors.norm, aspect="auto", interpolation="nearest")
-    for axis, labels in ((axes.xaxis, panel.heatmap.x), (axes.yaxis, panel.heatmap.y)):
+    for axis, ticks in ((axes.xaxis, panel.heatmap.x), (axes.yaxis, panel.heatmap.y)):
       axis.set_major_locator(MaxNLocator(integer=True))
-      names = dict(enumerate(map(visible, labels)))
-      axis.set_major_formatter(lambda place, _, names=names: names.get(place, ""))
-  labels = {}
+      names = dict(enumerate(map(visible, ticks)))
+      show: Any = lambda place, _, names=names: names.get(place, "")
+      axis.set_major_formatter(show)
+  labels: dict[str, Any] = {}
   for mark in panel.marks:
     color = chart.color_of(mark)
     if isinstance(mark, Line):
-      shape = {"linestyle": "--" if mark.dashed else "-", "marker": "o" if mark.dotted else None}
-      sizes = {"linewidth": 0.75 * mark.width, "markersize": 2 * mark.width}
+      shape: dict[str, Any] = {"linestyle": "--" if mark.dashed else "-", "marker": "o" if mark.dotted else None}
+      sizes: dict[str, Any] = {"linewidth": 0.75 * mark.width, "markersize": 2 * mark.width}
       (drawn,) = axes.plot(mark.x, mark.y, color=color, alpha=mark.opacity, **shape, **sizes)
     else:
       shades = color if mark.color is None else colors.to_rgba(mark.color, alpha=mark.opacity)

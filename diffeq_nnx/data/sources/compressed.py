@@ -40,9 +40,14 @@ ERRORS = (EOFError, OSError, lzma.LZMAError, zstd.ZstdError, WindowTooLarge)  # 
 class _Decompressor(Protocol):
   """What the standard library's decompressors have in common."""
 
-  eof: bool
-  needs_input: bool
-  unused_data: bytes
+  @property
+  def eof(self) -> bool: ...
+
+  @property
+  def needs_input(self) -> bool: ...
+
+  @property
+  def unused_data(self) -> bytes: ...
 
   def decompress(self, data: bytes, max_length: int) -> bytes: ...
 

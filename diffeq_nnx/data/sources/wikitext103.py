@@ -36,7 +36,8 @@ class Wikitext103(tfds.core.GeneratorBasedBuilder):
 
 def articles(lines: Iterator[str]) -> Iterator[str]:
   """Yields articles: each begins at a title line that follows a blank line, and goes on to the next such line."""
-  article, blank = [], False
+  article: list[str] = []
+  blank = False
   for line in lines:
     if blank and _TITLE.fullmatch(line) and any(not before.isspace() for before in article):
       yield "".join(article)

@@ -22,7 +22,7 @@ EXPORTED = {  # the steps of a sentencepiece model that is used without loss
   "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
   "pre_tokenizer": {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False},
 }
-WITHIN = {  # a decoder that drops nothing
+WITHIN: dict[str, Any] = {  # a decoder that drops nothing
   "type": "Sequence",
   "decoders": [
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

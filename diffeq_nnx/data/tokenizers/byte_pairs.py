@@ -64,7 +64,7 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
     if model.get(key):
       raise UserError(f"{label}: the model sets {key}={model[key]!r}, with which text doesn't come back; remove it")
   added = given.get("added_tokens") or []
-  used = {"added_tokens": added, "model": model | {"type": "BPE", "unk_token": None}}
+  used: Spec = {"added_tokens": added, "model": model | {"type": "BPE", "unk_token": None}}
   used |= {key: given.get(key) for key in ("pre_tokenizer", "post_processor")}
   specs.load(used, label)
   spec = json.loads(_EMPTY)

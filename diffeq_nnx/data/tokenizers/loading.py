@@ -61,7 +61,7 @@ def load(
   directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
   said = beside.read(directory, label)
   if len(found) == 2:
-    read = byte_pairs.from_pair_of_files(*found, label)
+    read = byte_pairs.from_pair_of_files(found[0], found[1], label)
     return _byte_pairs(read, configured, said, unknown_bytes, label)
   if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
     return _sentencepieces(content, configured, said, directory, lossless, label)
@@ -149,7 +149,7 @@ def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
   for pair in _KINDS[2:]:
     paths = [os.path.join(directory, name) for name in pair]
     if all(map(files.exists, paths)):
-      other, _ = byte_pairs.from_pair_of_files(*paths, label)
+      other, _ = byte_pairs.from_pair_of_files(paths[0], paths[1], label)
       same = other["model"]["vocab"].items() <= specs.ids_of(spec).items()
       if not same or other["model"]["merges"] != spec["model"]["merges"]:
         raise UserError(f"{label}: tokenizer.json disagrees with {' or '.join(pair)} beside it; remove the wrong ones")

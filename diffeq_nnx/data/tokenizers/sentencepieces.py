@@ -54,7 +54,7 @@ def train(
   if not lines:
     raise UserError(f"{key}={vocab_size}: there is no text to train a tokenizer on; give a source with text")
   try:
-    options = {"vocab_size": vocab_size, "minloglevel": 2} | _KIND | _IDENTITY | _MARKS
+    options: dict[str, Any] = {"vocab_size": vocab_size, "minloglevel": 2} | _KIND | _IDENTITY | _MARKS
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
   except (RuntimeError, OSError, TypeError, ValueError) as error:
     problem = f"no tokenizer can be trained ({' '.join(str(error).split())}); use a size from 512 to 65536"
@@ -128,7 +128,7 @@ def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | Non
   if found is None:
     return content, None
   facts = parse_json(found[1], "the end of the model", label)
-  types = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
+  types: dict[str, Any] = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
   known = facts.keys() == types.keys() and all(isinstance(facts[key], kind) for key, kind in types.items())
   if not known or not facts["end_ids"] or not all(isinstance(name, str) for name in facts["added"]):
     raise UserError(f"{label}: its end holds {facts}, which this program didn't write; restore the file")

@@ -18,9 +18,10 @@ from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReadyModel:
-  """What generation, scoring and analysis compute with.
+  """What generation, scoring and analysis compute with, as an argument of compiled programs.
 
   Attributes:
     config: of the model.
@@ -29,10 +30,14 @@ class ReadyModel:
     mesh: the devices that hold them.
   """
 
-  config: ModelConfig
+  config: ModelConfig = dataclasses.field(metadata={"static": True})
   weights: GridWeights
   rest: Params
-  mesh: Mesh
+  mesh: Mesh = dataclasses.field(metadata={"static": True})
+
+  def make_model(self) -> Model:
+    """The model, without its generator."""
+    return partial_model(self.config, self.rest)
 
 
 def make_ready(
@@ -58,10 +63,10 @@ def make_ready(
   config, grid, params = config or model.config, model.grid(num_steps), params_of(model)
   if mesh is not None:
     with jax.set_mesh(mesh):
-      weights, rest = generated(config, grid, unrolled, params)
-    return ReadyModel(config, weights, rest, mesh)
-  mesh = one_device_mesh(model)
-  weights, rest = jax.device_put(generated(config, grid, unrolled, params), sharding.replicated(mesh))
+      weights, rest = generate_weights(config, grid, unrolled, params)
+  else:
+    mesh = one_device_mesh(model)
+    weights, rest = jax.device_put(generate_weights(config, grid, unrolled, params), sharding.replicated(mesh))
   return ReadyModel(config, weights, rest, mesh)
 
 
@@ -72,9 +77,9 @@ def one_device_mesh(model: Model) -> Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def generated(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[GridWeights, Params]:
+def generate_weights(config: ModelConfig, grid: Grid, unrolled: bool, params: Params) -> tuple[GridWeights, Params]:
   """The weights at all times of a pass, and the other parameters."""
-  weights = partial_model(config, params).block_weights(grid)  # of parameters that may be wider than the config's
+  weights = partial_model(config, params).block_weights(grid)
   if unrolled:
     count = len(jax.tree.leaves(weights)[0])
     sets = [jax.tree.map(operator.itemgetter(i), weights.sets) for i in range(count)]
