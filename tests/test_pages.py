@@ -68,7 +68,7 @@ def make_items() -> dict[str, Chart | ColoredText]:
       "Points",
       "Some.",
       [
-        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)], equal=True),
+        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)]),
         Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d"),
       ],
     ),

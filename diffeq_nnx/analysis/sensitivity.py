@@ -18,7 +18,6 @@ States and times are those of the forward pass. The final norm comes after the f
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -37,25 +36,6 @@ JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
 CHUNK_BYTES = 2**26  # of cotangents processed at a time, and their attention; a step takes ten times as much
 
 
-@dataclasses.dataclass(frozen=True)
-class Sensitivity:
-  """The exponents of each input token for one output token.
-
-  Attributes:
-    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones have no influence). -inf for
-      a singular value of 0; in the exact form also for one below eps sqrt(D) of the largest, which the dtype can't
-      distinguish from 0.
-    position: n, the output token's.
-    form: exact or per_token.
-    residual: error of the iteration, for numbers.npz; 0, since there is none.
-  """
-
-  exponents: np.ndarray
-  position: int
-  form: str
-  residual: float = 0.0
-
-
 def exponents(
   model: AnalyzedModel,
   tokens_L: Sequence[int],
@@ -64,7 +44,7 @@ def exponents(
   leading: int | None = None,
   form: str = "exact",
   progress: Progress = lambda done: None,
-) -> Sensitivity:
+) -> np.ndarray:
   """The finite-time Lyapunov exponents of every input token for one output token.
 
   The matrices M_k are computed by vector-Jacobian products, D for each group of tokens whose matrices take 1 GiB.
@@ -78,7 +58,9 @@ def exponents(
     progress: called with the number of tokens done since the last call.
 
   Returns:
-    Exponents [position + 1, r]; natural logarithms of growth from t = 0 to 1.
+    Exponents [position + 1, r], the largest first: natural logarithms of growth from t = 0 to 1. Later tokens have no
+    influence. -inf stands for a singular value of 0, and in the exact form also for one below eps sqrt(D) of the
+    largest, which the dtype can't distinguish from 0.
 
   Raises:
     UserError: no tokens, ids that the model lacks, a position or number of exponents out of range.
@@ -92,24 +74,7 @@ def exponents(
   passed = model.observe(tokens_L[: position + 1])
   values_Lxr = _singular_values(model, passed, form, D if leading is None else leading, progress)
   with np.errstate(divide="ignore"):  # a token without influence has singular values of 0
-    return Sensitivity(np.log(values_Lxr), position, form)
-
-
-def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
-  """The dimension whose volumes neither grow nor shrink: j + (l_1 + ... + l_j) / |l_{j+1}| (Kaplan & Yorke 1979).
-
-  j is the largest number whose first j exponents sum to at least 0; the result is N if all of them do, and 0 if the
-  first is negative.
-
-  Args:
-    exponents_N: all of them, in any order.
-  """
-  ordered_N = np.sort(exponents_N)[::-1]
-  sums_N = np.cumsum(ordered_N)
-  if ordered_N[0] < 0 or sums_N[-1] >= 0:
-    return 0.0 if ordered_N[0] < 0 else float(len(ordered_N))
-  j = int(np.max(np.nonzero(sums_N >= 0)[0]))
-  return float(j + 1 + sums_N[j] / abs(ordered_N[j + 1]))
+    return np.log(values_Lxr)
 
 
 def jacobian(

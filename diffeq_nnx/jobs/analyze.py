@@ -111,7 +111,7 @@ def analyze(
       "num_steps": analyzed.grid.num_steps,
       "tokens": len(ids),
       "position": found.position,
-      "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
+      "leading_exponent": round(float(found.exact[found.position, 0]), 4),
       "most_sensitive_to": _most_sensitive(found),
       "seconds": time.perf_counter() - start,
     }
@@ -120,7 +120,7 @@ def analyze(
 
 def _most_sensitive(found: Findings) -> dict[str, Any] | None:
   """The token before the output token that it is most sensitive to; None where there is none."""
-  before = found.exact.exponents[: found.position, 0]
+  before = found.exact[: found.position, 0]
   if not len(before):
     return None
   token = int(np.argmax(before))

@@ -97,7 +97,7 @@ def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
       add(f"distance at the end, weights {label}", clustering.depth_spread(analyzed, tokens_L, held)[0][-1])
     effects = replacement_effects(analyzed, tokens_L)
     for form in sensitivity.FORMS:
-      exponents = sensitivity.exponents(analyzed, tokens_L, leading=1, form=form).exponents[:, 0]
+      exponents = sensitivity.exponents(analyzed, tokens_L, leading=1, form=form)[:, 0]
       add(f"effect of a token: {form.replace('_', '-')} exponent", stats.spearmanr(exponents[:-1], effects).statistic)
     recorded = analyzed.observe(tokens_L, attention=True).attention
     shares = attention.rollout(np.asarray(recorded[:, 0]))[-1]

@@ -28,7 +28,6 @@ class Points:
   hover: Sequence[str] | None = None  # [N] shown by the page beside the values
   color: np.ndarray | None = None  # [N] values for the panel's color scale; None: the label's color
   size: float = 5.0  # diameter in pixels of the page
-  opacity: float = 0.7  # from 0 to 1
 
   def __post_init__(self):
     _align(self, x=float, y=float, hover=object, color=float)
@@ -57,7 +56,6 @@ class Line:
   dashed: bool = False
   width: float = 2.0  # in pixels of the page
   color: str | None = None  # "#rrggbb"; None: the label's
-  opacity: float = 1.0  # from 0 to 1
 
   def __post_init__(self):
     _align(self, x=float, y=float)
@@ -94,7 +92,6 @@ class Panel:
   marks: Sequence[Points | Line] = ()
   heatmap: Heatmap | None = None
   color_label: str = ""  # beside the color scale
-  equal: bool = False  # whether both axes have the same scale
 
   @property
   def color_limits(self) -> tuple[float, float] | None:

@@ -64,16 +64,16 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if isinstance(mark, Line):
       shape = {"linestyle": "--" if mark.dashed else "-", "marker": "o" if mark.dotted else None}
       sizes = {"linewidth": 0.75 * mark.width, "markersize": 2 * mark.width}
-      (drawn,) = axes.plot(mark.x, mark.y, color=color, alpha=mark.opacity, **shape, **sizes)
+      (drawn,) = axes.plot(mark.x, mark.y, color=color, **shape, **sizes)
     else:
-      shades = color if mark.color is None else colors.to_rgba(mark.color, alpha=mark.opacity)
-      drawn = axes.scatter(mark.x, mark.y, color=shades, alpha=mark.opacity, s=(0.75 * mark.size) ** 2, linewidths=0)
+      shades = color if mark.color is None else colors.to_rgba(mark.color, alpha=palette.POINT_OPACITY)
+      drawn = axes.scatter(
+        mark.x, mark.y, color=shades, alpha=palette.POINT_OPACITY, s=(0.75 * mark.size) ** 2, linewidths=0
+      )
     if mark.label:
       labels.setdefault(visible(mark.label), drawn)
   if labels:
     axes.legend(labels.values(), labels.keys(), frameon=True, framealpha=0.8)
-  if panel.equal:
-    axes.set_aspect("equal", adjustable="datalim")
 
 
 def _text_figure(text: ColoredText) -> Figure:
