@@ -41,7 +41,7 @@ def evaluate_downstream(
   """Evaluates the newest model of a run with lm_eval, and prints one JSON line on stdout.
 
   Writes to the folder `config.harness.folder` of the run: results.json as lm_eval makes it (results_5shot.json and so
-  on where numbers of examples are given), table.md, bars.png, and perplexity.json if there is a `text`.
+  on where numbers of examples are given), table.md, and perplexity.json if there is a `text`.
 
   Args:
     config: of the run; `config.harness` sets what is evaluated, and how.
@@ -102,8 +102,7 @@ def evaluate_downstream(
         written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
       notes = _notes(info, shots, ours, theirs, text, settings)
       written["table.md"] = report.table(ours, theirs, notes).encode()
-      name = lambda path: os.path.basename(files.absolute(path)) if path else ""
-      _write(folder, {**written, "bars.png": report.bar_chart(ours, theirs, (name(workdir), name(baseline)))})
+      _write(folder, written)
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -207,8 +206,8 @@ def _notes(
   return notes
 
 
-def _write(folder: str, written: dict[str, bytes | None]) -> None:
-  """Writes the files that have content, and removes those of an earlier job.
+def _write(folder: str, written: dict[str, bytes]) -> None:
+  """Writes the files, and removes those of an earlier job.
 
   Raises:
     RunError: they can't be written.
@@ -216,10 +215,9 @@ def _write(folder: str, written: dict[str, bytes | None]) -> None:
   try:
     files.make_folder(folder)
     for name, content in written.items():
-      if content is not None:
-        files.write(os.path.join(folder, name), content)
+      files.write(os.path.join(folder, name), content)
     for name in files.sizes(folder):
-      if written.get(name) is None and re.fullmatch(r"results(_\d+shot)?\.json|bars\.png|perplexity\.json", name):
+      if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
         files.remove(os.path.join(folder, name))
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
