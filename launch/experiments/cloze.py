@@ -11,7 +11,6 @@ the loss in nats per word. `cloze_choice` asks which of four words it is, the ot
 seed.
 """
 
-import argparse
 from collections.abc import Iterator
 import dataclasses
 import json
@@ -23,9 +22,10 @@ import re
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files, jobs
 from diffeq_nnx.data import sources
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import report
 from diffeq_nnx.runs import workdir as workdir_lib
+from launch import programs
 from launch.experiments import tables
 
 FEWEST, MOST = 25, 45  # words of a passage
@@ -120,7 +120,7 @@ def measured(workdir: str, folder: str) -> dict[tuple[str, str], float]:
 
 def main(argv: list[str] | None = None) -> None:
   """Writes the tasks if they are not there, evaluates every run, and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--text", required=True)
   parser.add_argument("--to", required=True)
   parser.add_argument("--runs", required=True)
@@ -144,7 +144,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

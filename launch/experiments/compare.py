@@ -38,6 +38,7 @@ from diffeq_nnx.training.depths import drawn_counts
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state
+from launch import programs
 from launch.experiments import tables
 
 MOST_RATES = 12  # that are tried for a row
@@ -54,8 +55,6 @@ class Runs:
   def __init__(self, args: argparse.Namespace):
     self._args = args
     os.makedirs(args.workdir, exist_ok=True)
-    former = self.place("results.json")  # of a version that had this file alone
-    self._former = files.read_json(former) if os.path.exists(former) else {}
 
   def place(self, name: str) -> str:
     """A path in the work directory."""
@@ -78,8 +77,6 @@ class Runs:
   def loss_of(self, name: str, row: str, settings: list[str]) -> float:
     """The same of a run of this name, with settings before those of the command line."""
     path = self.place(f"{name}.json")
-    if name in self._former:
-      return self._former[name]
     if not os.path.exists(path):
       config = self.config(row, *settings)
       print(f"-- {name}", flush=True)
@@ -193,23 +190,17 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
   return tables.markdown(["row", *(f"step {step}" for step in steps)], cells)
 
 
-def numbers(kind):
-  """An argparse type: comma-separated numbers."""
-  return lambda text: [kind(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
   apart = r",(?![^(]*\))"  # a setting may be a tuple
   parser.add_argument("--rows", type=lambda text: re.split(apart, text), default=["diffeq", "baseline"])
-  parser.add_argument("--rates", type=numbers(float), default=[1e-3, 2e-3, 4e-3])
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--rates", type=programs.split(float), default=[1e-3, 2e-3, 4e-3])
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--all-seeds", action="store_true")
   parser.add_argument("--bracket", action="store_true")
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
   runs = Runs(args)
@@ -220,7 +211,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

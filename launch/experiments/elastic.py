@@ -25,14 +25,15 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files, jobs
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.opening import read_params
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import checked_mesh, load_corpus
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import numbers, trained
+from launch.experiments.compare import trained
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -51,10 +52,6 @@ _SANDWICH = [*_LATE, "train.draw=sandwich"]
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
-  "own6_bare": _BARE,
-  "own6_k6": [*_UNIFORM, "model.time.sinusoidal_dim=6"],
-  "own6_common3": [*_BARE, "model.time.common=3.0"],
-  "slow_late50": [*_SLOW, *_MIXED, "train.draw_from=0.5"],
   "slow_late": [*_SLOW, *_LATE],
   "slow_sandwich": [*_SLOW, *_SANDWICH],
   "slow_mixed_mean": [*_SLOW, *_MIXED],
@@ -63,7 +60,6 @@ RECIPES: dict[str, list[str]] = {
   "mixed": [*_UNIFORM, *_MIXED],
   "elastic": [*_BARE, *_LATE],
   "late": [*_UNIFORM, *_LATE],
-  "late60": [*_UNIFORM, *_MIXED, "train.draw_from=0.6"],
   "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
   "late_k6": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=6"],
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
@@ -77,7 +73,6 @@ RECIPES: dict[str, list[str]] = {
   "late50_sandwich": [*_UNIFORM, *_MIXED, "train.draw=sandwich", "train.draw_from=0.5"],
   "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
   "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
-  "slow12_k12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0", "model.time.sinusoidal_dim=12"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
   "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
 }
@@ -222,13 +217,12 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs what is missing, seed by seed, and prints the tables."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", default="configs/arena.py")
-  parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--recipes", type=programs.split(), default=list(RECIPES))
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--own", default="own{}", help="which recipes differences are against, e.g. stored{}")
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--plot", metavar="FILE.png")
   parser.add_argument("--correlations", action="store_true", help="print only how W(t) of successive steps correlate")
   args = parser.parse_args(argv)
@@ -249,7 +243,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

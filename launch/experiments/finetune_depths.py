@@ -21,8 +21,9 @@ from diffeq_nnx import jobs
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.report import read_metrics
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import numbers, with_row
+from launch.experiments.compare import with_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,12 @@ def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tu
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
   parser.add_argument("--from_workdir", required=True)
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--rows", type=lambda text: text.split(","), default=["full", "lora"])
-  parser.add_argument("--steps", type=numbers(int), default=[3, 4, 6, 8, 12])
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--rows", type=programs.split(), default=["full", "lora"])
+  parser.add_argument("--steps", type=programs.split(int), default=[3, 4, 6, 8, 12])
   args = parser.parse_args(argv)
   matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
   sources = matches or [args.from_workdir]  # which may be in a bucket
@@ -79,7 +79,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -19,7 +19,6 @@ Texts are windows of the runs' validation part, the same for all runs. `--plot` 
 means over seeds, and the range.
 """
 
-import argparse
 import dataclasses
 
 import jax
@@ -31,9 +30,9 @@ import diffeq_nnx
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.weight_sources import GeneratedWeights
 from diffeq_nnx.training.setup import corpus_of_run
+from launch import programs
 from launch.experiments import tables
 
 REPLACEMENTS = 8
@@ -131,7 +130,7 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--runs", required=True)
   parser.add_argument("--texts", type=int, default=8)
   parser.add_argument("--tokens", type=int, default=32)
@@ -147,7 +146,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

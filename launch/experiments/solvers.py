@@ -19,7 +19,7 @@ losses: final validation loss of every solver with `--steps` solver steps, and w
 default, so that the horizon is the number of steps. Finished runs are not repeated, so the same command continues after
 an interruption.
 
-Errors are in errors.json, losses in results.json, of the work directory.
+The work directory holds errors.json, and a file for the loss of each run.
 """
 
 import argparse
@@ -37,13 +37,13 @@ import matplotlib
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import Runs, numbers
+from launch.experiments.compare import Runs
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -214,15 +214,14 @@ def losses(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--plot", metavar="FILE.png")
   parser.add_argument("--config", default="configs/english.py:diffeq")
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--steps", type=int, default=6)
   parser.add_argument("--evaluations", type=int, default=12)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   if args.what != "errors":
     print(losses(args) if args.what == "losses" else gradients())
@@ -243,7 +242,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)
