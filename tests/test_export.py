@@ -274,7 +274,7 @@ def test_parts_that_were_added_are_in_no_folder(changes, form, forgotten):
   vector_fields.register("gpt_relu2", SquaredRelu)
   solvers.register("reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
   added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
-  assert "--format=stablehlo supports any" in told(lambda: huggingface.architecture_of(added, form))
+  assert "--format=stablehlo supports any" in told(lambda: huggingface.choose_architecture(added, form))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):

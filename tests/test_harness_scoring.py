@@ -41,7 +41,7 @@ def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64, monke
   monkeypatch.setattr(scoring, "QUERIES", 12)  # attention in several parts
   model = random_model(field, solver=solver, dtype="float64", num_kv_heads=kv_heads, seq_len=32)
   requests = trees(8, longest=32)
-  rows = packing.rows_of(requests, 32)
+  rows = packing.pack_rows(requests, 32)
   assert len(rows) < 0.7 * len(requests) and any(row.branches for row in rows) and not all(row.branches for row in rows)
   expected = one_by_one(model, requests)
   for share in (True, False):
@@ -52,13 +52,13 @@ def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64, monke
 
 def test_a_slot_sees_its_own_path_and_a_beginning_is_held_once():
   requests = [Request((5, 6), (7, 8)), Request((5, 6), (9,)), Request((5, 6), (7, 1)), Request((5, 6, 7), (2,))]
-  (row,) = packing.rows_of(requests, 64)
+  (row,) = packing.pack_rows(requests, 64)
   assert row.tokens == [5, 6, 7] and row.positions == [0, 1, 2] and row.ends == [3, 3, 3] and not row.branches
   forks = [Request((5, 6, 7), (1, 2)), Request((5, 6, 7), (3, 4)), Request((5, 6, 8), (1, 2))]
-  (row,) = packing.rows_of(forks, 64)
+  (row,) = packing.pack_rows(forks, 64)
   assert row.tokens == [5, 6, 7, 1, 3, 8, 1] and row.positions == [0, 1, 2, 3, 3, 2, 3]
   assert row.ends == [7, 7, 5, 4, 5, 7, 7] and row.branches
-  assert len(packing.rows_of(forks, 6)) == 2  # no room for all
+  assert len(packing.pack_rows(forks, 6)) == 2  # no room for all
 
 
 def test_order_changes_nothing_and_batches_only_rounding(model, scorer, monkeypatch):
@@ -78,7 +78,7 @@ def test_order_changes_nothing_and_batches_only_rounding(model, scorer, monkeypa
 def test_padding_never_leaks(branches, scorer):
   """Slots that are not used affect no result, whatever tokens and positions they hold."""
   requests = trees(6) if branches else [Request((1,) * n, (2, 3)) for n in (2, 9, 15, 33)]
-  rows = packing.rows_of(requests, 64, share=branches)
+  rows = packing.pack_rows(requests, 64, share=branches)
   (batch, *_) = packing.batches(rows, 64 * 64, 1)
   assert batch.branches == branches
   unused_BxL = batch.arrays["ends"] == 0
@@ -94,7 +94,7 @@ def test_padding_never_leaks(branches, scorer):
 
 
 def test_few_shapes_are_compiled():
-  rows = packing.rows_of(trees(400), 96)
+  rows = packing.pack_rows(trees(400), 96)
   shapes = {tuple(array.shape for array in batch.arrays.values()) for batch in packing.batches(rows, 1024, 1)}
   assert len(rows) > 300 and len(shapes) < 20
   assert all(n <= packing.bucket(n) <= max(16, 1.34 * n) or n < 64 for n in range(1, 5000))
@@ -110,7 +110,7 @@ def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits(model)
   np.testing.assert_array_equal(found[0], np.tile(expected[0], 40))
   assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
   many = [Request((1,), (2, i)) for i in range(257)] + [Request((1,), (i,)) for i in range(257)]
-  assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.rows_of(many, 96))
+  assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.pack_rows(many, 96))
 
 
 def test_eight_devices_agree_with_one():

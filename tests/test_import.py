@@ -256,7 +256,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
   assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(
-    lambda: importing.tokenizer_of(str(out))
+    lambda: importing.read_tokenizer(str(out))
   )
 
 
@@ -264,7 +264,7 @@ def test_the_folder_s_tokenizer(tmp_path):
   ours = data.load_tokenizer("bytes")
   model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
   diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
-  assert importing.tokenizer_of(str(tmp_path / "out")).hash == ours.hash
+  assert importing.read_tokenizer(str(tmp_path / "out")).hash == ours.hash
 
 
 # as jobs
@@ -331,7 +331,7 @@ def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_p
   assert math.isfinite(jobs.run("evaluate", imported, new)["loss"])
   again = str(tmp_path / "again")
   jobs.run("export", imported, new, out=again)
-  assert importing.tokenizer_of(again).end_ids == (2, 9)
+  assert importing.read_tokenizer(again).end_ids == (2, 9)
   assert transformers.AutoTokenizer.from_pretrained(again)("a  b\n")["input_ids"] == [1, *theirs.encode("a  b\n")]
   own = dataclasses.replace(config.data, tokenizer=os.path.join(new, "tokenizer.model"))
   assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
@@ -350,7 +350,7 @@ def test_other_formats_and_mistakes(finished, tmp_path):
     lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
   )
   (tmp_path / "empty").mkdir()
-  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.tokenizer_of(workdir), None, None, ""))
+  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.read_tokenizer(workdir), None, None, ""))
   assert "holds no checkpoint yet" in told(
     lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
   )

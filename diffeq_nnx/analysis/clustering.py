@@ -46,7 +46,7 @@ def _squared_distances(directions: np.ndarray) -> np.ndarray:
 def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
   """The weights of one step, at its first node, at every time; raises as `AnalyzedModel.check_step`."""
   step = model.check_step("step", step)
-  with model.computing():
+  with model.use_device():
     return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
 
 

@@ -131,16 +131,16 @@ def find(
   times = None if times is None else sorted(set(times))
   generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
   leading = None if leading is None else min(leading, analyzed.config.embed_dim)
-  with showing("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
+  with show_progress("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
   if generated:
     fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
-    with showing("spectra between", len(fine)) as progress:
+    with show_progress("spectra between", len(fine)) as progress:
       between = spectra(analyzed, np.union1d(fine, analyzed.times.times_U), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
-    with showing(f"exponents, {form}", position + 1) as progress:
+    with show_progress(f"exponents, {form}", position + 1) as progress:
       exponents[form] = sensitivity.exponents(
         analyzed, tokens_L, position, leading=leading, form=form, progress=progress
       )
@@ -173,7 +173,7 @@ def _depth(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> dict[str, tuple[np.
 
 
 @contextlib.contextmanager
-def showing(what: str, total: int) -> Iterator[Progress]:
+def show_progress(what: str, total: int) -> Iterator[Progress]:
   """A progress bar on stderr (a line every few seconds if it is no terminal); yields the function that reports work."""
   terminal = sys.stderr.isatty()
   with tqdm(

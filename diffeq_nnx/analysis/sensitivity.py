@@ -100,7 +100,7 @@ def jacobian(
   ks = np.array([model.check_position(k, L) for k in (range(L) if ks is None else ks)], int)
   chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
-  with model.computing():
+  with model.use_device():
     step = Step(model.config, model.grid)
     start, carries, links = passed.states[0], passed.carries, step.links(model.weights)
     if alone is not None:
@@ -111,7 +111,7 @@ def jacobian(
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-      pulled_cxLxD = _pulled_back(model.config, model.grid, start, carries, links, cotangents_cxD)
+      pulled_cxLxD = _pull_back(model.config, model.grid, start, carries, links, cotangents_cxD)
       result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
@@ -162,7 +162,7 @@ def _num_chunks(pieces: int, bytes_each: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pulled_back(
+def _pull_back(
   config: ModelConfig, grid: grids.Grid, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
 ) -> jax.Array:
   """Cotangents of the last token's final state, pulled back to all initial states `start_1xLxD`, [c, L, D].
@@ -171,16 +171,16 @@ def _pulled_back(
   """
   step = Step(config, grid)
 
-  def pulled(function, at, rows):  # rows: cotangents with a leading axis c
+  def pull_rows(function, at, rows):  # rows: cotangents with a leading axis c
     _, pull = jax.vjp(function, at)
     return jax.vmap(lambda row: pull(row)[0])(rows)
 
   def back(rows, one):
     carry, link = one
-    return pulled(lambda carry: step(carry, link), carry, rows), None
+    return pull_rows(lambda carry: step(carry, link), carry, rows), None
 
   L, D = start_1xLxD.shape[1:]
   rows = jnp.zeros((len(cotangents_cxD), 1, L, D), cotangents_cxD.dtype).at[:, 0, -1].set(cotangents_cxD)
   last = step(*jax.tree.map(lambda leaf: leaf[-1], (carries, links)))
-  rows, _ = jax.lax.scan(back, pulled(step.solver.read, last, rows), (carries, links), reverse=True)
-  return pulled(step.solver.init, start_1xLxD, rows)[:, 0]
+  rows, _ = jax.lax.scan(back, pull_rows(step.solver.read, last, rows), (carries, links), reverse=True)
+  return pull_rows(step.solver.init, start_1xLxD, rows)[:, 0]

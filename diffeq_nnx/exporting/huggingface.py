@@ -59,11 +59,11 @@ def export_hf(
   return write(stored.config, params_of(stored), folder, tokenizer, form)
 
 
-def architecture_of(model: ModelConfig, form: str) -> str:
+def choose_architecture(model: ModelConfig, form: str) -> str:
   """gpt2, llama or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
-  if model.field not in ("gpt", "llama") or methods.described(SOLVERS[model.solver]) is None:
+  if model.field not in ("gpt", "llama") or methods.describe(SOLVERS[model.solver]) is None:
     raise UserError(
       f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support the fields gpt and llama, "
       "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any",
@@ -85,7 +85,7 @@ def architecture_of(model: ModelConfig, form: str) -> str:
 
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
-  architecture = architecture_of(stored, form)
+  architecture = choose_architecture(stored, form)
   exported = exported_config(stored, architecture)
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
@@ -96,7 +96,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
-      notes.append(_why_own(stored, form))
+      notes.append(_explain_own(stored, form))
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
     path = os.path.join(place, "model.safetensors")
@@ -121,7 +121,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   }
 
 
-def _why_own(stored: ModelConfig, form: str) -> str:
+def _explain_own(stored: ModelConfig, form: str) -> str:
   """The note on a folder that has its own modeling file."""
   reason = "this model's block norms have a shift, which those of transformers' Llama lack"
   if stored.solver != "sequential":

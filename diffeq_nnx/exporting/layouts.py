@@ -105,7 +105,7 @@ def to_tensors(
     if entry.weight_set is not None:
       array = np.asarray(array[entry.weight_set], np.float64)
       array = array * factors_U[entry.weight_set] if factors_U and entry.path[2] in WRITING else array
-    tensors[entry.name] = np.ascontiguousarray(_converted(array, entry.kind, model), np.float32)
+    tensors[entry.name] = np.ascontiguousarray(_convert(array, entry.kind, model), np.float32)
   return tensors
 
 
@@ -121,7 +121,7 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   abstract = traverse_util.flatten_dict(params_of(abstract_model(model)))
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}
   for entry in entries(architecture, model):
-    array = _converted(tensors.pop(entry.name), entry.kind, model, back=True)
+    array = _convert(tensors.pop(entry.name), entry.kind, model, back=True)
     expected = abstract[entry.path].shape[entry.weight_set is not None :]  # stored weights have a leading axis U
     if array.shape != expected:
       raise ValueError(f"{entry.name}: has the shape {array.shape}, expected {expected} (axes in our order)")
@@ -131,7 +131,7 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   )
 
 
-def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
+def _convert(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
   """An array in the file's layout, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
   if kind == "transposed":
     return array.T

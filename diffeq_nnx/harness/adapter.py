@@ -233,7 +233,7 @@ class DiffEqLM(TemplateLM):
     """Scores (texts, or None to keep the result out of lm_eval's cache; context; continuation)."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
-    fitted = [self._fitted(*requests[i][1:]) for i in scored]
+    fitted = [self._fit(*requests[i][1:]) for i in scored]
     quiet = disable_tqdm or not distributed.leads() or not scored
     for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
       i = scored[number]
@@ -242,7 +242,7 @@ class DiffEqLM(TemplateLM):
         self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
     return results
 
-  def _fitted(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
+  def _fit(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
     """A request that the model can read at a time; too long a context loses its beginning."""
     if len(continuation) > self.max_length:
       raise UserError(
@@ -256,7 +256,7 @@ class DiffEqLM(TemplateLM):
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
     """Log-probability of each text in nats; every token of it is predicted once."""
     texts = [request.args[0] for request in requests]
-    totals = [total for total, _ in self.rolling(texts, disable_tqdm)]
+    totals = [total for total, _ in self.score_texts(texts, disable_tqdm)]
     for text, total in zip(texts, totals):
       self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
     return totals
@@ -268,7 +268,7 @@ class DiffEqLM(TemplateLM):
     windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_length)
     return [make_disjoint_window(window) for window in windows]
 
-  def rolling(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
+  def score_texts(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """(log-probability in nats, number of tokens) of each text."""
     windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
     scores = self._loglikelihood_tokens([(None, *window) for _, *window in windows], disable_tqdm)
@@ -302,7 +302,7 @@ class DiffEqLM(TemplateLM):
       prompt, kwargs = request.args
       repeat = repeats[prompt, json.dumps(kwargs, sort_keys=True)]
       repeats[prompt, json.dumps(kwargs, sort_keys=True)] += 1
-      sampling, until = self._sampling(request)
+      sampling, until = self._read_sampling(request)
       room = self.max_length - sampling.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room
@@ -318,13 +318,13 @@ class DiffEqLM(TemplateLM):
     with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.leads()) as bar:
       for group in batches.get_batched(n=0):  # all that share sampling and stop strings
         streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
-        for n in self._generated(group, streams):
+        for n in self._generate(group, streams):
           self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
           bar.update()
         texts += [stream.text for stream in streams]
     return batches.get_original(texts)
 
-  def _sampling(self, request: Instance) -> tuple[Sampling, tuple[str, ...]]:
+  def _read_sampling(self, request: Instance) -> tuple[Sampling, tuple[str, ...]]:
     """How a task's texts are sampled, and the strings at which they stop."""
     prefix = f"task {request.task_name}: generation_kwargs: "
     kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(self.max_length // 2, 1)))
@@ -348,7 +348,7 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return sampling, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _generated(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
+  def _generate(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
     """Continues generations that share sampling and stop strings; yields their numbers as they end."""
 
     def take(n: int, token: int) -> str | None:

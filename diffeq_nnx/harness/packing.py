@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SHARED = 4  # a sequence joins the row of the previous one if they share at least a fourth of it
+MIN_SHARED_FRACTION = 0.25  # of a sequence that it must share with the previous one to join its row
 FEWEST = 16  # slots of a row
 FEWEST_SCORED = 8  # scored tokens of a row
 
@@ -97,7 +97,7 @@ def bucket(count: int, fewest: int = FEWEST) -> int:
   return -(-count // step) * step
 
 
-def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
+def pack_rows(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
   """Rows for all requests, independent of their order.
 
   Args:
@@ -110,8 +110,8 @@ def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) ->
   rows: list[Row] = []
   previous = np.zeros(0, np.int32)
   for number in order:
-    shared = _shared(previous, read[number])
-    joins = share and rows and shared * LEAST_SHARED >= len(read[number])
+    shared = _count_shared(previous, read[number])
+    joins = share and rows and shared >= MIN_SHARED_FRACTION * len(read[number])
     if joins:
       slots = len(rows[-1].tokens) + len(read[number]) - shared
       joins = max(slots, len(rows[-1].scored) + len(requests[number].continuation)) <= most_slots
@@ -122,7 +122,7 @@ def rows_of(requests: Sequence[Request], most_slots: int, share: bool = True) ->
   return rows
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
+def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
   """How many tokens two sequences have in common at their beginning."""
   length = min(len(a), len(b))
   differs = np.flatnonzero(a[:length] != b[:length])

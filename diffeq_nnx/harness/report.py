@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
     return f"{self.value:.4f}" if self.error is None else f"{self.value:.4f} ± {self.error:.4f}"
 
 
-def name_of(shots: int | None) -> str:
+def name_file(shots: int | None) -> str:
   """The file of results with so many examples before each question; None: as the tasks set it."""
   return NAME if shots is None else f"results_{shots}shot.json"
 

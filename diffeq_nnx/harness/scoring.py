@@ -132,7 +132,7 @@ class Scorer:
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
     equal, previous = list(numbers.values()), None  # indices of equal requests
-    rows = packing.rows_of(list(numbers), self._most_slots, self._share)
+    rows = packing.pack_rows(list(numbers), self._most_slots, self._share)
     for batch in packing.batches(rows, self._tokens, self._rows):
       started = batch, self._score(batch)
       if previous is not None:

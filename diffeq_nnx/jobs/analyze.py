@@ -11,7 +11,7 @@ import numpy as np
 from diffeq_nnx import files
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.figures import sections
-from diffeq_nnx.analysis.findings import Findings, find, showing
+from diffeq_nnx.analysis.findings import Findings, find, show_progress
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
@@ -135,7 +135,7 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   """
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  with files.replacing_folder(folder, "index.html") as place, showing("pictures", len(pictures)) as progress:
+  with files.replacing_folder(folder, "index.html") as place, show_progress("pictures", len(pictures)) as progress:
     np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
     for picture in pictures:
       draw(picture, os.path.join(place, f"{picture.name}.png"))

@@ -40,7 +40,7 @@ def export_run(
   model = discretized_config(config.model, num_steps)
   folders.check_new(out)
   if format != "stablehlo":
-    huggingface.architecture_of(model, format)
+    huggingface.choose_architecture(model, format)
   workdir_lib.require(workdir, config)
   run = opening.read(workdir, *opening.described(workdir, config))
   say_untrained(config, run.step, num_steps)

@@ -68,8 +68,8 @@ def evaluate_downstream(
   names, manager = [], None
   if settings.names:
     with _lm_eval_errors(settings):
-      manager = tasks.manager(settings.include_path, settings.default_tasks)
-      names = tasks.matching(settings.names, manager)
+      manager = tasks.make_manager(settings.include_path, settings.default_tasks)
+      names = tasks.match(settings.names, manager)
   lm = adapter.DiffEqLM(
     workdir,
     batch_size=settings.batch_size,
@@ -80,7 +80,7 @@ def evaluate_downstream(
     config=config,
     num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
-  ours = _evaluated(lm, names, manager, shots, settings) if names else []
+  ours = _evaluate(lm, names, manager, shots, settings) if names else []
   text = None if texts is None else perplexity.corpus_perplexity(lm, texts.documents(), settings.limit)
   found = report.estimates(ours)
   if theirs and ours and not found.keys() & report.estimates(theirs).keys():
@@ -93,7 +93,7 @@ def evaluate_downstream(
   with distributed.together():
     if distributed.leads():
       written = {
-        report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
+        report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
         for count, one in zip(shots, ours)
       }
       if text is not None:
@@ -145,7 +145,7 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
       os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _evaluated(
+def _evaluate(
   lm: Any, names: list[str], manager: Any, shots: list[int | None], settings: HarnessConfig
 ) -> list[report.Results]:
   """lm_eval's results for each number of examples before each question."""

@@ -18,13 +18,13 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
-from diffeq_nnx.analysis.findings import showing
+from diffeq_nnx.analysis.findings import show_progress
 from diffeq_nnx.analysis.sensitivity import FORMS, exponents
 from diffeq_nnx.analysis.spectra import spectra
 from launch import programs
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+def time_call(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
   """The result, seconds, and the peak memory so far in GiB."""
   start = time.perf_counter()
   made = work()
@@ -37,14 +37,14 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
   """Seconds and memory by task."""
-  analyzed, times = timed(lambda: jax.block_until_ready(AnalyzedModel(programs.init_model(config))))
+  analyzed, times = time_call(lambda: jax.block_until_ready(AnalyzedModel(programs.init_model(config))))
   found = {"weights": times}
-  with showing("spectra", analyzed.grid.num_steps) as progress:
-    found["spectra"] = timed(lambda: spectra(analyzed, progress=progress))[1]
+  with show_progress("spectra", analyzed.grid.num_steps) as progress:
+    found["spectra"] = time_call(lambda: spectra(analyzed, progress=progress))[1]
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
-    with showing(form, num_tokens) as progress:
-      one, times = timed(
+    with show_progress(form, num_tokens) as progress:
+      one, times = time_call(
         lambda form=form, progress=progress: exponents(
           analyzed, tokens_L, leading=leading, form=form, progress=progress
         )

@@ -102,7 +102,7 @@ def _sum(arrays: Any) -> jax.Array:
   return sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(arrays))
 
 
-def timed(call: Callable[[], jax.Array], count: int) -> float:
+def time_call(call: Callable[[], jax.Array], count: int) -> float:
   """Seconds per call, of so many consecutive ones."""
   start = time.perf_counter()
   for _ in range(count):
@@ -119,7 +119,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
-  on_gpu = gpus.named(topology)
+  on_gpu = gpus.is_gpu(topology)
   model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")  # which `auto` is there
   grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, max(rows, 2)  # see `Decoder.num_rows`
@@ -196,8 +196,8 @@ def main(argv: list[str] | None = None) -> None:
   each = [Pair(decoder, rows, args.slots) for rows in args.rows]
   calls = [call for pair in each for call in (pair.token, pair.read)]
   for call in calls:
-    timed(call, 2)
-  times = np.array([[timed(call, args.tokens) for call in calls] for _ in range(args.rounds)])
+    time_call(call, 2)
+  times = np.array([[time_call(call, args.tokens) for call in calls] for _ in range(args.rounds)])
   device = jax.devices()[0]
   print(
     f"{args.config}, rows of {args.slots} slots, median of {args.rounds} interleaved rounds of {args.tokens}, "

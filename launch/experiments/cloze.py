@@ -107,7 +107,7 @@ def write_tasks(source: str, folder: str, count: int) -> None:
     files.write(os.path.join(folder, f"{name}.yaml"), json.dumps(whole, indent=1).encode())  # JSON is YAML
 
 
-def measured(workdir: str, folder: str) -> dict[tuple[str, str], float]:
+def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
   """(task, metric) -> its value for a run's newest model."""
   harness = config_lib.HarnessConfig(
     tasks=",".join(TASKS), include_path=folder, default_tasks=False, batch_size=32, folder="cloze"
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
   runs = tables.runs_by_row(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)
-  rows = {row: [measured(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
+  rows = {row: [measure(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
   base = next(iter(rows.values()))
   cells = []
   for row, values in rows.items():

@@ -72,15 +72,15 @@ class Runs:
   def loss(self, row: str, rate: float, seed: int) -> float:
     """Final validation loss of one run, in nats per token; infinite if it diverged."""
     settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
-    return self.loss_of(self.name(row, rate, seed), row, settings)
+    return self.find_loss(self.name(row, rate, seed), row, settings)
 
-  def loss_of(self, name: str, row: str, settings: list[str]) -> float:
+  def find_loss(self, name: str, row: str, settings: list[str]) -> float:
     """The same of a run of this name, with settings before those of the command line."""
     path = self.place(f"{name}.json")
     if not os.path.exists(path):
       config = self.config(row, *settings)
       print(f"-- {name}", flush=True)
-      files.write(path, json.dumps(trained(config, self.place(name))).encode())
+      files.write(path, json.dumps(train_to_end(config, self.place(name))).encode())
     return files.read_json(path)
 
   def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
@@ -90,7 +90,7 @@ class Runs:
     return list(by_step), list(by_step.values())
 
 
-def trained(config: Config, workdir: str) -> float:
+def train_to_end(config: Config, workdir: str) -> float:
   """Trains a run to its last step; its validation loss there, infinite if the run diverged.
 
   Raises:

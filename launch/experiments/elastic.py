@@ -33,7 +33,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.setup import checked_mesh, load_corpus
 from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import trained
+from launch.experiments.compare import train_to_end
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -122,8 +122,8 @@ def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
       config = _made_continuous(args, recipe, seed, workdir)
     else:
       config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
-    finite = math.isfinite(trained(config, workdir))
-    losses = evaluated(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
+    finite = math.isfinite(train_to_end(config, workdir))
+    losses = evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
     result = Result(losses, time.perf_counter() - start)
     files.write(path, json.dumps(dataclasses.asdict(result)).encode())
   found = files.read_json(path)
@@ -142,7 +142,7 @@ def _made_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: 
   return config
 
 
-def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
+def evaluate(config: config_lib.Config, workdir: str) -> dict[int, float]:
   """Validation losses of a run's newest model at all of COUNTS that it has weights for."""
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):

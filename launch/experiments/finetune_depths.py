@@ -35,7 +35,7 @@ class Tuned:
   over_training: float
 
 
-def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
+def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
   """One fine-tuning, done if it is not there yet."""
   config = config_lib.load(with_row(args.config, row), args.set)
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
   sources = matches or [args.from_workdir]  # which may be in a bucket
   cells = []
   for count in args.steps:
-    found = [[tuned(args, source, row, count) for source in sources] for row in args.rows]
+    found = [[tune(args, source, row, count) for source in sources] for row in args.rows]
     cell = lambda runs, of: tables.mean_and_error([getattr(one, of) for one in runs], ".3f")
     after = [cell(runs, of) for runs in found for of in ("after", "over_training")]
     cells.append([str(count), cell(found[0], "before"), *after])

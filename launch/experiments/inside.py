@@ -62,7 +62,7 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
   texts_RxL = np.tile(tokens_L, (1 + (L - 1) * REPLACEMENTS, 1))
   others = np.random.default_rng(seed).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
   texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
-  with analyzed.computing():
+  with analyzed.use_device():
     passed = observe(config, False, analyzed.rest, analyzed.weights, texts_RxL)
     logits_RxV = logits_of(config, analyzed.rest, passed.states[-1][:, -1:])[:, 0]
     logs_RxV = np.asarray(jax.nn.log_softmax(logits_RxV), np.float64)
@@ -70,7 +70,7 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
   return divergences.reshape(L - 1, REPLACEMENTS).mean(-1)
 
 
-def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
+def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
   """One run."""
   run = diffeq_nnx.load(workdir)
   with jax.set_mesh(run.mesh):
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
   rows = {
-    row: [measured(workdir, args.texts, args.tokens) for workdir in seeds]
+    row: [measure(workdir, args.texts, args.tokens) for workdir in seeds]
     for row, seeds in tables.runs_by_row(args.runs).items()
   }
   print(table(rows))

@@ -197,7 +197,7 @@ def losses(args: argparse.Namespace) -> str:
       for count in dict.fromkeys(counts):
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
         name = f"{row}_{solver}_{count}_seed{seed}"
-        found.setdefault((solver, count), []).append(runs.loss_of(name, row, settings))
+        found.setdefault((solver, count), []).append(runs.find_loss(name, row, settings))
   for solver, counts in plan.items():
     cells = []
     for equal_steps, count in zip((True, False), counts, strict=True):

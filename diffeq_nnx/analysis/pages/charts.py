@@ -32,7 +32,7 @@ class Points:
   def __post_init__(self):
     _align(self, x=float, y=float, hover=object, color=float)
 
-  def thinned(self) -> "Points":
+  def thin(self) -> "Points":
     """The points with finite x and y; of more than `MAX_POINTS`, a part that is even in y and keeps all extremes."""
     arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
     kept = np.flatnonzero(np.isfinite(self.x) & np.isfinite(self.y))
@@ -112,10 +112,10 @@ class Chart:
   panels: Sequence[Panel]  # from left to right, then down
   columns: int = 2  # panels side by side where there is room
 
-  def thinned(self) -> "Chart":
-    """The chart with `Points.thinned`; if some had too many, the caption says how many of how many are drawn."""
+  def thin(self) -> "Chart":
+    """The chart with `Points.thin`; if some had too many, the caption says how many of how many are drawn."""
     before = [mark for panel in self.panels for mark in panel.marks if isinstance(mark, Points)]
-    after = {mark: mark.thinned() for mark in before}
+    after = {mark: mark.thin() for mark in before}
     panels = [dataclasses.replace(p, marks=[after.get(mark, mark) for mark in p.marks]) for p in self.panels]
     shown, total = (sum(len(mark.x) for mark in marks) for marks in (after.values(), before))
     crowded = any(len(mark.x) > MAX_POINTS for mark in before)

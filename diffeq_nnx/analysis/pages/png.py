@@ -26,7 +26,7 @@ def draw(item: Chart | ColoredText, path: str) -> None:
   """Writes a chart or a text as a PNG file atomically; leaves Matplotlib's settings and figures as they are."""
   styled = style.context(["seaborn-v0_8-whitegrid", STYLE], after_reset=True)
   with styled, warnings.catch_warnings(action="ignore"):  # of glyphs that the font lacks: they become boxes
-    figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thinned())
+    figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thin())
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
   files.write(path, content.getvalue())

@@ -94,24 +94,24 @@ def integrate(config, layers, evaluate, x):
     if kind == "runge_kutta":
       slopes = []
       for row, node in zip(method["a"], method["nodes"]):
-        slopes.append(evaluate("slope", used[node], moved(x, dt, row, slopes)))
-      x = moved(x, dt, method["b"], slopes)
+        slopes.append(evaluate("slope", used[node], add_increment(x, dt, row, slopes)))
+      x = add_increment(x, dt, method["b"], slopes)
     elif kind == "splitting":
       for branch, share in method["parts"]:
-        x = moved(x, dt, [share], [evaluate(branch, used[0], x)])
+        x = add_increment(x, dt, [share], [evaluate(branch, used[0], x)])
     elif kind == "ode_transformer":
       first = evaluate("slope", used[0], x)
-      second = evaluate("slope", used[0], moved(x, dt, [1.0], [first]))
+      second = evaluate("slope", used[0], add_increment(x, dt, [1.0], [first]))
       share = used[0]("share", first, second)
-      x = moved(x, dt, [share, 1 - share], [first, second])
+      x = add_increment(x, dt, [share, 1 - share], [first, second])
     elif kind == "leapfrog":
-      before, middle = middle, moved(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
+      before, middle = middle, add_increment(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
     else:
       raise ValueError(f"config.json: method.kind is {kind!r}, which this modeling file does not know")
   return ((before + middle) / 2).to(x.dtype) if kind == "leapfrog" else x
 
 
-def moved(x, dt, factors, slopes):
+def add_increment(x, dt, factors, slopes):
   """x + dt sum_j factors_j slopes_j, in the dtype of x; factors are numbers or [B, L, 1]."""
   terms = [f * wide(slope) for f, slope in zip(factors, slopes) if torch.is_tensor(f) or f != 0]
   return (wide(x) + dt * sum(terms)).to(x.dtype) if terms else x
