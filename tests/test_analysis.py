@@ -161,8 +161,10 @@ def test_a_step_takes_the_weights_of_its_own_grid_alone():
   one, other = AnalyzedModel(model), AnalyzedModel(model, 6)
   with pytest.raises(ValueError, match="weights of a grid of 6 steps"):
     Step(one.config, one.grid).links(other.weights)
-  found = one.observe(TOKENS[:9], other.weights).states  # over the grid of the weights
-  np.testing.assert_array_equal(found, other.observe(TOKENS[:9]).states)
+  found = one.observe(TOKENS, other.weights).states  # over the grid of the weights
+  np.testing.assert_array_equal(found, other.observe(TOKENS).states)
+  assert found.shape == (7, 1, 9, 24)
+  np.testing.assert_allclose(logits_of(one.config, one.rest, found[-1]), model(TOKENS[None], 6), atol=1e-4)
 
 
 def test_scores_of_known_eigenvalues():
@@ -423,11 +425,3 @@ def test_everything_is_found_of_one_token_and_of_one_step():
   assert found.depth is None and found.prefix_matching is None
   assert found.exact.shape == (1, 24)
   assert all(np.asarray(array).dtype != object for array in found.arrays().values())
-
-
-def test_other_solver_steps_are_looked_at_there():
-  model = moved_instance(small_model())
-  one = AnalyzedModel(model, 5)
-  passed = one.observe(TOKENS)
-  assert passed.states.shape == (6, 1, 9, 24)
-  np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None], 5), atol=1e-4)

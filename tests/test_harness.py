@@ -254,13 +254,10 @@ def test_lm_eval_finds_the_model_by_its_entry_point():
   assert found.load() is DiffEqLM
 
 
-def test_the_paper_s_list_is_a_group_that_the_task_files_name():
+def test_the_paper_s_group_holds_its_list_and_is_found_however_tasks_are_given(monkeypatch):
   with open(os.path.join(tasks.GROUPS, "paper.yaml"), encoding="utf-8") as file:
     named = [line.strip(" -\n") for line in file if line.startswith("  - ")]
   assert tuple(named) == tasks.PAPER and tasks.PAPER_SHOTS == (0, 5)
-
-
-def test_the_group_is_found_however_tasks_are_given(monkeypatch):
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)
   monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
   monkeypatch.setenv("DISABLE_MULTIPROC", "1")

@@ -123,24 +123,16 @@ def test_biases_that_the_config_hides_are_told(changes, name, tmp_path):
   assert f"the weights hold model.layers.1.{name}.bias" in told(lambda: importing.read(str(tmp_path)))
 
 
-def test_masks_that_gpt2_s_attention_once_saved_are_left_out(tmp_path):
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_masks_that_gpt2_once_saved_are_left_out_with_and_without_its_prefix(prefix, tmp_path):
+  """Without the prefix it is GPT-2 as first published."""
   theirs = foreign("gpt2")
-  theirs.save_pretrained(tmp_path)
+  (theirs if prefix else theirs.transformer).save_pretrained(tmp_path)
   tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert f"{prefix}wte.weight" in tensors
   for layer in range(2):
-    tensors[f"transformer.h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.uint8))
-    tensors[f"transformer.h.{layer}.attn.masked_bias"] = np.float32(-1e4)[None]
-  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-  same_logits(tmp_path, theirs)
-
-
-def test_gpt2_as_first_published(tmp_path):
-  """Without the prefix `transformer.`, with the masks that old versions saved."""
-  theirs = foreign("gpt2")
-  theirs.transformer.save_pretrained(tmp_path)
-  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  tensors |= {f"h.{i}.attn.bias": np.ones((1, 1, 12, 12), np.float32) for i in range(2)}
-  assert "wte.weight" in tensors
+    tensors[f"{prefix}h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.uint8))
+    tensors[f"{prefix}h.{layer}.attn.masked_bias"] = np.float32(-1e4)[None]
   safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
   same_logits(tmp_path, theirs)
 

@@ -302,8 +302,11 @@ def test_every_mark_is_drawn_as_given(wide):
   assert len(set(fills)) == 4
 
 
-def test_charts_are_drawn_when_they_come_near(wide):
+def test_charts_are_drawn_when_they_come_near_and_a_wide_window_has_panels_side_by_side(wide):
   assert wide.evaluate("[drawnAtFirst < 6, document.querySelectorAll('.js-plotly-plot').length]") == [True, 6]
+  assert wide.evaluate("document.documentElement.scrollWidth") <= 1280
+  tops = wide.evaluate("[...document.querySelectorAll('.panel')].map((panel) => panel.offsetTop)")
+  assert tops[0] == tops[1]
 
 
 def test_hovering_shows_values_and_labels(wide):
@@ -363,12 +366,6 @@ def test_a_printed_page_has_all_charts(browser, path):
     assert len(window.pdf()) > 50_000
     assert window.evaluate("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
     assert not window.evaluate("document.documentElement.classList.contains('printing')")
-
-
-def test_a_wide_window_has_panels_side_by_side(wide):
-  assert wide.evaluate("document.documentElement.scrollWidth") <= 1280
-  tops = wide.evaluate("[...document.querySelectorAll('.panel')].map((panel) => panel.offsetTop)")
-  assert tops[0] == tops[1]
 
 
 def test_a_telephone_scrolls_only_down_and_answers_to_taps(browser, path):
