@@ -19,7 +19,7 @@ import time
 
 from flax import nnx
 import jax
-import matplotlib
+from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
@@ -34,9 +34,6 @@ from diffeq_nnx.training.setup import checked_mesh, load_corpus
 from launch import programs
 from launch.experiments import tables
 from launch.experiments.compare import train_to_end
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after choosing the backend
 
 COUNTS = (2, 3, 4, 5, 6, 8, 9, 12, 16)  # at which every checkpoint is evaluated
 TRAINED = (3, 4, 6, 8, 12)
@@ -154,8 +151,7 @@ def evaluate(config: config_lib.Config, workdir: str) -> dict[int, float]:
 
 def correlations() -> str:
   """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
-  head = [f"{n} steps, {place}" for place in ("end", "mean") for n in OWN]
-  lines = [f"| time embedding | {' | '.join(head)} |", f"| {' | '.join(['---'] * (len(head) + 1))} |"]
+  rows = []
   for label, embedding in EMBEDDINGS.items():
     cells = []
     for place in ("end", "mean"):
@@ -163,8 +159,8 @@ def correlations() -> str:
         config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
         config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
         cells.append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
-    lines.append(f"| {label} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    rows.append([label, *cells])
+  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place in ("end", "mean") for n in OWN)], rows)
 
 
 def _correlation(config: ModelConfig, seed: int) -> float:
@@ -199,7 +195,8 @@ def both_tables(found: dict[str, list[Result]], own: str) -> str:
 
 def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
   """Losses against the number of steps: a line for each recipe, a point for each model trained at one number alone."""
-  figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+  figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+  axes = figure.subplots()
   mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
   spread = lambda results, n: np.std([result.losses[n] for result in results])
   for recipe, results in found.items():

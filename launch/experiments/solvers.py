@@ -33,7 +33,7 @@ import statistics
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import matplotlib
+from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
@@ -44,9 +44,6 @@ from diffeq_nnx.model.solvers import SOLVERS
 from launch import programs
 from launch.experiments import tables
 from launch.experiments.compare import Runs
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after choosing the backend
 
 STEPS = (4, 8, 16, 32, 64, 128, 256)  # of the errors
 REFERENCE = 1024  # steps of rk4
@@ -96,7 +93,8 @@ def order(by_steps: list[float]) -> float:
 
 def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   """Errors against evaluations, a panel for each block."""
-  figure, panels = pyplot.subplots(1, len(by_field), figsize=(10, 4.2), sharey=True, layout="constrained")
+  figure = Figure(figsize=(10, 4.2), layout="constrained")
+  panels = figure.subplots(1, len(by_field), sharey=True)
   for axes, (field, by_solver) in zip(panels, by_field.items(), strict=True):
     for number, (solver, found) in enumerate(by_solver.items()):
       counts = [evaluations_of(solver, n) for n in STEPS]
@@ -158,7 +156,7 @@ def gradient_arrays(solver: str, dtype: str, adjoint: integration.Adjoint) -> li
 def gradients() -> str:
   """Markdown tables of reversible gradients."""
   solvers.register("plain_leapfrog", Plain())
-  lines = ["| dtype | reversible | reversible, carried in this dtype alone | remat=full |", "| --- | --- | --- | --- |"]
+  rows = []
   for dtype in ("float32", "bfloat16"):
     cells = []
     for solver, adjoint in (
@@ -168,15 +166,17 @@ def gradients() -> str:
     ):
       stored, found = (gradient_arrays(solver, dtype, each) for each in (integration.Checkpointed(), adjoint))
       cells.append(max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(stored, found, strict=True)))
-    lines.append(f"| {dtype} | {' | '.join(f'{cell:.2g}' for cell in cells)} |")
-  lines += ["", "| steps | temporaries, reversible, MiB | checkpointed, remat=full, MiB |", "| --- | --- | --- |"]
+    rows.append([dtype, *(f"{cell:.2g}" for cell in cells)])
+  differences = tables.markdown(["dtype", "reversible", "reversible, carried in this dtype alone", "remat=full"], rows)
+  rows = []
   for num_steps in (4, 12, 48):
     sizes = []
     for adjoint in (integration.Reversible(), integration.Checkpointed("full")):
       run, arguments = gradient_of("leapfrog", "float32", num_steps, adjoint)
       sizes.append(run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 2**20)
-    lines.append(f"| {num_steps} | {sizes[0]:.1f} | {sizes[1]:.1f} |")
-  return "\n".join(lines)
+    rows.append([str(num_steps), *(f"{size:.1f}" for size in sizes)])
+  memory = tables.markdown(["steps", "temporaries, reversible, MiB", "checkpointed, remat=full, MiB"], rows)
+  return f"{differences}\n\n{memory}"
 
 
 def losses(args: argparse.Namespace) -> str:
@@ -184,11 +184,7 @@ def losses(args: argparse.Namespace) -> str:
   path, _, row = args.config.partition(":")
   args.config = path
   runs = Runs(args)
-  lines = [
-    f"| solver | loss at {args.steps} steps | against euler | steps for {args.evaluations} evaluations | loss there | "
-    "against euler |",
-    "| --- | --- | --- | --- | --- | --- |",
-  ]
+  rows: list[list[str]] = []
   first: dict[bool, list[float]] = {}
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
   found: dict[tuple[str, int], list[float]] = {}
@@ -208,8 +204,9 @@ def losses(args: argparse.Namespace) -> str:
         f"{statistics.mean(values):.3f}",
         tables.difference(values, first[equal_steps], "+.3f") if values is not first[equal_steps] else "0",
       ]
-    lines.append(f"| {solver} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    rows.append([solver, *cells])
+  columns = [f"loss at {args.steps} steps", "against euler", f"steps for {args.evaluations} evaluations", "loss there"]
+  return tables.markdown(["solver", *columns, "against euler"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -231,12 +228,12 @@ def main(argv: list[str] | None = None) -> None:
   os.makedirs(args.workdir, exist_ok=True)
   with open(os.path.join(args.workdir, "errors.json"), "w", encoding="utf-8") as file:
     json.dump({"steps": STEPS, **by_field}, file, indent=2)
-  print(
-    "| solver | order, gpt | order, llama | evaluations a step: attention, feed-forward |\n| --- | --- | --- | --- |"
-  )
-  for solver in by_field["gpt"]:
-    orders = " | ".join(f"{order(by_solver[solver]):.2f}" for by_solver in by_field.values())
-    print(f"| {solver} | {orders} | {', '.join(map(str, SOLVERS[solver].evaluations))} |")
+  rows = [
+    [solver, *(f"{order(found[solver]):.2f}" for found in by_field.values()), ", ".join(map(str, evaluations))]
+    for solver, evaluations in ((name, SOLVERS[name].evaluations) for name in by_field["gpt"])
+  ]
+  columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
+  print(tables.markdown(columns, rows))
   if args.plot:
     plot(by_field, args.plot)
 
