@@ -160,55 +160,44 @@ def colored_texts(found: Findings) -> list[ColoredText]:
   The output token itself has no color, because its own value is far above the others'.
   """
   n = found.position
-  exact, per_token = found.exact[:, 0], found.per_token[:, 0]
-  texts = [
-    (
+
+  def color(
+    name: str, title: str, caption: str, values: np.ndarray, label: str, diverging: bool = False
+  ) -> ColoredText:
+    caption += f" The framed token itself has no color: {values[n]:.3g}."
+    pieces = found.pieces[: n + 1]
+    return ColoredText(name, title, caption, pieces, values, label, diverging, marked=n, marked_colored=n == 0)
+
+  return [
+    color(
       "sensitivity_exact",
       "Leading exponent, exact form",
       "The Jacobian of the whole forward pass, including influence that passes through other tokens.",
-      exact,
+      found.exact[:, 0],
       "leading exponent",
-      False,
     ),
-    (
+    color(
       "sensitivity_per_token",
       "Leading exponent, the paper's form",
       "The direct influence of a token on the framed one, accumulated over the steps; 0 is none.",
-      per_token,
+      found.per_token[:, 0],
       "leading exponent",
-      False,
     ),
-    (
+    color(
       "attention_rollout",
       "Attention rollout",
       "For comparison: the shares of the framed token's attention that lead back to each token; they sum to 1.",
       found.rollout,
       "share",
-      False,
     ),
-    (
+    color(
       "gradient_times_input",
       "Gradient times input",
       f"For comparison: of the logit of {found.next_token[0]!r} with respect to token and position embedding together.",
       found.gradient,
       "logit",
-      True,
+      diverging=True,
     ),
-  ]
-  own = lambda values: f"The framed token itself has no color: {values[n]:.3g}."
-  return [
-    ColoredText(
-      name,
-      title,
-      f"{caption} {own(values)}",
-      found.pieces[: n + 1],
-      values,
-      label,
-      diverging,
-      marked=n,
-      marked_colored=n == 0,
-    )
-    for name, title, caption, values, label, diverging in texts
   ]
 
 
