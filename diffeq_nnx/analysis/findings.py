@@ -23,7 +23,7 @@ BETWEEN = 4  # times for each step of the solver at which spectra are also compu
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-  """The results.
+  """The results of analyzing one model with one text.
 
   Attributes:
     pieces: the tokens' texts, [L].

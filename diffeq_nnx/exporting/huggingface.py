@@ -139,7 +139,7 @@ def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
 
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
-  """config.json without the marks."""
+  """The values of config.json, without the marks."""
   common = {
     "architectures": [CLASSES[architecture]],
     "model_type": architecture,

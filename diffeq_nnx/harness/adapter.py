@@ -185,7 +185,7 @@ class DiffEqLM(TemplateLM):
     raise UserError("--apply_chat_template: runs have no chat template; leave it out")
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-    """Ids of a context, with the mark before it; False as `add_special_tokens`: of a text without a context.
+    """The ids of a context with the mark before it or, with `add_special_tokens=False`, of a text without a context.
 
     Raises:
       UserError: the text is not Unicode.
@@ -387,7 +387,7 @@ def _batch_size(given: int | str) -> int:
 
 
 def _stride(window: str, stride: int | None, max_length: int) -> int | None:
-  """Tokens that each window after the first predicts; None: windows side by side, `max_length` each."""
+  """The tokens that each window after the first predicts. None stands for windows side by side."""
   if window == "disjoint":
     if stride is not None:
       raise UserError(f"stride={stride}: is for sliding windows; leave it out, or set window=sliding")

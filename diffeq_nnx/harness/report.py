@@ -18,7 +18,7 @@ Results = dict[str, Any]  # what lm_eval returns
 
 
 class Key(NamedTuple):
-  """What an estimate is of; `filter` is lm_eval's name for how answers are extracted from responses."""
+  """What an estimate measures. `filter` is lm_eval's name for how answers are extracted from responses."""
 
   task: str
   shots: int | None
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """The value of a metric and its standard error; None: unknown."""
+  """The value of a metric and its standard error, None if it is unknown."""
 
   value: float
   error: float | None
@@ -37,7 +37,7 @@ class Estimate(NamedTuple):
 
 
 def name_file(shots: int | None) -> str:
-  """The file of results with so many examples before each question; None: as the tasks set it."""
+  """The file of results with so many examples before each question, None for the number that each task sets."""
   return NAME if shots is None else f"results_{shots}shot.json"
 
 

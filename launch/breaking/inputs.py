@@ -25,7 +25,7 @@ def configs(suite: Suite) -> Iterator[Row]:
 
 
 def trained_configs(suite: Suite) -> Iterator[Row]:
-  """Likewise; those that are valid are trained with, for one step."""
+  """Random values for random keys. Those that are valid are trained with for one step."""
   row = Row("a config key with a random value that is valid, and one train step")
   for setting in _settings(suite):
     if not find_problem(lambda setting=setting: config_lib.load("configs/tiny.py", [setting])):

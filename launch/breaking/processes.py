@@ -57,7 +57,7 @@ def kill(suite: Suite) -> Iterator[Row]:
 
 
 def term(suite: Suite) -> Iterator[Row]:
-  """SIGTERM likewise."""
+  """SIGTERM at random moments of a process, and in each phase."""
   yield _at_random(suite, Row("SIGTERM at a random moment"), signal.SIGTERM, suite.tries // 2)
   yield _in_phases(suite, "SIGTERM", signal.SIGTERM)
 

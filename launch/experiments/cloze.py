@@ -68,7 +68,7 @@ def passages(text: str) -> Iterator[tuple[str, str]]:
 
 
 def questions(found: list[tuple[str, str]], rng: random.Random) -> Iterator[dict]:
-  """Of passages: passage, answer, four choices, gold.
+  """The records of passages, each with its passage, answer, four choices and the index of the right one.
 
   Raises:
     UserError: the passages end in too few different words.
@@ -108,7 +108,7 @@ def write_tasks(source: str, folder: str, count: int) -> None:
 
 
 def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
-  """(task, metric) -> its value for a run's newest model."""
+  """Evaluates a run's newest model unless that is done; returns the value of each (task, metric)."""
   harness = config_lib.HarnessConfig(
     tasks=",".join(TASKS), include_path=folder, default_tasks=False, batch_size=32, folder="cloze"
   )

@@ -61,21 +61,21 @@ class Runs:
     return os.path.join(self._args.workdir, name)
 
   def name(self, row: str, rate: float, seed: int) -> str:
-    """Of a run, and of its directory."""
+    """The name of a run and of its directory."""
     return f"{row.replace('/', '_')}_rate{rate:g}_seed{seed}"
 
   def config(self, row: str, *settings: str) -> Config:
-    """Of a row, with its own settings, these, and those of the command line."""
+    """The config of a row, with its own settings, these and those of the command line."""
     row, *own = row.split("@")
     return config_lib.load(with_row(self._args.config, row), [*settings, *self._args.set, *own])
 
   def loss(self, row: str, rate: float, seed: int) -> float:
-    """Final validation loss of one run, in nats per token; infinite if it diverged."""
+    """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing."""
     settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
     return self.find_loss(self.name(row, rate, seed), row, settings)
 
   def find_loss(self, name: str, row: str, settings: list[str]) -> float:
-    """The same of a run of this name, with settings before those of the command line."""
+    """`loss` for the run of this name, with settings that come before those of the command line."""
     path = self.place(f"{name}.json")
     if not os.path.exists(path):
       config = self.config(row, *settings)
@@ -150,7 +150,7 @@ def num_parameters(config: Config) -> int:
 
 
 def table(rows: list[Row]) -> str:
-  """As Markdown."""
+  """The rows as a Markdown table."""
   head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
   cells = [
     [

@@ -102,7 +102,7 @@ EMBEDDINGS = {
 
 @dataclasses.dataclass
 class Result:
-  """What one run ended with."""
+  """The results of one run."""
 
   losses: dict[int, float]  # nats per token of the validation text, by number of solver steps
   seconds: float  # of training, compilations included

@@ -36,7 +36,7 @@ class Tuned:
 
 
 def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
-  """One fine-tuning, done if it is not there yet."""
+  """Fine-tunes one run unless that is done, and reads its losses."""
   config = config_lib.load(with_row(args.config, row), args.set)
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)

@@ -71,7 +71,7 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
 
 
 def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
-  """One run."""
+  """Measures one run."""
   run = diffeq_nnx.load(workdir)
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)
