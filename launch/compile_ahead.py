@@ -146,7 +146,7 @@ def mesh_over(config: Config, topology: str, num_slices: int) -> jax.sharding.Me
   Raises:
     UserError: no such topology, no compiler for it, or a batch or model that can't be split over it.
   """
-  on_gpus = gpus.named(topology)
+  on_gpus = gpus.is_gpu(topology)
   if on_gpus and num_slices > 1:
     raise UserError(f"--topology={topology}: slices are for TPUs; for nodes write h100:2x8")
   mesh = sharding.make_mesh(config.mesh, gpus.devices_of(topology) if on_gpus else devices_of(topology, num_slices))
@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
   args = parser.parse_args(argv)
   if args.profile is not None and args.profile < 1:
     raise UserError(f"--profile={args.profile}: the number of items to print must be at least 1; 30 without a number")
-  on_gpus = gpus.named(args.topology)
+  on_gpus = gpus.is_gpu(args.topology)
   if on_gpus and args.profile:
     raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)

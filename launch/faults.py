@@ -9,11 +9,11 @@ are printed on stderr. A kind that this machine can't try (cutting off a process
 user namespaces) is named there too.
 """
 
-import argparse
 import subprocess
 import sys
 
 from diffeq_nnx.errors import UserError
+from launch import programs
 from launch.breaking import inputs, processes, storage
 from launch.breaking.table import HEADER, Suite
 
@@ -34,9 +34,9 @@ KINDS = {
 
 def main(argv: list[str] | None = None) -> None:
   """Prints each row when it is known."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+  parser.add_argument("--kinds", type=programs.split(), default=list(KINDS))
   parser.add_argument("--tries", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args(argv)
@@ -54,7 +54,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

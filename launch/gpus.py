@@ -64,7 +64,7 @@ def memory_share() -> float:
   return float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
 
 
-def named(topology: str) -> bool:
+def is_gpu(topology: str) -> bool:
   """Whether a topology is one of GPUs: VERSION:GPUS, or VERSION:NODESxGPUS."""
   return topology.partition(":")[0] in GPUS
 
@@ -79,7 +79,7 @@ def devices_of(topology: str) -> list:
   if not sizes or sizes[1] not in GPUS:
     raise UserError(f"--topology={topology}: write VERSION:GPUS or VERSION:NODESxGPUS, e.g. h100:8 or h200:2x8")
   wheels = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")
-  if jax.__version_info__ < (0, 11, 2) or not all(map(_installed, wheels)):
+  if jax.__version_info__ < (0, 11, 2) or not all(map(_is_installed, wheels)):
     raise UserError(
       f"--topology={topology}: compiling for GPUs needs jax 0.11.2 or later, with Python 3.12, and the wheels "
       f"jax-cuda13-plugin and jax-cuda13-pjrt of its version; this is jax {jax.__version__}"
@@ -94,7 +94,7 @@ def devices_of(topology: str) -> list:
     raise UserError(f"--topology={topology}: {first_line(error, 200)}") from error
 
 
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
   try:
     return importlib.util.find_spec(module) is not None
   except ModuleNotFoundError:  # its parent is missing

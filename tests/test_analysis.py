@@ -11,12 +11,13 @@ import pytest
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Step, attention_probabilities, logits_of
 from diffeq_nnx.analysis.findings import find
-from diffeq_nnx.analysis.sensitivity import exponents, kaplan_yorke_dimension
+from diffeq_nnx.analysis.sensitivity import exponents
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.parameters import graph
+from launch.experiments import clusters
 from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, small_model, told
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
@@ -151,9 +152,6 @@ def test_steps_and_tokens_count_from_the_end_and_others_are_told():
     (lambda: attention.gradient_times_input(one, passed, 8, 31), "token=31: the model's ids are 0 to 30"),
     (lambda: attention.likeliest(one, passed, 9), "position=9: the text has 9 tokens"),
     (lambda: attention.prefix_matching(one, half=3, rows=0), "rows=0: must be 1 or above"),
-    (lambda: clustering.simulate(-1), "order=-1: must be 0 or above"),
-    (lambda: clustering.simulate(1, step=0.0), "0 < step <= time"),
-    (lambda: clustering.simulate(1, scale="none"), "scale='none': must be one of same_end"),
   ):
     assert part in told(call)
 
@@ -163,8 +161,10 @@ def test_a_step_takes_the_weights_of_its_own_grid_alone():
   one, other = AnalyzedModel(model), AnalyzedModel(model, 6)
   with pytest.raises(ValueError, match="weights of a grid of 6 steps"):
     Step(one.config, one.grid).links(other.weights)
-  found = one.observe(TOKENS[:9], other.weights).states  # over the grid of the weights
-  np.testing.assert_array_equal(found, other.observe(TOKENS[:9]).states)
+  found = one.observe(TOKENS, other.weights).states  # over the grid of the weights
+  np.testing.assert_array_equal(found, other.observe(TOKENS).states)
+  assert found.shape == (7, 1, 9, 24)
+  np.testing.assert_allclose(logits_of(one.config, one.rest, found[-1]), model(TOKENS[None], 6), atol=1e-4)
 
 
 def test_scores_of_known_eigenvalues():
@@ -227,18 +227,18 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
 def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
   one = analyzed(field, row)
   expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)
-  np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form).exponents), expected, rtol=1e-9, atol=1e-9)
+  np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form)), expected, rtol=1e-9, atol=1e-9)
   found = exponents(one, TOKENS, leading=5, form=form)
-  np.testing.assert_allclose(found.exponents, np.log(expected[:, :5]), atol=1e-6)
+  np.testing.assert_allclose(found, np.log(expected[:, :5]), atol=1e-6)
 
 
 @pytest.mark.parametrize("form", sensitivity.FORMS)
 def test_later_tokens_have_no_influence(x64, form):
   one = analyzed()
   for position in (0, 4, -1):
-    found = exponents(one, TOKENS, position, leading=3, form=form).exponents
+    found = exponents(one, TOKENS, position, leading=3, form=form)
     assert found.shape == (position % 9 + 1, 3)
-    expected = exponents(one, TOKENS[: position % 9 + 1], leading=3, form=form).exponents
+    expected = exponents(one, TOKENS[: position % 9 + 1], leading=3, form=form)
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
@@ -248,11 +248,11 @@ def test_float32_in_chunks_is_near_float64(monkeypatch, form):
   with jax.enable_x64(True):
     params = jax.tree.map(lambda leaf: leaf.astype(np.float64), nnx.to_pure_dict(nnx.state(wide)))
     model = AnalyzedModel(nnx.merge(graph(small_model(dtype="float64")), params))
-    expected = exponents(model, TOKENS, leading=4, form=form).exponents
+    expected = exponents(model, TOKENS, leading=4, form=form)
   monkeypatch.setattr(sensitivity, "CHUNK_BYTES", 5000)
   monkeypatch.setattr(sensitivity, "JACOBIAN_BYTES", 5000)  # two tokens at a time
   found = exponents(AnalyzedModel(wide), TOKENS, leading=4, form=form)
-  np.testing.assert_allclose(found.exponents, expected, atol=2e-3)
+  np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
 def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
@@ -262,21 +262,14 @@ def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
   x_LxD, end = passed.states[0, 0], flow(one)
   moved = (end(x_LxD.at[k].add(eps * directions[0])) - end(x_LxD.at[k].add(-eps * directions[0])))[-1]
   growth = np.log(np.linalg.norm(moved) / (2 * eps))
-  assert growth == pytest.approx(exponents(one, TOKENS, leading=1).exponents[k, 0], abs=1e-6)
+  assert growth == pytest.approx(exponents(one, TOKENS, leading=1)[k, 0], abs=1e-6)
 
 
 def test_what_the_dtype_cant_tell_from_zero_is_told_as_zero():
   with jax.enable_x64(True):
-    exact = exponents(analyzed(), TOKENS).exponents  # a LayerNorm takes one direction out
-  found = exponents(analyzed(dtype="float32"), TOKENS).exponents
+    exact = exponents(analyzed(), TOKENS)  # a LayerNorm takes one direction out
+  found = exponents(analyzed(dtype="float32"), TOKENS)
   assert np.isneginf(found[:, -1]).sum() >= np.sum(exact[:, -1] < -25) > 0
-
-
-def test_kaplan_yorke_dimension_of_known_spectra():
-  assert kaplan_yorke_dimension(np.array([0.9, 0.0, -14.5])) == pytest.approx(2 + 0.9 / 14.5)  # Lorenz
-  assert kaplan_yorke_dimension(np.array([-1.0, -2.0])) == 0
-  assert kaplan_yorke_dimension(np.array([2.0, -1.0])) == 2
-  assert kaplan_yorke_dimension(np.array([-3.0, 1.0, -2.0])) == pytest.approx(1.5)
 
 
 # beside the exponents
@@ -317,38 +310,20 @@ def test_prefix_matching_finds_a_head_that_matches():
 # clustering
 
 
-def test_clustering_tells_constant_from_growing_weights():
-  constant, growing = (clustering.simulate(order, seeds=range(20)) for order in (0, 4))
-  assert constant.clustering[-1].mean() > 2 * growing.clustering[-1].mean()
-  assert constant.states.shape == (201, 20, 40, 3) and constant.times[-1] == pytest.approx(20)
-  assert constant.clustering[0].mean() < 0.01
-
-
-def test_scales_of_the_simulation():
-  same = [clustering.simulate(0, seeds=[1], scale=scale).states for scale in clustering.SCALES]
-  np.testing.assert_array_equal(same[0], same[1])
-  np.testing.assert_array_equal(same[0], same[2])
-  plain = clustering.simulate(1, scale="plain", time=1.0).states
-  np.testing.assert_allclose(plain, clustering.simulate(1, time=1.0).states)
-  np.testing.assert_allclose(
-    clustering.simulate(3, seeds=[4, 1], scale="same_mean").states[:, 1],
-    clustering.simulate(3, seeds=[1], scale="same_mean").states[:, 0],
-  )
-  with pytest.raises(ValueError, match="same_end"):
-    clustering.simulate(1, scale="other")
-
-
-@pytest.mark.parametrize("scale, size", [("same_end", 1.0), ("same_mean", 4.0), ("plain", 20.0**3)])
-def test_the_first_step_that_moves_is_by_the_formula(scale, size):
-  found = clustering.simulate(3, seeds=[7], scale=scale).states[:, 0]
-  rng = np.random.default_rng(7)
-  a, v = rng.normal(size=(2, 3, 3))
-  x = rng.uniform(-2, 2, (40, 3))
-  np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
-  p = size * (0.1 / 20) ** 3
-  normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
-  scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
-  np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
+def test_growing_weights_cluster_less_and_the_first_step_that_moves_is_by_the_formula():
+  constant, growing = (clustering.clustered_share(clusters.simulate(order, 1.0, range(20))) for order in (0, 4))
+  assert constant.shape == (201, 20) and constant[0].mean() < 0.01
+  assert constant[-1].mean() > 2 * growing[-1].mean()
+  for scale, size in zip(clusters.SCALES.values(), (1.0, 4.0, 20.0**3), strict=True):
+    found = clusters.simulate(3, scale(3), [4, 7])[:, 1]
+    rng = np.random.default_rng(7)
+    a, v = rng.normal(size=(2, 3, 3))
+    x = rng.uniform(-2, 2, (40, 3))
+    np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
+    p = size * (0.1 / 20) ** 3
+    normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+    scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
+    np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
 
 
 def test_clustered_share_and_spread_of_known_states():
@@ -385,11 +360,11 @@ def test_figures_show_the_findings():
     probabilities.argmax(),
   )
   texts = {text.name: text for text in figures.colored_texts(found)}
-  np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact.exponents[:, 0])
-  np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token.exponents[:, 0])
+  np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact[:, 0])
+  np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token[:, 0])
   np.testing.assert_array_equal(texts["attention_rollout"].values, found.rollout)
   np.testing.assert_array_equal(texts["gradient_times_input"].values, found.gradient)
-  assert np.abs(found.exact.exponents - found.per_token.exponents)[:-1].max() > 0.1
+  assert np.abs(found.exact - found.per_token)[:-1].max() > 0.1
   scores = figures.induction(found).panels[0].marks[0]
   np.testing.assert_allclose(scores.x, copying_score(found.spectra.qk).reshape(-1))
   np.testing.assert_allclose(scores.y, copying_score(found.spectra.ov).reshape(-1))
@@ -404,7 +379,7 @@ def test_figures_show_the_findings():
   np.testing.assert_allclose(largest.y, np.abs(found.spectra.ff).max((1, 2)))
   own = figures.depth(found).panels[0].marks[0]
   np.testing.assert_allclose(own.y, clustering.depth_spread(one, TOKENS)[0])
-  assert figures.token_table(found).rows[3][1:3] == ["piece 3", f"{found.exact.exponents[3, 0]:.4f}"]
+  assert figures.token_table(found).rows[3][1:3] == ["piece 3", f"{found.exact[3, 0]:.4f}"]
 
 
 # bad input
@@ -448,13 +423,5 @@ def test_everything_is_found_of_one_token_and_of_one_step():
   one = AnalyzedModel(moved_instance(small_model(num_steps=1, seq_len=3)))
   found = find(one, [5], ["a"], str, leading=100)
   assert found.depth is None and found.prefix_matching is None
-  assert found.exact.exponents.shape == (1, 24)
+  assert found.exact.shape == (1, 24)
   assert all(np.asarray(array).dtype != object for array in found.arrays().values())
-
-
-def test_other_solver_steps_are_looked_at_there():
-  model = moved_instance(small_model())
-  one = AnalyzedModel(model, 5)
-  passed = one.observe(TOKENS)
-  assert passed.states.shape == (6, 1, 9, 24)
-  np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), model(TOKENS[None], 5), atol=1e-4)

@@ -26,8 +26,6 @@ PICTURES = {
   "attention_rollout",
   "gradient_times_input",
   "sensitivity_spectra",
-  "clustering_trajectories",
-  "clustering_simulated",
   "clustering_model",
 }
 
@@ -50,7 +48,7 @@ def test_the_folder_holds_page_pictures_and_numbers(report):
   assert numbers["exponents_exact"].shape == numbers["exponents_per_token"].shape == (n + 1, 3)
   assert result["leading_exponent"] == pytest.approx(numbers["exponents_exact"][n, 0], abs=1e-4)
   assert np.iscomplexobj(numbers["eigenvalues_qk"]) and numbers["eigenvalues_qk"].shape == (2, 4, 4)
-  assert numbers["between_times"].shape == (8,) and numbers["simulation_states"].shape == (5, 201, 40, 3)
+  assert numbers["between_times"].shape == (8,)
   assert all(np.isfinite(values).all() for name, values in numbers.items())
   before = numbers["exponents_exact"][:n, 0]
   assert result["most_sensitive_to"]["position"] == before.argmax()
@@ -63,7 +61,7 @@ def test_the_page_draws_in_a_browser_at_any_width(report):
       with opened(browser, str(folder / "index.html"), width, mobile) as page:
         page.evaluate("drawAll().then(() => true)")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.locator(".js-plotly-plot:has(.main-svg)").count() == 3 + 3 + 2 + 1 + 2 + 5 + 3 + 2
+        assert page.locator(".js-plotly-plot:has(.main-svg)").count() == 3 + 3 + 2 + 1 + 2 + 2
         text = page.inner_text("body")
         assert "Sensitivity to each token" in text and "rivers" in text.replace("·", " ").replace("\n", "")
         assert "NaN" not in text and "undefined" not in text

@@ -146,8 +146,11 @@ def train_step(size: Size, row: str) -> str:
 
 @needs_libtpu
 @at_sizes
-def test_no_collective_of_llama1b_moves_a_generator_parameter(size):
-  """F is [97, in, out]; all that crosses devices with T in it is the gradient of e(t), 16 x 97 numbers a weight."""
+def test_no_generator_parameter_is_moved_cast_or_copied(size):
+  """F is [97, in, out] and is read as it is stored; attention reads what the projections wrote.
+
+  All that crosses devices with T in it is the gradient of e(t), 16 x 97 numbers a weight.
+  """
   T, S = 96, 16
   text = train_step(size, "diffeq")
   program = hlo.Program(text)
@@ -155,6 +158,13 @@ def test_no_collective_of_llama1b_moves_a_generator_parameter(size):
   moved = [array for one in program.collectives for array in one.arrays if T in array.shape or T + 1 in array.shape]
   assert len(moved) == 9  # weights and norms of the block
   assert all(sorted(array.shape)[-2:] in ([S, T], [S, T + 1]) and array.bytes <= 4 * S * (T + 1) for array in moved)
+  assert not [one for one, _, _ in program.estimates if one.opcode == "convert" and one.arrays[0].shape[0] == T + 1]
+  calls = re.findall(r"%(?:attention_\w+|rotary)[.\w]* = .* custom-call\((.*?)\), custom_call_target", text)
+  assert len(calls) == 9  # forward, forward again and backward; rotary embedding of queries and keys in each
+  assert not re.search(r"%(copy|transpose)\.\d", "".join(calls))
+  assert not re.search(r" (copy|transpose)\(%(attention_|rotary)", text)
+  # ranges of blocks, queries and keys: the scale is not applied in between
+  assert len([call for call in calls if re.match(r"%[-\w.]+, %rotary[.\w]*, %rotary", call)]) == 3
 
 
 @needs_libtpu
@@ -164,21 +174,6 @@ def test_generated_weights_cost_no_communication():
   assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e8
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind
-
-
-@needs_libtpu
-@at_sizes
-def test_nothing_is_cast_or_copied_for_the_products_of_the_generator_or_for_attention(size):
-  """F is read as it is stored, and attention reads what the projections wrote."""
-  text = train_step(size, "diffeq")
-  estimates = hlo.Program(text).estimates
-  assert not [one for one, _, _ in estimates if one.opcode == "convert" and one.arrays[0].shape[0] == 97]
-  calls = re.findall(r"%(?:attention_\w+|rotary)[.\w]* = .* custom-call\((.*?)\), custom_call_target", text)
-  assert len(calls) == 9  # forward, forward again and backward; rotary embedding of queries and keys in each
-  assert not re.search(r"%(copy|transpose)\.\d", "".join(calls))
-  assert not re.search(r" (copy|transpose)\(%(attention_|rotary)", text)
-  # ranges of blocks, queries and keys: the scale is not applied in between
-  assert len([call for call in calls if re.match(r"%[-\w.]+, %rotary[.\w]*, %rotary", call)]) == 3
 
 
 @needs_libtpu

@@ -131,7 +131,7 @@ def test_an_imported_llama_with_its_published_tokenizer_gives_what_the_hf_backen
   ids = [token for text in texts for token in free.tok_encode(text)]
   more = max(set(ids), key=ids.count)  # which then ends texts
   write(pathlib.Path(folder), generation_config__json={"bos_token_id": 1, "eos_token_id": [2, more]})
-  tokenizer = importing.tokenizer_of(folder)
+  tokenizer = importing.read_tokenizer(folder)
   assert (tokenizer.end_ids, tokenizer.bos_id, tokenizer.leading) == ((2, more), 1, " ")
   ours, theirs = DiffEqLM(model=importing.import_hf(folder), tokenizer=tokenizer), HFLM(pretrained=folder, device="cpu")
   theirs_too = evaluated(theirs, task_folder, "choice", "continuing")

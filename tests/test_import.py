@@ -124,24 +124,16 @@ def test_biases_that_the_config_hides_are_told(changes, name, tmp_path):
   assert f"the weights hold model.layers.1.{name}.bias" in told(lambda: importing.read(str(tmp_path)))
 
 
-def test_masks_that_gpt2_s_attention_once_saved_are_left_out(tmp_path):
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_masks_that_gpt2_once_saved_are_left_out_with_and_without_its_prefix(prefix, tmp_path):
+  """Without the prefix it is GPT-2 as first published."""
   theirs = foreign("gpt2")
-  theirs.save_pretrained(tmp_path)
+  (theirs if prefix else theirs.transformer).save_pretrained(tmp_path)
   tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert f"{prefix}wte.weight" in tensors
   for layer in range(2):
-    tensors[f"transformer.h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.uint8))
-    tensors[f"transformer.h.{layer}.attn.masked_bias"] = np.float32(-1e4)[None]
-  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-  same_logits(tmp_path, theirs)
-
-
-def test_gpt2_as_first_published(tmp_path):
-  """Without the prefix `transformer.`, with the masks that old versions saved."""
-  theirs = foreign("gpt2")
-  theirs.transformer.save_pretrained(tmp_path)
-  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  tensors |= {f"h.{i}.attn.bias": np.ones((1, 1, 12, 12), np.float32) for i in range(2)}
-  assert "wte.weight" in tensors
+    tensors[f"{prefix}h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.uint8))
+    tensors[f"{prefix}h.{layer}.attn.masked_bias"] = np.float32(-1e4)[None]
   safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
   same_logits(tmp_path, theirs)
 
@@ -257,7 +249,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
   assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(
-    lambda: importing.tokenizer_of(str(out))
+    lambda: importing.read_tokenizer(str(out))
   )
 
 
@@ -265,7 +257,7 @@ def test_the_folder_s_tokenizer(tmp_path):
   ours = data.load_tokenizer("bytes")
   model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
   diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
-  assert importing.tokenizer_of(str(tmp_path / "out")).hash == ours.hash
+  assert importing.read_tokenizer(str(tmp_path / "out")).hash == ours.hash
 
 
 # as jobs
@@ -332,7 +324,7 @@ def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_p
   assert math.isfinite(jobs.run("evaluate", imported, new)["loss"])
   again = str(tmp_path / "again")
   jobs.run("export", imported, new, out=again)
-  assert importing.tokenizer_of(again).end_ids == (2, 9)
+  assert importing.read_tokenizer(again).end_ids == (2, 9)
   assert transformers.AutoTokenizer.from_pretrained(again)("a  b\n")["input_ids"] == [1, *theirs.encode("a  b\n")]
   own = dataclasses.replace(config.data, tokenizer=os.path.join(new, "tokenizer.model"))
   assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
@@ -351,7 +343,7 @@ def test_other_formats_and_mistakes(finished, tmp_path):
     lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
   )
   (tmp_path / "empty").mkdir()
-  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.tokenizer_of(workdir), None, None, ""))
+  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.read_tokenizer(workdir), None, None, ""))
   assert "holds no checkpoint yet" in told(
     lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
   )

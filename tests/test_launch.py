@@ -183,18 +183,9 @@ def test_runs_by_row_says_what_does_not_fit(tmp_path):
       tables.runs_by_row(f"{tmp_path}/" + pattern.format(tmp_path))
 
 
-@pytest.mark.parametrize(
-  "name,settings,part",
-  [
-    ("configs/nope.py:gpt", [], "there is no file 'configs/nope.py'"),
-    ("configs/tiny.py", ["train.step=1"], "train.step: unknown key; did you mean 'train.steps'?"),
-    ("configs/tiny.py", ["train.steps=many"], "train.steps='many': must be of type int, not str"),
-  ],
-)
-def test_a_config_that_cannot_be_loaded_is_one_line(name, settings, part):
-  with pytest.raises(UserError) as told:
-    config_lib.load(name, settings)
-  assert part in str(told.value)
+def test_a_config_that_is_not_there_is_one_line():
+  with pytest.raises(UserError, match=r"^there is no file 'configs/nope.py'[^\n]*$"):
+    config_lib.load("configs/nope.py:gpt", [])
 
 
 def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished, tmp_path, capsys, monkeypatch):

@@ -153,31 +153,20 @@ def test_the_manifest_says_what_was_asked_for(bench):
   assert (mistakes["containerName"], mistakes["values"]) == (container["name"], [2])
 
 
-def test_a_bucket_needs_no_volume(bench):
-  start = ["start", *(word for word in GKE if not word.startswith("--volume")), "--", "--config=a.py"]
-  done = bench.script("gke.sh", *start, "--workdir=gs://bucket/run")
-  assert done.returncode == 0
+@pytest.mark.parametrize("topology,chips,hosts", [("2x4", 8, 1), ("16x16", 4, 64), ("1x1", 1, 1)])
+def test_a_bucket_needs_no_volume_and_spot_nodes_are_asked_for_on_all_hosts(topology, chips, hosts, bench):
+  start = ["start", *(word for word in GKE if not word.startswith(("--volume", "--topology"))), "--spot"]
+  size = [f"--topology={topology}", f"--chips-per-host={chips}"]
+  program = ["--config=a.py", "--workdir=gs://bucket/run"]
+  assert bench.script("gke.sh", *start, *size, "--", *program).returncode == 0
+  assert bench.job()["completions"] == hosts
   pod = bench.job()["template"]["spec"]
   assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
-  assert pod["containers"][0]["args"] == ["--config=a.py", "--workdir=gs://bucket/run"]
-
-
-def test_spot_nodes_are_asked_for(bench):
-  assert bench.script("gke.sh", "start", *GKE, "--spot", "--", *PROGRAM).returncode == 0
-  pod = bench.job()["template"]["spec"]
+  assert pod["containers"][0]["args"] == program
   assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true" and len(pod["nodeSelector"]) == 3
   assert pod["tolerations"] == [
     {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
   ]
-  assert pod["volumes"]
-
-
-@pytest.mark.parametrize("topology,chips,hosts", [("2x4", 8, 1), ("16x16", 4, 64), ("1x1", 1, 1)])
-def test_hosts_of_a_slice(topology, chips, hosts, bench):
-  size = [f"--topology={topology}", f"--chips-per-host={chips}"]
-  done = bench.script("gke.sh", "start", *GKE, *size, "--", *PROGRAM)
-  assert done.returncode == 0
-  assert bench.job()["completions"] == hosts
 
 
 @pytest.mark.parametrize("told,code,expected", [(False, 0, 0), (False, 2, 2), (True, 0, 143), (True, 1, 143)])
@@ -200,16 +189,14 @@ def test_a_pod_that_was_told_to_go_fails_so_that_the_job_resumes(told, code, exp
     assert out.splitlines() == ["-m", "diffeq_nnx.main", "--join_seconds=1800", *PROGRAM, "a b", "told"]
 
 
-@pytest.mark.parametrize("code", ["0", "3"])
-def test_a_slurm_job_ends_with_the_code_of_its_tasks(code, bench):
-  assert bench.script("slurm.sbatch", *PROGRAM, SLURM_JOB_ID="7", CODE=code).returncode == int(code)
-  assert [call[0] for call in bench.calls()] == ["srun"]
-
-
 @pytest.mark.parametrize(
   "sent,code,requeued", [(signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)]
 )
-def test_only_the_time_limit_queues_a_slurm_job_again(sent, code, requeued, bench):
+def test_a_slurm_job_ends_with_the_code_of_its_tasks_and_only_the_time_limit_queues_it_again(
+  sent, code, requeued, bench
+):
+  assert bench.script("slurm.sbatch", *PROGRAM, SLURM_JOB_ID="7", CODE=str(code)).returncode == code
+  assert [call[0] for call in bench.calls()] == ["srun"]
   write_tool(bench.bin / "srun", WAITER)
   write_tool(bench.home / "scancel", RECORDER)
   write_tool(

@@ -68,7 +68,7 @@ def make_items() -> dict[str, Chart | ColoredText]:
       "Points",
       "Some.",
       [
-        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)], equal=True),
+        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)]),
         Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d"),
       ],
     ),
@@ -124,7 +124,7 @@ def test_thinned_points_are_given_ones_with_all_extremes_evenly_over_y():
   x, y, color = rng.normal(size=(3, 20_000))
   hover = [str(index) for index in range(20_000)]
   marks = [Points(x, y, hover=hover, color=color), Points([1], [NAN])]
-  chart = Chart("f", "", "Said.", [Panel("", "", "", marks)]).thinned()
+  chart = Chart("f", "", "Said.", [Panel("", "", "", marks)]).thin()
   thin, gone = chart.panels[0].marks
   index = np.array(thin.hover, int)
   assert charts.MAX_POINTS - 4 <= len(index) <= charts.MAX_POINTS and len(set(index)) == len(index) and not len(gone.x)
@@ -134,7 +134,7 @@ def test_thinned_points_are_given_ones_with_all_extremes_evenly_over_y():
   parts = np.linspace(0, 1, 21)
   np.testing.assert_allclose(np.quantile(thin.y, parts), np.quantile(y, parts), atol=0.01)
   assert chart.caption == f"Said. {len(index):,} of 20,001 points are drawn."
-  same = Chart("f", "", "Said.", [Panel("", "", "", [Points(x[:4000], y[:4000])])]).thinned()
+  same = Chart("f", "", "Said.", [Panel("", "", "", [Points(x[:4000], y[:4000])])]).thin()
   assert same.caption == "Said." and len(same.panels[0].marks[0].x) == 4000
 
 
@@ -289,7 +289,7 @@ def test_every_mark_is_drawn_as_given(wide):
   drawn = wide.evaluate("""[...document.querySelectorAll('.plot')].map((plot) => [
     plot.querySelectorAll('.scatterlayer .js-line').length, plot.querySelectorAll('.scatterlayer .point').length,
     plot.querySelectorAll('.heatmaplayer image').length])""")
-  many = len(ITEMS["points"].thinned().panels[0].marks[0].x)
+  many = len(ITEMS["points"].thin().panels[0].marks[0].x)
   # the second has a line in two parts, the last one gray cell
   assert drawn == [[3, 0, 0], [2, 3, 0], [1, many, 0], [0, 4, 0], [0, 0, 1], [0, 0, 0]]
   assert 3990 < many <= 4000
@@ -302,8 +302,11 @@ def test_every_mark_is_drawn_as_given(wide):
   assert len(set(fills)) == 4
 
 
-def test_charts_are_drawn_when_they_come_near(wide):
+def test_charts_are_drawn_when_they_come_near_and_a_wide_window_has_panels_side_by_side(wide):
   assert wide.evaluate("[drawnAtFirst < 6, document.querySelectorAll('.js-plotly-plot').length]") == [True, 6]
+  assert wide.evaluate("document.documentElement.scrollWidth") <= 1280
+  tops = wide.evaluate("[...document.querySelectorAll('.panel')].map((panel) => panel.offsetTop)")
+  assert tops[0] == tops[1]
 
 
 def test_hovering_shows_values_and_labels(wide):
@@ -363,12 +366,6 @@ def test_a_printed_page_has_all_charts(browser, path):
     assert len(window.pdf()) > 50_000
     assert window.evaluate("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
     assert not window.evaluate("document.documentElement.classList.contains('printing')")
-
-
-def test_a_wide_window_has_panels_side_by_side(wide):
-  assert wide.evaluate("document.documentElement.scrollWidth") <= 1280
-  tops = wide.evaluate("[...document.querySelectorAll('.panel')].map((panel) => panel.offsetTop)")
-  assert tops[0] == tops[1]
 
 
 def test_a_telephone_scrolls_only_down_and_answers_to_taps(browser, path):

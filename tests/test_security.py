@@ -113,7 +113,7 @@ def test_the_tokenizer_that_names_code_is_read_as_data(folder):
   """With the folder's tokenizer in place, the names of code are not followed, and the folder is not imported from."""
   (folder / "tokenizer.json").write_bytes(data.load_tokenizer("bytes").model_bytes)
   before = set(sys.modules)
-  assert importing.tokenizer_of(str(folder)).vocab_size == 257
+  assert importing.read_tokenizer(str(folder)).vocab_size == 257
   assert not [name for name in set(sys.modules) - before if "theirs" in name]
 
 
@@ -123,7 +123,7 @@ def test_a_pickle_in_place_of_a_tokenizer_file_is_one_line(folder, marker, name)
   if name == "tokenizer.model":
     (folder / "tokenizer.json").unlink()  # which would be taken, and the other not read
   (folder / name).write_bytes(bomb(marker))
-  told(lambda: importing.tokenizer_of(str(folder)))
+  told(lambda: importing.read_tokenizer(str(folder)))
 
 
 def test_an_export_writes_beside_nothing_of_a_stranger(folder):

@@ -193,19 +193,20 @@ def test_a_page_has_no_element_or_attribute_from_a_text(tmp_path, text):
 
 def results(task, **config):
   entry = {"acc,none": 0.5, "acc_stderr,none": 0.1, f"{task},<b>": 1.0}
-  return [{"results": {task: entry}, "config": config, "n-samples": {task: {"effective": 1}}}]
+  return [{"results": {task: entry}, "config": config, "n-samples": {task: {"effective": 1}}, "versions": {}}]
 
 
 @pytest.mark.parametrize("text", [TAG, "a | b\n\n# c", "[x](javascript:alert(1))", "`$\\frac{$`\x1b[2J", "_$x^{"])
-def test_the_table_and_the_bars_of_the_harness_show_texts_as_texts(text):
+def test_the_tables_of_the_harness_show_texts_as_texts(text):
   ours, theirs = results(text, dtype="a"), results(text, dtype=text)
-  table = report.table(ours, theirs, [text, *report.differences(ours, theirs)])
-  lines = table.splitlines()
-  assert "<" not in table and "\x1b" not in table and len(lines) == 2 + 2 + 1 + 2
-  for line in lines[:4]:
-    assert line.replace("\\|", "").count("|") == 7, line
-  assert "](" not in table.replace("\\]", "")
-  assert report.bar_chart(ours, theirs, (text, text))[:4] == b"\x89PNG"
+  notes = [text, *report.differences(ours, theirs)]
+  for baseline, columns in ((theirs, 6), ([], 9)):
+    table = report.table(ours, baseline, notes)
+    lines = table.splitlines()
+    assert "<" not in table and "\x1b" not in table and len(lines) == 2 + 2 + 1 + 2
+    for line in lines[:4]:
+      assert line.replace("\\|", "").count("|") == columns + 1, line
+    assert "](" not in table.replace("\\]", "")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class AnalyzedModel:
     return self.weights.grid
 
   @contextlib.contextmanager
-  def computing(self) -> Iterator[None]:
+  def use_device(self) -> Iterator[None]:
     """On the model's device, with products in full precision, which TPUs and GPUs don't use by default."""
     with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
       yield
@@ -109,11 +109,11 @@ class AnalyzedModel:
   @staticmethod
   def check_position(position: int, length: int) -> int:
     """The position counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    return _counted("position", position, length, "the text has {} tokens")
+    return _resolve_index("position", position, length, "the text has {} tokens")
 
   def check_step(self, name: str, step: int) -> int:
     """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    return _counted(name, step, self.grid.num_steps, "the model has {} steps")
+    return _resolve_index(name, step, self.grid.num_steps, "the model has {} steps")
 
   def check_token(self, token: int) -> int:
     """The token; raises UserError if the model has no such id."""
@@ -137,7 +137,7 @@ class AnalyzedModel:
     """
     tokens_1xL = self.check_tokens(tokens_L)[None]
     weights = self.weights if weights is None else weights
-    with self.computing():
+    with self.use_device():
       passed = observe(self.config, attention, self.rest, weights, tokens_1xL)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
@@ -148,7 +148,7 @@ class AnalyzedModel:
     return passed
 
 
-def _counted(name: str, index: int, count: int, rule: str) -> int:
+def _resolve_index(name: str, index: int, count: int, rule: str) -> int:
   if not -count <= index < count:
     raise UserError(f"{name}={index}: {rule.format(count)}, 0 to {count - 1}")
   return index % count

@@ -42,7 +42,7 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
     UserError: a position or token out of range.
   """
   position, token = model.check_position(position, passed.states.shape[2]), model.check_token(token)
-  with model.computing():
+  with model.use_device():
     return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
 
 
@@ -67,7 +67,7 @@ def _gradient_times_input(
 def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, float]:
   """The likeliest token after `position`, and its probability; raises UserError for a position out of range."""
   position = model.check_position(position, passed.states.shape[2])
-  with model.computing():
+  with model.use_device():
     logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
   token = int(np.argmax(logits_V))
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())

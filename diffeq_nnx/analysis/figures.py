@@ -6,19 +6,18 @@ L positions, S times, H query heads, r exponents.
 import numpy as np
 
 from diffeq_nnx.analysis import clustering
-from diffeq_nnx.analysis.findings import ORDERS, SEEDS, Findings
+from diffeq_nnx.analysis.findings import Findings
 from diffeq_nnx.analysis.pages import palette
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Section, Table
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share
 
 PAIR_NAMES = {"qk": "query-key, W_q W_kᵀ", "ov": "output-value, W_v W_o", "ff": "feed-forward, W_up W_down"}
 TIME = "depth t"
-TRAJECTORY_POINTS = 50  # at most, of a simulated trajectory
 
 
 def sections(found: Findings) -> list[Section]:
   """The whole report."""
-  return [
+  made: list[Section] = [
     (
       "Spectra over depth",
       "Eigenvalues of the products of weight matrices that act on the state. The query-key product of a head scores "
@@ -39,18 +38,13 @@ def sections(found: Findings) -> list[Section]:
       f"{found.next_token[1]:.3f}).",
       [*colored_texts(found), exponent_spectra(found), token_table(found)],
     ),
-    (
-      "Clustering",
-      "Whether the states of tokens gather in clusters: first in a simulation of attention alone, with random weights "
-      "that are constant (order 0) or grow as a power of depth, then in this model.",
-      [
-        trajectories(found),
-        simulated_clustering(found),
-        clustering_table(found),
-        *([depth(found)] if found.depth else []),
-      ],
-    ),
   ]
+  if found.depth is not None:
+    about = (
+      "Whether the states of tokens gather in clusters over depth. They do where weights are the same at all steps."
+    )
+    made.append(("Clustering", about, [depth(found)]))
+  return made
 
 
 def real_parts(found: Findings) -> Chart:
@@ -166,158 +160,65 @@ def colored_texts(found: Findings) -> list[ColoredText]:
   The output token itself has no color, because its own value is far above the others'.
   """
   n = found.position
-  exact, per_token = (found.exact.exponents[:, 0], found.per_token.exponents[:, 0])
-  texts = [
-    (
+
+  def color(
+    name: str, title: str, caption: str, values: np.ndarray, label: str, diverging: bool = False
+  ) -> ColoredText:
+    caption += f" The framed token itself has no color: {values[n]:.3g}."
+    pieces = found.pieces[: n + 1]
+    return ColoredText(name, title, caption, pieces, values, label, diverging, marked=n, marked_colored=n == 0)
+
+  return [
+    color(
       "sensitivity_exact",
       "Leading exponent, exact form",
       "The Jacobian of the whole forward pass, including influence that passes through other tokens.",
-      exact,
+      found.exact[:, 0],
       "leading exponent",
-      False,
     ),
-    (
+    color(
       "sensitivity_per_token",
       "Leading exponent, the paper's form",
       "The direct influence of a token on the framed one, accumulated over the steps; 0 is none.",
-      per_token,
+      found.per_token[:, 0],
       "leading exponent",
-      False,
     ),
-    (
+    color(
       "attention_rollout",
       "Attention rollout",
       "For comparison: the shares of the framed token's attention that lead back to each token; they sum to 1.",
       found.rollout,
       "share",
-      False,
     ),
-    (
+    color(
       "gradient_times_input",
       "Gradient times input",
       f"For comparison: of the logit of {found.next_token[0]!r} with respect to token and position embedding together.",
       found.gradient,
       "logit",
-      True,
+      diverging=True,
     ),
-  ]
-  own = lambda values: f"The framed token itself has no color: {values[n]:.3g}."
-  return [
-    ColoredText(
-      name,
-      title,
-      f"{caption} {own(values)}",
-      found.pieces[: n + 1],
-      values,
-      label,
-      diverging,
-      marked=n,
-      marked_colored=n == 0,
-    )
-    for name, title, caption, values, label, diverging in texts
   ]
 
 
 def exponent_spectra(found: Findings) -> Chart:
   """All computed exponents of each token, by rank."""
   panels = []
-  for title, of in (("exact form", found.exact), ("the paper's form", found.per_token)):
-    n, r = of.exponents.shape
+  for title, exponents_Nxr in (("exact form", found.exact), ("the paper's form", found.per_token)):
+    n, r = exponents_Nxr.shape
     ranks, positions = np.tile(np.arange(1, r + 1), n), np.repeat(np.arange(n), r)
-    values = np.where(np.isfinite(of.exponents), of.exponents, np.nan).reshape(-1)
+    values = np.where(np.isfinite(exponents_Nxr), exponents_Nxr, np.nan).reshape(-1)
     hover = [f"{found.pieces[k]!r}, token {k}" for k in positions]
     panels.append(
       Panel(
         title, "rank", "exponent", [Points(ranks, values, hover=hover, color=positions, size=5)], color_label="position"
       )
     )
-  residual = max(found.exact.residual, found.per_token.residual)
-  note = f" Computed by iteration until no exponent changed by more than {residual:.1e}." if residual else ""
   return Chart(
     "sensitivity_spectra",
     "Exponents of each token",
-    f"The largest exponents in descending order. Color: the token's position in the text.{note}",
+    "The largest exponents in descending order. Color: the token's position in the text.",
     panels,
-  )
-
-
-def trajectories(found: Findings) -> Chart:
-  """The trajectories of the simulated tokens, a panel for each order."""
-  panels = []
-  for one in found.simulations:
-    states, clustered = one.states[:, 0], one.clustering[-1, 0]
-    _, _, axes = np.linalg.svd(states[-1], full_matrices=False)
-    flat = states @ axes[:2].T / np.sqrt(np.square(states[-1]).sum(-1).mean())
-    every = max(1, len(flat) // TRAJECTORY_POINTS)
-    paths = [
-      Line(flat[::every, token, 0], flat[::every, token, 1], width=0.8, opacity=0.4, color="#56b4e9")
-      for token in range(flat.shape[1])
-    ]
-    ends = [
-      Points(flat[0, :, 0], flat[0, :, 1], label="start", size=4, opacity=0.5),
-      Points(flat[-1, :, 0], flat[-1, :, 1], label="end", size=6),
-    ]
-    panels.append(
-      Panel(
-        f"order {one.order}, clustering {clustered:.2f}",
-        "first direction",
-        "second direction",
-        [*paths, *ends],
-        equal=True,
-      )
-    )
-  tokens, dim = found.simulations[0].states.shape[2:]
-  return Chart(
-    "clustering_trajectories",
-    "Tokens moved by attention alone",
-    f"{tokens} tokens in {dim} dimensions, with weights that grow as (t / T)^order, projected on the two "
-    "principal directions of their final states and scaled to a root mean square norm of 1 there. One of "
-    f"the {SEEDS} random draws of weights and states that the chart below averages.",
-    panels,
-    columns=3,
-  )
-
-
-def simulated_clustering(found: Findings) -> Chart:
-  """The simulation's clustering over time, by order and scale."""
-  titles = {
-    "same_end": "(t / T)^k: same final weights",
-    "same_mean": "(k + 1)(t / T)^k: same mean weights",
-    "plain": "t^k",
-  }
-  times = found.simulations[0].times
-  panels = [
-    Panel(
-      titles[scale],
-      "time t",
-      "fraction of clustered pairs",
-      [Line(times, values, label=f"order {order}") for order, values in zip(ORDERS, rows)],
-    )
-    for scale, rows in found.clustering.items()
-  ]
-  return Chart(
-    "clustering_simulated",
-    "Clustering over time",
-    f"The fraction of pairs of tokens whose states, as unit vectors, are within {clustering.NEAR:g} of each "
-    f"other: mean of {SEEDS} random draws. The weights are scaled as the titles say, k is the order.",
-    panels,
-    columns=3,
-  )
-
-
-def clustering_table(found: Findings) -> Table:
-  """Clustering at the end, with standard errors."""
-  rows = [
-    [scale, *(f"{mean:.3f} ± {error:.3f}" for mean, error in zip(values[:, -1], found.clustering_errors[scale]))]
-    for scale, values in found.clustering.items()
-  ]
-  return Table(
-    "Clustering at the end",
-    f"Fraction of clustered pairs: mean and standard error of {SEEDS} draws. "
-    "same_end: weights scaled by (t / T)^k; same_mean: (k + 1)(t / T)^k; plain: t^k. With the same final "
-    "weights, a higher order moves tokens less in total; same_mean corrects for this.",
-    ["scale", *(f"order {order}" for order in ORDERS)],
-    rows,
   )
 
 
@@ -327,8 +228,8 @@ def token_table(found: Findings) -> Table:
     [
       str(k),
       found.pieces[k],
-      f"{found.exact.exponents[k, 0]:.4f}",
-      f"{found.per_token.exponents[k, 0]:.4f}",
+      f"{found.exact[k, 0]:.4f}",
+      f"{found.per_token[k, 0]:.4f}",
       f"{found.rollout[k]:.4f}",
       f"{found.gradient[k]:.3g}",
     ]
@@ -391,7 +292,7 @@ def depth(found: Findings) -> Chart:
     "clustering_model",
     "This model's states over depth",
     "The states of the text's tokens as unit vectors: the mean distance between two (random directions: "
-    "1.41), and the fraction of pairs that are clustered as above. Dashed: with the weights of one step at all "
-    "steps.",
+    f"1.41), and the fraction of pairs within {clustering.NEAR:g} of each other. Dashed: with the weights of one step "
+    "at all steps.",
     panels,
   )

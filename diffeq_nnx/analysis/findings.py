@@ -1,6 +1,6 @@
 """All results of analyzing one model and one text, as numbers.
 
-L positions, D embed_dim, S solver steps, H query heads, r exponents, O orders.
+L positions, D embed_dim, S solver steps, H query heads, r exponents.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +14,16 @@ from tqdm import tqdm
 
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Progress
-from diffeq_nnx.analysis.sensitivity import Sensitivity
 from diffeq_nnx.analysis.spectra import PAIRS, Spectra, copying_score, positive_share, spectra
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed
 
 BETWEEN = 4  # times for each step of the solver at which spectra are also computed
-ORDERS = (0, 1, 2, 3, 4)  # of the polynomials that scale the simulation's weights
-SEEDS = 50  # random draws of each simulation
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-  """The results.
+  """The results of analyzing one model with one text.
 
   Attributes:
     pieces: the tokens' texts, [L].
@@ -37,15 +34,12 @@ class Findings:
     between: spectra of the heads at times between and at the steps; None where weights are stored or shared.
     prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
     prefix_half: how many tokens were repeated for it.
-    exact: exponents of the tokens up to n.
+    exact: exponents of the tokens up to n, [n + 1, r].
     per_token: the same in the paper's form.
     rollout: shares of the tokens in n's attention rollout, [n + 1].
     gradient: gradient times input of n's likeliest next token, [n + 1].
     next_token: that token's text, its probability and its id.
     depth: label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token.
-    simulations: of each order, with the same final weights; their states are those of one draw.
-    clustering: clustered share of the simulations over time, mean of SEEDS draws, [O, S' + 1], by scale.
-    clustering_errors: standard errors of its last values, [O], by scale.
   """
 
   pieces: tuple[str, ...]
@@ -56,15 +50,12 @@ class Findings:
   between: Spectra | None
   prefix_matching: np.ndarray | None
   prefix_half: int
-  exact: Sensitivity
-  per_token: Sensitivity
+  exact: np.ndarray
+  per_token: np.ndarray
   rollout: np.ndarray
   gradient: np.ndarray
   next_token: tuple[str, float, int]
   depth: dict[str, tuple[np.ndarray, np.ndarray]] | None
-  simulations: tuple[clustering.Simulation, ...]
-  clustering: dict[str, np.ndarray]
-  clustering_errors: dict[str, np.ndarray]
 
   @property
   def prefix_chance(self) -> float:
@@ -80,16 +71,12 @@ class Findings:
       "times": self.grid[0],
       "dts": self.grid[1],
       "spectra_times": self.spectra.times,
-      "exponents_exact": self.exact.exponents,
-      "exponents_per_token": self.per_token.exponents,
+      "exponents_exact": self.exact,
+      "exponents_per_token": self.per_token,
       "rollout": self.rollout,
       "gradient_times_input": self.gradient,
       "next_token_probability": np.array(self.next_token[1]),
       "next_token": np.array(self.next_token[2]),
-      "residual_exact": np.array(self.exact.residual),
-      "residual_per_token": np.array(self.per_token.residual),
-      "simulation_times": self.simulations[0].times,
-      "simulation_states": np.stack([one.states[:, 0] for one in self.simulations]),
     }
     for pair in PAIRS:
       values = self.spectra.of(pair)
@@ -109,11 +96,6 @@ class Findings:
     for label, (spread, share) in (self.depth or {}).items():
       name = label.replace(" ", "_")
       made |= {f"depth_spread_{name}": spread, f"depth_clustered_share_{name}": share}
-    for scale, values in self.clustering.items():
-      made |= {
-        f"simulation_clustered_share_{scale}": values,
-        f"simulation_standard_error_{scale}": self.clustering_errors[scale],
-      }
     return made
 
 
@@ -149,23 +131,21 @@ def find(
   times = None if times is None else sorted(set(times))
   generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
   leading = None if leading is None else min(leading, analyzed.config.embed_dim)
-  with showing("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
+  with show_progress("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
   if generated:
     fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
-    with showing("spectra between", len(fine)) as progress:
+    with show_progress("spectra between", len(fine)) as progress:
       between = spectra(analyzed, np.union1d(fine, analyzed.times.times_U), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
-    with showing(f"exponents, {form}", position + 1) as progress:
+    with show_progress(f"exponents, {form}", position + 1) as progress:
       exponents[form] = sensitivity.exponents(
         analyzed, tokens_L, position, leading=leading, form=form, progress=progress
       )
   passed = analyzed.observe(tokens_L[: position + 1], attention=True)
   token, probability = attention.likeliest(analyzed, passed, position)
-  with showing("simulations", len(clustering.SCALES) * len(ORDERS)) as progress:
-    simulations, clustered, errors = _simulated(progress)
   half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
     tuple(pieces),
@@ -182,9 +162,6 @@ def find(
     attention.gradient_times_input(analyzed, passed, position, token),
     (decode(token), probability, token),
     _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None,
-    simulations,
-    clustered,
-    errors,
   )
 
 
@@ -195,26 +172,8 @@ def _depth(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> dict[str, tuple[np.
   return {label: clustering.depth_spread(analyzed, tokens_L, step) for label, step in {"own": None, **held}.items()}
 
 
-Simulated = tuple[tuple[clustering.Simulation, ...], dict[str, np.ndarray], dict[str, np.ndarray]]
-
-
-def _simulated(progress: Progress) -> Simulated:
-  """(a simulation of each order, mean clustered share by scale, standard errors of its ends by scale)."""
-  shown, clustered, errors = (), {}, {}
-  for scale in clustering.SCALES:
-    means, ends = [], []
-    for order in ORDERS:
-      made = clustering.simulate(order, seeds=range(SEEDS), scale=scale)
-      progress(1)
-      shown += (dataclasses.replace(made, states=made.states[:, :1]),) if scale == "same_end" else ()
-      means.append(made.clustering.mean(-1))
-      ends.append(made.clustering[-1].std(ddof=1) / SEEDS**0.5)
-    clustered[scale], errors[scale] = np.stack(means), np.stack(ends)
-  return shown, clustered, errors
-
-
 @contextlib.contextmanager
-def showing(what: str, total: int) -> Iterator[Progress]:
+def show_progress(what: str, total: int) -> Iterator[Progress]:
   """A progress bar on stderr (a line every few seconds if it is no terminal); yields the function that reports work."""
   terminal = sys.stderr.isatty()
   with tqdm(

@@ -70,7 +70,7 @@ def integrate(
     if not value > 0:
       raise UserError(f"{name}={value}: must be above 0")
   tokens_1xL = model.check_tokens(tokens_L)[None]
-  with model.computing():
+  with model.use_device():
     source = jax.device_put(model.source, sharding.replicated(model.mesh))
     state, times, evaluations, done = jax.device_get(
       _integrate(model.config, rtol, atol, max_steps, {**model.rest, "weight_source": source}, tokens_1xL)

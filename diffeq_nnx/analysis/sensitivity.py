@@ -18,7 +18,6 @@ States and times are those of the forward pass. The final norm comes after the f
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -37,25 +36,6 @@ JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
 CHUNK_BYTES = 2**26  # of cotangents processed at a time, and their attention; a step takes ten times as much
 
 
-@dataclasses.dataclass(frozen=True)
-class Sensitivity:
-  """The exponents of each input token for one output token.
-
-  Attributes:
-    exponents: [n + 1, r], largest first, of the tokens up to the output token (later ones have no influence). -inf for
-      a singular value of 0; in the exact form also for one below eps sqrt(D) of the largest, which the dtype can't
-      distinguish from 0.
-    position: n, the output token's.
-    form: exact or per_token.
-    residual: error of the iteration, for numbers.npz; 0, since there is none.
-  """
-
-  exponents: np.ndarray
-  position: int
-  form: str
-  residual: float = 0.0
-
-
 def exponents(
   model: AnalyzedModel,
   tokens_L: Sequence[int] | np.ndarray,
@@ -64,7 +44,7 @@ def exponents(
   leading: int | None = None,
   form: str = "exact",
   progress: Progress = lambda done: None,
-) -> Sensitivity:
+) -> np.ndarray:
   """The finite-time Lyapunov exponents of every input token for one output token.
 
   The matrices M_k are computed by vector-Jacobian products, D for each group of tokens whose matrices take 1 GiB.
@@ -78,7 +58,9 @@ def exponents(
     progress: called with the number of tokens done since the last call.
 
   Returns:
-    Exponents [position + 1, r]; natural logarithms of growth from t = 0 to 1.
+    Exponents [position + 1, r], the largest first: natural logarithms of growth from t = 0 to 1. Later tokens have no
+    influence. -inf stands for a singular value of 0, and in the exact form also for one below eps sqrt(D) of the
+    largest, which the dtype can't distinguish from 0.
 
   Raises:
     UserError: no tokens, ids that the model lacks, a position or number of exponents out of range.
@@ -92,24 +74,7 @@ def exponents(
   passed = model.observe(tokens_L[: position + 1])
   values_Lxr = _singular_values(model, passed, form, D if leading is None else leading, progress)
   with np.errstate(divide="ignore"):  # a token without influence has singular values of 0
-    return Sensitivity(np.log(values_Lxr), position, form)
-
-
-def kaplan_yorke_dimension(exponents_N: np.ndarray) -> float:
-  """The dimension whose volumes neither grow nor shrink: j + (l_1 + ... + l_j) / |l_{j+1}| (Kaplan & Yorke 1979).
-
-  j is the largest number whose first j exponents sum to at least 0; the result is N if all of them do, and 0 if the
-  first is negative.
-
-  Args:
-    exponents_N: all of them, in any order.
-  """
-  ordered_N = np.sort(exponents_N)[::-1]
-  sums_N = np.cumsum(ordered_N)
-  if ordered_N[0] < 0 or sums_N[-1] >= 0:
-    return 0.0 if ordered_N[0] < 0 else float(len(ordered_N))
-  j = int(np.max(np.nonzero(sums_N >= 0)[0]))
-  return float(j + 1 + sums_N[j] / abs(ordered_N[j + 1]))
+    return np.log(values_Lxr)
 
 
 def jacobian(
@@ -135,7 +100,7 @@ def jacobian(
   ks = np.array([model.check_position(k, L) for k in (range(L) if ks is None else ks)], int)
   chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
-  with model.computing():
+  with model.use_device():
     step = Step(model.config, model.grid)
     start, carries, links = passed.states[0], passed.carries, step.links(model.weights)
     if alone is not None:
@@ -146,7 +111,7 @@ def jacobian(
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-      pulled_cxLxD = _pulled_back(model.config, model.grid, start, carries, links, cotangents_cxD)
+      pulled_cxLxD = _pull_back(model.config, model.grid, start, carries, links, cotangents_cxD)
       result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
@@ -197,7 +162,7 @@ def _num_chunks(pieces: int, bytes_each: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pulled_back(
+def _pull_back(
   config: ModelConfig, grid: grids.Grid, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
 ) -> jax.Array:
   """Cotangents of the last token's final state, pulled back to all initial states `start_1xLxD`, [c, L, D].
@@ -206,16 +171,16 @@ def _pulled_back(
   """
   step = Step(config, grid)
 
-  def pulled(function, at, rows):  # rows: cotangents with a leading axis c
+  def pull_rows(function, at, rows):  # rows: cotangents with a leading axis c
     _, pull = jax.vjp(function, at)
     return jax.vmap(lambda row: pull(row)[0])(rows)
 
   def back(rows, one):
     carry, link = one
-    return pulled(lambda carry: step(carry, link), carry, rows), None
+    return pull_rows(lambda carry: step(carry, link), carry, rows), None
 
   L, D = start_1xLxD.shape[1:]
   rows = jnp.zeros((len(cotangents_cxD), 1, L, D), cotangents_cxD.dtype).at[:, 0, -1].set(cotangents_cxD)
   last = step(*jax.tree.map(lambda leaf: leaf[-1], (carries, links)))
-  rows, _ = jax.lax.scan(back, pulled(step.solver.read, last, rows), (carries, links), reverse=True)
-  return pulled(step.solver.init, start_1xLxD, rows)[:, 0]
+  rows, _ = jax.lax.scan(back, pull_rows(step.solver.read, last, rows), (carries, links), reverse=True)
+  return pull_rows(step.solver.init, start_1xLxD, rows)[:, 0]

@@ -38,7 +38,7 @@ class Spectra:
   ff: np.ndarray | None
 
   def of(self, pair: str) -> Any:
-    """qk, ov or ff."""
+    """The eigenvalues of the pair qk, ov or ff."""
     return getattr(self, pair)
 
 

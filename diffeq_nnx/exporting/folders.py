@@ -35,7 +35,7 @@ def new_folder(folder: str, last: str) -> Iterator[str]:
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
-  """Writes a JSON file."""
+  """Writes a JSON file of a folder."""
   with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
     json.dump(content, file, indent=2, ensure_ascii=False)
     file.write("\n")

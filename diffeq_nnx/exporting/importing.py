@@ -67,7 +67,7 @@ def import_hf(folder: str) -> Model:
   return build(model, jax.tree.map(jnp.asarray, params))
 
 
-def tokenizer_of(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
+def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
   """The tokenizer in a Hugging Face folder, used as it was trained: tokenizer.json if there is one, as in transformers.
 
   Marks, and what becomes of unknown bytes, are chosen as by `load_tokenizer` with these keys of `config`.

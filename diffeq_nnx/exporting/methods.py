@@ -7,7 +7,7 @@ from diffeq_nnx.model import solvers
 from diffeq_nnx.model.grids import make_grid
 
 
-def described(solver: solvers.Solver) -> dict[str, Any] | None:
+def describe(solver: solvers.Solver) -> dict[str, Any] | None:
   """The method as JSON values; None: the modeling file can't run it.
 
   A subclass of a method is another one, since it may define its own step.
@@ -37,7 +37,7 @@ def keys(exported: ModelConfig) -> dict[str, Any]:
     "num_steps": grid.num_steps,
     "num_weight_sets": len(times.points_UxQ),
     "solver": exported.solver,
-    "method": described(solver),
+    "method": describe(solver),
     "step_sizes": grid.dts,
     "weight_sets": times.index_SxN.tolist(),
   }

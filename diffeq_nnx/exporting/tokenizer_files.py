@@ -80,7 +80,7 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       "add_eos_token": False,
       "clean_up_tokenization_spaces": False,
       "model_max_length": max_length,
-      **({"added_tokens_decoder": _added(tokenizer)} if spec is None else {}),
+      **({"added_tokens_decoder": _list_added(tokenizer)} if spec is None else {}),
     },
   )
   return notes + ["tokenizer: AutoTokenizer reads the names of marks in a text as marks, our tokenizer as text"]
@@ -126,7 +126,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
   merges = [[left, right] for *_, left, right in sorted(merges)]
   unknown = proto.pieces[proto.trainer_spec.unk_id].piece
   is_mark = lambda number: number in special or number in (tokenizer.eos_id, tokenizer.bos_id)
-  steps = EXPORTED if tokenizer.lossless else _as_trained(normal.add_dummy_prefix)
+  steps = EXPORTED if tokenizer.lossless else _make_steps(normal.add_dummy_prefix)
   spec = {
     "version": "1.0",
     "truncation": None,
@@ -153,14 +153,14 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
   return (spec if _agrees(spec, tokenizer) else None), names
 
 
-def _added(tokenizer: Tokenizer) -> dict[str, Any]:
+def _list_added(tokenizer: Tokenizer) -> dict[str, Any]:
   """The tokens that were added beside a sentencepiece model, as tokenizer_config.json has them."""
   added = tokenizer.added if isinstance(tokenizer, SentencePieceTokenizer) else {}
   is_mark = lambda number: number in (tokenizer.eos_id, tokenizer.bos_id)
   return {str(number): {"content": name, **_PLAIN, "special": is_mark(number)} for name, number in added.items()}
 
 
-def _as_trained(prefix: bool) -> dict[str, Any]:
+def _make_steps(prefix: bool) -> dict[str, Any]:
   """The steps of tokenizer.json for a sentencepiece model that changes text at most by a leading space."""
   # Metaspace leaves the space out before a text that begins with one. The first of two therefore puts another character
   # there, at the text's beginning alone, which the second makes a space.

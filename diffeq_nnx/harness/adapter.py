@@ -188,7 +188,7 @@ class DiffEqLM(TemplateLM):
     raise UserError("--apply_chat_template: runs have no chat template; leave it out")
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-    """Ids of a context, with the mark before it; False as `add_special_tokens`: of a text without a context.
+    """The ids of a context with the mark before it or, with `add_special_tokens=False`, of a text without a context.
 
     Raises:
       UserError: the text is not Unicode.
@@ -236,7 +236,7 @@ class DiffEqLM(TemplateLM):
     """Scores (texts, or None to keep the result out of lm_eval's cache; context; continuation)."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
-    fitted = [self._fitted(*requests[i][1:]) for i in scored]
+    fitted = [self._fit(*requests[i][1:]) for i in scored]
     quiet = disable_tqdm or not distributed.is_main_process() or not scored
     for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
       i = scored[number]
@@ -245,7 +245,7 @@ class DiffEqLM(TemplateLM):
         self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
     return results
 
-  def _fitted(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
+  def _fit(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
     """A request that the model can read at a time; too long a context loses its beginning."""
     if len(continuation) > self.max_length:
       raise UserError(
@@ -259,7 +259,7 @@ class DiffEqLM(TemplateLM):
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
     """Log-probability of each text in nats; every token of it is predicted once."""
     texts = [request.args[0] for request in requests]
-    totals = [total for total, _ in self.rolling(texts, disable_tqdm)]
+    totals = [total for total, _ in self.score_texts(texts, disable_tqdm)]
     for text, total in zip(texts, totals):
       self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
     return totals
@@ -271,7 +271,7 @@ class DiffEqLM(TemplateLM):
     windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_length)
     return [make_disjoint_window(window) for window in windows]
 
-  def rolling(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
+  def score_texts(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """(log-probability in nats, number of tokens) of each text."""
     windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
     scores = self._loglikelihood_tokens([(None, context, after) for _, context, after in windows], disable_tqdm)
@@ -326,7 +326,7 @@ class DiffEqLM(TemplateLM):
     ) as bar:
       for group in batches.get_batched(n=0):  # all that share options and stop strings
         streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
-        for n in self._generated(group, streams):
+        for n in self._generate(group, streams):
           self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
           bar.update()
         texts += [stream.text for stream in streams]
@@ -357,7 +357,7 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _generated(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
+  def _generate(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
     """Continues generations that share options and stop strings; yields their numbers as they end."""
 
     def take(n: int, token: int) -> str | None:
@@ -395,7 +395,7 @@ def _batch_size(given: int | str) -> int:
 
 
 def _stride(window: str, stride: int | None, max_length: int) -> int | None:
-  """Tokens that each window after the first predicts; None: windows side by side, `max_length` each."""
+  """The tokens that each window after the first predicts. None stands for windows side by side."""
   if window == "disjoint":
     if stride is not None:
       raise UserError(f"stride={stride}: is for sliding windows; leave it out, or set window=sliding")

@@ -23,7 +23,7 @@ def corpus_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None 
   nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
   documents = itertools.islice(documents, limit)
   while group := list(itertools.islice(documents, GROUP)):
-    for text, (logprob, tokens) in zip(group, lm.rolling(group)):
+    for text, (logprob, tokens) in zip(group, lm.score_texts(group)):
       nats -= logprob
       counts["documents"] += 1
       counts["tokens"] += tokens

@@ -1,30 +1,24 @@
-"""Results as a Markdown table and a bar chart, beside those of a baseline."""
+"""Results as Markdown: the table of lm_eval, or the comparison with a baseline."""
 
 from collections.abc import Sequence
 import fnmatch
 import html
-import io
 import json
 import os
 import re
 from typing import Any, NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError, printable
 
 NAME = "results.json"
-BARS = ("acc", "exact_match", "f1")  # metrics shown as bars, a task's first of these; shares, the larger the better
 CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows")  # of results, in lm_eval's `config`
 
 Results = dict[str, Any]  # what lm_eval returns
 
 
 class Key(NamedTuple):
-  """What an estimate is of; `filter` is lm_eval's name for how answers are extracted from responses."""
+  """What an estimate measures. `filter` is lm_eval's name for how answers are extracted from responses."""
 
   task: str
   shots: int | None
@@ -33,7 +27,7 @@ class Key(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """The value of a metric and its standard error; None: unknown."""
+  """The value of a metric and its standard error, None if it is unknown."""
 
   value: float
   error: float | None
@@ -42,8 +36,8 @@ class Estimate(NamedTuple):
     return f"{self.value:.4f}" if self.error is None else f"{self.value:.4f} ± {self.error:.4f}"
 
 
-def name_of(shots: int | None) -> str:
-  """The file of results with so many examples before each question; None: as the tasks set it."""
+def name_file(shots: int | None) -> str:
+  """The file of results with so many examples before each question, None for the number that each task sets."""
   return NAME if shots is None else f"results_{shots}shot.json"
 
 
@@ -105,18 +99,33 @@ def _of_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
   return found
 
 
-def _line(text: str) -> str:
-  """A text in one line, without control characters."""
-  return printable(" ".join(text.split()))
-
-
 def _cell(text: str) -> str:
   """A text in one line of Markdown, none of which is HTML, a link, code or the end of a cell."""
-  return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(_line(text), quote=False))
+  return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(printable(" ".join(text.split())), quote=False))
 
 
 def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[str]) -> str:
-  """Markdown: a row for each metric, with standard errors, the baseline's estimate and the difference; then notes."""
+  """Markdown: lm_eval's tables, or beside a baseline a row for each metric with the difference; then notes."""
+  tables = [_compare(ours, baseline)] if baseline else [_tabulate(one) for one in ours]
+  return "\n".join([*tables, *(f"- {_cell(note)}" for note in notes)]) + "\n"
+
+
+def _tabulate(results: Results) -> str:
+  """lm_eval's table of the tasks and, if there are any, of the averages of groups."""
+  from lm_eval.utils import make_table
+
+  shown = dict(results)
+  for column in ("results", "groups"):
+    shown[column] = {
+      task: {_cell(name): _cell(value) if isinstance(value, str) else value for name, value in entry.items()}
+      | {"alias": _cell(entry.get("alias", task))}
+      for task, entry in results.get(column, {}).items()
+    }
+  return "\n".join(make_table(shown, column) for column in ("results", "groups") if shown[column])
+
+
+def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
+  """A row for each metric: our estimate, the baseline's and the difference."""
   other = estimates(baseline)
   rows = [["task", "shots", "metric", "ours", "baseline", "difference"], ["---"] * 6]
   for key, one in estimates(ours).items():
@@ -129,8 +138,7 @@ def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[
         *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""]),
       ]
     )
-  lines = ["| " + " | ".join(row if baseline else row[:4]) + " |" for row in rows]
-  return "\n".join([*lines, "", *(f"- {_cell(note)}" for note in notes)]) + "\n"
+  return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
@@ -152,44 +160,3 @@ def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[st
   )
   tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
   return notes + (["with another number of questions for the baseline: " + ", ".join(tasks)] if tasks else [])
-
-
-@matplotlib.rc_context({"text.parse_math": False})  # names may have a $
-def bar_chart(ours: Sequence[Results], baseline: Sequence[Results], names: tuple[str, str]) -> bytes | None:
-  """A PNG with a bar and its standard error for each task, a panel for each number of shots; None: nothing to show."""
-  sides = [(estimates(ours), names[0], "C0"), *([(estimates(baseline), names[1], "0.6")] if baseline else [])]
-  panels: dict[int | None, dict[str, Key]] = {}  # by shots: the metric shown for each task
-  for metric in BARS:
-    for key in sides[0][0]:
-      if key.metric == metric:
-        panels.setdefault(key.shots, {}).setdefault(key.task, key)
-  if not panels:
-    return None
-  shown = {task for keys in panels.values() for task in keys}
-  tasks = [task for task in dict.fromkeys(key.task for key in sides[0][0]) if task in shown]
-  width = 0.4 if baseline else 0.7
-  figure = Figure(figsize=(max(4.0, 1.6 + 0.8 * len(tasks)), 1.2 + 2.6 * len(panels)), layout="constrained")
-  all_axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-  for axes, (shots, keys) in zip(all_axes, panels.items()):
-    for i, (found, _, color) in enumerate(sides):
-      bars = {tasks.index(task): found[key] for task, key in keys.items() if key in found}
-      axes.bar(
-        [place + (i - (len(sides) - 1) / 2) * width for place in bars],
-        [one.value for one in bars.values()],
-        width,
-        color=color,
-        zorder=2,
-        yerr=[one.error or 0.0 for one in bars.values()],
-        capsize=3,
-        error_kw={"zorder": 3},
-      )
-    axes.set_ylabel("share right" + ("" if shots is None else f", {shots}-shot") + "\n± standard error", fontsize=8)
-    axes.grid(axis="y", alpha=0.3)
-  all_axes[-1].set_xticks(
-    range(len(tasks)), map(_line, tasks), rotation=35, ha="right", rotation_mode="anchor", fontsize=8
-  )
-  handles = [Patch(color=color, label=_line(label)) for _, label, color in sides]
-  figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=2, frameon=False)
-  file = io.BytesIO()
-  figure.savefig(file, dpi=130, format="png")
-  return file.getvalue()

@@ -26,7 +26,7 @@ PAPER_SHOTS = (0, 5)
 GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task files; `paper` in a config
 
 
-def manager(include_path: str | None, default_tasks: bool) -> TaskManager:
+def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
   """lm_eval's tasks and the paper's group if `default_tasks`, and the tasks of a folder.
 
   Raises:
@@ -43,7 +43,7 @@ def is_paper(names: Sequence[str]) -> bool:
   return bool(names) and set(names) <= {"paper", GROUP}
 
 
-def matching(names: Sequence[str], tasks: TaskManager) -> list[str]:
+def match(names: Sequence[str], tasks: TaskManager) -> list[str]:
   """The tasks, groups and tags that match names and patterns, without duplicates.
 
   Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from diffeq_nnx import files
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.figures import sections
-from diffeq_nnx.analysis.findings import Findings, find, showing
+from diffeq_nnx.analysis.findings import Findings, find, show_progress
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText
 from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
@@ -107,7 +107,7 @@ def analyze(
       "num_steps": analyzed.grid.num_steps,
       "tokens": len(ids),
       "position": found.position,
-      "leading_exponent": round(float(found.exact.exponents[found.position, 0]), 4),
+      "leading_exponent": round(float(found.exact[found.position, 0]), 4),
       "most_sensitive_to": _most_sensitive(found),
       "seconds": time.perf_counter() - start,
     }
@@ -116,7 +116,7 @@ def analyze(
 
 def _most_sensitive(found: Findings) -> dict[str, Any] | None:
   """The token before the output token that it is most sensitive to; None where there is none."""
-  before = found.exact.exponents[: found.position, 0]
+  before = found.exact[: found.position, 0]
   if not len(before):
     return None
   token = int(np.argmax(before))
@@ -131,7 +131,7 @@ def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple
   """
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  with files.replacing_folder(folder, "index.html") as place, showing("pictures", len(pictures)) as progress:
+  with files.replacing_folder(folder, "index.html") as place, show_progress("pictures", len(pictures)) as progress:
     np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
     for picture in pictures:
       draw(picture, os.path.join(place, f"{picture.name}.png"))

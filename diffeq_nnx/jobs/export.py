@@ -27,8 +27,8 @@ def export_run(
     config: of the run.
     workdir: the run's directory.
     out: the folder to make.
-    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_exact (a wider Llama, which
-      holds both eps), hf_code (our modeling file always) or stablehlo.
+    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always) or
+      stablehlo.
     num_steps: as for `discretization.discretize`.
 
   Raises:
@@ -37,7 +37,7 @@ def export_run(
   model = discretized_config(config.model, num_steps)
   folders.check_new(out)
   if format != "stablehlo":
-    huggingface.architecture_of(model, format)
+    huggingface.choose_architecture(model, format)
   run = Run.open(workdir, config)
   say_untrained(config, run.step, num_steps)
   with jax.set_mesh(run.mesh):

@@ -41,7 +41,7 @@ def evaluate_downstream(
   """Evaluates the newest model of a run with lm_eval, and prints one JSON line on stdout.
 
   Writes to the folder `config.harness.folder` of the run: results.json as lm_eval makes it (results_5shot.json and so
-  on where numbers of examples are given), table.md, bars.png, and perplexity.json if there is a `text`.
+  on where numbers of examples are given), table.md, and perplexity.json if there is a `text`.
 
   Args:
     config: of the run; `config.harness` sets what is evaluated, and how.
@@ -66,8 +66,8 @@ def evaluate_downstream(
   names, manager = [], None
   if settings.names:
     with _lm_eval_errors(settings):
-      manager = tasks.manager(settings.include_path, settings.default_tasks)
-      names = tasks.matching(settings.names, manager)
+      manager = tasks.make_manager(settings.include_path, settings.default_tasks)
+      names = tasks.match(settings.names, manager)
   lm = adapter.DiffEqLM(
     workdir,
     batch_size=settings.batch_size,
@@ -78,7 +78,7 @@ def evaluate_downstream(
     config=config,
     num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
-  ours = _evaluated(lm, names, manager, shots, settings) if names else []
+  ours = _evaluate(lm, names, manager, shots, settings) if names else []
   text = None if texts is None else perplexity.corpus_perplexity(lm, texts.documents(), settings.limit)
   found = report.estimates(ours)
   if theirs and ours and not found.keys() & report.estimates(theirs).keys():
@@ -91,7 +91,7 @@ def evaluate_downstream(
   with distributed.sync_errors():
     if distributed.is_main_process():
       written = {
-        report.name_of(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
+        report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
         for count, one in zip(shots, ours)
       }
       if text is not None:
@@ -100,8 +100,7 @@ def evaluate_downstream(
         written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
       notes = _notes(info, shots, ours, theirs, text, settings)
       written["table.md"] = report.table(ours, theirs, notes).encode()
-      name = lambda path: os.path.basename(files.absolute(path)) if path else ""
-      _write(folder, {**written, "bars.png": report.bar_chart(ours, theirs, (name(workdir), name(baseline)))})
+      _write(folder, written)
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -144,7 +143,7 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
       os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _evaluated(
+def _evaluate(
   lm: Any, names: list[str], manager: Any, shots: list[int | None], settings: HarnessConfig
 ) -> list[report.Results]:
   """lm_eval's results for each number of examples before each question."""
@@ -205,8 +204,8 @@ def _notes(
   return notes
 
 
-def _write(folder: str, written: dict[str, bytes | None]) -> None:
-  """Writes the files that have content, and removes those of an earlier job.
+def _write(folder: str, written: dict[str, bytes]) -> None:
+  """Writes the files, and removes those of an earlier job.
 
   Raises:
     RunError: they can't be written.
@@ -214,10 +213,9 @@ def _write(folder: str, written: dict[str, bytes | None]) -> None:
   try:
     files.make_folder(folder)
     for name, content in written.items():
-      if content is not None:
-        files.write(os.path.join(folder, name), content)
+      files.write(os.path.join(folder, name), content)
     for name in files.sizes(folder):
-      if written.get(name) is None and re.fullmatch(r"results(_\d+shot)?\.json|bars\.png|perplexity\.json", name):
+      if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
         files.remove(os.path.join(folder, name))
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error

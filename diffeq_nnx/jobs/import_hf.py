@@ -30,7 +30,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
   """
   workdir_lib.require_none(workdir)
   model, params = importing.read(from_hf)
-  tokenizer = importing.tokenizer_of(from_hf, config.data)
+  tokenizer = importing.read_tokenizer(from_hf, config.data)
   path = os.path.join(files.absolute(workdir), tokenizer.file_name)
   config = derive_config(
     config,

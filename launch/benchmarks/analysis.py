@@ -7,28 +7,24 @@ Each measurement is one run, including compilation, with initial weights and ran
 process so far. Prints one JSON line at the end.
 """
 
-import argparse
 from collections.abc import Callable
 import json
 import resource
 import time
 from typing import Any
 
-from flax import nnx
 import jax
 import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
-from diffeq_nnx.analysis.findings import showing
+from diffeq_nnx.analysis.findings import show_progress
 from diffeq_nnx.analysis.sensitivity import FORMS, exponents
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
+from launch import programs
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+def time_call(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
   """The result, seconds, and the peak memory so far in GiB."""
   start = time.perf_counter()
   made = work()
@@ -41,15 +37,14 @@ def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[str, dict[str, float]]:
   """Seconds and memory by task."""
-  make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  analyzed, times = timed(lambda: jax.block_until_ready(AnalyzedModel(nnx.merge(graph(config.model), make()))))
+  analyzed, times = time_call(lambda: jax.block_until_ready(AnalyzedModel(programs.init_model(config))))
   found = {"weights": times}
-  with showing("spectra", analyzed.grid.num_steps) as progress:
-    found["spectra"] = timed(lambda: spectra(analyzed, progress=progress))[1]
+  with show_progress("spectra", analyzed.grid.num_steps) as progress:
+    found["spectra"] = time_call(lambda: spectra(analyzed, progress=progress))[1]
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
-    with showing(form, num_tokens) as progress:
-      one, times = timed(
+    with show_progress(form, num_tokens) as progress:
+      one, times = time_call(
         lambda form=form, progress=progress: exponents(
           analyzed, tokens_L, leading=leading, form=form, progress=progress
         )
@@ -60,33 +55,15 @@ def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[st
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
   parser.add_argument("--tokens", type=int, default=32, help="of the text")
   parser.add_argument("--leading", type=int, default=16, help="number of exponents")
-  parser.add_argument(
-    "--set",
-    action="append",
-    default=[],
-    metavar="KEY=VALUE",
-    help="a key of the config, e.g. model.num_steps=4; may be given several times",
-  )
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
-  print(
-    json.dumps(
-      {
-        "config": args.config,
-        "tokens": args.tokens,
-        "leading": args.leading,
-        **measure(config, args.tokens, args.leading),
-      }
-    )
-  )
+  given = {"config": args.config, "tokens": args.tokens, "leading": args.leading}
+  print(json.dumps(given | measure(config, args.tokens, args.leading)))
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -11,7 +11,6 @@ the forward pass, and 2.5 times that in the backward pass (FlashAttention's coun
 Implementations that materialize all scores are skipped if these would fill half of the device's memory.
 """
 
-import argparse
 from collections.abc import Callable
 import dataclasses
 import functools
@@ -26,6 +25,7 @@ from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.training.flops import device_peak_tflops
+from launch import programs
 
 MATERIALIZED = ("reference", "xla")  # implementations that hold scores [B, H, S, S] in memory
 
@@ -157,8 +157,8 @@ def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints a Markdown table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+  parser = programs.make_parser(__doc__, settings=False)
+  parser.add_argument("--shapes", type=programs.split(), default=list(SHAPES))
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--batch", type=int, help="number of sequences; default: the shape's")

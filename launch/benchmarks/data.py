@@ -33,15 +33,10 @@ import tokenizers as huggingface
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.data import preparation, shards, tokenizers
+from launch import programs
 
 VOCABULARY = 16_384
 SHARDS = 16
-
-
-def quartiles(values: list[float]) -> str:
-  """Median and quartiles as text."""
-  low, middle, high = np.percentile(values, (25, 50, 75))
-  return f"{middle:8.2f}   ({low:.2f} to {high:.2f})"
 
 
 def memory(pid: int) -> float:
@@ -107,7 +102,7 @@ def reading(args: argparse.Namespace, folder: str) -> None:
       most = max(most, memory(os.getpid()))
   print(f"reading {args.tokens:,} tokens of 2 bytes, {args.batch_size} x {args.seq_len} a batch, million tokens/s")
   for name, values in rates.items():
-    print(f"  {name:24}{quartiles(values)}")
+    print(f"  {name:24}{programs.format_spread(values, '.2f')}")
   print(f"  memory, MB              {most - before:8.0f}   more than before the first batch")
 
 
@@ -174,10 +169,10 @@ def tokenizing(args: argparse.Namespace, folder: str) -> None:
       rates[key].append(size / 1e6 / (time.process_time() - start))
   print(f"tokenizing {size / 1e6:.1f} MB of {args.source}, vocabularies of {VOCABULARY:,}, MB a processor second")
   for (library, way), values in rates.items():
-    print(f"  {library:15}{way:22}{quartiles(values)}")
+    print(f"  {library:15}{way:22}{programs.format_spread(values, '.2f')}")
     if way != "--job=prepare":
       ours = np.array(rates[library, "--job=prepare"]) / np.array(values)
-      print(f"  {'':15}{'  --job=prepare to it':22}{quartiles(ours.tolist())}")
+      print(f"  {'':15}{'  --job=prepare to it':22}{programs.format_spread(ours, '.2f')}")
 
 
 def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
@@ -215,10 +210,8 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
   """Reads the command line."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument(
-    "what", choices=["reading", "tokenizing", "memory"], type=lambda text: text.replace("tokenising", "tokenizing")
-  )  # the older spelling
+  parser = programs.make_parser(__doc__, settings=False)
+  parser.add_argument("what", choices=["reading", "tokenizing", "memory"])
   parser.add_argument("--seq-len", type=int, default=1024)
   parser.add_argument("--batch-size", type=int, default=64)
   parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards")

@@ -17,7 +17,6 @@ attention, of which the compiler has no estimate, its bytes at the memory bandwi
 for plain decoding's speed, and the speed if all are kept.
 """
 
-import argparse
 from collections.abc import Callable
 import dataclasses
 import functools
@@ -26,7 +25,6 @@ import statistics
 import time
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
@@ -39,13 +37,11 @@ from diffeq_nnx.inference import decoding, speculation
 from diffeq_nnx.inference.ready import ReadyModel, generate_weights
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.model import grids, solvers
-from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import abstract_model, graph, params_of
+from diffeq_nnx.model.parameters import abstract_model, params_of
 from diffeq_nnx.training import flops
-from launch import gpus
+from launch import gpus, programs
 from launch.benchmarks import hlo, roofline
 from launch.experiments import tables
-from launch.experiments.compare import numbers
 
 GREEDY = GenerationOptions(temperature=0)
 
@@ -65,8 +61,8 @@ def make_state(config: ModelConfig, num_steps: int, rows: int, slots: int) -> de
   return decoding.DecodeState(cache, jnp.int32(slots - 1), next_B, GREEDY.make_sampler(range(rows)))
 
 
-class Programs:
-  """The two programs and their arguments."""
+class Pair:
+  """Both programs, which generate a token and read the same arrays, and their arguments."""
 
   def __init__(self, decoder: decoding.Decoder, rows: int, slots: int):
     self.prompts, self._decoder = rows, decoder
@@ -94,7 +90,7 @@ def _sum(arrays: Any) -> jax.Array:
   return sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(arrays))
 
 
-def timed(call: Callable[[], jax.Array], count: int) -> float:
+def time_call(call: Callable[[], jax.Array], count: int) -> float:
   """Seconds per call, of so many consecutive ones."""
   start = time.perf_counter()
   for _ in range(count):
@@ -111,7 +107,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   """
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
-  on_gpu = gpus.named(topology)
+  on_gpu = gpus.is_gpu(topology)
   model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")  # which `auto` is there
   grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, max(rows, 2)  # see `Decoder.count_rows`
@@ -158,17 +154,16 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
 
 def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--rows", type=numbers(int), default=[1], help="numbers of prompts in a batch, e.g. 1,16")
+  parser.add_argument("--rows", type=programs.split(int), default=[1], help="numbers of prompts in a batch, e.g. 1,16")
   parser.add_argument("--slots", type=int, default=256, help="tokens in the cache of each row")
   parser.add_argument("--rounds", type=int, default=9)
   parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
   parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU or GPU instead of running")
   parser.add_argument(
-    "--draft", type=numbers(int), metavar="STEPS,TOKENS", help="with --topology: also self-speculation"
+    "--draft", type=programs.split(int), metavar="STEPS,TOKENS", help="with --topology: also self-speculation"
   )
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
   if config.model.field == "gpt" and args.slots > config.model.seq_len:
@@ -182,39 +177,31 @@ def main(argv: list[str] | None = None) -> None:
     draft = tuple(args.draft) if args.draft else None
     print(tables.markdown(columns, [ahead(config, args.topology, rows, args.slots, draft) for rows in args.rows]))
     return
-  make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  decoder = decoding.Decoder(nnx.merge(graph(config.model), make()), config.eval.num_steps)
-  each = [Programs(decoder, rows, args.slots) for rows in args.rows]
-  calls = [call for programs in each for call in (programs.token, programs.read)]
+  decoder = decoding.Decoder(programs.init_model(config), config.eval.num_steps)
+  each = [Pair(decoder, rows, args.slots) for rows in args.rows]
+  calls = [call for pair in each for call in (pair.token, pair.read)]
   for call in calls:
-    timed(call, 2)
-  times = np.array([[timed(call, args.tokens) for call in calls] for _ in range(args.rounds)])
+    time_call(call, 2)
+  times = np.array([[time_call(call, args.tokens) for call in calls] for _ in range(args.rounds)])
   device = jax.devices()[0]
   print(
     f"{args.config}, rows of {args.slots} slots, median of {args.rounds} interleaved rounds of {args.tokens}, "
     f"{device.device_kind} ({device.platform}), jax {jax.__version__}\n"
   )
-  print(
-    "| prompts | weights, MiB | keys and values, MiB | token, ms | tokens/s | read once, ms | GB/s | token / read | "
-    "tokens/s over the first |"
-  )
-  print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-  spread = lambda ratios: "{1:.3f} ({0:.3f} to {2:.3f})".format(*np.percentile(ratios, (25, 50, 75)))
-  for n, programs in enumerate(each):
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()))
-    weights = size - sum(leaf.nbytes for leaf in jax.tree.leaves(programs.read_arrays()["cache"]))
+  columns = ["prompts", "weights, MiB", "keys and values, MiB", "token, ms", "tokens/s", "read once, ms", "GB/s"]
+  table = []
+  for n, pair in enumerate(each):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.read_arrays()))
+    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.read_arrays()["cache"]))
     token, read = times[:, 2 * n], times[:, 2 * n + 1]
-    gained = programs.prompts / each[0].prompts * times[:, 0] / token
-    print(
-      f"| {programs.prompts} | {weights / 2**20:,.1f} | {(size - weights) / 2**20:,.1f} | "
-      f"{1e3 * statistics.median(token):.3f} | {programs.prompts / statistics.median(token):,.1f} | "
-      f"{1e3 * statistics.median(read):.3f} | {size / statistics.median(read) / 1e9:,.1f} | {spread(token / read)} | "
-      f"{spread(gained)} |"
-    )
+    sizes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
+    speeds = [f"{1e3 * statistics.median(token):.3f}", f"{pair.prompts / statistics.median(token):,.1f}"]
+    reads = [f"{1e3 * statistics.median(read):.3f}", f"{size / statistics.median(read) / 1e9:,.1f}"]
+    gained = pair.prompts / each[0].prompts * times[:, 0] / token
+    ratios = map(programs.format_spread, (token / read, gained))
+    table.append([str(pair.prompts), *sizes, *speeds, *reads, *ratios])
+  print(tables.markdown([*columns, "token / read", "tokens/s over the first"], table))
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -17,7 +17,6 @@ in each round, in turn; reported are medians over rounds, and the largest differ
 line is JSON.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -26,8 +25,6 @@ import time
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
-from flax import nnx
-import jax
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 import numpy as np
@@ -36,8 +33,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.harness.adapter import DiffEqLM
-from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
+from launch import programs
 
 WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat".split()
 
@@ -93,17 +89,15 @@ def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, flo
 
 def main() -> None:
   """Exports the weights and measures each kind of request."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
   parser.add_argument("--items", type=int, default=40)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--batch_size", type=int, default=16, help="of the hf backend")
   parser.add_argument("--kinds", default="choice,letters,five_shot,last_word,text")
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   arguments = parser.parse_args()
   config = config_lib.load(arguments.config, [*arguments.set, "model.dtype=float32", "model.dropout=0.0"])
-  make = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  model = nnx.merge(graph(config.model), make())
+  model = programs.init_model(config)
   with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "hf")
     exported = diffeq_nnx.export_hf(model, path, tokenizer=ByteTokenizer())

@@ -33,6 +33,7 @@ from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
+from launch import programs
 from launch.benchmarks.attention import splash
 
 PEAK = {"v5e": 131_072, "v5p": 131_072, "v6e": 524_288}  # operations of the matrix units in a cycle
@@ -244,11 +245,10 @@ def our_blocks(length: int, width: int, changes: dict) -> TPUBlocks:
 
 def main() -> None:
   """Compiles everything and prints a Markdown table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  numbers = lambda text: [int(number) for number in text.split(",")]
-  parser.add_argument("--chips", type=lambda text: text.split(","), default=["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-  parser.add_argument("--widths", type=numbers, default=[64, 128, 256])
-  parser.add_argument("--lengths", type=numbers, default=[2048, 8192, 32768])
+  parser = programs.make_parser(__doc__, settings=False)
+  parser.add_argument("--chips", type=programs.split(), default=["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+  parser.add_argument("--widths", type=programs.split(int), default=[64, 128, 256])
+  parser.add_argument("--lengths", type=programs.split(int), default=[2048, 8192, 32768])
   parser.add_argument("--blocks", type=json.loads, default={}, help="sizes of ours in place of the tuned ones, as JSON")
   parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()

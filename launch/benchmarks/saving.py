@@ -8,7 +8,6 @@ Saves and restores a training state through the code of a run, on each folder in
 `written` is the time until all of it is there. Medians of the rounds, quartiles in parentheses.
 """
 
-import argparse
 import time
 
 import jax
@@ -16,10 +15,11 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.training.step import abstract_state, init_state, state_shardings
+from launch import programs
+from launch.experiments import tables
 
 GIB = 2**30
 
@@ -58,27 +58,23 @@ def measure(config: config_lib.Config, folders: list[str], rounds: int) -> tuple
 
 def main(argv: list[str] | None = None) -> None:
   """Prints a Markdown table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-  parser.add_argument("--folders", type=lambda text: text.split(","), required=True)
+  parser.add_argument("--folders", type=programs.split(), required=True)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--minutes", type=float, default=10)
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
   size, seconds = measure(config, args.folders, args.rounds)
   print(f"state of {size / GIB:.2f} GiB; {args.rounds} rounds; seconds")
-  print(f"| folder | held up | written | read | GiB/s written | share of {args.minutes:g} minutes, % |")
-  print("| --- | --- | --- | --- | --- | --- |")
+  rows = []
   for folder, values in seconds.items():
-    low, middle, high = np.percentile(values, (25, 50, 75), axis=0)
-    cells = [f"{middle[i]:.2f} ({low[i]:.2f} to {high[i]:.2f})" for i in range(3)]
-    share = 100 * middle[0] / (60 * args.minutes)
-    print(f"| {folder} | {' | '.join(cells)} | {size / GIB / middle[1]:.2f} | {share:.2f} |")
+    held, written, _ = np.median(values, axis=0)
+    cells = [programs.format_spread(column, ".2f") for column in values.T]
+    rows.append([folder, *cells, f"{size / GIB / written:.2f}", f"{100 * held / (60 * args.minutes):.2f}"])
+  columns = ["folder", "held up", "written", "read", "GiB/s written", f"share of {args.minutes:g} minutes, %"]
+  print(tables.markdown(columns, rows))
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -8,7 +8,6 @@ decoding, medians over rounds with quartiles. Kept is the mean number of drafted
 drafting.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -16,7 +15,7 @@ import time
 import jax
 import numpy as np
 
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import read
 from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
@@ -25,18 +24,18 @@ from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.inference.speculation import speculate
 from diffeq_nnx.jobs.prompt_files import parse_prompt, split_lines
 from diffeq_nnx.runs.run import Run
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import numbers
 
 
 def main(argv: list[str] | None = None) -> None:
   """Times, prints."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--prompts", required=True, help="JSON lines with the key `prompt`")
   parser.add_argument("--num_steps", type=int, help="of plain decoding and of the verification")
-  parser.add_argument("--draft_steps", type=numbers(int), default=[2, 3, 4, 6])
-  parser.add_argument("--draft_tokens", type=numbers(int), default=[1, 2, 4])
+  parser.add_argument("--draft_steps", type=programs.split(int), default=[2, 3, 4, 6])
+  parser.add_argument("--draft_tokens", type=programs.split(int), default=[1, 2, 4])
   parser.add_argument("--rows", type=int, default=1)
   parser.add_argument("--max_tokens", type=int, default=64)
   parser.add_argument("--temperature", type=float, default=0.0)
@@ -79,15 +78,10 @@ def main(argv: list[str] | None = None) -> None:
   print(f"Plain decoding: {tokens / statistics.median(times[:, 0]):,.1f} tokens/s.\n")
   rows = []
   for n, variant in enumerate(variants[1:], 1):
-    low, middle, high = np.percentile(times[:, 0] / times[:, n], (25, 50, 75))
-    rows.append(
-      [*map(str, variant), f"{statistics.mean(kept[variant]):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
-    )
+    speed = programs.format_spread(times[:, 0] / times[:, n], ".2f")
+    rows.append([*map(str, variant), f"{statistics.mean(kept[variant]):.2f}", speed])
   print(tables.markdown(["draft at steps", "drafted at a time", "kept", "speed over plain"], rows))
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -9,7 +9,6 @@ hidden, and has its limits. A choice fits if it leaves a twentieth of the device
 table for each choice as soon as it is compiled, then the settings of the fastest. Exit code 1: none fits.
 """
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -19,7 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # as launch.compile_ahead, which is importe
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import sharding
-from launch import compile_ahead
+from launch import compile_ahead, programs
 from launch.benchmarks import hlo
 
 SPARE = 0.05  # of a device's memory
@@ -46,13 +45,12 @@ def estimate(step: compile_ahead.Step) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> int:
   """Compiles all choices, prints, and returns the exit code."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
   parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
   parser.add_argument("--num-slices", type=int, default=1)
-  parser.add_argument("--remat", type=lambda text: text.split(","), default=["full", "dots", "none"])
-  parser.add_argument("--sequences", type=lambda text: list(map(int, text.split(","))), default=[4, 8, 16, 32])
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--remat", type=programs.split(), default=["full", "dots", "none"])
+  parser.add_argument("--sequences", type=programs.split(int), default=[4, 8, 16, 32])
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
   mesh = compile_ahead.mesh_over(config, args.topology, args.num_slices)

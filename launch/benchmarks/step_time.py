@@ -11,7 +11,6 @@ devices, by its mesh. Tokens are random; compilation and the first run are not t
 the device together. Memory is the compiler's: arguments, results and temporaries.
 """
 
-import argparse
 from collections.abc import Callable
 import functools
 import re
@@ -24,11 +23,12 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step, state_shardings
+from launch import programs
+from launch.experiments import tables
 
 
 class Timed:
@@ -110,31 +110,25 @@ PROGRAMS = {"train_step": train_step, "loss_and_gradients": loss_and_gradient}
 
 def table(timed: list[Timed]) -> str:
   """The measurements as Markdown."""
-  lines = [
-    "| config | ms | tokens/s | model TFLOP/s | with generator | memory, MiB | time against the first |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-  ]
+  columns = ["config", "ms", "tokens/s", "model TFLOP/s", "with generator", "memory, MiB", "time against the first"]
+  rows = []
   for one in timed:
     config, seconds = one.config, statistics.median(one.seconds)
     tokens = config.train.batch_size * config.model.seq_len
     model = flops.model_flops(config, config.model.num_steps)
     generator = flops.generator_flops(config.model, config.model.num_steps)
-    low, middle, high = np.percentile(np.divide(one.seconds, timed[0].seconds), (25, 50, 75))
-    lines.append(
-      f"| {one.name} | {1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {model / seconds / 1e12:.3f} | "
-      f"{(model + generator) / seconds / 1e12:.3f} | {one.bytes / 2**20:,.0f} | "
-      f"{middle:.3f} ({low:.3f} to {high:.3f}) |"
-    )
-  return "\n".join(lines)
+    speeds = [f"{tokens / seconds:,.0f}", *(f"{each / seconds / 1e12:.3f}" for each in (model, model + generator))]
+    ratio = programs.format_spread(np.divide(one.seconds, timed[0].seconds))
+    rows.append([one.name, f"{1e3 * seconds:.1f}", *speeds, f"{one.bytes / 2**20:,.0f}", ratio])
+  return tables.markdown(columns, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--configs", required=True, metavar="A.py[:ARGUMENT],B.py[:ARGUMENT],...")
   parser.add_argument("--what", choices=PROGRAMS, default="train_step")
   parser.add_argument("--rounds", type=int, default=9)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's argument may hold commas
   timed = []
@@ -153,7 +147,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

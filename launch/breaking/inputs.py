@@ -10,7 +10,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
 from diffeq_nnx.runs.run import Run
 from launch.breaking import processes
-from launch.breaking.table import Row, Suite, problem_of
+from launch.breaking.table import Row, Suite, find_problem
 
 JUNK = ["", "0", "-1", "1e9", "nan", "inf", "None", "True", "()", "(1,)", "[]", "{}", "x", "é\x00", "../..", "1" * 40]
 JUNK += ["1", "2", "3", "7", "0.5", "1e-3", "100000", "False", "(2, 3)"]
@@ -25,10 +25,10 @@ def configs(suite: Suite) -> Iterator[Row]:
 
 
 def trained_configs(suite: Suite) -> Iterator[Row]:
-  """Likewise; those that are valid are trained with, for one step."""
+  """Random values for random keys. Those that are valid are trained with for one step."""
   row = Row("a config key with a random value that is valid, and one train step")
   for setting in _settings(suite):
-    if not problem_of(lambda setting=setting: config_lib.load("configs/tiny.py", [setting])):
+    if not find_problem(lambda setting=setting: config_lib.load("configs/tiny.py", [setting])):
       processes.try_config(suite, row, setting)
   yield row
 
@@ -55,7 +55,7 @@ def run_files(suite: Suite) -> Iterator[Row]:
       place = suite.place("changed")
       shutil.copytree(folder, place)
       path = pathlib.Path(place, name)
-      path.write_bytes(suite.mutated(path.read_bytes()))
+      path.write_bytes(suite.mutate(path.read_bytes()))
       suite.use(row, lambda use=use, place=place: use(place))
     yield row
 
@@ -68,7 +68,7 @@ def records(suite: Suite) -> Iterator[Row]:
     json.dumps({"text": f"Document {number} tells of rivers, é and hills. " * 5}).encode() for number in range(20)
   ]
   for number in range(10 * suite.tries):
-    lines = [suite.mutated(line) if place == 7 else line for place, line in enumerate(good)]
+    lines = [suite.mutate(line) if place == 7 else line for place, line in enumerate(good)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     config = dataclasses.replace(
       suite.config.data, source=f"jsonl:{path}", tokenizer="bytes", cache_dir=suite.place(f"records{number % 2}")
@@ -82,6 +82,6 @@ def tokenizers(suite: Suite) -> Iterator[Row]:
   row, path = Row("a tokenizer file with a random change"), pathlib.Path(suite.folder, "changed.model")
   sources = [pathlib.Path(suite.whole, "tokenizer.model").read_bytes(), data.load_tokenizer("bytes").model_bytes]
   for number in range(3 * suite.tries):
-    path.write_bytes(suite.mutated(sources[number % 2]))
+    path.write_bytes(suite.mutate(sources[number % 2]))
     suite.use(row, lambda: data.load_tokenizer(str(path)))
   yield row

@@ -57,7 +57,7 @@ def kill(suite: Suite) -> Iterator[Row]:
 
 
 def term(suite: Suite) -> Iterator[Row]:
-  """SIGTERM likewise."""
+  """SIGTERM at random moments of a process, and in each phase."""
   yield _at_random(suite, Row("SIGTERM at a random moment"), signal.SIGTERM, suite.tries // 2)
   yield _in_phases(suite, "SIGTERM", signal.SIGTERM)
 
@@ -80,7 +80,7 @@ def _in_phases(suite: Suite, name: str, number: signal.Signals) -> Row:
   row = Row(f"{name} while {', '.join(PHASES)}")
   for phase, (where, longest) in PHASES.items():
     for _ in range(max(1, suite.tries // 5)):
-      place = suite.unfinished("signaled") if phase == "restoring" else suite.place("signaled")
+      place = suite.copy_unfinished("signaled") if phase == "restoring" else suite.place("signaled")
       cache = suite.place("cache_of_signaled") if phase == "tokenizing" else None
       delay = suite.random.uniform(0, longest)
       words = [where, str(int(number)), str(delay), *command(suite, place, cache)[3:]]

@@ -11,7 +11,7 @@ from diffeq_nnx import jobs
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.breaking import processes
-from launch.breaking.table import EVERY, STEPS, Row, Suite, losses, problem_of, quiet, tree
+from launch.breaking.table import EVERY, STEPS, Row, Suite, find_problem, losses, quiet, tree
 from launch.object_store import BUCKET, ObjectStore
 
 
@@ -24,7 +24,7 @@ def damage(suite: Suite) -> Iterator[Row]:
   for how in ("with a byte changed", "cut in half", "missing"):
     row, reading = Row(f"a file of the newest checkpoint {how}"), Row(f"the same, --job=evaluate, {how}")
     for name in names:
-      place = suite.unfinished("damaged")
+      place = suite.copy_unfinished("damaged")
       path = pathlib.Path(place, "checkpoints", number, name)
       content = bytearray(path.read_bytes())
       if how == "with a byte changed" and content:
@@ -33,11 +33,11 @@ def damage(suite: Suite) -> Iterator[Row]:
       if how == "missing":
         path.unlink()
       before, start, found = tree(place), time.monotonic(), {}
-      problem = problem_of(lambda place=place, found=found: found.update(jobs.run("evaluate", suite.config, place)))
+      problem = find_problem(lambda place=place, found=found: found.update(jobs.run("evaluate", suite.config, place)))
       good = problem == "" and tree(place) == before and found["loss"] == values[found["step"]]
       reading.add(good, time.monotonic() - start, 0, f"{name}: {problem or found}")
       start = time.monotonic()
-      problem = problem_of(lambda place=place: train(suite.config, place))
+      problem = find_problem(lambda place=place: train(suite.config, place))
       good = problem == "" and losses(place) == suite.losses
       row.add(good, time.monotonic() - start, EVERY, f"{name}: {problem or 'other losses'}")
     yield row
@@ -60,9 +60,9 @@ def refuse(suite: Suite) -> Iterator[Row]:
         return "403" if left[0] < 0 and method != "GET" else None
 
       store.fault = fault
-      problem = problem_of(lambda place=place: train(suite.config, place))
+      problem = find_problem(lambda place=place: train(suite.config, place))
       store.fault = lambda method, path: None
-      again = problem_of(lambda place=place: train(suite.config, place))
+      again = find_problem(lambda place=place: train(suite.config, place))
       good = "Unexpected" not in problem and again == "" and losses(place) == suite.losses
       row.add(good, time.monotonic() - start, EVERY, f"after {allowed} of {writes}: {problem} | {again}")
   yield row

@@ -83,14 +83,14 @@ class Suite:
     shutil.rmtree(place, ignore_errors=True)
     return place
 
-  def unfinished(self, name: str) -> str:
+  def copy_unfinished(self, name: str) -> str:
     """A copy of the run without its newest checkpoint."""
     place = self.place(name)
     shutil.copytree(self.whole, place)
     shutil.rmtree(os.path.join(place, "checkpoints", str(STEPS)))
     return place
 
-  def mutated(self, content: bytes) -> bytes:
+  def mutate(self, content: bytes) -> bytes:
     """Bytes with one random change."""
     at, to = sorted(self.random.randrange(len(content) + 1) for _ in range(2))
     some = bytes(self.random.randrange(256) for _ in range(self.random.randrange(1, 9)))
@@ -107,7 +107,7 @@ class Suite:
   def use(self, row: Row, call: Callable[[], object], detail: str = "") -> None:
     """Counts a call that must do its work, or fail with one line."""
     start = time.monotonic()
-    problem = problem_of(call)
+    problem = find_problem(call)
     row.add("Unexpected" not in problem, time.monotonic() - start, 0, f"{detail}: {problem}")
 
 
@@ -124,7 +124,7 @@ def tree(folder: str) -> dict[str, str]:
   return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def problem_of(call: Callable[[], object]) -> str:
+def find_problem(call: Callable[[], object]) -> str:
   """What a call fails with; empty: nothing."""
   try:
     with quiet():

@@ -11,7 +11,6 @@ the loss in nats per word. `cloze_choice` asks which of four words it is, the ot
 seed.
 """
 
-import argparse
 from collections.abc import Iterator
 import dataclasses
 import json
@@ -23,9 +22,10 @@ import re
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files, jobs
 from diffeq_nnx.data import sources
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import report
 from diffeq_nnx.runs.run import Run
+from launch import programs
 from launch.experiments import tables
 
 FEWEST, MOST = 25, 45  # words of a passage
@@ -68,7 +68,7 @@ def passages(text: str) -> Iterator[tuple[str, str]]:
 
 
 def questions(found: list[tuple[str, str]], rng: random.Random) -> Iterator[dict]:
-  """Of passages: passage, answer, four choices, gold.
+  """The records of passages, each with its passage, answer, four choices and the index of the right one.
 
   Raises:
     UserError: the passages end in too few different words.
@@ -107,8 +107,8 @@ def write_tasks(source: str, folder: str, count: int) -> None:
     files.write(os.path.join(folder, f"{name}.yaml"), json.dumps(whole, indent=1).encode())  # JSON is YAML
 
 
-def measured(workdir: str, folder: str) -> dict[tuple[str, str], float]:
-  """(task, metric) -> its value for a run's newest model."""
+def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
+  """Evaluates a run's newest model unless that is done; returns the value of each (task, metric)."""
   harness = config_lib.HarnessConfig(
     tasks=",".join(TASKS), include_path=folder, default_tasks=False, batch_size=32, folder="cloze"
   )
@@ -120,7 +120,7 @@ def measured(workdir: str, folder: str) -> dict[tuple[str, str], float]:
 
 def main(argv: list[str] | None = None) -> None:
   """Writes the tasks if they are not there, evaluates every run, and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--text", required=True)
   parser.add_argument("--to", required=True)
   parser.add_argument("--runs", required=True)
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
   runs = tables.runs_by_row(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)
-  rows = {row: [measured(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
+  rows = {row: [measure(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
   base = next(iter(rows.values()))
   cells = []
   for row, values in rows.items():
@@ -144,7 +144,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

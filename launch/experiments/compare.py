@@ -38,6 +38,7 @@ from diffeq_nnx.training.depths import draw_num_steps
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state
+from launch import programs
 from launch.experiments import tables
 
 MOST_RATES = 12  # that are tried for a row
@@ -54,36 +55,32 @@ class Runs:
   def __init__(self, args: argparse.Namespace):
     self._args = args
     os.makedirs(args.workdir, exist_ok=True)
-    former = self.place("results.json")  # of a version that had this file alone
-    self._former = files.read_json(former) if os.path.exists(former) else {}
 
   def place(self, name: str) -> str:
     """A path in the work directory."""
     return os.path.join(self._args.workdir, name)
 
   def name(self, row: str, rate: float, seed: int) -> str:
-    """Of a run, and of its directory."""
+    """The name of a run and of its directory."""
     return f"{row.replace('/', '_')}_rate{rate:g}_seed{seed}"
 
   def config(self, row: str, *settings: str) -> Config:
-    """Of a row, with its own settings, these, and those of the command line."""
+    """The config of a row, with its own settings, these and those of the command line."""
     row, *own = row.split("@")
     return config_lib.load(with_row(self._args.config, row), [*settings, *self._args.set, *own])
 
   def loss(self, row: str, rate: float, seed: int) -> float:
-    """Final validation loss of one run, in nats per token; infinite if it diverged."""
+    """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing."""
     settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
-    return self.loss_of(self.name(row, rate, seed), row, settings)
+    return self.find_loss(self.name(row, rate, seed), row, settings)
 
-  def loss_of(self, name: str, row: str, settings: list[str]) -> float:
-    """The same of a run of this name, with settings before those of the command line."""
+  def find_loss(self, name: str, row: str, settings: list[str]) -> float:
+    """`loss` for the run of this name, with settings that come before those of the command line."""
     path = self.place(f"{name}.json")
-    if name in self._former:
-      return self._former[name]
     if not os.path.exists(path):
       config = self.config(row, *settings)
       print(f"-- {name}", flush=True)
-      files.write(path, json.dumps(trained(config, self.place(name))).encode())
+      files.write(path, json.dumps(train_to_end(config, self.place(name))).encode())
     return files.read_json(path)
 
   def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
@@ -93,7 +90,7 @@ class Runs:
     return list(by_step), list(by_step.values())
 
 
-def trained(config: Config, workdir: str) -> float:
+def train_to_end(config: Config, workdir: str) -> float:
   """Trains a run to its last step; its validation loss there, infinite if the run diverged.
 
   Raises:
@@ -153,7 +150,7 @@ def num_parameters(config: Config) -> int:
 
 
 def table(rows: list[Row]) -> str:
-  """As Markdown."""
+  """The rows as a Markdown table."""
   head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
   cells = [
     [
@@ -193,23 +190,17 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
   return tables.markdown(["row", *(f"step {step}" for step in steps)], cells)
 
 
-def numbers(kind):
-  """An argparse type: comma-separated numbers."""
-  return lambda text: [kind(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
   apart = r",(?![^(]*\))"  # a setting may be a tuple
   parser.add_argument("--rows", type=lambda text: re.split(apart, text), default=["diffeq", "baseline"])
-  parser.add_argument("--rates", type=numbers(float), default=[1e-3, 2e-3, 4e-3])
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--rates", type=programs.split(float), default=[1e-3, 2e-3, 4e-3])
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--all-seeds", action="store_true")
   parser.add_argument("--bracket", action="store_true")
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
   runs = Runs(args)
@@ -220,7 +211,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

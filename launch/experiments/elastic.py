@@ -19,23 +19,21 @@ import time
 
 from flax import nnx
 import jax
-import matplotlib
+from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files, jobs
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.evaluate import Evaluator
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import numbers, trained
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after choosing the backend
+from launch.experiments.compare import train_to_end
 
 COUNTS = (2, 3, 4, 5, 6, 8, 9, 12, 16)  # at which every checkpoint is evaluated
 TRAINED = (3, 4, 6, 8, 12)
@@ -50,10 +48,6 @@ _LATE = [*_MIXED, "train.draw_from=0.7"]
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
-  "own6_bare": _BARE,
-  "own6_k6": [*_UNIFORM, "model.time.sinusoidal_dim=6"],
-  "own6_common3": [*_BARE, "model.time.common=3.0"],
-  "slow_late50": [*_SLOW, *_MIXED, "train.draw_from=0.5"],
   "slow_late": [*_SLOW, *_LATE],
   "slow_mixed_mean": [*_SLOW, *_MIXED],
   "slow_mixed": ["model.time.scale=20.0", *_MIXED],
@@ -61,7 +55,6 @@ RECIPES: dict[str, list[str]] = {
   "mixed": [*_UNIFORM, *_MIXED],
   "elastic": [*_BARE, *_LATE],
   "late": [*_UNIFORM, *_LATE],
-  "late60": [*_UNIFORM, *_MIXED, "train.draw_from=0.6"],
   "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
   "late_k6": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=6"],
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
@@ -70,7 +63,6 @@ RECIPES: dict[str, list[str]] = {
   "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
   "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
   "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
-  "slow12_k12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0", "model.time.sinusoidal_dim=12"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
   "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
 }
@@ -103,7 +95,7 @@ EMBEDDINGS = {
 
 @dataclasses.dataclass
 class Result:
-  """What one run ended with."""
+  """The results of one run."""
 
   losses: dict[int, float]  # nats per token of the validation text, by number of solver steps
   seconds: float  # of training, compilations included
@@ -120,8 +112,8 @@ def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
       config = _made_continuous(args, recipe, seed, workdir)
     else:
       config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
-    finite = math.isfinite(trained(config, workdir))
-    losses = evaluated(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
+    finite = math.isfinite(train_to_end(config, workdir))
+    losses = evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
     result = Result(losses, time.perf_counter() - start)
     files.write(path, json.dumps(dataclasses.asdict(result)).encode())
   found = files.read_json(path)
@@ -140,7 +132,7 @@ def _made_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: 
   return config
 
 
-def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
+def evaluate(config: config_lib.Config, workdir: str) -> dict[int, float]:
   """Validation losses of a run's newest model at all of COUNTS that it has weights for."""
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
@@ -152,8 +144,7 @@ def evaluated(config: config_lib.Config, workdir: str) -> dict[int, float]:
 
 def correlations() -> str:
   """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
-  head = [f"{n} steps, {place}" for place in ("end", "mean") for n in OWN]
-  lines = [f"| time embedding | {' | '.join(head)} |", f"| {' | '.join(['---'] * (len(head) + 1))} |"]
+  rows = []
   for label, embedding in EMBEDDINGS.items():
     cells = []
     for place in ("end", "mean"):
@@ -161,8 +152,8 @@ def correlations() -> str:
         config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
         config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
         cells.append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
-    lines.append(f"| {label} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    rows.append([label, *cells])
+  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place in ("end", "mean") for n in OWN)], rows)
 
 
 def _correlation(config: ModelConfig, seed: int) -> float:
@@ -197,7 +188,8 @@ def both_tables(found: dict[str, list[Result]], own: str) -> str:
 
 def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
   """Losses against the number of steps: a line for each recipe, a point for each model trained at one number alone."""
-  figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+  figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+  axes = figure.subplots()
   mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
   spread = lambda results, n: np.std([result.losses[n] for result in results])
   for recipe, results in found.items():
@@ -215,13 +207,12 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs what is missing, seed by seed, and prints the tables."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", default="configs/arena.py")
-  parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--recipes", type=programs.split(), default=list(RECIPES))
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--own", default="own{}", help="which recipes differences are against, e.g. stored{}")
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--plot", metavar="FILE.png")
   parser.add_argument("--correlations", action="store_true", help="print only how W(t) of successive steps correlate")
   args = parser.parse_args(argv)
@@ -242,7 +233,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -22,8 +22,9 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import numbers, with_row
+from launch.experiments.compare import with_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Tuned:
   over_training: float
 
 
-def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
-  """One fine-tuning, done if it is not there yet."""
+def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tuned:
+  """Fine-tunes one run unless that is done, and reads its losses."""
   config = config_lib.load(with_row(args.config, row), args.set)
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
@@ -60,19 +61,18 @@ def tuned(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tu
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--config", required=True)
   parser.add_argument("--from_workdir", required=True)
   parser.add_argument("--workdir", required=True)
-  parser.add_argument("--rows", type=lambda text: text.split(","), default=["full", "lora"])
-  parser.add_argument("--steps", type=numbers(int), default=[3, 4, 6, 8, 12])
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  parser.add_argument("--rows", type=programs.split(), default=["full", "lora"])
+  parser.add_argument("--steps", type=programs.split(int), default=[3, 4, 6, 8, 12])
   args = parser.parse_args(argv)
   matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
   sources = matches or [args.from_workdir]  # which may be in a bucket
   cells = []
   for count in args.steps:
-    found = [[tuned(args, source, row, count) for source in sources] for row in args.rows]
+    found = [[tune(args, source, row, count) for source in sources] for row in args.rows]
     cell = lambda runs, of: tables.mean_and_error([getattr(one, of) for one in runs], ".3f")
     after = [cell(runs, of) for runs in found for of in ("after", "over_training")]
     cells.append([str(count), cell(found[0], "before"), *after])
@@ -80,7 +80,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

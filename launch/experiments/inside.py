@@ -19,7 +19,6 @@ Texts are windows of the runs' validation part, the same for all runs. `--plot` 
 means over seeds, and the range.
 """
 
-import argparse
 import dataclasses
 
 import jax
@@ -31,8 +30,8 @@ import diffeq_nnx
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.weight_sources import GeneratedWeights
+from launch import programs
 from launch.experiments import tables
 
 REPLACEMENTS = 8
@@ -62,7 +61,7 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
   texts_RxL = np.tile(tokens_L, (1 + (L - 1) * REPLACEMENTS, 1))
   others = np.random.default_rng(seed).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
   texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
-  with analyzed.computing():
+  with analyzed.use_device():
     passed = observe(config, False, analyzed.rest, analyzed.weights, texts_RxL)
     logits_RxV = logits_of(config, analyzed.rest, passed.states[-1][:, -1:])[:, 0]
     logs_RxV = np.asarray(jax.nn.log_softmax(logits_RxV), np.float64)
@@ -70,8 +69,8 @@ def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int
   return divergences.reshape(L - 1, REPLACEMENTS).mean(-1)
 
 
-def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
-  """One run."""
+def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
+  """Measures one run."""
   run = diffeq_nnx.load(workdir)
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)
@@ -96,7 +95,7 @@ def measured(workdir: str, num_texts: int, num_tokens: int) -> Measured:
       add(f"distance at the end, weights {label}", clustering.depth_spread(analyzed, tokens_L, held)[0][-1])
     effects = replacement_effects(analyzed, tokens_L)
     for form in sensitivity.FORMS:
-      exponents = sensitivity.exponents(analyzed, tokens_L, leading=1, form=form).exponents[:, 0]
+      exponents = sensitivity.exponents(analyzed, tokens_L, leading=1, form=form)[:, 0]
       add(f"effect of a token: {form.replace('_', '-')} exponent", stats.spearmanr(exponents[:-1], effects).statistic)
     recorded = analyzed.observe(tokens_L, attention=True).attention
     shares = attention.rollout(np.asarray(recorded[:, 0]))[-1]
@@ -130,14 +129,14 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__, settings=False)
   parser.add_argument("--runs", required=True)
   parser.add_argument("--texts", type=int, default=8)
   parser.add_argument("--tokens", type=int, default=32)
   parser.add_argument("--plot", metavar="FILE.png")
   args = parser.parse_args(argv)
   rows = {
-    row: [measured(workdir, args.texts, args.tokens) for workdir in seeds]
+    row: [measure(workdir, args.texts, args.tokens) for workdir in seeds]
     for row, seeds in tables.runs_by_row(args.runs).items()
   }
   print(table(rows))
@@ -146,7 +145,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

@@ -8,7 +8,6 @@
 W(t) and its spectra are those of the first run; each run has a curve of perplexities on its validation text.
 """
 
-import argparse
 import dataclasses
 
 import jax
@@ -20,6 +19,7 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
+from launch import programs
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # after choosing the backend
@@ -73,11 +73,9 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
 
 def main() -> None:
   """Measures the runs and draws the figure."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--workdirs", type=lambda text: text.split(","), required=True)
-  parser.add_argument(
-    "--steps", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
-  )
+  parser = programs.make_parser(__doc__, settings=False)
+  parser.add_argument("--workdirs", type=programs.split(), required=True)
+  parser.add_argument("--steps", type=programs.split(int), default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
   parser.add_argument("--out", default="docs/depth.png")
   arguments = parser.parse_args()
   measured = [perplexities(workdir, arguments.steps) for workdir in arguments.workdirs]

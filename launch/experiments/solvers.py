@@ -19,7 +19,7 @@ losses: final validation loss of every solver with `--steps` solver steps, and w
 default, so that the horizon is the number of steps. Finished runs are not repeated, so the same command continues after
 an interruption.
 
-Errors are in errors.json, losses in results.json, of the work directory.
+The work directory holds errors.json, and a file for the loss of each run.
 """
 
 import argparse
@@ -33,20 +33,17 @@ import statistics
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import matplotlib
+from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
-from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
+from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import Runs, numbers
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after choosing the backend
+from launch.experiments.compare import Runs
 
 STEPS = (4, 8, 16, 32, 64, 128, 256)  # of the errors
 REFERENCE = 1024  # steps of rk4
@@ -95,7 +92,8 @@ def order(by_steps: list[float]) -> float:
 
 def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   """Errors against evaluations, a panel for each block."""
-  figure, panels = pyplot.subplots(1, len(by_field), figsize=(10, 4.2), sharey=True, layout="constrained")
+  figure = Figure(figsize=(10, 4.2), layout="constrained")
+  panels = figure.subplots(1, len(by_field), sharey=True)
   for axes, (field, by_solver) in zip(panels, by_field.items(), strict=True):
     for number, (solver, found) in enumerate(by_solver.items()):
       counts = [evaluations_of(solver, n) for n in STEPS]
@@ -157,7 +155,7 @@ def gradient_arrays(solver: str, dtype: str, adjoint: integration.Adjoint) -> li
 def gradients() -> str:
   """Markdown tables of reversible gradients."""
   solvers.register("plain_leapfrog", Plain())
-  lines = ["| dtype | reversible | reversible, carried in this dtype alone | remat=full |", "| --- | --- | --- | --- |"]
+  rows = []
   for dtype in ("float32", "bfloat16"):
     cells = []
     for solver, adjoint in (
@@ -167,15 +165,17 @@ def gradients() -> str:
     ):
       stored, found = (gradient_arrays(solver, dtype, each) for each in (integration.Checkpointed(), adjoint))
       cells.append(max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(stored, found, strict=True)))
-    lines.append(f"| {dtype} | {' | '.join(f'{cell:.2g}' for cell in cells)} |")
-  lines += ["", "| steps | temporaries, reversible, MiB | checkpointed, remat=full, MiB |", "| --- | --- | --- |"]
+    rows.append([dtype, *(f"{cell:.2g}" for cell in cells)])
+  differences = tables.markdown(["dtype", "reversible", "reversible, carried in this dtype alone", "remat=full"], rows)
+  rows = []
   for num_steps in (4, 12, 48):
     sizes = []
     for adjoint in (integration.Reversible(), integration.Checkpointed("full")):
       run, arguments = gradient_of("leapfrog", "float32", num_steps, adjoint)
       sizes.append(run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 2**20)
-    lines.append(f"| {num_steps} | {sizes[0]:.1f} | {sizes[1]:.1f} |")
-  return "\n".join(lines)
+    rows.append([str(num_steps), *(f"{size:.1f}" for size in sizes)])
+  memory = tables.markdown(["steps", "temporaries, reversible, MiB", "checkpointed, remat=full, MiB"], rows)
+  return f"{differences}\n\n{memory}"
 
 
 def losses(args: argparse.Namespace) -> str:
@@ -183,11 +183,7 @@ def losses(args: argparse.Namespace) -> str:
   path, _, row = args.config.partition(":")
   args.config = path
   runs = Runs(args)
-  lines = [
-    f"| solver | loss at {args.steps} steps | against euler | steps for {args.evaluations} evaluations | loss there | "
-    "against euler |",
-    "| --- | --- | --- | --- | --- | --- |",
-  ]
+  rows: list[list[str]] = []
   first: dict[bool, list[float]] = {}
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
   found: dict[tuple[str, int], list[float]] = {}
@@ -196,7 +192,7 @@ def losses(args: argparse.Namespace) -> str:
       for count in dict.fromkeys(counts):
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
         name = f"{row}_{solver}_{count}_seed{seed}"
-        found.setdefault((solver, count), []).append(runs.loss_of(name, row, settings))
+        found.setdefault((solver, count), []).append(runs.find_loss(name, row, settings))
   for solver, counts in plan.items():
     cells = []
     for equal_steps, count in zip((True, False), counts, strict=True):
@@ -207,21 +203,21 @@ def losses(args: argparse.Namespace) -> str:
         f"{statistics.mean(values):.3f}",
         tables.difference(values, first[equal_steps], "+.3f") if values is not first[equal_steps] else "0",
       ]
-    lines.append(f"| {solver} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    rows.append([solver, *cells])
+  columns = [f"loss at {args.steps} steps", "against euler", f"steps for {args.evaluations} evaluations", "loss there"]
+  return tables.markdown(["solver", *columns, "against euler"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = programs.make_parser(__doc__)
   parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--plot", metavar="FILE.png")
   parser.add_argument("--config", default="configs/english.py:diffeq")
-  parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
   parser.add_argument("--steps", type=int, default=6)
   parser.add_argument("--evaluations", type=int, default=12)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   if args.what != "errors":
     print(losses(args) if args.what == "losses" else gradients())
@@ -231,18 +227,15 @@ def main(argv: list[str] | None = None) -> None:
   os.makedirs(args.workdir, exist_ok=True)
   with open(os.path.join(args.workdir, "errors.json"), "w", encoding="utf-8") as file:
     json.dump({"steps": STEPS, **by_field}, file, indent=2)
-  print(
-    "| solver | order, gpt | order, llama | evaluations a step: attention, feed-forward |\n| --- | --- | --- | --- |"
-  )
-  for solver in by_field["gpt"]:
-    orders = " | ".join(f"{order(by_solver[solver]):.2f}" for by_solver in by_field.values())
-    print(f"| {solver} | {orders} | {', '.join(map(str, SOLVERS[solver].evaluations))} |")
+  rows = [
+    [solver, *(f"{order(found[solver]):.2f}" for found in by_field.values()), ", ".join(map(str, evaluations))]
+    for solver, evaluations in ((name, SOLVERS[name].evaluations) for name in by_field["gpt"])
+  ]
+  columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
+  print(tables.markdown(columns, rows))
   if args.plot:
     plot(by_field, args.plot)
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except (RunError, UserError) as error:
-    raise SystemExit(f"error: {error}") from None
+  programs.start(main)

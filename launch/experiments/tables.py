@@ -28,7 +28,7 @@ def difference(values: Sequence[float], base: Sequence[float], digits: str = "+.
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A table."""
+  """A Markdown table."""
   return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 

@@ -28,12 +28,11 @@ class Points:
   hover: Sequence[str] | None = None  # [N] shown by the page beside the values
   color: np.ndarray | None = None  # [N] values for the panel's color scale; None: the label's color
   size: float = 5.0  # diameter in pixels of the page
-  opacity: float = 0.7  # from 0 to 1
 
   def __post_init__(self):
     _align(self, x=float, y=float, hover=object, color=float)
 
-  def thinned(self) -> "Points":
+  def thin(self) -> "Points":
     """The points with finite x and y; of more than `MAX_POINTS`, a part that is even in y and keeps all extremes."""
     arrays: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
     kept = np.flatnonzero(np.isfinite(self.x) & np.isfinite(self.y))
@@ -57,7 +56,6 @@ class Line:
   dashed: bool = False
   width: float = 2.0  # in pixels of the page
   color: str | None = None  # "#rrggbb"; None: the label's
-  opacity: float = 1.0  # from 0 to 1
 
   def __post_init__(self):
     _align(self, x=float, y=float)
@@ -94,7 +92,6 @@ class Panel:
   marks: Sequence[Points | Line] = ()
   heatmap: Heatmap | None = None
   color_label: str = ""  # beside the color scale
-  equal: bool = False  # whether both axes have the same scale
 
   @property
   def color_limits(self) -> tuple[float, float] | None:
@@ -115,10 +112,10 @@ class Chart:
   panels: Sequence[Panel]  # from left to right, then down
   columns: int = 2  # panels side by side where there is room
 
-  def thinned(self) -> "Chart":
-    """The chart with `Points.thinned`; if some had too many, the caption says how many of how many are drawn."""
+  def thin(self) -> "Chart":
+    """The chart with `Points.thin`; if some had too many, the caption says how many of how many are drawn."""
     before = [mark for panel in self.panels for mark in panel.marks if isinstance(mark, Points)]
-    after: dict[Any, Points] = {mark: mark.thinned() for mark in before}
+    after: dict[Any, Points] = {mark: mark.thin() for mark in before}
     panels = [dataclasses.replace(p, marks=[after.get(mark, mark) for mark in p.marks]) for p in self.panels]
     shown, total = (sum(len(mark.x) for mark in marks) for marks in (after.values(), before))
     crowded = any(len(mark.x) > MAX_POINTS for mark in before)

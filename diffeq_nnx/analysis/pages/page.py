@@ -52,7 +52,7 @@ def _plot(panel: Panel, chart: Chart) -> Markup:
   figure.update_layout(height=420 if chart.columns == 1 else 340, margin={"l": 62, "r": 20, "t": 26, "b": 46})
   figure.update_layout(font={"size": 12, "family": "inherit"}, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
   figure.update_xaxes(title={"text": _plain(panel.x_label), "standoff": 8})
-  figure.update_yaxes(title={"text": _plain(panel.y_label), "standoff": 8}, scaleanchor="x" if panel.equal else None)
+  figure.update_yaxes(title={"text": _plain(panel.y_label), "standoff": 8})
   if panel.color_limits:
     low, high = panel.color_limits
     bar = {"thickness": 10, "outlinewidth": 0, "title": {"text": _plain(panel.color_label), "side": "right"}}
@@ -80,10 +80,10 @@ def _trace(panel: Panel, mark: Points | Line, color: str) -> go.Scatter:
   trace = go.Scatter(x=mark.x, y=mark.y, name=label, legendgroup=label, marker={"color": color, "line": {"width": 0}})
   if isinstance(mark, Line):
     line = {"color": color, "width": mark.width, "dash": "dash" if mark.dashed else "solid"}
-    trace.update(mode="lines+markers" if mark.dotted else "lines", line=line, opacity=mark.opacity)
+    trace.update(mode="lines+markers" if mark.dotted else "lines", line=line)
     trace.marker.size = 2.5 * mark.width
   else:
-    trace.update(mode="markers", marker={"size": mark.size, "opacity": mark.opacity})
+    trace.update(mode="markers", marker={"size": mark.size, "opacity": palette.POINT_OPACITY})
     if mark.hover is not None:
       trace.text, shown = list(map(_plain, mark.hover)), ["%{text}", *shown]
     if mark.color is not None:

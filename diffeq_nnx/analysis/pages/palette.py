@@ -14,6 +14,7 @@ def _stops(name: str, start: float = 0.0, end: float = 1.0) -> list[str]:
 # Okabe and Ito's (2008), with gray in place of black and yellow, which are lost on a dark or a white page
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 MISSING = "#a3a7ad"  # of a value that isn't finite
+POINT_OPACITY = 0.7
 CELLS = _stops("viridis", 0.2, 0.93)  # the part that is seen on dark and on white
 TINTS = _stops("Blues")  # behind a token
 DIVERGING = _stops("RdBu_r")

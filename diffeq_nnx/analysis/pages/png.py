@@ -27,7 +27,7 @@ def draw(item: Chart | ColoredText, path: str) -> None:
   """Writes a chart or a text as a PNG file atomically; leaves Matplotlib's settings and figures as they are."""
   styled = style.context(["seaborn-v0_8-whitegrid", STYLE], after_reset=True)
   with styled, warnings.catch_warnings(action="ignore"):  # of glyphs that the font lacks: they become boxes
-    figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thinned())
+    figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thin())
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
   files.write(path, content.getvalue())
@@ -66,16 +66,16 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if isinstance(mark, Line):
       shape: dict[str, Any] = {"linestyle": "--" if mark.dashed else "-", "marker": "o" if mark.dotted else None}
       sizes: dict[str, Any] = {"linewidth": 0.75 * mark.width, "markersize": 2 * mark.width}
-      (drawn,) = axes.plot(mark.x, mark.y, color=color, alpha=mark.opacity, **shape, **sizes)
+      (drawn,) = axes.plot(mark.x, mark.y, color=color, **shape, **sizes)
     else:
-      shades = color if mark.color is None else colors.to_rgba(mark.color, alpha=mark.opacity)
-      drawn = axes.scatter(mark.x, mark.y, color=shades, alpha=mark.opacity, s=(0.75 * mark.size) ** 2, linewidths=0)
+      shades = color if mark.color is None else colors.to_rgba(mark.color, alpha=palette.POINT_OPACITY)
+      drawn = axes.scatter(
+        mark.x, mark.y, color=shades, alpha=palette.POINT_OPACITY, s=(0.75 * mark.size) ** 2, linewidths=0
+      )
     if mark.label:
       labels.setdefault(visible(mark.label), drawn)
   if labels:
     axes.legend(labels.values(), labels.keys(), frameon=True, framealpha=0.8)
-  if panel.equal:
-    axes.set_aspect("equal", adjustable="datalim")
 
 
 def _text_figure(text: ColoredText) -> Figure:

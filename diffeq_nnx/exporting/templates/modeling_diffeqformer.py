@@ -93,19 +93,19 @@ def integrate(config, layers, evaluate, x):
     if kind == "runge_kutta":
       slopes = []
       for row, node in zip(method["a"], method["nodes"]):
-        slopes.append(evaluate("slope", used[node], moved(x, dt, row, slopes)))
-      x = moved(x, dt, method["b"], slopes)
+        slopes.append(evaluate("slope", used[node], add_increment(x, dt, row, slopes)))
+      x = add_increment(x, dt, method["b"], slopes)
     elif kind == "splitting":
       for branch, share in method["parts"]:
-        x = moved(x, dt, [share], [evaluate(branch, used[0], x)])
+        x = add_increment(x, dt, [share], [evaluate(branch, used[0], x)])
     elif kind == "leapfrog":
-      before, middle = middle, moved(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
+      before, middle = middle, add_increment(before, 2 * dt, [1.0], [evaluate("slope", used[0], middle.to(x.dtype))])
     else:
       raise ValueError(f"config.json: method.kind is {kind!r}, which this modeling file does not know")
   return ((before + middle) / 2).to(x.dtype) if kind == "leapfrog" else x
 
 
-def moved(x, dt, factors, slopes):
+def add_increment(x, dt, factors, slopes):
   """x + dt sum_j factors_j slopes_j, in the dtype of x."""
   terms = [f * wide(slope) for f, slope in zip(factors, slopes) if f != 0]
   return (wide(x) + dt * sum(terms)).to(x.dtype) if terms else x
