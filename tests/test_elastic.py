@@ -16,7 +16,6 @@ from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.discretize import derive_config
-from diffeq_nnx.model import grids
 from diffeq_nnx.model.continuation import continuous_config, continuous_params
 from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
