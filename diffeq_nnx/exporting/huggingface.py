@@ -193,7 +193,7 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       common
       | sizes
       | {
-        "head_dim": exported.head_dim,
+        "head_dim": exported.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": exported.block_eps,
         "rope_theta": exported.rope.base,

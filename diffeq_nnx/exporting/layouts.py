@@ -82,7 +82,7 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
     ),
   }[architecture]
   field = vector_fields.FIELDS[model.field]
-  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
+  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not vector_fields.has_tied_head(model))
   for name in tables:
     yield Entry(f"{outside[name]}.weight", (name,), None, "same")
   for leaf in field.norm_specs(model.embed_dim):
@@ -172,7 +172,7 @@ def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = Fa
   if kind == "transposed":
     return array.T
   if kind == "qkv":
-    H, C = model.num_heads, model.head_dim
+    H, C = model.num_heads, model.head_size
     split = (3, H, C) if back else (H, 3, C)
     return array.reshape(*array.shape[:-1], *split).swapaxes(-3, -2).reshape(array.shape)
   return array
