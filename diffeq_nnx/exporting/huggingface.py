@@ -25,7 +25,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
 
-FORMS = ("hf", "hf_exact", "hf_code")
+FORMS = ("hf", "hf_code")
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
 MODELING_FILE = "modeling_diffeqformer.py"
 CHECKED_TOKENS = 64  # tokens of each of the two sequences whose logits are compared
@@ -44,8 +44,7 @@ def export_hf(
     folder: made by this call.
     tokenizer: None: no tokenizer files, and no marks.
     num_steps: as for `diffeq_nnx.discretize`.
-    form: hf, hf_exact (a Llama with a few extra channels, whose one eps then has the effect of our two), or hf_code
-      (our own modeling file for sequential steps too: it represents every model).
+    form: hf, or hf_code (our own modeling file for sequential steps too: it represents every model).
 
   Returns:
     A description: folder, architecture, trust_remote_code, num_steps, dtype, logit_difference (the largest difference
@@ -53,8 +52,8 @@ def export_hf(
     and notes, a list of sentences.
 
   Raises:
-    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, hf_exact the
-      norms, or the modeling file an added field or solver.
+    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, or the
+      modeling file an added field or solver.
   """
   stored = discretize(model, num_steps)
   return write(stored.config, params_of(stored), folder, tokenizer, form)
@@ -72,12 +71,6 @@ def architecture_of(model: ModelConfig, form: str) -> str:
     )
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
-  if model.field == "llama" and model.block_shift and form == "hf_exact":
-    raise UserError(
-      f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
-      "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
-      everywhere=True,
-    )
   if model.field == "llama":
     return layouts.OWN if model.block_shift else "llama"
   if model.kv_heads != model.num_heads:
@@ -93,20 +86,12 @@ def architecture_of(model: ModelConfig, form: str) -> str:
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
   architecture = architecture_of(stored, form)
-  wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
-  exported = exported_config(stored, layouts.OWN if wide else architecture)
+  exported = exported_config(stored, architecture)
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
     factors = make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
     tensors = layouts.to_tensors(architecture, stored, params, factors)
-    if wide:
-      tensors, eps = layouts.widened(exported, tensors)
-      settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
-      notes.append(
-        f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and "
-        "biases in its feed-forward branches, which give its one eps the effect of our two"
-      )
     folders.write_json(place, "config.json", {**settings, **marks})
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
@@ -118,15 +103,12 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     del tensors
     tensors = safetensors.numpy.load_file(path)
-    if wide:
-      tensors, block_eps, final_eps = layouts.narrowed(exported, tensors, eps)
-      exported = dataclasses.replace(exported, norm_eps=block_eps, final_norm_eps=final_eps)
     difference = _logit_difference(stored, params, exported, layouts.to_params(architecture, exported, tensors))
-  if exported.final_eps != stored.final_eps and not wide:
+  if exported.final_eps != stored.final_eps:
     notes.append(
       f"{architecture} has one eps, {exported.block_eps:g}, which is the block's; the final norm's is "
       f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
-      "--format=hf_exact (Llama only), hf_code and stablehlo keep both"
+      "--format=hf_code and --format=stablehlo keep both"
     )
   return {
     "folder": folder,

@@ -131,42 +131,6 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   )
 
 
-def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
-  """Llama's arrays with H extra channels, whose one eps then has the effect of our two: (arrays, rms_norm_eps).
-
-  The extra channels are 0 until the bias of the last feed-forward branch sets the first of them to a. No kernel reads
-  it, but the final norm's mean does. With W = D + H channels that is (D mean + a^2) / W + eps, so that
-  eps = D / W of the block's eps, a^2 = D (final eps - block's eps), and the norms' scales shrink by sqrt(D / W).
-  """
-  D, W, F = model.embed_dim, model.embed_dim + model.num_heads, model.hidden_dim
-  wide = {}
-  for name, array in tensors.items():
-    if array.ndim == 1:
-      array = array * (D / W) ** 0.5
-    writes = array.ndim == 1 or name.endswith(("o_proj.weight", "down_proj.weight"))
-    padding = [(0, 0)] * array.ndim
-    padding[0 if writes else 1] = (0, W - D)
-    wide[name] = np.pad(array, padding).astype(np.float32)
-  for step in range(model.num_steps):
-    for name, size in (("gate_proj", F), ("up_proj", F), ("down_proj", W)):
-      wide[f"model.layers.{step}.mlp.{name}.bias"] = np.zeros(size, np.float32)
-  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps)) ** 0.5
-  return wide, model.block_eps * D / W
-
-
-def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, float, float]:
-  """The inverse of `widened`: (Llama's arrays, the block's eps, the final norm's)."""
-  D, W = model.embed_dim, model.embed_dim + model.num_heads
-  added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
-  tensors = {
-    name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
-    for name, array in wide.items()
-    if not name.endswith(".bias")
-  }
-  tensors = {name: array * np.float32((W / D) ** 0.5) if array.ndim == 1 else array for name, array in tensors.items()}
-  return tensors, eps * W / D, float(eps * W / D + added**2 / D)
-
-
 def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
   """An array in the file's layout, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
   if kind == "transposed":
