@@ -17,7 +17,13 @@ def hub(tmp_path, monkeypatch):
   for model in MODELS:
     folder = tmp_path / "models" / model
     folder.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "model-00001-of-00001.safetensors", "modeling.py", "pytorch_model.bin"):
+    for name in (
+      "config.json",
+      "tokenizer.json",
+      "model-00001-of-00001.safetensors",
+      "modeling.py",
+      "pytorch_model.bin",
+    ):
       (folder / name).write_text(f"{model} {name}")
   server = Hub(tmp_path / "models", "secret", private=("org/private",), gated=("org/gated",))
   template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

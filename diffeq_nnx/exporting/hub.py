@@ -1,9 +1,13 @@
-"""Models on the Hugging Face hub, fetched by huggingface_hub."""
+"""Where an import finds a model: a folder, a name on the Hugging Face hub, or a GGUF file."""
 
+from collections.abc import Iterator
+import contextlib
 import re
+import tempfile
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.exporting import gguf_files
 
 # What an import reads. Code, and weights in other formats, stay on the hub.
 _FILES = [
@@ -12,6 +16,21 @@ _FILES = [
   *("vocab.json", "merges.txt", "chat_template.jinja"),
 ]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@contextlib.contextmanager
+def open_folder(name: str) -> Iterator[str]:
+  """The folder with a model: `find_folder` of its name, or of a GGUF file a temporary one.
+
+  Raises:
+    UserError: as `find_folder` and `gguf_files.write_folder`.
+  """
+  if not name.endswith(".gguf"):
+    yield find_folder(name)
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    gguf_files.write_folder(name, folder)
+    yield folder
 
 
 def find_folder(name: str) -> str:

@@ -18,7 +18,7 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
-from diffeq_nnx.exporting.hub import find_folder
+from diffeq_nnx.exporting.hub import open_folder
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.vector_fields import FIELDS, has_tied_head
@@ -51,8 +51,7 @@ _QWEN_SIZES = _LLAMA_SIZES | {
 _SIZES = {
   "gpt2": _GPT2_SIZES,
   "llama": _LLAMA_SIZES,
-  "mistral": _LLAMA_SIZES
-  | {"mlp_dim": ("intermediate_size", 14336), "seq_len": ("max_position_embeddings", 131072)},
+  "mistral": _LLAMA_SIZES | {"mlp_dim": ("intermediate_size", 14336), "seq_len": ("max_position_embeddings", 131072)},
   "qwen2": _QWEN_SIZES,
   "qwen3": _QWEN_SIZES,
 }
@@ -77,13 +76,14 @@ def import_hf(folder: str, seq_len: int | None = None) -> Model:
   float16.
 
   Args:
-    folder: a path, or the name of a model on the hub, see `hub.find_folder`.
+    folder: a path, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
     seq_len: positions of the model; None: as many as the folder says.
 
   Raises:
     UserError: a folder that can't be read, another architecture, an unsupported property, or a longer `seq_len`.
   """
-  model, params = read(find_folder(folder), seq_len)
+  with open_folder(folder) as opened:
+    model, params = read(opened, seq_len)
   return build(model, jax.tree.map(jnp.asarray, params))
 
 
