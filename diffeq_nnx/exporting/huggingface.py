@@ -1,7 +1,7 @@
-"""Hugging Face folders: as GPT-2, Llama or Qwen where these can represent the model, else with our own small modeling file.
+"""Hugging Face folders: as GPT-2, Llama or Qwen where these can hold the model, else with our own small modeling file.
 
-Models with sequential steps are GPT-2, Llama or Qwen once dt is folded into the projections onto the residual stream. No
-architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
+Models with sequential steps are GPT-2, Llama or Qwen once dt is folded into the projections onto the residual stream.
+No architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
 CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and only StableLM and Cohere have
 SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a branch more than once.
 """
@@ -67,7 +67,11 @@ def export_hf(
 
 
 def architecture_of(model: ModelConfig, form: str) -> str:
-  """gpt2, one of `layouts.LLAMAS`, or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
+  """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer.
+
+  Raises:
+    UserError: an unknown form, or a model that it can't represent.
+  """
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
   if model.field not in ("gpt", "llama") or methods.described(SOLVERS[model.solver]) is None:

@@ -305,8 +305,8 @@ def _params(kind: str, model: ModelConfig, folder: _Folder) -> Params:
     head, embedding = tensors.pop("lm_head.weight", None), {"gpt2": "transformer.wte"}.get(kind, "model.embed_tokens")
     if head is not None and not np.array_equal(head, tensors.get(f"{embedding}.weight")):
       raise folder.error(
-        "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct the one "
-        "or the other"
+        "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "
+        "the two"
       )
   try:
     params = layouts.to_params("llama" if kind == "mistral" else kind, model, tensors)
