@@ -1,4 +1,4 @@
-"""GGUF files of Llamas: weights as the gguf package gives them, rotated channels in our order, both kinds of tokenizers."""
+"""GGUF files of Llamas: weights as the gguf package gives them, rotated channels in our order, both tokenizers."""
 
 import gguf
 import numpy as np
@@ -95,18 +95,8 @@ def byte_pairs(pre):
 def sentencepieces(proto):
   model = sentencepiece.SentencePieceProcessor(model_proto=proto)
   ids = range(model.vocab_size())
-  kinds = [
-    2
-    if model.is_unknown(i)
-    else 3
-    if model.is_control(i)
-    else 6
-    if model.is_byte(i)
-    else 5
-    if model.is_unused(i)
-    else 1
-    for i in ids
-  ]
+  tests = {2: model.is_unknown, 3: model.is_control, 5: model.is_unused, 6: model.is_byte}
+  kinds = [next((kind for kind, test in tests.items() if test(i)), 1) for i in ids]
   return {
     "tokenizer.ggml.model": ("llama", STRING),
     "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],

@@ -9,6 +9,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting.hub import find_folder
 from tests.hub_server import COMMIT, Hub
 
+FETCHED = ["config.json", "model-00001-of-00001.safetensors", "tokenizer.json"]
 MODELS = ("org/open", "org/private", "org/gated")
 
 
@@ -17,17 +18,12 @@ def hub(tmp_path, monkeypatch):
   for model in MODELS:
     folder = tmp_path / "models" / model
     folder.mkdir(parents=True)
-    for name in (
-      "config.json",
-      "tokenizer.json",
-      "model-00001-of-00001.safetensors",
-      "modeling.py",
-      "pytorch_model.bin",
-    ):
+    for name in (*FETCHED, "modeling.py", "pytorch_model.bin"):
       (folder / name).write_text(f"{model} {name}")
   server = Hub(tmp_path / "models", "secret", private=("org/private",), gated=("org/gated",))
   template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
   monkeypatch.setattr(constants, "ENDPOINT", server.url)
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
   monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
   monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
   monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -38,7 +34,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_name_is_fetched_without_code_once_and_with_a_token_where_one_is_needed(hub, monkeypatch):
   folder = find_folder("org/open")
-  assert sorted(os.listdir(folder)) == ["config.json", "model-00001-of-00001.safetensors", "tokenizer.json"]
+  assert sorted(os.listdir(folder)) == FETCHED
   with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
     assert file.read() == "org/open config.json"
   assert sorted(hub.fetched) == sorted(os.listdir(folder))

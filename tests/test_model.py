@@ -77,7 +77,11 @@ def heads_apart(weights: dict, config) -> dict:
   return {**weights, **apart, "out": {**weights["out"], "kernel": out.reshape(len(out), K * G, C, -1)}}
 
 
-QWENS = {"qwen2": {"qkv_bias": True, "tied_head": True}, "qwen3": {"qk_norm": True, "head_dim": 10}}
+VARIANTS = {
+  "qwen2": {"qkv_bias": True, "tied_head": True},
+  "qwen3": {"qk_norm": True, "head_dim": 10},
+  "untied": {"tied_head": False, "head_dim": 10},
+}
 PUBLISHED_LLAMAS = {  # not rows: the field decides, too
   "published, sequential": {"initialization": "published", "solver": "sequential"},
   "published, stored": {"initialization": "published", "weights": "stored"},
@@ -93,7 +97,7 @@ PUBLISHED_LLAMAS = {  # not rows: the field decides, too
     *zip(ROWS, itertools.cycle(["gpt", "llama"])),
     ("diffeq", "llama"),
     ("published", "gpt"),
-    *((row, "llama") for row in PUBLISHED_LLAMAS | QWENS),
+    *((row, "llama") for row in PUBLISHED_LLAMAS | VARIANTS),
     ("untied", "gpt"),
   ],
 )
@@ -101,7 +105,7 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
   config = small_model(
     field=field,
     dtype="float64",
-    **(ROWS | PUBLISHED_LLAMAS | QWENS | {"untied": {"tied_head": False, "head_dim": 10}})[row],
+    **(ROWS | PUBLISHED_LLAMAS | VARIANTS | {"untied": {"tied_head": False, "head_dim": 10}})[row],
   )
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
