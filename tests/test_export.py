@@ -105,7 +105,7 @@ def test_our_own_modeling_file_holds_the_published_llama(solver, form, tmp_path)
   assert (
     "no architecture of transformers" in result["notes"][0]
     if solver == "euler"
-    else (("norms have a shift, which those of transformers' Llama lack" in result["notes"][0]) == (form == "hf"))
+    else (("has a shift in its norms, or both biases and norms" in result["notes"][0]) == (form == "hf"))
   )
   loaded, expected = load(result), logits(model, 4)
   close(torch_logits(loaded), expected)
@@ -113,6 +113,21 @@ def test_our_own_modeling_file_holds_the_published_llama(solver, form, tmp_path)
     layer.attention_norm.bias.data.zero_()
     layer.mlp_norm.bias.data.zero_()
   assert np.abs(torch_logits(loaded) - expected).max() > 1e-2  # a hundred times what `close` lets pass
+
+
+@pytest.mark.parametrize(
+  "field,changes",
+  [
+    ("gpt", {"num_kv_heads": 2, "head_dim": 10, "tied_head": False}),
+    ("llama", {"num_kv_heads": 4}),
+    ("llama", {"qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True}),
+  ],
+)
+def test_our_own_modeling_file_holds_sequential_steps_too(field, changes, tmp_path):
+  model = make(small_model(field=field, solver="sequential", **changes))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
+  assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
+  close(torch_logits(load(result)), logits(model))
 
 
 def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):

@@ -1,7 +1,7 @@
-"""Hugging Face folders: as GPT-2 or Llama where these can represent the model, else with our own small modeling file.
+"""Hugging Face folders: as GPT-2, Llama or Qwen where these can hold the model, else with our own small modeling file.
 
-Models with sequential steps are GPT-2 or Llama once dt is folded into the projections onto the residual stream. No
-architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
+Models with sequential steps are GPT-2, Llama or Qwen once dt is folded into the projections onto the residual stream.
+No architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
 CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and only StableLM and Cohere have
 SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a branch more than once.
 """
@@ -19,6 +19,7 @@ from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
+from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
@@ -26,7 +27,13 @@ from diffeq_nnx.model.parameters import Params, build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
 
 FORMS = ("hf", "hf_code")
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
+CLASSES = {
+  "gpt2": "GPT2LMHeadModel",
+  "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  layouts.OWN: "DiffEqFormerForCausalLM",
+}
 MODELING_FILE = "modeling_diffeqformer.py"
 CHECKED_TOKENS = 64  # tokens of each of the two sequences whose logits are compared
 
@@ -36,8 +43,8 @@ def export_hf(
 ) -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-  Sequential steps become GPT-2 (gpt) or Llama (llama); those of other solvers, and norms with a shift (llama), a folder
-  with its own modeling file.
+  Sequential steps become GPT-2 (gpt), or Llama, Qwen 2 (biases of queries, keys and values) or Qwen 3 (norms of queries
+  and keys) (llama). Those of other solvers, and what these classes lack, become a folder with its own modeling file.
 
   Args:
     model: any model; generated and shared weights are discretized.
@@ -60,7 +67,11 @@ def export_hf(
 
 
 def choose_architecture(model: ModelConfig, form: str) -> str:
-  """gpt2, llama or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
+  """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer.
+
+  Raises:
+    UserError: an unknown form, or a model that it can't represent.
+  """
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}")
   if model.field not in ("gpt", "llama") or methods.describe(SOLVERS[model.solver]) is None:
@@ -71,7 +82,14 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama":
-    return layouts.OWN if model.block_shift else "llama"
+    if model.block_shift or (model.qkv_bias and model.qk_norm):
+      return layouts.OWN
+    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+  if model.head_size * model.num_heads != model.embed_dim:
+    raise UserError(
+      f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads; "
+      "--format=hf_code (our own modeling file) and --format=stablehlo support others",
+    )
   if model.kv_heads != model.num_heads:
     raise UserError(
       f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
@@ -121,7 +139,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
 
 def _explain_own(stored: ModelConfig, form: str) -> str:
   """The note on a folder that has its own modeling file."""
-  reason = "this model's block norms have a shift, which those of transformers' Llama lack"
+  reason = "no Llama of transformers has a shift in its norms, or both biases and norms of queries and keys"
   if stored.solver != "sequential":
     reason = "no architecture of transformers represents this model"
   elif form == "hf_code":
@@ -138,6 +156,7 @@ def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
   """The values of config.json, without the marks."""
+  tied = vector_fields.has_tied_head(exported)
   common = {
     "architectures": [CLASSES[architecture]],
     "model_type": architecture,
@@ -157,7 +176,7 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "resid_pdrop": exported.dropout,
       "embd_pdrop": exported.dropout,
       "attn_pdrop": 0.0,
-      "tie_word_embeddings": True,
+      "tie_word_embeddings": tied,
     }
   sizes = {
     "hidden_size": exported.embed_dim,
@@ -166,22 +185,18 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     "num_attention_heads": exported.num_heads,
     "num_key_value_heads": exported.kv_heads,
     "max_position_embeddings": exported.seq_len,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": tied,
+    "head_dim": exported.head_size,
   }
-  if architecture == "llama":
-    return (
-      common
-      | sizes
-      | {
-        "head_dim": exported.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": exported.block_eps,
-        "rope_theta": exported.rope.base,
-        "rope_scaling": _scaling(exported.rope),
-        "attention_bias": False,
-        "mlp_bias": False,
-      }
-    )
+  if architecture in layouts.LLAMAS:
+    llama = {
+      "hidden_act": "silu",
+      "rms_norm_eps": exported.block_eps,
+      "rope_theta": exported.rope.base,
+      "rope_scaling": _scaling(exported.rope),
+    }
+    without_biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(architecture, ())
+    return common | sizes | llama | dict.fromkeys(without_biases, False)
   module = MODELING_FILE.removesuffix(".py")
   auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
   return (
@@ -194,6 +209,8 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "norm_eps": exported.block_eps,
       "final_norm_eps": exported.final_eps,
       "norm_shift": exported.block_shift,
+      "qkv_bias": exported.qkv_bias,
+      "qk_norm": exported.qk_norm,
       "rotary_base": exported.rope.base,
       "rotary_scaling": _scaling(exported.rope),
     }

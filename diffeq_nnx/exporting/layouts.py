@@ -19,6 +19,7 @@ Tensors = dict[str, np.ndarray]
 
 WRITING = ("out", "down")  # the projections onto the residual stream: dt is folded into them
 OWN = "diffeqformer"  # the architecture of our own modeling file
+LLAMAS = ("llama", "qwen2", "qwen3")  # architectures whose arrays have Llama's names; Mistral's are Llama's
 
 _LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias", "gate": "gate"}
 _GPT2_GROUPS = {
@@ -34,6 +35,8 @@ _LLAMA_GROUPS = {
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
   "value": "self_attn.v_proj",
+  "query_norm": "self_attn.q_norm",
+  "key_norm": "self_attn.k_norm",
   "out": "self_attn.o_proj",
   "mlp_norm": "post_attention_layernorm",
   "gate": "mlp.gate_proj",
@@ -59,10 +62,15 @@ class Entry(NamedTuple):
 
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
-  """The arrays of a model in an architecture: gpt2, llama or diffeqformer."""
+  """The arrays of a model in an architecture: gpt2, one of `LLAMAS`, or diffeqformer."""
   outside, layer, groups, kernel = {
     "gpt2": (
-      {"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
+      {
+        "embedding": "transformer.wte",
+        "positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+      },
       "transformer.h",
       _GPT2_GROUPS,
       "same",
@@ -79,9 +87,9 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
       None,
       "transposed",
     ),
-  }[architecture]
+  }["llama" if architecture in LLAMAS else architecture]
   field = vector_fields.FIELDS[model.field]
-  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
+  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not vector_fields.has_tied_head(model))
   for name in tables:
     yield Entry(f"{outside[name]}.weight", (name,), None, "same")
   for leaf in field.norm_specs(model.embed_dim):
@@ -135,7 +143,7 @@ def _convert(array: np.ndarray, kind: str, model: ModelConfig, back: bool = Fals
   if kind == "transposed":
     return array.T
   if kind == "qkv":
-    H, C = model.num_heads, model.head_dim
+    H, C = model.num_heads, model.head_size
     split = (3, H, C) if back else (H, 3, C)
     return array.reshape(*array.shape[:-1], *split).swapaxes(-3, -2).reshape(array.shape)
   return array

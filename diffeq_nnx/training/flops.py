@@ -50,7 +50,7 @@ def forward_flops(model: ModelConfig, num_steps: int) -> float:
   field, evaluations = vector_fields.make_field(model), solvers.SOLVERS[model.solver].evaluations
   specs = field.specs(model)
   in_attention = num_elements({group: specs[group] for group in field.attention_groups}, "kernel")
-  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
+  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_size
   feedforward = 2 * (num_elements(specs, "kernel") - in_attention)
   step = evaluations.attention * attention + evaluations.feedforward * feedforward
   return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)

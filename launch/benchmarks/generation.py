@@ -54,7 +54,7 @@ def read_by_a_token(ready: ReadyModel, state: decoding.DecodeState) -> dict[str,
 
 def make_state(config: ModelConfig, num_steps: int, rows: int, slots: int) -> decoding.DecodeState:
   """The state with all slots but one filled."""
-  shape = (rows, config.kv_heads, slots, config.head_dim)
+  shape = (rows, config.kv_heads, slots, config.head_size)
   evaluations = num_steps * solvers.SOLVERS[config.solver].evaluations.attention
   cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(evaluations)]
   next_B = jnp.full(rows, slots - 1, jnp.int32)
