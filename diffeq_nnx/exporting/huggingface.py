@@ -88,7 +88,7 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
   if model.head_size * model.num_heads != model.embed_dim:
     raise UserError(
       f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads; "
-      "--format=hf_code (our own modeling file) and --format=stablehlo support others",
+      "--format=hf_code (our own modeling file) and --format=stablehlo support others"
     )
   if model.kv_heads != model.num_heads:
     raise UserError(

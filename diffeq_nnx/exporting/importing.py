@@ -55,7 +55,7 @@ _SIZES = {
   "qwen2": _QWEN_SIZES,
   "qwen3": _QWEN_SIZES,
 }
-_SUPPORTED = {  # key in config.json -> the values that our models have, the default first
+_SUPPORTED: dict[str, dict[str, tuple]] = {  # key in config.json -> the values that our models have, the default first
   "gpt2": {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),

@@ -111,7 +111,7 @@ class DiffEqLM(TemplateLM):
       known = choices(f"harness.{name}")
       if value not in known:
         raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
-    self._open = functools.partial(Run.open, str(workdir), config)
+    self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
     if model is not None:
       mesh = mesh or one_device_mesh(model)
       known = {"config": Config(model=model.config), "model": model, "tokenizer": tokenizer, "mesh": mesh}

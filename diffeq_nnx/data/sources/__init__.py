@@ -140,7 +140,7 @@ def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple
   return [part for file in found for part in file.cut()], states
 
 
-RESOLVERS: dict[str, Callable[[str, str, Options], tuple[list[Part], list]]] = {
+RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
   "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
   "text": functools.partial(_resolve_files, "text"),

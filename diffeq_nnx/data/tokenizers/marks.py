@@ -74,7 +74,7 @@ def resolve(
   id_rule = f"not one token of the vocabulary (ids 0 to {vocab_size - 1}); set"
   number_of = lambda value: token_id(value, id_of, vocab_size)
   eos_id = agree("eos", number_of, f"{id_rule} data.end_token")
-  lists = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
+  lists: dict[str, list[Any]] = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
   if configured.get("eos"):
     lists = {place: ids for place, ids in lists.items() if eos_id in ids and None not in ids}
   elif eos_id is None and lists:
