@@ -1,7 +1,7 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import inspect

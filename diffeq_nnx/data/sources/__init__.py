@@ -1,6 +1,6 @@
 """Sources of text: read lazily, by record, in parts that processes can share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import difflib
 import functools
