@@ -32,7 +32,7 @@ class Source:
       It can be pickled.
   """
 
-  def __init__(self, source: str, key: str, options: Options, parts: list[Part], state: list):
+  def __init__(self, source: str, key: str, options: Options, parts: Sequence[Part], state: list):
     self.source, self.parts, self.counts = source, parts, Counts()
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
@@ -134,7 +134,7 @@ class _Builtin:
     return (topics[name] for name in sorted(topics))
 
 
-def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[list[Part], list]:
+def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
   found = files.resolve(kind, rest, prefix, options)
   states = [file.state() for file in found]
   return [part for file in found for part in file.cut()], states
