@@ -205,20 +205,6 @@ def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, 
   assert len(lengths) == result["num_steps"] * model.solver.evaluations.attention
 
 
-@pytest.mark.parametrize("solver", ["euler", "sequential"])
-def test_our_own_modeling_file_reads_folders_from_before_other_solvers(solver, tmp_path):
-  """Their config.json says nothing of the method: a layer for each step, with dt folded in."""
-  model = make(small_model(solver=solver, horizon=2.0))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
-  path = tmp_path / "out" / "config.json"
-  config = json.loads(path.read_text())
-  assert config["num_hidden_layers"] == 3 and config["step_sizes"] == [1.0] * 3
-  for key in ("num_steps", "num_weight_sets", "method", "step_sizes", "weight_sets"):
-    del config[key]
-  path.write_text(json.dumps(config))
-  close(torch_logits(load(result)), logits(model))
-
-
 @pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "heun")])
 def test_our_own_modeling_file_generates(field, solver, tmp_path):
   """With and without a cache, and padded on the left: greedy tokens are those of our logits."""

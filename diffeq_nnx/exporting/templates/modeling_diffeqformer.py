@@ -24,12 +24,11 @@ class DiffEqFormerConfig(PretrainedConfig):
   qkv_bias: whether llama's queries, keys and values have a bias, as those of gpt do.
   qk_norm: whether llama's queries and keys are normalized, head by head, before they are rotated.
   tie_word_embeddings: whether the head is the token embedding.
-  num_steps: S; None, as in older folders: num_hidden_layers.
-  num_weight_sets: layers; None: num_steps.
-  method: its kind and numbers, see `integrate`; None: solver is euler (both branches read the same state) or sequential
-    (feed-forward reads the sum with attention).
-  step_sizes: dt of each step; None: all are 1, where dt is folded into the projections `out` and `down`.
-  weight_sets: for each step the layers that it uses, one for each node of the method; None: step i uses layer i.
+  num_steps: S.
+  num_weight_sets: layers.
+  method: its kind and numbers, see `integrate`.
+  step_sizes: dt of each step; all are 1 where dt is folded into the projections `out` and `down`.
+  weight_sets: for each step the layers that it uses, one for each node of the method.
   rotary_base, rotary_scaling: of rotary positions; the second as Llama 3's rope_scaling, or None.
   """
 
@@ -52,11 +51,11 @@ class DiffEqFormerConfig(PretrainedConfig):
     norm_shift=False,
     qkv_bias=False,
     qk_norm=False,
-    num_steps=None,
-    num_weight_sets=None,
+    num_steps=12,
+    num_weight_sets=12,
     method=None,
-    step_sizes=None,
-    weight_sets=None,
+    step_sizes=(),
+    weight_sets=(),
     rotary_base=10000.0,
     rotary_scaling=None,
     use_cache=True,
@@ -70,19 +69,10 @@ class DiffEqFormerConfig(PretrainedConfig):
     self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
     self.norm_eps, self.final_norm_eps, self.norm_shift = norm_eps, final_norm_eps, norm_shift
     self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
-    self.num_steps = num_hidden_layers if num_steps is None else num_steps
-    self.num_weight_sets = self.num_steps if num_weight_sets is None else num_weight_sets
-    self.method = METHODS[solver] if method is None else method
-    self.step_sizes = [1.0] * self.num_steps if step_sizes is None else step_sizes
-    self.weight_sets = [[i] for i in range(self.num_steps)] if weight_sets is None else weight_sets
+    self.num_steps, self.num_weight_sets, self.method = num_steps, num_weight_sets, method
+    self.step_sizes, self.weight_sets = list(step_sizes), list(weight_sets)
     self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
     self.use_cache = use_cache
-
-
-METHODS = {
-  "euler": {"kind": "runge_kutta", "a": [[]], "b": [1.0], "nodes": [0]},
-  "sequential": {"kind": "splitting", "parts": [["attention", 1.0], ["feedforward", 1.0]]},
-}
 
 
 def integrate(config, layers, evaluate, x):
