@@ -15,7 +15,7 @@ from diffeq_nnx.runs.run import Run
 from tests.browser import chromium, opened
 from tests.conftest import XLA_FLAGS, mistake, told
 
-TEXT = "Document 3 tells of rivers"
+TEXT = "Document 3 tells"
 PICTURES = {
   "spectra_real",
   "spectra_magnitude",

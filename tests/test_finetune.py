@@ -76,7 +76,7 @@ def test_new_adapters_change_nothing_and_only_what_learns_moves(x64):
   before = jax.tree.map(np.asarray, (state["params"], state["frozen"]))
   step = make_train_step(config)
   for number in range(3):
-    state, _ = step(state, random_batch(config, number), (3,))
+    state, _ = step(state, random_batch(config, number), 3)
   jax.tree.map(np.testing.assert_array_equal, before[1], state["frozen"])
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before[0], state["params"])
   assert all(jax.tree.leaves(moved))

@@ -184,7 +184,7 @@ def test_runs_by_row_says_what_does_not_fit(tmp_path):
 
 
 def test_a_config_that_is_not_there_is_one_line():
-  with pytest.raises(UserError, match=r"^there is no file 'configs/nope.py'[^\n]*$"):
+  with pytest.raises(UserError, match=r"^--config=configs/nope.py:gpt: there is no file 'configs/nope.py'[^\n]*$"):
     config_lib.load("configs/nope.py:gpt", [])
 
 
