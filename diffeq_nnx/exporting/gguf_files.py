@@ -63,7 +63,7 @@ def write_folder(path: str, folder: str) -> None:
       reader = gguf.GGUFReader(local)
       values = {key: field.contents() for key, field in reader.fields.items()}
       config, tied = _config(path, values), all(tensor.name != "output.weight" for tensor in reader.tensors)
-      tensors = {}
+      tensors: dict[str, np.ndarray] = {}
       for tensor in reader.tensors:
         array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
         tensors |= {_name_of(path, tensor.name): np.ascontiguousarray(_with_halves(tensor.name, array, config))}
@@ -114,7 +114,10 @@ def _with_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.nda
 
 def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
   """tokenizer.json of byte pairs, or tokenizer.model of sentencepiece, and tokenizer_config.json."""
-  said = lambda key, default=None: values.get(f"tokenizer.ggml.{key}", default)
+
+  def said(key: str, default: Any = None) -> Any:
+    return values.get(f"tokenizer.ggml.{key}", default)
+
   kind, tokens, divided = said("model"), said("tokens"), _DIVIDED.get(said("pre", "gpt-2"))
   kinds = said("token_type", [1] * len(tokens))
   if kind == "llama":
