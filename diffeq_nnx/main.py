@@ -54,7 +54,7 @@ flags.DEFINE_enum(
   "or stablehlo.",
 )
 flags.DEFINE_string(
-  "from_hf", None, "For import: a Hugging Face folder, the name of a model on the hub, or a GGUF file."
+  "from_hf", None, "For import: a Hugging Face folder, a model's name on the hub, or a GGUF file."
 )
 flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
 flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")
