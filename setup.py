@@ -4,6 +4,7 @@ import setuptools
 
 ANALYSIS = ["diffrax>=0.7.2"]
 GCS = ["gcsfs>=2026.1"]
+GGUF = ["gguf>=0.17"]
 HARNESS = ["lm_eval>=0.4.13"]
 S3 = ["s3fs"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
@@ -68,6 +69,7 @@ setuptools.setup(
     "analysis": ANALYSIS,
     "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
     "gcs": GCS,
+    "gguf": GGUF,
     "harness": HARNESS,
     "hf": ["huggingface_hub"],
     "s3": S3,
@@ -93,6 +95,7 @@ setuptools.setup(
       "wandb",
       *ANALYSIS,
       *GCS,
+      *GGUF,
       *HARNESS,
       *S3,
       *TFDS,

@@ -78,6 +78,10 @@ class ModelConfig(Section, prefix="model."):
   embed_dim: int = number(768, above=0)
   num_heads: int = number(12, above=0)
   num_kv_heads: int | None = number(None, above=0)  # None: num_heads
+  head_dim: int | None = number(None, above=0)  # channels of a head; None: embed_dim / num_heads
+  qkv_bias: bool = False  # whether llama's queries, keys and values have biases (gpt's do), as in Qwen 2
+  qk_norm: bool = False  # whether llama normalizes each head's query and key before it rotates them, as in Qwen 3
+  tied_head: bool | None = None  # whether the output head is the token embedding; None: if gpt
   mlp_dim: int | None = number(None, above=0)  # None: 4 embed_dim
   vocab_size: int = number(50257, above=0)
   seq_len: int = number(1024, above=0)
@@ -100,9 +104,9 @@ class ModelConfig(Section, prefix="model."):
     return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
   @property
-  def head_dim(self) -> int:
-    """Width of one head."""
-    return self.embed_dim // self.num_heads
+  def head_size(self) -> int:
+    """Channels of a head, the default filled in."""
+    return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
   @property
   def hidden_dim(self) -> int:
@@ -133,13 +137,17 @@ class ModelConfig(Section, prefix="model."):
     return float(self.num_steps) if self.horizon is None else self.horizon
 
   def _check_together(self) -> None:
-    check_divides("model.num_heads", self.num_heads, "model.embed_dim", self.embed_dim)
+    if self.head_dim is None:
+      check_divides("model.num_heads", self.num_heads, "model.embed_dim", self.embed_dim)
     check_divides("model.num_kv_heads", self.kv_heads, "model.num_heads", self.num_heads)
-    if self.field == "llama" and self.head_dim % 2:
+    if self.field == "llama" and self.head_size % 2:
       raise UserError(
         f"model.num_heads={self.num_heads}: a llama head must have an even width to be rotated, "
-        f"not {self.head_dim}; change model.num_heads or model.embed_dim={self.embed_dim}"
+        f"not {self.head_size}; change model.num_heads or model.embed_dim={self.embed_dim}, or set model.head_dim"
       )
+    for key in ("qkv_bias", "qk_norm"):
+      if self.field == "gpt" and getattr(self, key):
+        raise UserError(f"model.{key}=True: is a choice for llama's block; set it to False, or set model.field=llama")
     if self.field == "gpt" and self.norm_shift is False:
       raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
     if self.field == "gpt" and self.rope != RopeConfig():

@@ -135,7 +135,7 @@ def attention_for(config: Config, platform: str) -> str:
     return "reference"
   kernel = "pallas_gpu_deterministic" if config.model.attention == "pallas_deterministic" else "pallas_gpu"
   try:
-    return dispatch.choose(kernel, dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_dim)[0]
+    return dispatch.choose(kernel, dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_size)[0]
   except ValueError:  # no such width or dtype
     return "reference"
 
@@ -245,7 +245,7 @@ def kernel_seconds(step: Step, program: hlo.Program) -> float:
   heads = config.model.num_heads // step.mesh.shape["tensor"]
   length = config.model.seq_len // step.mesh.shape["context"]
   # 2 operations per multiply-add, half of all pairs
-  product = sequences_held(config, step.mesh) * heads * config.model.head_dim * length**2
+  product = sequences_held(config, step.mesh) * heads * config.model.head_size * length**2
   seconds = 0.0
   for kernel in program.kernels:
     if "attention_" in kernel.name:

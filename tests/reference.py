@@ -158,7 +158,10 @@ def gpt_feedforward(x_BxLxD, w):
 
 
 def llama_attention(x_BxLxD, w):
-  """RMSNorm, query/key/value, rotary positions on query and key, attention, output; no biases."""
+  """RMSNorm, query/key/value, rotary positions on query and key, attention, output.
+
+  Queries, keys and values may have biases; the query and the key of a head may be normalized before they are rotated.
+  """
   x_BxLxD, w = _f64(x_BxLxD), _tree_map(_f64, w)
   y_BxLxD = rms_norm(x_BxLxD, w["attention_norm"]["scale"], shift_D=w["attention_norm"].get("shift"))
   query_DxHxC, key_DxKxC, value_DxKxC = w["query"]["kernel"], w["key"]["kernel"], w["value"]["kernel"]
@@ -169,9 +172,19 @@ def llama_attention(x_BxLxD, w):
   for b in range(x_BxLxD.shape[0]):
     for h in range(H):
       k = h // G
-      query_LxC = rope(y_BxLxD[b] @ query_DxHxC[:, h])
-      key_LxC = rope(y_BxLxD[b] @ key_DxKxC[:, k])
+      query_LxC = y_BxLxD[b] @ query_DxHxC[:, h]
+      key_LxC = y_BxLxD[b] @ key_DxKxC[:, k]
       value_LxC = y_BxLxD[b] @ value_DxKxC[:, k]
+      if "bias" in w["query"]:
+        query_LxC, key_LxC, value_LxC = (
+          query_LxC + w["query"]["bias"][h],
+          key_LxC + w["key"]["bias"][k],
+          value_LxC + w["value"]["bias"][k],
+        )
+      if "query_norm" in w:
+        query_LxC = rms_norm(query_LxC, w["query_norm"]["scale"])
+        key_LxC = rms_norm(key_LxC, w["key_norm"]["scale"])
+      query_LxC, key_LxC = rope(query_LxC), rope(key_LxC)
       result_BxLxD[b] += _head(query_LxC, key_LxC, value_LxC) @ out_HxCxD[h]
   return result_BxLxD
 

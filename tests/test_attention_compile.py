@@ -18,7 +18,7 @@ from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.shapes import SHAPES
 from launch import gpus
-from launch.benchmarks import hopper_code, hopper_schedule, kernel_schedule
+from launch.benchmarks import hopper_code, kernel_schedule
 
 pytestmark = pytest.mark.usefixtures("optimizations")
 
@@ -254,32 +254,3 @@ def test_machine_code_is_read_in_order():
   assert code.spills == 16 and not code.complaints
   assert code.loops == (range(1, 11),)  # the jump back from behind the exit is no loop
   assert code.events(code.loops[0]) == ["wait", "2 x 64x128x16", "1 x 64x64x16", "until 1", "exponentials", "arrive"]
-  loop = hopper_schedule.Loop.read(code, code.loops[0])
-  shared = (2 * (64 + 128) + (64 + 64)) * 16 * 2 // 128  # both operands of three products
-  assert loop == hopper_schedule.Loop(products=64 + 64 + 32, issue=10, exponentials=16, softmax=16, shared=shared)
-  assert loop.bounds(copied=1280)["products"] == 320 and loop.bounds(copied=1280)["shared memory"] == 2 * shared + 10
-  steps = [step for step in code.steps(code.loops[0]) if step[0] != "run"]
-  assert steps == [("product", 128), ("product", 32), ("until", 1)]
-  assert sum(value for kind, value in code.steps(code.loops[0]) if kind == "run") == sum(
-    instruction.stall for instruction in code.of(code.loops[0])
-  )
-
-
-def test_two_warpgroups_hide_what_they_can():
-  cycles = lambda *steps: hopper_schedule.side_by_side(list(steps))
-  run, product, meet, wait = ("run", 100), ("product", 100), ("meet", 0), ("until", 0)
-  assert cycles(run) == 100
-  assert cycles(product, wait) == 200  # one queue
-  assert 200 <= cycles(run, product, wait) < 205  # of one, while the other runs
-  assert cycles(product, run, product, ("until", 1), run, wait) == 400
-  assert cycles(run, meet, product, wait) == 300  # both run at the same time, then both wait
-
-
-def test_multiprocessors_end_together_if_the_longest_tiles_start_first():
-  sums = []
-  for longest_first in (False, True):
-    tiles = hopper_schedule.tiles_in_order(2048, 16, 4, 1.0, 0.0, longest_first)
-    assert len(tiles) == 16 * 16 * 4 and sum(tiles) == 16 * 4 * 16 * 17 / 2
-    sums.append(hopper_schedule.balance(tiles))
-  assert sums[0] < 0.93 < 0.98 < sums[1] <= 1
-  assert hopper_schedule.balance([1.0] * hopper_schedule.MULTIPROCESSORS) == 1

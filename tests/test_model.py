@@ -66,7 +66,7 @@ def reference_weights(model: Model, times) -> dict:
 
 def heads_apart(weights: dict, config) -> dict:
   """BlockWeights with an axis for the heads, as the reference has them."""
-  K, G, C = config.kv_heads, config.num_heads // config.kv_heads, config.head_dim
+  K, G, C = config.kv_heads, config.num_heads // config.kv_heads, config.head_size
   slots = {"qkv": (K, G + 2, C), "query": (K * G, C), "key": (K, C), "value": (K, C)}
   apart = {
     group: {name: leaf.reshape(*leaf.shape[:-1], *slots[group]) for name, leaf in weights[group].items()}
@@ -77,6 +77,11 @@ def heads_apart(weights: dict, config) -> dict:
   return {**weights, **apart, "out": {**weights["out"], "kernel": out.reshape(len(out), K * G, C, -1)}}
 
 
+VARIANTS = {
+  "qwen2": {"qkv_bias": True, "tied_head": True},
+  "qwen3": {"qk_norm": True, "head_dim": 10},
+  "untied": {"tied_head": False, "head_dim": 10},
+}
 PUBLISHED_LLAMAS = {  # not rows: the field decides, too
   "published, sequential": {"initialization": "published", "solver": "sequential"},
   "published, stored": {"initialization": "published", "weights": "stored"},
@@ -92,11 +97,16 @@ PUBLISHED_LLAMAS = {  # not rows: the field decides, too
     *zip(ROWS, itertools.cycle(["gpt", "llama"])),
     ("diffeq", "llama"),
     ("published", "gpt"),
-    *((row, "llama") for row in PUBLISHED_LLAMAS),
+    *((row, "llama") for row in PUBLISHED_LLAMAS | VARIANTS),
+    ("untied", "gpt"),
   ],
 )
 def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
-  config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS)[row])
+  config = small_model(
+    field=field,
+    dtype="float64",
+    **(ROWS | PUBLISHED_LLAMAS | VARIANTS | {"untied": {"tied_head": False, "head_dim": 10}})[row],
+  )
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
   params, grid = numpy_of(model), model.grid()

@@ -1,7 +1,7 @@
-"""Hugging Face folders: as GPT-2 or Llama where these can represent the model, else with our own small modeling file.
+"""Hugging Face folders: as GPT-2, Llama or Qwen where these can hold the model, else with our own small modeling file.
 
-Models with sequential steps are GPT-2 or Llama once dt is folded into the projections onto the residual stream. No
-architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
+Models with sequential steps are GPT-2, Llama or Qwen once dt is folded into the projections onto the residual stream.
+No architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
 CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and only StableLM and Cohere have
 SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a branch more than once.
 """
@@ -19,14 +19,21 @@ from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
+from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
 
-FORMS = ("hf", "hf_exact", "hf_code")
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", layouts.OWN: "DiffEqFormerForCausalLM"}
+FORMS = ("hf", "hf_code")
+CLASSES = {
+  "gpt2": "GPT2LMHeadModel",
+  "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  layouts.OWN: "DiffEqFormerForCausalLM",
+}
 MODELING_FILE = "modeling_diffeqformer.py"
 CHECKED_TOKENS = 64  # tokens of each of the two sequences whose logits are compared
 
@@ -36,16 +43,15 @@ def export_hf(
 ) -> dict[str, Any]:
   """Writes a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-  Sequential steps become GPT-2 (gpt) or Llama (llama); those of other solvers, and norms with a shift (llama), a folder
-  with its own modeling file.
+  Sequential steps become GPT-2 (gpt), or Llama, Qwen 2 (biases of queries, keys and values) or Qwen 3 (norms of queries
+  and keys) (llama). Those of other solvers, and what these classes lack, become a folder with its own modeling file.
 
   Args:
     model: any model; generated and shared weights are discretized.
     folder: made by this call.
     tokenizer: None: no tokenizer files, and no marks.
     num_steps: as for `diffeq_nnx.discretize`.
-    form: hf, hf_exact (a Llama with a few extra channels, whose one eps then has the effect of our two), or hf_code
-      (our own modeling file for sequential steps too: it represents every model).
+    form: hf, or hf_code (our own modeling file for sequential steps too: it represents every model).
 
   Returns:
     A description: folder, architecture, trust_remote_code, num_steps, dtype, logit_difference (the largest difference
@@ -53,15 +59,19 @@ def export_hf(
     and notes, a list of sentences.
 
   Raises:
-    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, hf_exact the
-      norms, or the modeling file an added field or solver.
+    UserError: the folder is not empty, there is no such number of steps, GPT-2 can't represent the heads, or the
+      modeling file an added field or solver.
   """
   stored = discretize(model, num_steps)
   return write(stored.config, params_of(stored), folder, tokenizer, form)
 
 
 def architecture_of(model: ModelConfig, form: str) -> str:
-  """gpt2, llama or diffeqformer; raises UserError for an unknown form, or a model that it can't represent."""
+  """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer.
+
+  Raises:
+    UserError: an unknown form, or a model that it can't represent.
+  """
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}", everywhere=True)
   if model.field not in ("gpt", "llama") or methods.described(SOLVERS[model.solver]) is None:
@@ -72,14 +82,16 @@ def architecture_of(model: ModelConfig, form: str) -> str:
     )
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
-  if model.field == "llama" and model.block_shift and form == "hf_exact":
+  if model.field == "llama":
+    if model.block_shift or (model.qkv_bias and model.qk_norm):
+      return layouts.OWN
+    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+  if model.head_size * model.num_heads != model.embed_dim:
     raise UserError(
-      f"form={form!r}: this model's block norms have a shift (model.norm_shift), which those of "
-      "transformers' Llama lack; --format=hf_code (our own modeling file) and --format=stablehlo hold it",
+      f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads; "
+      "--format=hf_code (our own modeling file) and --format=stablehlo support others",
       everywhere=True,
     )
-  if model.field == "llama":
-    return layouts.OWN if model.block_shift else "llama"
   if model.kv_heads != model.num_heads:
     raise UserError(
       f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
@@ -93,20 +105,12 @@ def architecture_of(model: ModelConfig, form: str) -> str:
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
   architecture = architecture_of(stored, form)
-  wide = form == "hf_exact" and architecture == "llama" and stored.final_eps > stored.block_eps
-  exported = exported_config(stored, layouts.OWN if wide else architecture)
+  exported = exported_config(stored, architecture)
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
     factors = make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
     tensors = layouts.to_tensors(architecture, stored, params, factors)
-    if wide:
-      tensors, eps = layouts.widened(exported, tensors)
-      settings |= {"hidden_size": exported.embed_dim + exported.num_heads, "rms_norm_eps": eps, "mlp_bias": True}
-      notes.append(
-        f"a Llama with {exported.num_heads} channels more than the model's {exported.embed_dim} and "
-        "biases in its feed-forward branches, which give its one eps the effect of our two"
-      )
     folders.write_json(place, "config.json", {**settings, **marks})
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
@@ -118,15 +122,12 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     del tensors
     tensors = safetensors.numpy.load_file(path)
-    if wide:
-      tensors, block_eps, final_eps = layouts.narrowed(exported, tensors, eps)
-      exported = dataclasses.replace(exported, norm_eps=block_eps, final_norm_eps=final_eps)
     difference = _logit_difference(stored, params, exported, layouts.to_params(architecture, exported, tensors))
-  if exported.final_eps != stored.final_eps and not wide:
+  if exported.final_eps != stored.final_eps:
     notes.append(
       f"{architecture} has one eps, {exported.block_eps:g}, which is the block's; the final norm's is "
       f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
-      "--format=hf_exact (Llama only), hf_code and stablehlo keep both"
+      "--format=hf_code and --format=stablehlo keep both"
     )
   return {
     "folder": folder,
@@ -141,7 +142,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
 
 def _why_own(stored: ModelConfig, form: str) -> str:
   """The note on a folder that has its own modeling file."""
-  reason = "this model's block norms have a shift, which those of transformers' Llama lack"
+  reason = "no Llama of transformers has a shift in its norms, or both biases and norms of queries and keys"
   if stored.solver != "sequential":
     reason = "no architecture of transformers represents this model"
   elif form == "hf_code":
@@ -158,6 +159,7 @@ def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
   """config.json without the marks."""
+  tied = vector_fields.has_tied_head(exported)
   common = {
     "architectures": [CLASSES[architecture]],
     "model_type": architecture,
@@ -177,7 +179,7 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "resid_pdrop": exported.dropout,
       "embd_pdrop": exported.dropout,
       "attn_pdrop": 0.0,
-      "tie_word_embeddings": True,
+      "tie_word_embeddings": tied,
     }
   sizes = {
     "hidden_size": exported.embed_dim,
@@ -186,22 +188,18 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     "num_attention_heads": exported.num_heads,
     "num_key_value_heads": exported.kv_heads,
     "max_position_embeddings": exported.seq_len,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": tied,
+    "head_dim": exported.head_size,
   }
-  if architecture == "llama":
-    return (
-      common
-      | sizes
-      | {
-        "head_dim": exported.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": exported.block_eps,
-        "rope_theta": exported.rope.base,
-        "rope_scaling": _scaling(exported.rope),
-        "attention_bias": False,
-        "mlp_bias": False,
-      }
-    )
+  if architecture in layouts.LLAMAS:
+    llama = {
+      "hidden_act": "silu",
+      "rms_norm_eps": exported.block_eps,
+      "rope_theta": exported.rope.base,
+      "rope_scaling": _scaling(exported.rope),
+    }
+    without_biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(architecture, ())
+    return common | sizes | llama | dict.fromkeys(without_biases, False)
   module = MODELING_FILE.removesuffix(".py")
   auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
   return (
@@ -214,6 +212,8 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "norm_eps": exported.block_eps,
       "final_norm_eps": exported.final_eps,
       "norm_shift": exported.block_shift,
+      "qkv_bias": exported.qkv_bias,
+      "qk_norm": exported.qk_norm,
       "rotary_base": exported.rope.base,
       "rotary_scaling": _scaling(exported.rope),
     }

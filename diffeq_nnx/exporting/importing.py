@@ -1,4 +1,4 @@
-"""Hugging Face folders of GPT-2 and Llama as models with stored weights and sequential steps."""
+"""Hugging Face folders of GPT-2, and of Llama and its relatives, as models with stored weights and sequential steps."""
 
 import dataclasses
 import fnmatch
@@ -18,29 +18,42 @@ from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
+from diffeq_nnx.exporting.hub import open_folder
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build
+from diffeq_nnx.model.vector_fields import FIELDS, has_tied_head
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables saved by old versions
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
-_SIZES = {  # our key -> key in config.json, and its default in transformers
-  "gpt2": {
-    "num_steps": ("n_layer", 12),
-    "embed_dim": ("n_embd", 768),
-    "num_heads": ("n_head", 12),
-    "vocab_size": ("vocab_size", 50257),
-    "seq_len": ("n_positions", 1024),
-  },
-  "llama": {
-    "num_steps": ("num_hidden_layers", 32),
-    "embed_dim": ("hidden_size", 4096),
-    "num_heads": ("num_attention_heads", 32),
-    "mlp_dim": ("intermediate_size", 11008),
-    "vocab_size": ("vocab_size", 32000),
-    "seq_len": ("max_position_embeddings", 2048),
-  },
+# Our key -> key in config.json, and its default in transformers.
+_GPT2_SIZES = {
+  "num_steps": ("n_layer", 12),
+  "embed_dim": ("n_embd", 768),
+  "num_heads": ("n_head", 12),
+  "vocab_size": ("vocab_size", 50257),
+  "seq_len": ("n_positions", 1024),
+}
+_LLAMA_SIZES = {
+  "num_steps": ("num_hidden_layers", 32),
+  "embed_dim": ("hidden_size", 4096),
+  "num_heads": ("num_attention_heads", 32),
+  "mlp_dim": ("intermediate_size", 11008),
+  "vocab_size": ("vocab_size", 32000),
+  "seq_len": ("max_position_embeddings", 2048),
+}
+_QWEN_SIZES = _LLAMA_SIZES | {
+  "mlp_dim": ("intermediate_size", 22016),
+  "vocab_size": ("vocab_size", 151936),
+  "seq_len": ("max_position_embeddings", 32768),
+}
+_SIZES = {
+  "gpt2": _GPT2_SIZES,
+  "llama": _LLAMA_SIZES,
+  "mistral": _LLAMA_SIZES | {"mlp_dim": ("intermediate_size", 14336), "seq_len": ("max_position_embeddings", 131072)},
+  "qwen2": _QWEN_SIZES,
+  "qwen3": _QWEN_SIZES,
 }
 _SUPPORTED = {  # key in config.json -> the values that our models have, the default first
   "gpt2": {
@@ -48,22 +61,29 @@ _SUPPORTED = {  # key in config.json -> the values that our models have, the def
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
   },
   "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+  "mistral": {"hidden_act": ("silu", "swish")},
+  "qwen2": {"hidden_act": ("silu", "swish")},
+  "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
 }
 
 
-def import_hf(folder: str) -> Model:
-  """A Hugging Face folder of GPT-2 or Llama as a model with stored weights; its config is `model.config`.
+def import_hf(folder: str, seq_len: int | None = None) -> Model:
+  """A GPT-2, Llama, Mistral, Qwen 2 or Qwen 3 as a model with stored weights; its config is `model.config`.
 
   The computation's dtype is float32 where the folder names float32 or none, and bfloat16 where it names bfloat16 or
   float16.
 
+  Args:
+    folder: a path, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
+    seq_len: positions of the model; None: as many as the folder says.
+
   Raises:
-    UserError: a folder or a file that can't be read, another architecture, or an unsupported property.
+    UserError: a folder that can't be read, another architecture, an unsupported property, or a longer `seq_len`.
   """
-  model, params = read(folder)
+  with open_folder(folder) as opened:
+    model, params = read(opened, seq_len)
   return build(model, jax.tree.map(jnp.asarray, params))
 
 
@@ -85,7 +105,7 @@ def tokenizer_of(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
   )
 
 
-def read(folder: str) -> tuple[ModelConfig, Params]:
+def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:
   """`import_hf` as a config and float32 parameters in NumPy."""
   opened = _Folder(folder)
   if not files.is_folder(folder):
@@ -93,16 +113,16 @@ def read(folder: str) -> tuple[ModelConfig, Params]:
   config = opened.json("config.json")
   kind = config.get("model_type")
   if kind not in tuple(_SIZES):
-    raise opened.error(f"model_type is {kind!r}; gpt2 and llama can be imported")
+    raise opened.error(f"model_type is {kind!r}; {', '.join(_SIZES)} can be imported")
   if config.get("quantization_config") is not None:
     raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
   try:
-    model = _model_config(kind, _Values(opened, config))
+    model = _model_config(kind, _Values(opened, config), seq_len)
   except UserError:
     raise
   except (TypeError, ValueError, AttributeError, OverflowError) as error:  # values of other types
     raise opened.error(f"config.json can't be used ({first_line(error, 200)}); restore the file") from error
-  return model, _params(kind, model, bool(config.get("tie_word_embeddings")), opened)
+  return model, _params(kind, model, opened)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,35 +206,45 @@ class _Values:
       raise self.folder.error(f"{key} is {value!r}: not supported, it must be {shown!r}; give a folder that has that")
 
 
-def _model_config(kind: str, config: _Values) -> ModelConfig:
+def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfig:
   """The config of our model."""
   folder, values, keys = config.folder, config.values, _SIZES[kind]
   for key, allowed in _SUPPORTED[kind].items():
     config.require(key, *allowed)
-  sizes = {ours: config.size(*theirs) for ours, theirs in keys.items()}
-  width, heads = sizes["embed_dim"], sizes["num_heads"]
-  if width % heads:
-    raise folder.error(
-      f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore config.json"
-    )
-  if kind == "gpt2":
+  changes: dict[str, Any] = {ours: config.size(*theirs) for ours, theirs in keys.items()}
+  width, heads = changes["embed_dim"], changes["num_heads"]
+  field, head_dim = "gpt" if kind == "gpt2" else "llama", None
+  if field == "gpt":
     dropout, eps = values.get("resid_pdrop", 0.1), values.get("layer_norm_epsilon", 1e-5)
-    sizes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
-    sizes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
+    changes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
+    changes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
   else:
-    config.require("head_dim", None, width // heads)
-    sizes["rope"] = _rope(config, sizes["seq_len"])
     eps = values.get("rms_norm_eps", 1e-6)
     kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
     if heads % kv_heads:
       raise folder.error(
         f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore config.json"
       )
-    sizes["num_kv_heads"] = kv_heads
+    if values.get("head_dim", 128 if kind == "qwen3" else None) is not None:
+      head_dim = config.size("head_dim", 128)
+    changes |= {
+      "num_kv_heads": kv_heads,
+      "head_dim": None if head_dim == width / heads else head_dim,
+      "rope": _rope(config, changes["seq_len"]),
+      "qkv_bias": kind == "qwen2",
+      "qk_norm": kind == "qwen3",
+    }
+  if width % heads and head_dim is None:
+    raise folder.error(
+      f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore config.json"
+    )
+  tied, usually_tied = values.get("tie_word_embeddings", field == "gpt"), FIELDS[field].tied_head
+  changes["tied_head"] = None if tied is usually_tied else bool(tied)
+  changes["seq_len"] = _checked_len(kind, config, changes["seq_len"], seq_len)
   dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
   if dtype not in _DTYPES:
     raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
-  defaults = ModelConfig(field="gpt" if kind == "gpt2" else "llama")
+  defaults = ModelConfig(field=field)
   return dataclasses.replace(
     defaults,
     weights="stored",
@@ -222,8 +252,23 @@ def _model_config(kind: str, config: _Values) -> ModelConfig:
     dtype=_DTYPES[dtype],
     norm_eps=None if eps == defaults.block_eps else float(eps),
     final_norm_eps=None if eps == defaults.final_eps else float(eps),
-    **sizes,
+    **changes,
   )
+
+
+def _checked_len(kind: str, config: _Values, most: int, seq_len: int | None) -> int:
+  """The number of positions; raises UserError unless the folder's model sees all of them from the last."""
+  values, chosen = config.values, most if seq_len is None else seq_len
+  if not 0 < chosen <= most:
+    raise config.folder.error(f"the model has {most} positions, not {chosen}; choose at most {most}")
+  slides = kind == "mistral" or values.get("use_sliding_window") or "sliding_attention" in values.get("layer_types", ())
+  window = values.get("sliding_window", 4096) if slides else None
+  if kind != "gpt2" and window is not None and window < chosen:
+    raise config.folder.error(
+      f"attention is limited to the last {window} positions (sliding_window), which is not supported; choose at most "
+      f"as many positions, for which it is no limit: model.seq_len={window}"
+    )
+  return chosen
 
 
 def _rope(config: _Values, seq_len: int) -> RopeConfig:
@@ -245,7 +290,7 @@ def _rope(config: _Values, seq_len: int) -> RopeConfig:
   )
 
 
-def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Params:
+def _params(kind: str, model: ModelConfig, folder: _Folder) -> Params:
   """The parameters; raises UserError unless each array of the files has its counterpart."""
   tensors = folder.tensors()
   if kind == "gpt2":
@@ -253,16 +298,18 @@ def _params(kind: str, model: ModelConfig, tied: bool, folder: _Folder) -> Param
       name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
       for name, array in tensors.items()
     }
-    head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors.get("transformer.wte.weight")):
+    positions = tensors.get("transformer.wpe.weight")
+    if positions is not None:
+      tensors["transformer.wpe.weight"] = positions[: model.seq_len]
+  if has_tied_head(model):
+    head, embedding = tensors.pop("lm_head.weight", None), {"gpt2": "transformer.wte"}.get(kind, "model.embed_tokens")
+    if head is not None and not np.array_equal(head, tensors.get(f"{embedding}.weight")):
       raise folder.error(
-        "lm_head.weight differs from the embedding, to which GPT-2's head is tied here; give a folder "
-        "where they are equal"
+        "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "
+        "the two"
       )
-  elif tied and "model.embed_tokens.weight" in tensors:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # copied: our llama's head is not tied
   try:
-    params = layouts.to_params(kind, model, tensors)
+    params = layouts.to_params("llama" if kind == "mistral" else kind, model, tensors)
   except KeyError as error:
     raise folder.error(f"the weights lack {error.args[0]}; restore the folder") from error
   except ValueError as error:

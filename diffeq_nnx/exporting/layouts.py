@@ -20,6 +20,7 @@ Tensors = dict[str, np.ndarray]
 
 WRITING = ("out", "down")  # the projections onto the residual stream: dt is folded into them
 OWN = "diffeqformer"  # the architecture of our own modeling file
+LLAMAS = ("llama", "qwen2", "qwen3")  # architectures whose arrays have Llama's names; Mistral's are Llama's
 
 _LEAVES = {"kernel": "weight", "bias": "bias", "scale": "weight", "shift": "bias", "gate": "gate"}
 _GPT2_GROUPS = {
@@ -35,6 +36,8 @@ _LLAMA_GROUPS = {
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
   "value": "self_attn.v_proj",
+  "query_norm": "self_attn.q_norm",
+  "key_norm": "self_attn.k_norm",
   "out": "self_attn.o_proj",
   "mlp_norm": "post_attention_layernorm",
   "gate": "mlp.gate_proj",
@@ -60,10 +63,15 @@ class Entry(NamedTuple):
 
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
-  """The arrays of a model in an architecture: gpt2, llama or diffeqformer."""
+  """The arrays of a model in an architecture: gpt2, one of `LLAMAS`, or diffeqformer."""
   outside, layer, groups, kernel = {
     "gpt2": (
-      {"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
+      {
+        "embedding": "transformer.wte",
+        "positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+      },
       "transformer.h",
       _GPT2_GROUPS,
       "same",
@@ -80,9 +88,9 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
       None,
       "transposed",
     ),
-  }[architecture]
+  }["llama" if architecture in LLAMAS else architecture]
   field = vector_fields.FIELDS[model.field]
-  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not field.tied_head)
+  tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not vector_fields.has_tied_head(model))
   for name in tables:
     yield Entry(f"{outside[name]}.weight", (name,), None, "same")
   for leaf in field.norm_specs(model.embed_dim):
@@ -131,48 +139,12 @@ def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params
   )
 
 
-def widened(model: ModelConfig, tensors: Tensors) -> tuple[Tensors, float]:
-  """Llama's arrays with H extra channels, whose one eps then has the effect of our two: (arrays, rms_norm_eps).
-
-  The extra channels are 0 until the bias of the last feed-forward branch sets the first of them to a. No kernel reads
-  it, but the final norm's mean does. With W = D + H channels that is (D mean + a^2) / W + eps, so that
-  eps = D / W of the block's eps, a^2 = D (final eps - block's eps), and the norms' scales shrink by sqrt(D / W).
-  """
-  D, W, F = model.embed_dim, model.embed_dim + model.num_heads, model.hidden_dim
-  wide = {}
-  for name, array in tensors.items():
-    if array.ndim == 1:
-      array = array * (D / W) ** 0.5
-    writes = array.ndim == 1 or name.endswith(("o_proj.weight", "down_proj.weight"))
-    padding = [(0, 0)] * array.ndim
-    padding[0 if writes else 1] = (0, W - D)
-    wide[name] = np.pad(array, padding).astype(np.float32)
-  for step in range(model.num_steps):
-    for name, size in (("gate_proj", F), ("up_proj", F), ("down_proj", W)):
-      wide[f"model.layers.{step}.mlp.{name}.bias"] = np.zeros(size, np.float32)
-  wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D] = (D * (model.final_eps - model.block_eps)) ** 0.5
-  return wide, model.block_eps * D / W
-
-
-def narrowed(model: ModelConfig, wide: Tensors, eps: float) -> tuple[Tensors, float, float]:
-  """The inverse of `widened`: (Llama's arrays, the block's eps, the final norm's)."""
-  D, W = model.embed_dim, model.embed_dim + model.num_heads
-  added = wide[f"model.layers.{model.num_steps - 1}.mlp.down_proj.bias"][D]
-  tensors = {
-    name: np.ascontiguousarray(array[:D] if array.shape[0] == W else array[:, :D])
-    for name, array in wide.items()
-    if not name.endswith(".bias")
-  }
-  tensors = {name: array * np.float32((W / D) ** 0.5) if array.ndim == 1 else array for name, array in tensors.items()}
-  return tensors, eps * W / D, float(eps * W / D + added**2 / D)
-
-
 def _converted(array: np.ndarray, kind: str, model: ModelConfig, back: bool = False) -> np.ndarray:
   """An array in the file's layout, or `back`. qkv is [..., H 3 C] here, head by head, and [..., 3 H C] there."""
   if kind == "transposed":
     return array.T
   if kind == "qkv":
-    H, C = model.num_heads, model.head_dim
+    H, C = model.num_heads, model.head_size
     split = (3, H, C) if back else (H, 3, C)
     return array.reshape(*array.shape[:-1], *split).swapaxes(-3, -2).reshape(array.shape)
   return array

@@ -29,8 +29,8 @@ def export_run(
     config: of the run.
     workdir: the run's directory.
     out: the folder to make.
-    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_exact (a wider Llama, which
-      holds both eps), hf_code (our modeling file always) or stablehlo.
+    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always) or
+      stablehlo.
     num_steps: as for `discretization.discretize`.
 
   Raises:

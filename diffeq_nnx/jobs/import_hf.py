@@ -1,4 +1,4 @@
-"""--job=import: a Hugging Face folder as a run."""
+"""--job=import: a published checkpoint as a run."""
 
 import dataclasses
 import os
@@ -9,6 +9,7 @@ import jax
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import importing
+from diffeq_nnx.exporting.hub import open_folder
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -17,20 +18,21 @@ from diffeq_nnx.training.setup import checked_mesh, load_corpus
 
 
 def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
-  """Writes a Hugging Face folder as a run at step 0 and prints one JSON line on stdout.
+  """Writes a published checkpoint as a run at step 0 and prints one JSON line on stdout.
 
   Args:
-    config: what the run is to be but for its model and tokenizer, which are the folder's.
+    config: what the run is to be but for its model and tokenizer, which are the checkpoint's.
     workdir: the new run's directory.
-    from_hf: the folder.
+    from_hf: a Hugging Face folder, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
 
   Raises:
-    UserError: a folder that can't be held (see `importing.import_hf`), or a directory that holds a run.
+    UserError: a checkpoint that can't be held (see `importing.import_hf`), or a directory that holds a run.
   """
   distributed.require_one_process("import")
   workdir_lib.require_none(workdir)
-  model, params = importing.read(from_hf)
-  tokenizer = importing.tokenizer_of(from_hf, config.data)
+  with open_folder(from_hf) as folder:
+    model, params = importing.read(folder)
+    tokenizer = importing.tokenizer_of(folder, config.data)
   path = os.path.join(files.absolute(workdir), tokenizer.file_name)
   config = starting.derived(
     config,

@@ -37,16 +37,17 @@ class Model(nnx.Module):
     dtype = parameter_dtype(config.dtype)
     D, V = config.embed_dim, config.vocab_size
 
+    tied = vector_fields.has_tied_head(config)
     token_std = position_std = vector_fields.STD
     if config.initialization == "published":
-      token_std, position_std = vector_fields.STD if self.field.tied_head else 1.0, vector_fields.STD / 2
+      token_std, position_std = vector_fields.STD if tied else 1.0, vector_fields.STD / 2
 
     def table(rows: int, name: str, std: float) -> nnx.Param:
       return nnx.Param(std * jax.random.normal(rngs.params(), (rows, D), dtype), axes=(name, "embed"))
 
     self.embedding = table(V, "vocab", token_std)
     self.positions = table(config.seq_len, "position", position_std) if self.field.learned_positions else None
-    self.head = None if self.field.tied_head else table(V, "vocab", vector_fields.STD)
+    self.head = None if tied else table(V, "vocab", vector_fields.STD)
     self.final_norm = nnx.data(
       {
         name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)

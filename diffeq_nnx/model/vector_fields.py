@@ -113,7 +113,7 @@ class GPTField:
     qkv is [D, K (G + 2) C]: for each key/value head its G query heads, the key, the value, so that it
     can be split over K.
     """
-    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_size, model.hidden_dim
     norm = GPTField.norm_specs(D)
     return {
       "attention_norm": norm,
@@ -172,7 +172,9 @@ class LlamaField:
   """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases.
 
   With `model.block_shift` the block's two norms have a shift beside the scale, as in the published code of Tong et al.
-  2025; the final norm has none.
+  2025; the final norm has none. With `model.qkv_bias` queries, keys and values have biases, as in Qwen 2. With
+  `model.qk_norm` an RMSNorm over the channels of a head, with one scale for all heads, is applied to queries and keys
+  before they are rotated, as in Qwen 3.
   """
 
   num_heads: int
@@ -197,15 +199,21 @@ class LlamaField:
   @staticmethod
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
     """Every array of the block at one time."""
-    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_dim, model.hidden_dim
+    D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_size, model.hidden_dim
     kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
-    by_head = lambda heads: {"kernel": LeafSpec((D, heads * C), ("embed", "heads"), STD, heads=Heads(heads, (1,), C))}
+
+    def by_head(heads: int) -> dict[str, LeafSpec]:
+      dense = _dense(D, heads * C, ("embed", "heads"), STD, Heads(heads, (1,), C))
+      return dense if model.qkv_bias else {"kernel": dense["kernel"]}
+
+    head_norm = {"scale": LeafSpec((C,), (None,), start=1.0)}
     norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
       "attention_norm": norm,
       "query": by_head(H),
       "key": by_head(K),
       "value": by_head(K),
+      **({"query_norm": head_norm, "key_norm": head_norm} if model.qk_norm else {}),
       "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
       "mlp_norm": norm,
       "gate": kernel((D, F), ("embed", "mlp"), STD),
@@ -229,10 +237,20 @@ class LlamaField:
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["attention_norm"])
-    project = lambda name: _by_head(normed_BxLxD @ w[name]["kernel"], self.head_dim)
-    q_BxLxHxC = rotated(project("query"), context.positions_BxL, self.rope, self.implementation)
-    k_BxLxKxC = rotated(project("key"), context.positions_BxL, self.rope, self.implementation)
-    out_BxLxHxC = context.attend(q_BxLxHxC, k_BxLxKxC, project("value"), self.implementation)
+
+    def project(name: str) -> jax.Array:
+      projected_BxLxN = normed_BxLxD @ w[name]["kernel"]
+      if "bias" in w[name]:
+        projected_BxLxN += w[name]["bias"][None, None]
+      return _by_head(projected_BxLxN, self.head_dim)
+
+    def rotate(name: str) -> jax.Array:
+      x_BxLxNxC, norm = project(name), w.get(f"{name}_norm")
+      if norm is not None:
+        x_BxLxNxC = rms_norm(x_BxLxNxC, norm["scale"][None], self.norm_eps)
+      return rotated(x_BxLxNxC, context.positions_BxL, self.rope, self.implementation)
+
+    out_BxLxHxC = context.attend(rotate("query"), rotate("key"), project("value"), self.implementation)
     return out_BxLxHxC.reshape(x_BxLxD.shape[:2] + (-1,)) @ w["out"]["kernel"]
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
@@ -313,8 +331,13 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
   config_lib.add_choice("model.field", name)
 
 
+def has_tied_head(model: config_lib.ModelConfig) -> bool:
+  """Whether the output head is the token embedding: as the config says, or else as the field has it."""
+  return FIELDS[model.field].tied_head if model.tied_head is None else model.tied_head
+
+
 def make_field(model: config_lib.ModelConfig) -> GPTField | LlamaField:
   """The vector field that `model.field` names."""
   return FIELDS[model.field](
-    model.num_heads, model.kv_heads, model.head_dim, model.attention, model.block_eps, model.final_eps, model.rope
+    model.num_heads, model.kv_heads, model.head_size, model.attention, model.block_eps, model.final_eps, model.rope
   )

@@ -55,7 +55,7 @@ def forward_flops(model: ModelConfig, num_steps: int) -> float:
   """FLOPs of a forward pass for each token of a sequence of `model.seq_len`."""
   evaluations = solvers.SOLVERS[model.solver].evaluations
   in_attention, in_feedforward = branch_kernels(model)
-  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_dim
+  attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_size
   step = evaluations.attention * attention + evaluations.feedforward * 2 * in_feedforward
   return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)
 

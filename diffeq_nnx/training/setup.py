@@ -80,7 +80,7 @@ def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
   """
   try:
     name, why = attention.choose(
-      model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_dim, unsupported=unsupported
+      model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_size, unsupported=unsupported
     )
   except ValueError as error:
     raise UserError(f"model.attention={model.attention!r}: {error}") from error

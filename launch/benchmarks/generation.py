@@ -62,7 +62,7 @@ def read_by_a_token(weights: decoding.Weights, state: dict) -> dict[str, Any]:
 
 def state_of(config: ModelConfig, num_steps: int, rows: int, slots: int) -> dict:
   """The state with all slots but one filled."""
-  shape = (rows, config.kv_heads, slots, config.head_dim)
+  shape = (rows, config.kv_heads, slots, config.head_size)
   evaluations = num_steps * solvers.SOLVERS[config.solver].evaluations.attention
   cache = [tuple(jnp.zeros(shape, config.dtype) for _ in range(2)) for _ in range(evaluations)]
   return {

@@ -15,65 +15,25 @@ import sys
 import tempfile
 from typing import Any
 
-FLOPS_PER_CYCLE = 4096  # of a multiprocessor, bfloat16 products
-SHARED_BYTES = 128  # a cycle of shared memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  """Of the machine code; `stall` is how many cycles its warp waits before the next one."""
-
-  stall: int
-  text: str
-
-  @property
-  def name(self) -> str:
-    """With its modifiers, without predicate and operands."""
-    return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
-
-  @property
-  def product_cycles(self) -> int:
-    """Cycles of the tensor cores; 0 if it is no matrix product."""
-    size = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", self.name)
-    m, n, k = map(int, size.groups()) if size else (0, 0, 0)
-    return 2 * m * n * k // FLOPS_PER_CYCLE
-
-  @property
-  def shared_bytes(self) -> int:
-    """Traffic of shared memory by a warpgroup; loads by columns are the same for 8 threads each."""
-    if size := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", self.name):
-      m, n, k = map(int, size.groups())
-      first_operand = self.text.split(",")[1]
-      return 2 * k * (n + (m if "gdesc" in first_operand else 0))  # bfloat16
-    kind = self.name.split(".")
-    if kind[0] in ("STSM", "LDSM"):
-      return 4 * 128 * int(kind[-1])  # matrices of 8 x 8
-    wide = 4 * {"64": 2, "128": 4}.get(kind[-1], 1)
-    return 128 * wide if kind[0] == "STS" else 4 * SHARED_BYTES if kind[0] == "LDS" else 0
-
 
 @dataclasses.dataclass(frozen=True)
 class MachineCode:
   """A kernel as the compiler left it: its instructions, and its innermost loops with matrix products as ranges."""
 
-  instructions: tuple[Instruction, ...]
+  instructions: tuple[str, ...]
   loops: tuple[range, ...]
   spills: int  # bytes stored and loaded
   complaints: tuple[str, ...]  # of the compiler about matrix products that it had to keep apart
 
-  def of(self, loop: range) -> list[Instruction]:
-    """The instructions of a loop."""
-    return [self.instructions[i] for i in loop]
-
   def events(self, loop: range) -> list[str]:
     """What a loop does in order: wait, arrive, `N x SIZE` products, `until N` groups of them are left, exponentials."""
     found: list[str] = []
-    for instruction in self.of(loop):
-      name = instruction.name
+    for instruction in (self.instructions[i] for i in loop):
+      name = _name(instruction)
       if name.startswith("HGMMA"):
         event = name.split(".")[1]
       elif name.startswith("WARPGROUP.DEPBAR"):
-        event = f"until {int(instruction.text.split(',')[-1], 16)}"
+        event = f"until {int(instruction.split(',')[-1], 16)}"
       elif "TRYWAIT" in name:
         event = "wait"
       elif name.startswith("SYNCS.ARRIVE"):
@@ -90,38 +50,26 @@ class MachineCode:
         found.append(event)
     return found
 
-  def steps(self, loop: range) -> list[tuple[str, int]]:
-    """One iteration as ("run", cycles), ("product", cycles of a group), ("until", groups left) and ("meet", 0)."""
-    steps: list[tuple[str, int]] = []
-    product = arrived = 0
-    for instruction in self.of(loop):
-      product += instruction.product_cycles
-      if instruction.product_cycles and instruction.text.endswith("gsb0"):
-        steps.append(("product", product))
-        product = 0
-      elif instruction.name.startswith("WARPGROUP.DEPBAR"):
-        steps.append(("until", int(instruction.text.split(",")[-1], 16)))
-      elif "TRYWAIT" in instruction.name and arrived:  # for the warpgroup to which it has just said that it is there
-        steps.append(("meet", 0))
-      arrived = instruction.name.startswith("SYNCS.ARRIVE") or (arrived and "SYNCS" not in instruction.name)
-      steps.append(("run", instruction.stall))
-    return steps
+
+def _name(instruction: str) -> str:
+  """The name of an instruction with its modifiers, without predicate and operands."""
+  return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
 
 
-def _instructions(lines: list[str]) -> tuple[tuple[Instruction, ...], tuple[range, ...]]:
+def _instructions(lines: list[str]) -> tuple[tuple[str, ...], tuple[range, ...]]:
   """The instructions of a dump with control codes, and the innermost loops with products."""
-  instructions: list[Instruction] = []
+  instructions: list[str] = []
   labels: dict[str, int] = {}
   for line in lines:
     if label := re.match(r"(\.L_x_\d+):", line):
       labels[label[1]] = len(instructions)
-    elif found := re.match(r"\s*\S+:\S+:\S+:\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(\S.*)", line):
-      instructions.append(Instruction(int(found[1]), found[2].strip(" ;")))
+    elif found := re.match(r"\s*\S+:\S+:\S+:\S+:\d+\s+/\*[0-9a-f]+\*/\s+(\S.*)", line):
+      instructions.append(found[1].strip(" ;"))
   loops = []
   for i, instruction in enumerate(instructions):
-    if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction.text):
+    if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
       body = range(labels.get(target[1], i + 1), i + 1)
-      names = {instructions[j].name.split(".")[0] for j in body}
+      names = {_name(instructions[j]).split(".")[0] for j in body}
       if "HGMMA" in names and "EXIT" not in names:  # past the exits, waits jump back to where they came from
         loops.append(body)
   innermost = [a for a in loops if not any(b != a and b.start in a and b[-1] in a for b in loops)]

@@ -15,11 +15,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class DiffEqFormerConfig(PretrainedConfig):
-  """field: gpt (LayerNorm, GELU, learned positions, tied head) or llama (RMSNorm, SwiGLU, rotary positions).
+  """field: gpt (LayerNorm, GELU, learned positions) or llama (RMSNorm, SwiGLU, rotary positions).
 
   solver: the name of the method.
   num_hidden_layers: entries of a key-value cache, one for each time that attention is evaluated.
+  head_dim: channels of a head; None: hidden_size / num_attention_heads.
   norm_shift: whether the norms of llama's layers have a bias, as those of gpt do.
+  qkv_bias: whether llama's queries, keys and values have a bias, as those of gpt do.
+  qk_norm: whether llama's queries and keys are normalized, head by head, before they are rotated.
+  tie_word_embeddings: whether the head is the token embedding.
   num_steps: S; None, as in older folders: num_hidden_layers.
   num_weight_sets: layers; None: num_steps.
   method: its kind and numbers, see `integrate`; None: solver is euler (both branches read the same state) or sequential
@@ -44,7 +48,10 @@ class DiffEqFormerConfig(PretrainedConfig):
     max_position_embeddings=1024,
     norm_eps=1e-5,
     final_norm_eps=1e-5,
+    head_dim=None,
     norm_shift=False,
+    qkv_bias=False,
+    qk_norm=False,
     num_steps=None,
     num_weight_sets=None,
     method=None,
@@ -60,7 +67,9 @@ class DiffEqFormerConfig(PretrainedConfig):
     self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
     self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
     self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
+    self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
     self.norm_eps, self.final_norm_eps, self.norm_shift = norm_eps, final_norm_eps, norm_shift
+    self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
     self.num_steps = num_hidden_layers if num_steps is None else num_steps
     self.num_weight_sets = self.num_steps if num_weight_sets is None else num_weight_sets
     self.method = METHODS[solver] if method is None else method
@@ -138,7 +147,7 @@ class RMSNorm(nn.Module):
 
 def rotary_rates(config):
   """Radians that each pair of channels turns for each position, [C / 2], with Llama 3's scaling if there is one."""
-  half = config.hidden_size // config.num_attention_heads // 2
+  half = config.head_dim // 2
   rates = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
   if scaling := config.rotary_scaling:
     turns = scaling["original_max_position_embeddings"] * rates / (2 * torch.pi)
@@ -173,19 +182,17 @@ class Layer(nn.Module):
     super().__init__()
     D, N = config.hidden_size, config.intermediate_size
     self.is_gpt = config.field == "gpt"
-    self.heads, self.kv_heads, self.head_dim = (
-      config.num_attention_heads,
-      config.num_key_value_heads,
-      D // config.num_attention_heads,
-    )
+    self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     norm, options = (nn.LayerNorm, {}) if self.is_gpt else (RMSNorm, {"bias": config.norm_shift})
     self.attention_norm, self.mlp_norm = (norm(D, eps=config.norm_eps, **options) for _ in range(2))
     width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
     if self.is_gpt:  # for each key/value head: its query heads, the key, the value
       self.qkv = nn.Linear(D, width + 2 * kv_width)
     else:
-      self.query, self.gate = nn.Linear(D, width, bias=False), nn.Linear(D, N, bias=False)
-      self.key, self.value = nn.Linear(D, kv_width, bias=False), nn.Linear(D, kv_width, bias=False)
+      self.query, self.gate = nn.Linear(D, width, bias=config.qkv_bias), nn.Linear(D, N, bias=False)
+      self.key, self.value = (nn.Linear(D, kv_width, bias=config.qkv_bias) for _ in range(2))
+    if config.qk_norm:
+      self.query_norm, self.key_norm = (RMSNorm(self.head_dim, config.norm_eps) for _ in range(2))
     self.out, self.up = nn.Linear(width, D, bias=self.is_gpt), nn.Linear(D, N, bias=self.is_gpt)
     self.down = nn.Linear(N, D, bias=self.is_gpt)
     if config.method["kind"] == "ode_transformer":
@@ -199,6 +206,8 @@ class Layer(nn.Module):
       q, k, v = slots[..., :-2, :].reshape(B, L, -1, C), slots[..., -2, :], slots[..., -1, :]
     else:
       q, k, v = (project(x).view(B, L, -1, C) for project in (self.query, self.key, self.value))
+    if hasattr(self, "query_norm"):
+      q, k = self.query_norm(q), self.key_norm(k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if rotation is not None:
       q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -238,7 +247,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     self.positions = nn.Embedding(config.max_position_embeddings, D) if is_gpt else None
     self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_weight_sets)])
     self.final_norm = (nn.LayerNorm if is_gpt else RMSNorm)(D, eps=config.final_norm_eps)
-    self.lm_head = None if is_gpt else nn.Linear(D, config.vocab_size, bias=False)  # gpt's is tied to the embedding
+    self.lm_head = None if config.tie_word_embeddings else nn.Linear(D, config.vocab_size, bias=False)
     self.post_init()
 
   def get_input_embeddings(self):

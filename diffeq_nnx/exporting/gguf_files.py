@@ -1,0 +1,166 @@
+"""A GGUF file of a Llama as a Hugging Face folder: its weights dequantized by the gguf package, and its tokenizer.
+
+H heads, C channels of a head, D embed_dim.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from diffeq_nnx import files
+from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
+from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.exporting import folders
+
+_CONFIG = {  # key in config.json -> key of the file, after "llama."
+  "num_hidden_layers": "block_count",
+  "hidden_size": "embedding_length",
+  "intermediate_size": "feed_forward_length",
+  "num_attention_heads": "attention.head_count",
+  "num_key_value_heads": "attention.head_count_kv",
+  "max_position_embeddings": "context_length",
+  "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+  "attn_norm": "input_layernorm",
+  "attn_q": "self_attn.q_proj",
+  "attn_k": "self_attn.k_proj",
+  "attn_v": "self_attn.v_proj",
+  "attn_output": "self_attn.o_proj",
+  "ffn_norm": "post_attention_layernorm",
+  "ffn_gate": "mlp.gate_proj",
+  "ffn_up": "mlp.up_proj",
+  "ffn_down": "mlp.down_proj",
+}
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How tokenizer.ggml.pre, a name of llama.cpp's, divides text before byte pairs are merged.
+_DIVIDED = {
+  "gpt-2": [BYTE_LEVEL],
+  "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
+  "llama-bpe": rf"{_LETTERS}\p{{N}}{{1,3}}{_OTHERS}",
+  "qwen2": rf"{_LETTERS}\p{{N}}{_OTHERS}",
+}
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+
+
+def write_folder(path: str, folder: str) -> None:
+  """Writes config.json, model.safetensors in float32, and the tokenizer's files of a GGUF file to a folder.
+
+  Raises:
+    UserError: gguf is not installed, or the file can't be read, is of another architecture, has properties that are not
+      supported, or a tokenizer that is not known.
+  """
+  try:
+    import gguf
+  except ImportError as error:
+    raise UserError(f"from_hf={path}: a GGUF file needs gguf; pip install 'diffeq-nnx[gguf]'") from error
+  try:
+    with files.local(path) as local:
+      reader = gguf.GGUFReader(local)
+      values = {key: field.contents() for key, field in reader.fields.items()}
+      config, tied = _config(path, values), all(tensor.name != "output.weight" for tensor in reader.tensors)
+      tensors: dict[str, np.ndarray] = {}
+      for tensor in reader.tensors:
+        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        tensors |= {_name_of(path, tensor.name): np.ascontiguousarray(_with_halves(tensor.name, array, config))}
+  except (OSError, ValueError, KeyError, IndexError) as error:
+    raise UserError(f"from_hf={path}: can't be read as GGUF ({first_line(error, 200)}); restore the file") from error
+  folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
+  safetensors.numpy.save_file(tensors, os.path.join(folder, "model.safetensors"))
+  _write_tokenizer(path, values, folder)
+
+
+def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
+  """config.json but for whether the head is tied."""
+  if (kind := values.get("general.architecture")) != "llama":
+    raise UserError(f"from_hf={path}: its architecture is {kind!r}; of GGUF files, those of llama can be imported")
+  if values.get("llama.rope.scaling.type", "none") != "none":
+    raise UserError(f"from_hf={path}: llama.rope.scaling is not supported; give the model's Hugging Face folder")
+  values = {  # floats are of 32 bits: 1e-5, not 9.999999747378752e-06
+    key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in values.items()
+  }
+  config = {theirs: values[f"llama.{key}"] for theirs, key in _CONFIG.items() if f"llama.{key}" in values}
+  size = values.get("llama.attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+  return config | {
+    "model_type": "llama",
+    "dtype": "float32",
+    "head_dim": size,
+    "rope_theta": values.get("llama.rope.freq_base", 10000.0),
+    "vocab_size": len(values["tokenizer.ggml.tokens"]),
+  }
+
+
+def _name_of(path: str, name: str) -> str:
+  """The name in a Hugging Face folder of an array, which is called blk.3.attn_q.weight or output.weight here."""
+  *before, last, kind = name.split(".")
+  if not before and last in _OUTSIDE and kind == "weight":
+    return f"{_OUTSIDE[last]}.weight"
+  if len(before) == 2 and before[0] == "blk" and last in _LAYER and kind == "weight":
+    return f"model.layers.{before[1]}.{_LAYER[last]}.weight"
+  raise UserError(f"from_hf={path}: holds {name}, which is not supported; give the model's Hugging Face folder")
+
+
+def _with_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+  """Kernels of queries and keys [H C, D] whose rotated pairs are channels i and i + C/2, not 2 i and 2 i + 1."""
+  if not name.endswith(("attn_q.weight", "attn_k.weight")):
+    return array
+  pairs = array.reshape(-1, config["head_dim"] // 2, 2, array.shape[1])
+  return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
+  """tokenizer.json of byte pairs, or tokenizer.model of sentencepiece, and tokenizer_config.json."""
+
+  def said(key: str, default: Any = None) -> Any:
+    return values.get(f"tokenizer.ggml.{key}", default)
+
+  kind, tokens, divided = said("model"), said("tokens"), _DIVIDED.get(said("pre", "gpt-2"))
+  kinds = said("token_type", [1] * len(tokens))
+  if kind == "llama":
+    _write_sentencepieces(tokens, said("scores", [0.0] * len(tokens)), kinds, said("add_space_prefix", True), folder)
+  elif kind != "gpt2" or divided is None:
+    name = f"{kind!r} with tokenizer.ggml.pre={said('pre')!r}"
+    known = f"those of llama, and gpt2's with {', '.join(_DIVIDED)}"
+    raise UserError(f"from_hf={path}: its tokenizer is {name}; {known} are known; give the model's Hugging Face folder")
+  else:
+    if isinstance(divided, str):
+      split = {"type": "Split", "pattern": {"Regex": divided}, "behavior": "Isolated", "invert": False}
+      divided = [split, BYTE_LEVEL | {"use_regex": False}]
+    added = [
+      {"id": number, "content": token, "special": kinds[number] == _CONTROL, "normalized": False}
+      | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+      for number, token in enumerate(tokens)
+      if kinds[number] in (_CONTROL, _USER_DEFINED)
+    ]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    model = {"type": "BPE", "vocab": vocab, "merges": said("merges"), "ignore_merges": said("pre") == "llama-bpe"}
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": divided}
+    spec = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model}
+    folders.write_json(folder, "tokenizer.json", spec)
+  marks = {key: said(f"{name}_token_id") for key, name in (("bos_token", "bos"), ("eos_token", "eos"))}
+  config = {key: tokens[number] for key, number in marks.items() if number is not None}
+  config |= {"add_bos_token": bool(said("add_bos_token", kind == "llama"))}
+  unknown, template = said("unknown_token_id"), values.get("tokenizer.chat_template")
+  config |= {"unk_token": tokens[unknown]} if unknown is not None else {}
+  config |= {"chat_template": template} if template else {}
+  folders.write_json(folder, "tokenizer_config.json", config)
+
+
+def _write_sentencepieces(tokens: list[str], scores: list[float], kinds: list[int], prefix: bool, folder: str) -> None:
+  """tokenizer.model: kinds of tokens have the same numbers as in sentencepiece."""
+  from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
+
+  proto = sentencepiece_model_pb2.ModelProto()
+  for token, score, kind in zip(tokens, scores, kinds, strict=True):
+    proto.pieces.add(piece=token, score=score, type=kind)
+  proto.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+  proto.trainer_spec.byte_fallback = True
+  proto.normalizer_spec.name = "identity"
+  proto.normalizer_spec.add_dummy_prefix = prefix
+  proto.normalizer_spec.remove_extra_whitespaces = False
+  with open(os.path.join(folder, "tokenizer.model"), "wb") as file:
+    file.write(proto.SerializeToString())

@@ -1,0 +1,73 @@
+"""Where an import finds a model: a folder, a name on the Hugging Face hub, or a GGUF file."""
+
+from collections.abc import Iterator
+import contextlib
+import re
+import tempfile
+
+from diffeq_nnx import files
+from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.exporting import gguf_files
+
+# What an import reads. Code, and weights in other formats, stay on the hub.
+_FILES = [
+  *("config.json", "generation_config.json", "model.safetensors.index.json", "model*.safetensors"),
+  *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+  *("vocab.json", "merges.txt", "chat_template.jinja"),
+]
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@contextlib.contextmanager
+def open_folder(name: str) -> Iterator[str]:
+  """The folder with a model: `find_folder` of its name, or of a GGUF file a temporary one.
+
+  Raises:
+    UserError: as `find_folder` and `gguf_files.write_folder`.
+  """
+  if not name.endswith(".gguf"):
+    yield find_folder(name)
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    gguf_files.write_folder(name, folder)
+    yield folder
+
+
+def find_folder(name: str) -> str:
+  """The folder of this path or, where there is none, of the model with this name on the hub.
+
+  The model is fetched to huggingface_hub's cache, with the token of `hf auth login` or of HF_TOKEN. HF_ENDPOINT names
+  another hub, and with HF_HUB_OFFLINE=1 the cache alone is used.
+
+  Args:
+    name: a path, or ORGANIZATION/MODEL, and perhaps @REVISION (a branch, a tag or a commit).
+
+  Raises:
+    UserError: huggingface_hub is not installed, the hub can't be reached, or it does not give this model.
+  """
+  if not _NAME.fullmatch(name) or files.exists(name):
+    return name
+  try:
+    import huggingface_hub
+    from huggingface_hub import errors
+  except ImportError as error:
+    raise UserError(
+      f"from_hf={name}: is no folder, and a name on the hub needs huggingface_hub; "
+      "pip install 'diffeq-nnx[hf]', or name a folder"
+    ) from error
+  repository, _, revision = name.partition("@")
+  try:
+    return huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=_FILES)
+  except errors.GatedRepoError as error:
+    remedy = "ask for access on its page, and log in with `hf auth login` or set HF_TOKEN"
+    raise UserError(f"from_hf={name}: is no folder, and a model on the hub behind a gate; {remedy}") from error
+  except errors.RepositoryNotFoundError as error:
+    remedy = "correct the name; for a private model, log in with `hf auth login` or set HF_TOKEN"
+    raise UserError(f"from_hf={name}: is no folder, and the hub has no such model; {remedy}") from error
+  except errors.RevisionNotFoundError as error:
+    raise UserError(f"from_hf={name}: the hub has no such revision of the model; correct it") from error
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+    raise UserError(
+      f"from_hf={name}: is no folder, and can't be fetched from the hub ({first_line(error, 200)}); "
+      "connect to the network, or name a folder"
+    ) from error

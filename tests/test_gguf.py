@@ -1,0 +1,166 @@
+"""GGUF files of Llamas: weights as the gguf package gives them, rotated channels in our order, both tokenizers."""
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+
+import diffeq_nnx
+from diffeq_nnx.data.tokenizers.byte_pairs import ALPHABET
+from diffeq_nnx.exporting import hub, importing
+from tests.conftest import told
+from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_import import foreign
+from tests.test_published_tokenizers import model as published_model
+
+NAMES = {
+  "model.embed_tokens": "token_embd",
+  "model.norm": "output_norm",
+  "lm_head": "output",
+  "input_layernorm": "attn_norm",
+  "self_attn.q_proj": "attn_q",
+  "self_attn.k_proj": "attn_k",
+  "self_attn.v_proj": "attn_v",
+  "self_attn.o_proj": "attn_output",
+  "post_attention_layernorm": "ffn_norm",
+  "mlp.gate_proj": "ffn_gate",
+  "mlp.up_proj": "ffn_up",
+  "mlp.down_proj": "ffn_down",
+}
+BYTES = [*ALPHABET, "th", "Ġth", "12", "<s>", "</s>"]  # byte pairs with two marks
+MERGES = ["t h", "Ġ th", "1 2"]
+
+
+def gguf_name(name):
+  part, _ = name.rsplit(".", 1)
+  if part.startswith("model.layers."):
+    _, _, number, part = part.split(".", 3)
+    return f"blk.{number}.{NAMES[part]}.weight"
+  return f"{NAMES[part]}.weight"
+
+
+def write(path, theirs, tokenizer, changes=(), architecture="llama"):
+  """A Llama of transformers as a GGUF file; matrices in Q8_0, and in the model what they then mean."""
+  config, writer = theirs.config, gguf.GGUFWriter(path, architecture)
+  writer.add_block_count(config.num_hidden_layers)
+  writer.add_context_length(config.max_position_embeddings)
+  writer.add_embedding_length(config.hidden_size)
+  writer.add_feed_forward_length(config.intermediate_size)
+  writer.add_head_count(config.num_attention_heads)
+  writer.add_head_count_kv(config.num_key_value_heads)
+  writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+  for key, value in {**tokenizer, **dict(changes)}.items():
+    writer.add_key_value(key, *value) if isinstance(value, tuple) else writer.add_array(key, value)
+  state = theirs.state_dict()
+  for name, tensor in state.items():
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+      continue
+    array, kind = tensor.numpy(), gguf.GGMLQuantizationType.Q8_0
+    if array.ndim == 1:
+      writer.add_tensor(gguf_name(name), array)
+      continue
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+      halves = array.reshape(-1, 2, config.head_dim // 2, array.shape[1])
+      array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+    stored = gguf.quantize(array, kind)
+    writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+    meant = gguf.dequantize(stored, kind)
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+      pairs = meant.reshape(-1, config.head_dim // 2, 2, array.shape[1])
+      meant = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+    tensor.copy_(torch.from_numpy(meant))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+STRING, BOOL, UINT = gguf.GGUFValueType.STRING, gguf.GGUFValueType.BOOL, gguf.GGUFValueType.UINT32
+
+
+def byte_pairs(pre):
+  return {
+    "tokenizer.ggml.model": ("gpt2", STRING),
+    "tokenizer.ggml.pre": (pre, STRING),
+    "tokenizer.ggml.tokens": BYTES,
+    "tokenizer.ggml.token_type": [1] * (len(BYTES) - 2) + [3, 3],
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": (len(BYTES) - 2, UINT),
+    "tokenizer.ggml.eos_token_id": (len(BYTES) - 1, UINT),
+    "tokenizer.ggml.add_bos_token": (pre == "llama-bpe", BOOL),
+  }
+
+
+def sentencepieces(proto):
+  model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+  ids = range(model.vocab_size())
+  tests = {2: model.is_unknown, 3: model.is_control, 5: model.is_unused, 6: model.is_byte}
+  kinds = [next((kind for kind, test in tests.items() if test(i)), 1) for i in ids]
+  return {
+    "tokenizer.ggml.model": ("llama", STRING),
+    "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
+    "tokenizer.ggml.scores": [model.get_score(i) for i in ids],
+    "tokenizer.ggml.token_type": kinds,
+    "tokenizer.ggml.bos_token_id": (model.bos_id(), UINT),
+    "tokenizer.ggml.eos_token_id": (model.eos_id(), UINT),
+  }
+
+
+def small(vocab_size, **changes):
+  sizes = dict(hidden_size=32, intermediate_size=64, vocab_size=vocab_size)
+  return foreign("llama", **sizes, **changes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_gives_the_logits_of_the_model_that_it_holds(tied, tmp_path):
+  theirs, path = small(len(BYTES), tie_word_embeddings=tied), str(tmp_path / "model.gguf")
+  write(path, theirs, byte_pairs("gpt-2"))
+  model = diffeq_nnx.import_hf(path)
+  assert model.config.tied_head is (True if tied else None) and model.config.norm_eps is None
+  with torch.no_grad():
+    expected = theirs(torch.tensor(TOKENS_2x12)).logits.numpy()
+  np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "pre,divided",
+  [
+    ("gpt-2", ["Ġth", "a", "n", "'", "S", "Ġ", "12", "12", "3", "."]),
+    ("smollm", ["Ġth", "a", "n", "'", "S", "Ġ", "1", "2", "1", "2", "3", "."]),
+    ("llama-bpe", ["Ġth", "a", "n", "'", "S", "Ġ", "12", "1", "2", "3", "."]),
+    ("qwen2", ["Ġth", "a", "n", "'", "S", "Ġ", "1", "2", "1", "2", "3", "."]),
+  ],
+)
+def test_byte_pairs_are_merged_within_what_the_file_s_name_for_it_divides(pre, divided, tmp_path):
+  path = str(tmp_path / "model.gguf")
+  write(path, small(len(BYTES)), byte_pairs(pre))
+  with hub.open_folder(path) as folder:
+    tokenizer = importing.tokenizer_of(folder)
+  assert [BYTES[i] for i in tokenizer.encode(" than'S 12123.")] == divided
+  assert tokenizer.eos_id == len(BYTES) - 1
+  assert tokenizer.bos_id == (len(BYTES) - 2 if pre == "llama-bpe" else None)
+
+
+def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_path):
+  proto, path = published_model(), str(tmp_path / "model.gguf")
+  theirs = sentencepiece.SentencePieceProcessor(model_proto=proto)
+  write(path, small(theirs.vocab_size()), sentencepieces(proto))
+  with hub.open_folder(path) as folder:
+    tokenizer = importing.tokenizer_of(folder)
+  for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
+    assert tokenizer.encode(text).tolist() == theirs.encode(text)
+  assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id(), theirs.eos_id())
+
+
+def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
+  path = str(tmp_path / "model.gguf")
+  read = lambda: diffeq_nnx.import_hf(path)
+  write(path, small(len(BYTES)), byte_pairs("other"))
+  assert "'gpt2' with tokenizer.ggml.pre='other'" in told(read)
+  write(path, small(len(BYTES)), byte_pairs("gpt-2"), {"llama.rope.scaling.type": ("yarn", STRING)})
+  assert "llama.rope.scaling is not supported" in told(read)
+  write(path, small(len(BYTES)), byte_pairs("gpt-2"), architecture="gemma")
+  assert "architecture is 'gemma'" in told(read)
+  (tmp_path / "model.gguf").write_bytes(b"nothing")
+  assert "can't be read as GGUF" in told(read)
