@@ -50,7 +50,7 @@ flags.DEFINE_enum(
   "format",
   None,
   ["hf", "hf_code", "stablehlo"],
-  "For export: hf (the default: GPT-2 or Llama where they can hold the model), hf_code (our own modeling file) "
+  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file) "
   "or stablehlo.",
 )
 flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder, a model's name on the hub, or a GGUF file.")
