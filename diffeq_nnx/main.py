@@ -51,10 +51,10 @@ flags.DEFINE_enum(
   "format",
   None,
   ["hf", "hf_code", "stablehlo"],
-  "For export: hf (the default: GPT-2 or Llama where they can hold the model), hf_code (our own modeling file) "
+  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file) "
   "or stablehlo.",
 )
-flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder, the name of a model on the hub, or a GGUF file.")
+flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder, a model's name on the hub, or a GGUF file.")
 flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
 flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")
 flags.DEFINE_integer("leading", None, "For analyze: number of Lyapunov exponents of each token; default: 16.")

@@ -102,11 +102,7 @@ PUBLISHED_LLAMAS = {  # not rows: the field decides, too
   ],
 )
 def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
-  config = small_model(
-    field=field,
-    dtype="float64",
-    **(ROWS | PUBLISHED_LLAMAS | VARIANTS | {"untied": {"tied_head": False, "head_dim": 10}})[row],
-  )
+  config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS | VARIANTS)[row])
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
   params, grid = numpy_of(model), model.grid()

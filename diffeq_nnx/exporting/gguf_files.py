@@ -66,7 +66,7 @@ def write_folder(path: str, folder: str) -> None:
       tensors: dict[str, np.ndarray] = {}
       for tensor in reader.tensors:
         array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        tensors |= {_name_of(path, tensor.name): np.ascontiguousarray(_with_halves(tensor.name, array, config))}
+        tensors[_translate_name(path, tensor.name)] = np.ascontiguousarray(_pair_halves(tensor.name, array, config))
   except (OSError, ValueError, KeyError, IndexError) as error:
     raise UserError(f"from_hf={path}: can't be read as GGUF ({first_line(error, 200)}); restore the file") from error
   folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
@@ -94,8 +94,8 @@ def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _name_of(path: str, name: str) -> str:
-  """The name in a Hugging Face folder of an array, which is called blk.3.attn_q.weight or output.weight here."""
+def _translate_name(path: str, name: str) -> str:
+  """The name in a Hugging Face folder of a GGUF file's array, such as blk.3.attn_q.weight or output.weight."""
   *before, last, kind = name.split(".")
   if not before and last in _OUTSIDE and kind == "weight":
     return f"{_OUTSIDE[last]}.weight"
@@ -104,8 +104,11 @@ def _name_of(path: str, name: str) -> str:
   raise UserError(f"from_hf={path}: holds {name}, which is not supported; give the model's Hugging Face folder")
 
 
-def _with_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-  """Kernels of queries and keys [H C, D] whose rotated pairs are channels i and i + C/2, not 2 i and 2 i + 1."""
+def _pair_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+  """Reorders the channels of a kernel [H C, D] of queries or keys; other arrays stay as they are.
+
+  A GGUF file rotates channels 2 i and 2 i + 1 of a head as a pair, and a Hugging Face folder channels i and i + C/2.
+  """
   if not name.endswith(("attn_q.weight", "attn_k.weight")):
     return array
   pairs = array.reshape(-1, config["head_dim"] // 2, 2, array.shape[1])
@@ -141,12 +144,11 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
     pre_tokenizer = {"type": "Sequence", "pretokenizers": divided}
     spec = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model}
     folders.write_json(folder, "tokenizer.json", spec)
-  marks = {key: said(f"{name}_token_id") for key, name in (("bos_token", "bos"), ("eos_token", "eos"))}
-  config = {key: tokens[number] for key, number in marks.items() if number is not None}
-  config |= {"add_bos_token": bool(said("add_bos_token", kind == "llama"))}
-  unknown, template = said("unknown_token_id"), values.get("tokenizer.chat_template")
-  config |= {"unk_token": tokens[unknown]} if unknown is not None else {}
-  config |= {"chat_template": template} if template else {}
+  named = {"bos_token": said("bos_token_id"), "eos_token": said("eos_token_id"), "unk_token": said("unknown_token_id")}
+  config = {key: tokens[number] for key, number in named.items() if number is not None}
+  config["add_bos_token"] = bool(said("add_bos_token", kind == "llama"))
+  if template := values.get("tokenizer.chat_template"):
+    config["chat_template"] = template
   folders.write_json(folder, "tokenizer_config.json", config)
 
 

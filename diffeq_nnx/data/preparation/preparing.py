@@ -1,6 +1,6 @@
 """What a preparation depends on, and its tasks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import importlib.metadata
@@ -211,7 +211,7 @@ class _Preparation:
     return tokenizers.load(path, lossless=True)
 
 
-def _group(parts: list[Part]) -> Iterator[list[Part]]:
+def _group(parts: Sequence[Part]) -> Iterator[list[Part]]:
   """Divides parts, in their order, into tasks of at least `TASK_BYTES` but for the last."""
   wanted, group, size = max(TASK_BYTES, sum(part.size for part in parts) // MAX_TASKS), [], 0
   for part in parts:
