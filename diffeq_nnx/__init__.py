@@ -1,7 +1,7 @@
 """Neural ODE Transformers (DiffEqFormer): a transformer whose depth is time, in Flax NNX.
 
 The package itself offers `Model` (of `model.model`), `Config` and `load_config` (`config`), `load` (`runs.run`),
-`discretize` (`model.discretization`), `Decoder` (`inference.decoding`), `generate` and `generate_texts`
+`discretize` (`depth.discretization`), `Decoder` (`inference.decoding`), `generate` and `generate_texts`
 (`inference.generation`), `export_hf` (`exporting.huggingface`), `export_stablehlo` (`exporting.stablehlo`) and
 `import_hf` (`exporting.importing`). Training is `training.loop.train`.
 """
@@ -14,7 +14,7 @@ _HOMES = {  # where each public name is defined
   "Config": "config",
   "load_config": "config",
   "load": "runs.run",
-  "discretize": "model.discretization",
+  "discretize": "depth.discretization",
   "generate": "inference.generation",
   "generate_texts": "inference.generation",
   "Decoder": "inference.decoding",

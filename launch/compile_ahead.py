@@ -45,11 +45,11 @@ from jax.experimental import topologies
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import list_num_steps
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import list_num_steps
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
 from launch import gpus
 from launch.benchmarks import hlo, roofline, step_profile

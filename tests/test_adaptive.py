@@ -11,9 +11,10 @@ import pytest
 
 from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.depth import adaptive
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.jobs import discretize
-from diffeq_nnx.model import adaptive, grids, solvers
+from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run

@@ -13,9 +13,9 @@ from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Step, attention_pr
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
+from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.parameters import graph
 from launch.experiments import clusters
 from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, small_model, told

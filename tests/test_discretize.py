@@ -12,8 +12,8 @@ import pytest
 
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.model import grids
-from diffeq_nnx.model.discretization import discretized_config
 from tests.conftest import ROWS, moved_instance, small_config, small_model, told
 
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))

@@ -14,14 +14,14 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
+from diffeq_nnx.depth.continuation import continuous_config, continuous_params
+from diffeq_nnx.depth.discretization import discretized_config
+from diffeq_nnx.depth.trained import draw_num_steps, list_num_steps, say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.discretize import derive_config
-from diffeq_nnx.model.continuation import continuous_config, continuous_params
-from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import draw_num_steps, list_num_steps, say_untrained
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, make_train_step

@@ -17,10 +17,10 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
+from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of

@@ -16,8 +16,8 @@ import safetensors.numpy
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
+from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.exporting import folders, huggingface, tokenizer_files
-from diffeq_nnx.model.discretization import discretize
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
 

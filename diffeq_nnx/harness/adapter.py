@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from diffeq_nnx.config import Config, choices, nearest
 from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
@@ -36,7 +37,6 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.depths import say_untrained
 
 AUTO = 8  # the batch size that batch_size=auto stands for
 MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length

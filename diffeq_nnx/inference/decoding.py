@@ -25,7 +25,7 @@ from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
-from diffeq_nnx.model.output_first import output_first, product
+from diffeq_nnx.model.output_first import product, store_output_first
 from diffeq_nnx.parallel import sharding
 
 BUCKET = 64  # slots are padded to multiples of it, so that few shapes are compiled
@@ -198,7 +198,7 @@ def _store_for_cpu(ready: ReadyModel) -> ReadyModel:
   """Weights with kernels stored as a CPU reads them fastest, for blocks that are known to do nothing but multiply."""
   if vector_fields.FIELDS[ready.config.field] not in (vector_fields.GPTField, vector_fields.LlamaField):
     return ready
-  sets = jax.jit(lambda sets: [output_first(one) for one in sets])(ready.weights.sets)
+  sets = jax.jit(lambda sets: [store_output_first(one) for one in sets])(ready.weights.sets)
   return dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets))
 
 

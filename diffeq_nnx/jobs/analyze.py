@@ -17,12 +17,12 @@ from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.depths import say_untrained
 
 TEXT = (
   "The river rose in the night, and in the morning the people of the town came down to the river to see how far "

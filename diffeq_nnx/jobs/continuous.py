@@ -6,9 +6,9 @@ import jax
 
 from diffeq_nnx import presets
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.continuation import continuous_config, continuous_params
+from diffeq_nnx.depth.discretization import discretized_config, discretized_params
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.continuation import continuous_config, continuous_params
-from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, portable

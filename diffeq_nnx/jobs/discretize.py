@@ -12,16 +12,17 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.config import Config, DataConfig, LoraConfig, ModelConfig
+from diffeq_nnx.depth import adaptive
+from diffeq_nnx.depth.discretization import discretized_config, discretized_params
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.model import adaptive, grids
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
-from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, portable
-from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.step import all_params, init_state, place_state, state_shardings
 

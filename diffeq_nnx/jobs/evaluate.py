@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.files import replacing
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
@@ -14,7 +15,6 @@ from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 
 PICTURE = "depths.png"

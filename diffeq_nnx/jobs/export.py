@@ -5,12 +5,12 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.discretization import discretized_config, discretized_params
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.exporting import folders, huggingface, stablehlo
-from diffeq_nnx.model.discretization import discretized_config, discretized_params
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.depths import say_untrained
 
 
 def export_run(

@@ -8,15 +8,15 @@ import jax
 
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.discretization import discretized_config
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.discretize import derive_config, store_params
-from diffeq_nnx.model.discretization import discretized_config
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run, load_corpus
-from diffeq_nnx.training.depths import say_untrained
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import reporter

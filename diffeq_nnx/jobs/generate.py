@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import Continuation, continue_texts, encode_prompts, generate_texts
@@ -16,7 +17,6 @@ from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.depths import say_untrained
 
 
 def generate(

@@ -37,7 +37,7 @@ def product(x_BxLxI: jax.Array, stored_OxI: jax.Array, dtype: jnp.dtype | None =
   return jnp.moveaxis(jax.lax.optimization_barrier(made_OxBxL), 0, -1)  # without the barrier XLA swaps the factors
 
 
-def output_first(block_weights: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def store_output_first(block_weights: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   """BlockWeights at one time with every kernel stored so. Jit it."""
   stored = lambda name, leaf: OutputFirst(leaf.T) if name == "kernel" and leaf.ndim == 2 else leaf
   return {group: {name: stored(name, leaf) for name, leaf in leaves.items()} for group, leaves in block_weights.items()}

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import list_num_steps
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.training.depths import list_num_steps
 from diffeq_nnx.training.step import abstract_batch, abstract_state, init_state, make_train_step, state_shardings
 
 FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them

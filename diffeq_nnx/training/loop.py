@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from diffeq_nnx import data
 from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
+from diffeq_nnx.depth.trained import draw_num_steps, say_untrained
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -22,7 +23,6 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import load_corpus
 from diffeq_nnx.training import fastest, flops
-from diffeq_nnx.training.depths import draw_num_steps, say_untrained
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule, schedule_length

@@ -32,9 +32,9 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import draw_num_steps
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.depths import draw_num_steps
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state
