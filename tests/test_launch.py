@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -219,34 +217,3 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
   values = [[float(cell.strip("| ")) for cell in row.split(" | ")[1:]] for row in rows]
   assert all(0 < loss < 10 for before, full, _, lora, _ in values for loss in (before, full, lora))
 
-
-FROM_EMBEDDING = """
-import dataclasses
-import jax, numpy as np
-from diffeq_nnx import config
-from tests.conftest import moved_instance, small_model
-path = "launch/experiments/from_embedding.py"
-first, second = (config.load(f"{path}:{row}") for row in ("diffeq", "gpt"))
-assert first.model.solver == second.model.solver == "from_embedding"
-settings = small_model(weights="stored", num_steps=2)
-names = (("from_embedding", "gpt_from_embedding"), ("euler", "gpt"))
-model, plain = (moved_instance(dataclasses.replace(settings, solver=solver, field=field)) for solver, field in names)
-tokens = np.arange(8, dtype=np.int32)[None]
-share = model.weight_source.stored["from_embedding"]["share"]
-for name, leaves in plain.weight_source.stored.items():  # the other arrays are the same
-  for leaf in leaves:
-    leaves[leaf][...] = model.weight_source.stored[name][leaf][...]
-for name in ("embedding", "positions"):
-  getattr(plain, name)[...] = getattr(model, name)[...]
-for leaf in plain.final_norm:
-  plain.final_norm[leaf][...] = model.final_norm[leaf][...]
-assert np.abs(np.asarray(share[...])).min() > 0 and np.abs(model(tokens) - plain(tokens)).max() > 1e-3
-share[...] = 0 * share[...]
-np.testing.assert_allclose(model(tokens), plain(tokens), atol=1e-5)
-"""
-
-
-def test_a_residual_from_the_embedding_is_eulers_method_where_its_share_is_0():
-  """In a process of its own: a registered solver and field stay."""
-  done = subprocess.run([sys.executable, "-c", FROM_EMBEDDING], capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
