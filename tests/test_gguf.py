@@ -136,7 +136,7 @@ def test_byte_pairs_are_merged_within_what_the_file_s_name_for_it_divides(pre, d
   path = str(tmp_path / "model.gguf")
   write(path, small(len(BYTES)), byte_pairs(pre))
   with hub.open_folder(path) as folder:
-    tokenizer = importing.tokenizer_of(folder)
+    tokenizer = importing.read_tokenizer(folder)
   assert [BYTES[i] for i in tokenizer.encode(" than'S 12123.")] == divided
   assert tokenizer.eos_id == len(BYTES) - 1
   assert tokenizer.bos_id == (len(BYTES) - 2 if pre == "llama-bpe" else None)
@@ -147,7 +147,7 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
   theirs = sentencepiece.SentencePieceProcessor(model_proto=proto)
   write(path, small(theirs.vocab_size()), sentencepieces(proto))
   with hub.open_folder(path) as folder:
-    tokenizer = importing.tokenizer_of(folder)
+    tokenizer = importing.read_tokenizer(folder)
   for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
     assert tokenizer.encode(text).tolist() == theirs.encode(text)
   assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id(), theirs.eos_id())
