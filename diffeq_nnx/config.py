@@ -24,6 +24,7 @@ from diffeq_nnx.config_model import RopeConfig as RopeConfig
 from diffeq_nnx.config_model import TimeConfig as TimeConfig
 from diffeq_nnx.errors import UserError
 
+NO_TEXT = "none"  # the data.source of an imported run until its text is named
 RUN_FILE = "run.json"  # of a work directory, as the folders below
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
@@ -41,8 +42,9 @@ class DataConfig(Section, prefix="data."):
   checked against the shards, and the other keys are ignored.
   """
 
-  source: str = "builtin"  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR, or
-  # several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR
+  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR | several of the last with
+  # weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose text is named later
+  source: str = "builtin"
   text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
   bad_records: str = one_of("error", "skip")  # at a record that can't be used: stop, or skip and count it
   tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets

@@ -87,10 +87,12 @@ def run(argv: list[str]) -> None:
   holds_run = files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
+  if CONFIG.value is None and job.config == "file_or_source" and FROM_WORKDIR.value is None:
+    raise UserError("--from_workdir: missing; e.g. --job=finetune " + job.example)
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   if config is None and job.config == "optional":
-    config = config_lib.changed(config_lib.Config(), SETTINGS.value)
+    config = config_lib.changed(job.prepared(config_lib.Config()), SETTINGS.value)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
@@ -98,12 +100,15 @@ def run(argv: list[str]) -> None:
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     workdir.check_place(flag.value or "", flag.name)
   if config is None:
-    flag = FROM_WORKDIR if job.config == "source" else WORKDIR
+    from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
+    flag = FROM_WORKDIR if from_source else WORKDIR
     config = config_lib.changed(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
   with distributed.in_one_line():
+    if job.config == "optional":
+      options["settings"] = SETTINGS.value  # on top of what the checkpoint says
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()

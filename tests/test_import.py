@@ -8,6 +8,7 @@ import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from absl import flags
 from flax import nnx
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 import transformers
 
 import diffeq_nnx
-from diffeq_nnx import data, jobs
+from diffeq_nnx import data, jobs, main
 from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, RopeConfig, TrainConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -373,8 +374,101 @@ def test_other_formats_and_mistakes(finished, tmp_path):
     lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
   )
   (tmp_path / "empty").mkdir()
-  workdir_lib.claim(str(tmp_path / "empty"), config, data.Corpus(importing.read_tokenizer(workdir), None, None, ""))
+  workdir_lib.claim(str(tmp_path / "empty"), config, importing.read_tokenizer(workdir), None)
   assert "holds no checkpoint yet" in told(
     lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
   )
   assert not (tmp_path / "other").exists()
+
+
+# a run without text, by command lines
+
+
+def run_command(*arguments: str, code: int = 0) -> None:
+  """Runs a command line in this process and checks its exit code."""
+  flags.FLAGS.unparse_flags()
+  for name in flags.FLAGS:  # as in a new process
+    flags.FLAGS[name].unparse()
+  assert main.main(main.parse(["main", "--num_processes=1", *arguments])) == code
+
+
+def command(capsys, *arguments: str) -> dict:
+  """The line of JSON that a command line prints, if any."""
+  capsys.readouterr()
+  run_command(*arguments)
+  out = capsys.readouterr().out
+  return json.loads(out) if out.strip() else {}
+
+
+def refused(capsys, *arguments: str) -> str:
+  """The last line of what a command line prints that holds a mistake."""
+  run_command(*arguments, code=2)
+  return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def textless(finished, tmp_path_factory):
+  """(the settings that name text and a short training, a work directory) of an import without text."""
+  config, workdir = finished
+  folder = tmp_path_factory.mktemp("textless")
+  jobs.run("export", config, workdir, out=str(folder / "out"))
+  arguments = (f"--from_hf={folder}/out", f"--workdir={folder}/run", "--set=model.seq_len=8")
+  run_command("--job=import", *arguments)
+  text = dict(source=config.data.source, cache_dir=config.data.cache_dir, validation_fraction=0.3)
+  settings = [f"--config.data.{key}={value}" for key, value in text.items()]
+  short = ("train.steps=2", "train.batch_size=4", "eval.max_batches=2", "train.peak_tflops=0.1")
+  return [*settings, *(f"--config.{setting}" for setting in short)], f"{folder}/run"
+
+
+def test_a_run_without_text_generates_and_says_what_needs_text(textless, capsys):
+  text, workdir = textless
+  run = Run.open(workdir)
+  assert run.started.model.seq_len == 8 and run.params["positions"].shape[0] == 8
+  run_command("--job=generate", f"--workdir={workdir}", "--prompt=a", "--max_tokens=2")
+  for job in ("--job=evaluate", "--job=train"):
+    assert "data.source=none: the run has no text yet; name it" in refused(capsys, job, f"--workdir={workdir}")
+  assert math.isfinite(command(capsys, "--job=evaluate", f"--workdir={workdir}", *text)["loss"])
+  assert Run.open(workdir).started.data.source == "none"
+
+
+def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path, capsys):
+  text, workdir = textless
+  source = f"--from_workdir={workdir}"
+  values = {}
+  for job in ("continuous", "discretize"):
+    bare = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}")
+    assert bare["before"] == bare["after"] == {"num_steps": 2}
+    made = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}_text", *text)
+    assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5)
+    values[job] = made["before"]["loss"]
+    run = Run.open(f"{tmp_path}/{job}_text")
+    assert run.started.data.source.startswith("text:") and run.started.train.steps == 2
+    assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/{job}_text"
+  assert values["continuous"] == values["discretize"]
+  other = ("--job=continuous", source, f"--workdir={tmp_path}/x", "--config.model.embed_dim=32")
+  assert "only model.time, model.dropout, model.attention may differ" in refused(capsys, *other)
+  other = ("--job=discretize", source, f"--workdir={tmp_path}/x", *text, "--config.data.tokenizer=bytes")
+  assert "was trained with another tokenizer" in refused(capsys, *other) and not (tmp_path / "x").exists()
+  tuned = f"{tmp_path}/tuned"
+  command(capsys, "--job=finetune", source, f"--workdir={tuned}", *text)
+  assert Run.open(tuned).step == 2 and Run.open(workdir).step == 0
+
+
+def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_path, capsys):
+  text, workdir = textless
+  copy, tuned = f"{tmp_path}/copy", f"{tmp_path}/tuned"
+  shutil.copytree(workdir, copy)
+  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}", *text)
+  command(capsys, f"--workdir={copy}", *text)
+  run = Run.open(copy)
+  assert run.step == 2 and run.started.data.source.startswith("text:") and run.corpus
+  command(capsys, f"--workdir={copy}")  # is finished
+  assert "belongs to another run: data.source" in refused(capsys, f"--workdir={copy}", "--config.data.source=builtin")
+  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}")  # its source is still the same run
+
+
+def test_an_import_is_not_longer_than_its_checkpoint_and_changes_no_other_model_key(textless, tmp_path, capsys):
+  folder = os.path.dirname(textless[1]) + "/out"
+  for setting, part in (("seq_len=17", "17"), ("num_heads=2", "only model.seq_len, model.dropout, model.attention")):
+    arguments = ("--job=import", f"--from_hf={folder}", f"--workdir={tmp_path}/new", f"--config.model.{setting}")
+    assert part in refused(capsys, *arguments) and not (tmp_path / "new").exists()

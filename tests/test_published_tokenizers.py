@@ -38,7 +38,7 @@ TEXTS = [
 
 def reloaded(tokenizer, folder):
   """The tokenizer that a run gives back which was started with this one."""
-  workdir_lib.claim(str(folder), Config(), data.Corpus(tokenizer, None, None, ""))
+  workdir_lib.claim(str(folder), Config(), tokenizer, None)
   (folder / "config.json").write_text("{}")  # a file beside it changes nothing
   again = workdir_lib.tokenizer_of(str(folder), Config())
   for name in ("hash", "model_bytes", "vocab_size", "end_ids", "bos_id", "lossless", "leading"):

@@ -271,7 +271,7 @@ def test_vocabulary_errors_name_key_value_and_a_bound_that_works(vocab_size, par
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_work_directory_gives_the_tokenizer_back_byte_for_byte(kinds, kind, tmp_path):
   tokenizer = kinds[kind]
-  workdir_lib.claim(str(tmp_path), Config(), data.Corpus(tokenizer, None, None, ""))
+  workdir_lib.claim(str(tmp_path), Config(), tokenizer, None)
   assert (tmp_path / tokenizer.file_name).read_bytes() == tokenizer.model_bytes
   again = data.load_tokenizer(str(tmp_path), lossless=True)
   assert type(again) is type(tokenizer) and again.model_bytes == tokenizer.model_bytes

@@ -8,7 +8,7 @@ import os
 import re
 
 from diffeq_nnx import files
-from diffeq_nnx.config import DataConfig
+from diffeq_nnx.config import NO_TEXT, DataConfig
 from diffeq_nnx.data import preparation, shards, tokenizers
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -68,6 +68,8 @@ def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   Raises:
     UserError: For a source, a tokenizer, a vocabulary size or a directory that can't be used.
   """
+  if config.source == NO_TEXT:
+    raise UserError(f"data.source={NO_TEXT}: the run has no text yet; name it, e.g. --config.data.source=text:FILE.txt")
   terms = _parse_terms(config.source)
   if terms:
     return _load_shards(config, vocab_size, terms)

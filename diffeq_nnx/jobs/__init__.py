@@ -17,7 +17,8 @@ class Job:
     example: what to write after --job=NAME.
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
       file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
-      or optional (--config, or else the defaults).
+      file_or_source (--config, or that of the run in --workdir, or of --from_workdir), or optional (--config, or else
+      the defaults; the settings of the command line are passed on).
     prepare: module and name of a function of that config, whose result is then changed by --config.KEY=VALUE.
     one_process: whether it is an error to start it in several processes.
   """
@@ -70,7 +71,7 @@ JOBS = {
     ("from_workdir", "num_steps", "step_sizes"),
     ("from_workdir",),
     "--from_workdir=runs/tiny --workdir=runs/tiny9",
-    "file",
+    "file_or_source",
   ),
   "generate": Job(
     "jobs.generate:generate",
@@ -94,6 +95,7 @@ JOBS = {
     ("from_hf",),
     "--from_hf=gpt2 --workdir=runs/gpt2",
     "optional",
+    "jobs.import_hf:without_text",
     one_process=True,
   ),
   "analyze": Job(

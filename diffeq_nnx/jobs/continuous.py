@@ -8,11 +8,10 @@ from diffeq_nnx import presets
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.continuation import continuous_config, continuous_params
 from diffeq_nnx.depth.discretization import discretized_config, discretized_params
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.jobs.deriving import check_model, load_text, use_tokenizer, validate
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, portable
-from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.step import place_state
 
 PART = 4  # the new run is to train for 1/PART of the source's steps, with 1/PART of its peak rate
@@ -41,51 +40,40 @@ def config_from(source: Config) -> Config:
 def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
   """Writes the newest model of a run with weights W(t), as a run of its own at step 0, and prints one JSON line.
 
-  At its own number of steps the model computes what it did: the line has the validation values before and after, and
-  the largest difference of a weight.
+  At its own number of steps the model computes what it did: the line has the validation values before and after, unless
+  the run has no text, and the largest difference of a weight.
 
   Args:
-    config: of the new run: `config_from`, perhaps with another time embedding, training or validation.
+    config: of the new run: `config_from`, perhaps with another time embedding, text, training or validation.
     workdir: the new run's directory.
     from_workdir: the run's; its weights are stored.
 
   Raises:
-    UserError: weights that are not stored, a time embedding that can't hold them, another model than the run's, no
-      checkpoint, or a directory that holds a run.
+    UserError: weights that are not stored, a time embedding that can't hold them, another model or tokenizer than the
+      run's, no checkpoint, or a directory that holds a run.
   """
   source = Run.open(from_workdir, flag="from_workdir")
-  _check_same(config, config_from(source.started))
+  check_model(config.model, config_from(source.started).model, "time")
   workdir_lib.require_none(workdir)
   with jax.set_mesh(source.mesh):
-    mesh, corpus, params = source.mesh, source.corpus, source.params
-    before = Evaluator(source.config, corpus, mesh)(params)
+    config = use_tokenizer(config, source, workdir)
+    mesh, corpus, params = source.mesh, load_text(config, source), source.params
+    before = validate(dataclasses.replace(portable(config), model=source.config.model), corpus, mesh, params)
     made = continuous_params(config.model, params, config.seed)
-    after = Evaluator(portable(config), corpus, mesh, config.model.num_steps)(made)
+    after = validate(portable(config), corpus, mesh, made)
     wide = dataclasses.replace(config.model, dtype=str(params["embedding"].dtype))  # W before it is rounded
     again = discretized_params(wide, discretized_config(wide), made)
     pairs = zip(*(jax.tree.leaves(each["weight_source"]["stored"]) for each in (params, again)), strict=True)
     difference = max(float(abs(a - b).max()) for a, b in pairs)
-    Run.create(config, workdir, corpus, place_state(config, made, mesh), after["loss"], source.hash)
+    state = place_state(config, made, mesh)
+    Run.create(config, workdir, source.tokenizer, corpus, state, after.get("loss"), source.hash)
   return print_result(
     {
       "job": "continuous",
       "workdir": workdir,
       "from_workdir": from_workdir,
-      "before": {"num_steps": source.config.model.num_steps, **before},
-      "after": {"num_steps": config.model.num_steps, **after},
+      "before": before,
+      "after": after,
       "largest_difference": difference,
     }
   )
-
-
-def _check_same(config: Config, expected: Config) -> None:
-  """Raises UserError unless the model is the expected one but for its time embedding, dropout and attention."""
-  model = expected.model
-  same = dataclasses.replace(config.model, time=model.time, dropout=model.dropout, attention=model.attention)
-  if same != model:
-    raise UserError(
-      "only model.time, model.dropout and model.attention may differ from the run in --from_workdir; leave out the "
-      "other model keys"
-    )
-  if workdir_lib.identity(dataclasses.replace(config, model=expected.model)) != workdir_lib.identity(expected):
-    raise UserError("the seed and the text are those of the run in --from_workdir; leave out seed and data keys")

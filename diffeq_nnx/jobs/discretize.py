@@ -9,22 +9,22 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.config import Config, DataConfig, LoraConfig, ModelConfig
+from diffeq_nnx.config import NO_TEXT, Config, ModelConfig
 from diffeq_nnx.depth import adaptive
-from diffeq_nnx.depth.discretization import discretized_config, discretized_params
+from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.jobs.deriving import check_model, derive_config, load_text, store_params, use_tokenizer, validate
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.run import Run, portable
+from diffeq_nnx.runs.run import Run, localize, portable
 from diffeq_nnx.training.evaluate import Evaluator
-from diffeq_nnx.training.step import all_params, init_state, place_state, state_shardings
+from diffeq_nnx.training.step import place_state
 
 FINEST = 8  # times the model's own number of steps: the most that the fine limit is measured with
 GRADINGS = (0.5, 1.0)  # of uneven steps, as for `adaptive.graded_sizes`
@@ -42,11 +42,11 @@ def discretize(
 ) -> dict:
   """Writes the newest model of a run with stored weights, as a run of its own at step 0, and prints one JSON line.
 
-  The line has the validation values of the model before, at its own number of steps, and after. Adapters become part
-  of the weights.
+  The line has the validation values of the model before, at its own number of steps, and after, unless the run has no
+  text. Adapters become part of the weights.
 
   Args:
-    config: of the run in `from_workdir`.
+    config: of the run in `from_workdir`, perhaps with other text and other settings of training and validation.
     workdir: the new run's directory.
     from_workdir: the run's.
     num_steps: as for `discretization.discretize`.
@@ -60,89 +60,55 @@ def discretize(
     RunError: the loss at many steps is not finite.
   """
   if tolerance is not None:
-    _check_tolerance(config.model, tolerance, num_steps, step_sizes)
+    _check_tolerance(config, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)
   distributed.on_main_process(workdir_lib.require_none, workdir)
-  source = Run.open(from_workdir, config, flag="from_workdir")
-  here, mesh = source.config, source.mesh
+  source = Run.open(from_workdir, flag="from_workdir")
+  check_model(config.model, source.started.model)
+  here = localize(config, source.started)
+  mesh = source.mesh = sharding.make_mesh(here.mesh)
   with jax.set_mesh(mesh):
-    corpus, params, identity = source.corpus, source.params, source.hash
+    config = use_tokenizer(config, source, workdir)
+    corpus, tokenizer, params, identity = load_text(config, source), source.tokenizer, source.params, source.hash
     say_untrained(config, source.step, model.num_steps, model.step_sizes)
     del source  # which would keep its parameters in memory
-    before = Evaluator(here, corpus, mesh, config.model.num_steps)(params)
+    before = validate(here, corpus, mesh, params)
     chosen: dict[str, Any] = {}
-    if tolerance is not None:
+    if tolerance is not None and corpus is not None:
       grid, found = _search(_Losses(here, corpus, mesh, params), tolerance)
       model = discretized_config(adaptive.on_grid(config.model, grid))
       chosen = {**found, "step_sizes": grids.make_grid(model).dts}
     stored = derive_config(config, model)
     params = store_params(config, stored, params, mesh)
-    after = Evaluator(portable(stored), corpus, mesh)(params)
-    Run.create(stored, workdir, corpus, place_state(stored, params, mesh), after["loss"], identity)
+    after = validate(portable(stored), corpus, mesh, params)
+    Run.create(stored, workdir, tokenizer, corpus, place_state(stored, params, mesh), after.get("loss"), identity)
     return print_result(
       {
         "job": "discretize",
         "workdir": workdir,
         "from_workdir": from_workdir,
-        "before": {"num_steps": config.model.num_steps, **before},
-        "after": {"num_steps": stored.model.num_steps, **after},
+        "before": before,
+        "after": after,
         **chosen,
       }
     )
 
 
-def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
-  """The config with a model of stored weights, and with other keys changed where they must fit the model.
-
-  Raises:
-    UserError: two keys that don't fit.
-  """
-  train = config.train
-  return config_lib.from_dict(
-    config_lib.to_dict(
-      dataclasses.replace(
-        config,
-        model=model,
-        data=data_config or config.data,
-        train=dataclasses.replace(
-          train,
-          step_counts=(),
-          draw_from=0.0,
-          loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
-          remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
-        ),
-        eval=dataclasses.replace(config.eval, num_steps=None),
-      )
-    )
-  )
-
-
-def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
-  """Parameters of the discretized model `stored`, from those of `source`; adapters, where it has them, are new."""
-  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
-  made = discretized_params(source.model, without_adapters, params)
-  if not stored.model.lora.rank:
-    return made
-  fresh = jax.jit(
-    lambda: all_params(init_state(stored))["weight_source"]["lora"],
-    out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"],
-  )()
-  return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
-
-
 def _check_tolerance(
-  model: ModelConfig, tolerance: float, num_steps: int | None, step_sizes: Sequence[float] | None
+  config: Config, tolerance: float, num_steps: int | None, step_sizes: Sequence[float] | None
 ) -> None:
   if num_steps is not None or step_sizes is not None:
     other = "num_steps" if num_steps is not None else "step_sizes"
     raise UserError(f"tolerance and {other}: a tolerance chooses the steps; give one of them")
   if not 0 < tolerance < math.inf:
     raise UserError(f"tolerance={tolerance}: must be above 0, in nats per token, e.g. 0.01")
-  if model.weights == "stored":
+  if config.model.weights == "stored":
     raise UserError(
-      f"tolerance={tolerance}: the weights of this model are stored, for its own {model.num_steps} steps; start from "
-      "a model with generated weights, or leave it out"
+      f"tolerance={tolerance}: the weights of this model are stored, for its own {config.model.num_steps} steps; start "
+      "from a model with generated weights, or leave it out"
     )
+  if config.data.source == NO_TEXT:
+    raise UserError(f"tolerance={tolerance}: a loss needs text; name it with --config.data.source")
 
 
 class _Losses:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import dataclasses
-import os
 
 import jax
 
@@ -11,7 +10,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.jobs.discretize import derive_config, store_params
+from diffeq_nnx.jobs.deriving import derive_config, load_text, store_params, use_tokenizer
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -53,40 +52,27 @@ def finetune(
   if workdir_lib.holds_run(workdir):
     return _resume(config, workdir, from_workdir, num_steps)
   run = Run.open(from_workdir, flag="from_workdir")
-  source, tokenizer = run.started, run.tokenizer
+  source = run.started
   model = dataclasses.replace(
     discretized_config(source.model, num_steps, step_sizes),
     dropout=config.model.dropout,
     attention=config.model.attention,
     lora=config.model.lora,
   )
-  data_config = config.data
-  if data_config.tokenizer == "train" and "shards:" not in data_config.source:
-    # The tokenizer is the new run's own from the start, since the run that it comes from may go.
-    distributed.on_main_process(workdir_lib.clear, workdir, tokenizer)
-    own = os.path.join(files.absolute(workdir), tokenizer.file_name)
-    data_config = dataclasses.replace(data_config, tokenizer=own, begin_mark=tokenizer.bos_id is not None)
-  config = derive_config(config, model, data_config)
+  config = derive_config(config, model)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
-  mesh = checked_mesh(config)
+  mesh = run.mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
-    corpus = load_corpus(config)
-    if corpus.tokenizer.hash != tokenizer.hash:
-      own = os.path.join(files.absolute(from_workdir), tokenizer.file_name)
-      raise UserError(
-        f"from_workdir={from_workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
-        f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
-        f"data.begin_mark={tokenizer.bos_id is not None}"
-      )
-    run = Run.open(from_workdir, mesh=mesh, flag="from_workdir")
+    config = use_tokenizer(config, run, workdir)
+    corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
     say_untrained(source, run.step, config.model.num_steps, config.model.step_sizes)
-    params, identity = store_params(source, config, run.params, mesh), run.hash
+    params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
     del run  # which would keep its parameters in memory
     before = Evaluator(config, corpus, mesh)(params)
     distributed.on_main_process(files.make_folder, workdir)
     with reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
-    Run.create(config, workdir, corpus, place_state(config, params, mesh), before["loss"], identity)
+    Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh), before["loss"], identity)
     del params
   return train(config, workdir)
 

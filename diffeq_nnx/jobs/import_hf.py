@@ -1,16 +1,16 @@
 """--job=import: a published checkpoint as a run."""
 
+from collections.abc import Sequence
 import dataclasses
-import os
 from typing import Any
 
 import jax
 
-from diffeq_nnx import files
-from diffeq_nnx.config import Config
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.config import NO_TEXT, Config
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.exporting.hub import open_folder
-from diffeq_nnx.jobs.discretize import derive_config
+from diffeq_nnx.jobs.deriving import check_model, derive_config, own_tokenizer
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
@@ -18,31 +18,39 @@ from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.step import place_state
 
 
-def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
+def without_text(config: Config) -> Config:
+  """The config of an import that names none: its text is named when training starts."""
+  return dataclasses.replace(config, data=dataclasses.replace(config.data, source=NO_TEXT))
+
+
+def import_run(config: Config, workdir: str, *, from_hf: str, settings: Sequence[str] = ()) -> dict[str, Any]:
   """Writes a published checkpoint as a run at step 0 and prints one JSON line on stdout.
 
   Args:
-    config: what the run is to be but for its model and tokenizer, which are the checkpoint's.
+    config: what the run is to be but for its model and tokenizer, which are the checkpoint's. With `without_text` the
+      run has no text until a job names it.
     workdir: the new run's directory.
     from_hf: a Hugging Face folder, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
+    settings: `key=value` on top of the whole; of the model, a shorter `model.seq_len`, dropout and attention.
 
   Raises:
-    UserError: a checkpoint that can't be held (see `importing.import_hf`), or a directory that holds a run.
+    UserError: a checkpoint that can't be held (see `importing.import_hf`), other settings of the model, or a directory
+      that holds a run.
   """
   workdir_lib.require_none(workdir)
+  shorter = [setting for setting in settings if setting.startswith("model.seq_len=")]
+  seq_len = config_lib.changed(Config(), shorter).model.seq_len if shorter else None
   with open_folder(from_hf) as folder:
-    model, params = importing.read(folder)
+    model, params = importing.read(folder, seq_len)
     tokenizer = importing.read_tokenizer(folder, config.data)
-  path = os.path.join(files.absolute(workdir), tokenizer.file_name)
-  config = derive_config(
-    config,
-    dataclasses.replace(model, attention=config.model.attention),
-    dataclasses.replace(config.data, tokenizer=path, begin_mark=tokenizer.bos_id is not None),
-  )
+  model = dataclasses.replace(model, attention=config.model.attention)
+  config = config_lib.changed(derive_config(config, model, own_tokenizer(config.data, tokenizer, workdir)), settings)
+  check_model(config.model, model, "seq_len")
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
-    Run.create(config, workdir, load_corpus(config), place_state(config, params, mesh), None)
+    corpus = None if config.data.source == NO_TEXT else load_corpus(config)
+    Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh))
   return print_result(
     {
       "job": "import",
@@ -50,6 +58,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str) -> dict[str, Any]:
       "from_hf": from_hf,
       "field": config.model.field,
       "num_steps": config.model.num_steps,
+      "seq_len": config.model.seq_len,
       "dtype": config.model.dtype,
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }

@@ -51,13 +51,7 @@ class Run:
       started = workdir_lib.config_of(workdir, flag)
       if config is not None:
         workdir_lib.require(workdir, config, flag=flag)
-    here = portable(started if config is None else config)
-    if config is not None:
-      if config.mesh != started.mesh:
-        here = dataclasses.replace(here, mesh=config.mesh)
-      if config.model.attention != started.model.attention:
-        here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention=config.model.attention))
-    run = cls(workdir, started, here, flag)
+    run = cls(workdir, started, portable(started) if config is None else localize(config, started), flag)
     if mesh is not None:
       run.mesh = mesh
     return run
@@ -67,9 +61,10 @@ class Run:
     cls,
     config: Config,
     workdir: str,
-    corpus: Corpus,
+    tokenizer: Tokenizer,
+    corpus: Corpus | None,
     state: dict[str, Any],
-    loss: float | None,
+    loss: float | None = None,
     source: str | None = None,
   ) -> "Run":
     """Writes a run at step 0, likewise; run.json is written last, so that a run is complete or absent.
@@ -77,7 +72,8 @@ class Run:
     Args:
       config: the run's.
       workdir: its directory, which holds no run.
-      corpus: what `config.data` gives.
+      tokenizer: the model's.
+      corpus: what `config.data` gives; None: the run has no text yet.
       state: as of `training.step.place_state`.
       loss: of the validation, nats per token; None: unknown.
       source: `hash` of the run that it comes from.
@@ -86,12 +82,12 @@ class Run:
       UserError: the directory can't be written.
       RunError: the checkpoint can't be written.
     """
-    distributed.on_main_process(workdir_lib.clear, workdir, corpus.tokenizer)
-    checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
+    distributed.on_main_process(workdir_lib.clear, workdir, tokenizer)
+    checkpoints = Checkpoints(workdir, config, tokenizer.hash)
     checkpoints.save_frozen(state["frozen"])
     checkpoints.save(state, {"windows": 0, "validate": False}, loss)
     checkpoints.close()
-    workdir_lib.claim(workdir, config, corpus, source)
+    workdir_lib.claim(workdir, config, tokenizer, corpus, source)
     return cls.open(workdir)
 
   @property
@@ -149,6 +145,16 @@ load = Run.open  # its name at the top level of the package
 def portable(config: Config) -> Config:
   """The config for a machine other than the one that it was trained on: default mesh and attention."""
   return dataclasses.replace(config, mesh=MeshConfig(), model=dataclasses.replace(config.model, attention="auto"))
+
+
+def localize(config: Config, started: Config) -> Config:
+  """`portable`, but with the mesh and the attention of `config` where they are not those of `started`, its run's."""
+  here = portable(config)
+  if config.mesh != started.mesh:
+    here = dataclasses.replace(here, mesh=config.mesh)
+  if config.model.attention != started.model.attention:
+    here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention=config.model.attention))
+  return here
 
 
 def load_corpus(config: Config) -> Corpus:

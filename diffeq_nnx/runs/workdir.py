@@ -1,7 +1,7 @@
 """Which run owns a work directory: the config, the tokenizer and the tokens that it was started with.
 
 run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the directory record them; a job with another
-model, tokenizer or text is rejected.
+model, tokenizer or text is rejected. A run that was imported without text takes the first text that it is trained on.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from absl import logging
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, RUN_FILE, Config, DataConfig
+from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, NO_TEXT, RUN_FILE, Config, DataConfig
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.parallel import distributed
@@ -64,38 +64,44 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
     )
 
 
-def claim(workdir: str, config: Config, corpus: Corpus, source: str | None = None) -> None:
+def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:
   """Makes the work directory this run's, or checks that it already is, as all processes see it.
 
   Args:
     workdir: the directory.
     config: the run's.
-    corpus: the run's.
+    tokenizer: the run's.
+    corpus: the run's; None: it has no text yet.
     source: the hash of the run that it starts from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
       keys that differ.
   """
-  distributed.on_main_process(_write, workdir, config, corpus, source)
+  distributed.on_main_process(_write, workdir, config, tokenizer, corpus, source)
   with distributed.sync_errors():
     require(workdir, config, corpus)
 
 
-def _write(workdir: str, config: Config, corpus: Corpus, source: str | None) -> None:
-  """Writes the tokenizer, and then run.json, where there is none."""
-  tokenizer = corpus.tokenizer
+def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None) -> None:
+  """Writes the tokenizer, and then run.json, where there is none, or one without text for a run that has it now."""
+  known = _read(workdir)
+  identifier = None
+  if known is not None and corpus is not None and _lacks_text(known):
+    _check(workdir, known, config, corpus)
+    source, identifier = known.get("source"), run_hash(workdir)
   try:
     files.make_folder(workdir)
-    if _read(workdir) is not None:
+    if known is not None and identifier is None:
       files.check_writable(workdir)
       return
     files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
     record = {
       "config": config_lib.to_dict(config),
       "tokenizer_hash": tokenizer.hash,
-      "corpus": corpus.fingerprint,
+      "corpus": "" if corpus is None else corpus.fingerprint,
       "source": source,
+      "hash": identifier,
     }
     files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     files.remove(os.path.join(workdir, STARTING))
@@ -126,8 +132,9 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
 
 
 def run_hash(workdir: str) -> str:
-  """A hash that identifies a run wherever its directory is, in hex."""
-  return hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
+  """A hash that identifies a run wherever its directory is, in hex; it stays when an imported run gets its text."""
+  kept = (_read(workdir) or {}).get("hash")
+  return kept or hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
@@ -231,6 +238,8 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
 def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
   """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
   ours = identity(config)
+  if _lacks_text(known):
+    ours = {key: value for key, value in ours.items() if not key.startswith("data.")}
   theirs = config_lib.flatten(config_lib.to_dict(config_lib.from_dict(known["config"])))
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   if corpus is not None:
@@ -238,13 +247,17 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
       ("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
       ("text", known["corpus"], corpus.fingerprint),
     ):
-      if there != here:
+      if there != here and there:  # a run without text has an empty one
         differing.append(f"the {what} is {there[-12:]} there and {here[-12:]} here")
   if differing:
     raise UserError(
       f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
       "or the config and text that it was started with"
     )
+
+
+def _lacks_text(known: dict[str, Any]) -> bool:
+  return known["config"].get("data", {}).get("source") == NO_TEXT
 
 
 def _read(workdir: str) -> dict[str, Any] | None:

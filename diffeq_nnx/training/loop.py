@@ -54,7 +54,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       corpus = load_corpus(config)
     with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
-    workdir_lib.claim(workdir, config, corpus)
+    workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
     with goodput.spending("compiling"):
       config = fastest.autotune(config, workdir, mesh)
     share = sharding.Share(mesh, config.train.batch_size)

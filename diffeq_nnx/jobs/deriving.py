@@ -1,0 +1,121 @@
+"""What the jobs share that make a run from another model: its config, its text, its stored parameters."""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
+from diffeq_nnx.config import NO_TEXT, Config, DataConfig, LoraConfig, ModelConfig
+from diffeq_nnx.data import Corpus, Tokenizer
+from diffeq_nnx.depth.discretization import discretized_params
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.parallel import distributed
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.training.evaluate import Evaluator
+from diffeq_nnx.training.step import all_params, init_state, state_shardings
+
+
+def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
+  """The config with a model of stored weights, and with other keys changed where they must fit the model.
+
+  Raises:
+    UserError: two keys that don't fit.
+  """
+  train = config.train
+  return config_lib.from_dict(
+    config_lib.to_dict(
+      dataclasses.replace(
+        config,
+        model=model,
+        data=data_config or config.data,
+        train=dataclasses.replace(
+          train,
+          step_counts=(),
+          draw_from=0.0,
+          loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
+          remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
+        ),
+        eval=dataclasses.replace(config.eval, num_steps=None),
+      )
+    )
+  )
+
+
+def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
+  """Checks that a model is the expected one but for its dropout, its attention and `keys`.
+
+  Raises:
+    UserError: it is not; the line names the keys that may differ.
+  """
+  free = (*keys, "dropout", "attention")
+  if dataclasses.replace(model, **{key: getattr(expected, key) for key in free}) != expected:
+    names = ", ".join(f"model.{key}" for key in free)
+    raise UserError(
+      f"of the model keys, only {names} may differ from the model that this run is made from; leave out the others"
+    )
+
+
+def own_tokenizer(data_config: DataConfig, tokenizer: Tokenizer, workdir: str) -> DataConfig:
+  """The data keys with a run's own copy of its tokenizer, which is there as soon as `workdir.clear` was called."""
+  path = os.path.join(files.absolute(workdir), tokenizer.file_name)
+  return dataclasses.replace(data_config, tokenizer=path, begin_mark=tokenizer.bos_id is not None)
+
+
+def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
+  """The config of a run made from `source`, which keeps its own copy of that tokenizer unless the text has another.
+
+  Only shards, and a data.tokenizer other than the source's, are left as they are; `load_text` checks those.
+  """
+  known = (source.started.data.tokenizer, "train")
+  unchanged = config.data == source.started.data
+  if unchanged or "shards:" in config.data.source or config.data.tokenizer not in known:
+    return config
+  distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
+  return dataclasses.replace(config, data=own_tokenizer(config.data, source.tokenizer, workdir))
+
+
+def load_text(config: Config, source: Run) -> Corpus | None:
+  """The text of a run that is made from `source`; None: it has none yet.
+
+  Raises:
+    UserError: text that can't be read, or that has the tokens of another tokenizer.
+  """
+  if config.data.source == NO_TEXT:
+    return None
+  if (config.data, config.seed) == (source.started.data, source.started.seed):
+    return source.corpus  # which checks that the text is still the same
+  corpus, tokenizer = load_corpus(config), source.tokenizer
+  if corpus.tokenizer.hash != tokenizer.hash:
+    own = os.path.join(files.absolute(source.workdir), tokenizer.file_name)
+    raise UserError(
+      f"from_workdir={source.workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
+      f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
+      f"data.begin_mark={tokenizer.bos_id is not None}"
+    )
+  return corpus
+
+
+def validate(config: Config, corpus: Corpus | None, mesh: Mesh, params: Params) -> dict[str, Any]:
+  """The model's own number of steps and, where there is text, its validation values at that number."""
+  num_steps = config.model.num_steps
+  return {"num_steps": num_steps, **(Evaluator(config, corpus, mesh, num_steps)(params) if corpus else {})}
+
+
+def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
+  """Parameters of the discretized model `stored`, from those of `source`; adapters, where it has them, are new."""
+  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
+  made = discretized_params(source.model, without_adapters, params)
+  if not stored.model.lora.rank:
+    return made
+  fresh = jax.jit(
+    lambda: all_params(init_state(stored))["weight_source"]["lora"],
+    out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"],
+  )()
+  return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
