@@ -211,10 +211,9 @@ class Leapfrog(Solver):
     return middle, _plus(before, 2 * jnp.asarray(dt, wide) * field(middle[0], weights[0], key).astype(wide))
 
   def undo(self, field, carry, weights, dt, key):
-    """See `Solver.undo`."""
-    middle, after = carry
-    wide = middle[1].dtype
-    return _plus(after, -2 * jnp.asarray(dt, wide) * field(middle[0], weights[0], key).astype(wide)), middle
+    """A step backwards: see `Solver.undo`."""
+    middle, before = self.step(field, carry[::-1], weights, -dt, key)
+    return before, middle
 
   def read(self, carry):
     """The mean of both."""

@@ -4,7 +4,7 @@
 
 For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
 reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
-tokamax. Rounds are interleaved; times are medians.
+tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own.
 
 TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
 the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import os
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -124,44 +123,27 @@ def device_memory() -> int:
   return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def compiled_call(function: Callable, shape: Shape, dtype: str, backward: bool) -> Callable[[], None]:
-  """Compiles a function and runs it once; returns a call that runs it again."""
-  inputs = shape.inputs(dtype)
-  if backward:
-    function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
-  compiled = jax.jit(function).lower(*inputs).compile()
-  run = lambda: jax.block_until_ready(compiled(*inputs))
-  run()
-  return run
-
-
 def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, float | str]:
   """Median seconds of each implementation, or the reason in words that there are none."""
-  runs, results = {}, {}
+  runs, results, inputs = {}, {}, shape.inputs(dtype)
   for name, function in candidates(shape).items():
     if name in MATERIALIZED and 3 * 4 * shape.batch * shape.heads * shape.length**2 > device_memory() / 2:
       results[name] = "the scores would not fit"
       continue
     try:
-      runs[name] = compiled_call(function, shape, dtype, backward)
+      if backward:
+        function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+      runs[name] = functools.partial(jax.jit(function).lower(*inputs).compile(), *inputs)
+      jax.block_until_ready(runs[name]())
     except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
-  times: dict[str, list[float]] = {name: [] for name in runs}
-  for _ in range(rounds):
-    for name, run in runs.items():
-      start = time.perf_counter()
-      run()
-      times[name].append(time.perf_counter() - start)
-  return results | {name: statistics.median(seconds) for name, seconds in times.items()}
+  return results | {name: statistics.median(seconds) for name, seconds in programs.time_rounds(runs, rounds).items()}
 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints a Markdown table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--shapes", type=programs.split(), default=list(SHAPES))
+  parser = programs.make_parser(__doc__, shapes=list(SHAPES), rounds=9, batch=0)
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-  parser.add_argument("--rounds", type=int, default=9)
-  parser.add_argument("--batch", type=int, help="number of sequences; default: the shape's")
   args = parser.parse_args(argv)
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:

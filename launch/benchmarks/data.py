@@ -8,7 +8,7 @@ Rates are medians over interleaved rounds, with quartiles. `reading` uses the it
 process; the shards are in the operating system's cache. `tokenizing` counts processor seconds: all work of the
 preparation on one thread (reading JSON, tokenizing, writing) against the library's own calls
 on the same documents, complete or by line. `memory` sums the proportional set sizes (PSS) of the processes. The text of
-`tokenizing` and `memory` is that of --source, repeated as needed. Linux only.
+`tokenizing` and `memory` is that of --source, repeated as needed to --megabytes (5, for `memory` 1000). Linux only.
 """
 
 import argparse
@@ -210,17 +210,10 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
   """Reads the command line."""
-  parser = programs.make_parser(__doc__, settings=False)
+  of_reading = {"seq_len": 1024, "batch_size": 64, "tokens": 256_000_000, "seconds": 3.0}
+  of_text = {"source": "builtin", "megabytes": 0.0, "processes": 2, "tokenizer": "bytes"}
+  parser = programs.make_parser(__doc__, rounds=5, **of_reading, **of_text)
   parser.add_argument("what", choices=["reading", "tokenizing", "memory"])
-  parser.add_argument("--seq-len", type=int, default=1024)
-  parser.add_argument("--batch-size", type=int, default=64)
-  parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards")
-  parser.add_argument("--seconds", type=float, default=3.0, help="of each round of reading")
-  parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--source", default="builtin", help="as data.source")
-  parser.add_argument("--megabytes", type=float, help="of text; default: 5, for memory 1000")
-  parser.add_argument("--processes", type=int, default=2, help="for memory")
-  parser.add_argument("--tokenizer", default="bytes", help="for memory, as data.tokenizer")
   args = parser.parse_args()
   args.megabytes = args.megabytes or (1000 if args.what == "memory" else 5)
   with tempfile.TemporaryDirectory() as folder:

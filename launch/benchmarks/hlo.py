@@ -14,21 +14,7 @@ import numpy as np
 
 FUSIONS = ("fusion", "fusion-start")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
-ITEM_BYTES = {
-  "pred": 1,
-  "s8": 1,
-  "u8": 1,
-  "s16": 2,
-  "u16": 2,
-  "bf16": 2,
-  "f16": 2,
-  "s32": 4,
-  "u32": 4,
-  "f32": 4,
-  "s64": 8,
-  "u64": 8,
-  "f64": 8,
-}
+ITEM_BYTES = {"pred": 1, "bf16": 2, **{f"{kind}{8 * size}": size for kind in "suf" for size in (1, 2, 4, 8)}}
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -245,10 +245,8 @@ def our_blocks(length: int, width: int, changes: dict) -> TPUBlocks:
 
 def main() -> None:
   """Compiles everything and prints a Markdown table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--chips", type=programs.split(), default=["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-  parser.add_argument("--widths", type=programs.split(int), default=[64, 128, 256])
-  parser.add_argument("--lengths", type=programs.split(int), default=[2048, 8192, 32768])
+  chips, lengths = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"], [2048, 8192, 32768]
+  parser = programs.make_parser(__doc__, chips=chips, widths=[64, 128, 256], lengths=lengths)
   parser.add_argument("--blocks", type=json.loads, default={}, help="sizes of ours in place of the tuned ones, as JSON")
   parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()

@@ -58,12 +58,7 @@ def measure(config: config_lib.Config, folders: list[str], rounds: int) -> tuple
 
 def main(argv: list[str] | None = None) -> None:
   """Prints a Markdown table."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True)
-  parser.add_argument("--folders", type=programs.split(), required=True)
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--minutes", type=float, default=10)
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, config=str, folders=[str], rounds=3, minutes=10.0).parse_args(argv)
   config = config_lib.load(args.config, args.set)
   size, seconds = measure(config, args.folders, args.rounds)
   print(f"state of {size / GIB:.2f} GiB; {args.rounds} rounds; seconds")

@@ -120,12 +120,7 @@ def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
 
 def main(argv: list[str] | None = None) -> None:
   """Writes the tasks if they are not there, evaluates every run, and prints the table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--text", required=True)
-  parser.add_argument("--to", required=True)
-  parser.add_argument("--runs", required=True)
-  parser.add_argument("--passages", type=int, default=1000)
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, text=str, to=str, runs=str, passages=1000).parse_args(argv)
   runs = tables.runs_by_row(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)

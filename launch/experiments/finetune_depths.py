@@ -61,12 +61,8 @@ def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tun
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True)
-  parser.add_argument("--from_workdir", required=True)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--rows", type=programs.split(), default=["full", "lora"])
-  parser.add_argument("--steps", type=programs.split(int), default=[3, 4, 6, 8, 12])
+  rows, steps = ["full", "lora"], [3, 4, 6, 8, 12]
+  parser = programs.make_parser(__doc__, config=str, from_workdir=str, workdir=str, rows=rows, steps=steps)
   args = parser.parse_args(argv)
   matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
   sources = matches or [args.from_workdir]  # which may be in a bucket

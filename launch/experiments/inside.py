@@ -129,12 +129,7 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--runs", required=True)
-  parser.add_argument("--texts", type=int, default=8)
-  parser.add_argument("--tokens", type=int, default=32)
-  parser.add_argument("--plot", metavar="FILE.png")
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, runs=str, texts=8, tokens=32, plot=None).parse_args(argv)
   rows = {
     row: [measure(workdir, args.texts, args.tokens) for workdir in seeds]
     for row, seeds in tables.runs_by_row(args.runs).items()

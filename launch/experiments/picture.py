@@ -73,11 +73,8 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
 
 def main() -> None:
   """Measures the runs and draws the figure."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--workdirs", type=programs.split(), required=True)
-  parser.add_argument("--steps", type=programs.split(int), default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
-  parser.add_argument("--out", default="docs/depth.png")
-  arguments = parser.parse_args()
+  steps = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+  arguments = programs.make_parser(__doc__, workdirs=[str], steps=steps, out="docs/depth.png").parse_args()
   measured = [perplexities(workdir, arguments.steps) for workdir in arguments.workdirs]
   for workdir, (_, found, trained_at) in zip(arguments.workdirs, measured):
     print(

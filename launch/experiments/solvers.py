@@ -105,10 +105,8 @@ def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   figure.savefig(path, dpi=120)
 
 
-class Plain(solvers.Solver):
+class Plain(solvers.Leapfrog):
   """Leapfrog whose states are carried in the dtype of the computation alone."""
-
-  nodes = (0.5,)
 
   def init(self, x_BxLxD):
     """The state twice."""
@@ -118,11 +116,6 @@ class Plain(solvers.Solver):
     """See `Leapfrog`."""
     before, middle = carry
     return middle, solvers.add_increment(before, dt, (2.0,), (field(middle, weights[0], key),))
-
-  def undo(self, field, carry, weights, dt, key):
-    """See `Leapfrog`."""
-    middle, after = carry
-    return solvers.add_increment(after, dt, (-2.0,), (field(middle, weights[0], key),)), middle
 
   def read(self, carry):
     """The mean of both."""
@@ -210,14 +203,9 @@ def losses(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
-  parser = programs.make_parser(__doc__)
+  training = {"config": "configs/english.py:diffeq", "seeds": [0, 1, 2], "steps": 6, "evaluations": 12}
+  parser = programs.make_parser(__doc__, workdir=str, plot=None, **training)
   parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--plot", metavar="FILE.png")
-  parser.add_argument("--config", default="configs/english.py:diffeq")
-  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
-  parser.add_argument("--steps", type=int, default=6)
-  parser.add_argument("--evaluations", type=int, default=12)
   args = parser.parse_args(argv)
   if args.what != "errors":
     print(losses(args) if args.what == "losses" else gradients())
