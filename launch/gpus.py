@@ -13,23 +13,14 @@ from diffeq_nnx.errors import UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU on an HGX board, from NVIDIA's data sheets of the H100 SXM and the H200 SXM unless noted.
+  """A GPU on an HGX board, from NVIDIA's data sheets of the H100 SXM and the H200 SXM unless noted."""
 
-  Attributes:
-    kind: JAX's name of it.
-    memory: GiB, as CUDA reports it (the H200's rounded down).
-    bandwidth: GB/s that it reads and writes of its memory.
-    nvlink: GB/s that it sends to GPUs of its node: half of the sheet's 900, which counts both directions.
-    network: GB/s that it sends to other nodes: a 400 Gb/s InfiniBand adapter, from the DGX H100's data sheet.
-    lanes: operations per second of its lanes: half of the sheet's 67 TFLOP/s in float32, a multiply and an add each.
-  """
-
-  kind: str
-  memory: float
-  bandwidth: float
-  nvlink: float = 450
-  network: float = 50
-  lanes: float = 33.5e12
+  kind: str  # JAX's name of it
+  memory: float  # GiB, as CUDA reports it (the H200's rounded down)
+  bandwidth: float  # GB/s that it reads and writes of its memory
+  nvlink: float = 450  # GB/s that it sends to GPUs of its node: half of the sheet's 900, which counts both directions
+  network: float = 50  # GB/s to other nodes: a 400 Gb/s InfiniBand adapter, from the DGX H100's data sheet
+  lanes: float = 33.5e12  # operations a second: half of the sheet's 67 TFLOP/s in float32, a multiply and an add each
 
   @property
   def hbm(self) -> float:

@@ -97,9 +97,8 @@ class AnalyzedModel:
     V, seq_len = self.config.vocab_size, self.config.seq_len
     if not len(tokens_L):
       raise UserError("tokens: there are none; give one or more")
-    if tokens_L.min() < 0 or tokens_L.max() >= V:
-      wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
-      raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
+    if len(wrong := tokens_L[(tokens_L < 0) | (tokens_L >= V)]):
+      raise UserError(f"tokens: hold the id {wrong[0]}; the model's ids are 0 to {V - 1}")
     if vector_fields.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
       raise UserError(
         f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that many"
@@ -114,12 +113,6 @@ class AnalyzedModel:
   def check_step(self, name: str, step: int) -> int:
     """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
     return _resolve_index(name, step, self.grid.num_steps, "the model has {} steps")
-
-  def check_token(self, token: int) -> int:
-    """The token; raises UserError if the model has no such id."""
-    if not 0 <= token < self.config.vocab_size:
-      raise UserError(f"token={token}: the model's ids are 0 to {self.config.vocab_size - 1}")
-    return token
 
   def observe(
     self, tokens_L: Sequence[int] | np.ndarray, weights: GridWeights | None = None, *, attention: bool = False

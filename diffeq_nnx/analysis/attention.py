@@ -41,7 +41,9 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
   Raises:
     UserError: a position or token out of range.
   """
-  position, token = model.check_position(position, passed.states.shape[2]), model.check_token(token)
+  position = model.check_position(position, passed.states.shape[2])
+  if not 0 <= token < model.config.vocab_size:
+    raise UserError(f"token={token}: the model's ids are 0 to {model.config.vocab_size - 1}")
   with model.use_device():
     return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
 

@@ -46,22 +46,11 @@ class Packing(NamedTuple):
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Causal attention among the tokens of each row, [B, L, H, C]."""
-    return sharded_attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, self.segment_ids_BxL, implementation)
 
+    def run(q, k, v, segment_ids=None):
+      return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
 
-def sharded_attention(
-  q_BxLxHxC: jax.Array,
-  k_BxLxKxC: jax.Array,
-  v_BxLxKxC: jax.Array,
-  segment_ids_BxL: jax.Array | None,
-  implementation: str,
-) -> jax.Array:
-  """Causal attention, each device with its own sequences and heads."""
-
-  def run(q, k, v, segment_ids=None):
-    return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
-
-  return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), segment_ids_BxL)
+    return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL)
 
 
 class SplitPacking(NamedTuple):

@@ -88,17 +88,20 @@ def initial_leaf(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -
   return nnx.Param(values, axes=(None,) * len(lead) + spec.axes)
 
 
+def initial_leaves(specs: BlockSpecs, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -> dict[str, dict[str, nnx.Param]]:
+  """`initial_leaf` for every leaf of the block."""
+  return {
+    group: {name: initial_leaf(leaf, lead, rngs, dtype) for name, leaf in leaves.items()}
+    for group, leaves in specs.items()
+  }
+
+
 class StoredWeights(nnx.Module):
   """One weight set for each time of a grid, as in an ordinary transformer, where there is one a step."""
 
   def __init__(self, specs: BlockSpecs, num_sets: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.num_sets = num_sets
-    self.stored = nnx.data(
-      {
-        group: {name: initial_leaf(leaf, (num_sets,), rngs, dtype) for name, leaf in leaves.items()}
-        for group, leaves in specs.items()
-      }
-    )
+    self.stored = nnx.data(initial_leaves(specs, (num_sets,), rngs, dtype))
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets in `dtype`; raises ValueError unless U is their number."""
@@ -118,12 +121,7 @@ class SharedWeights(nnx.Module):
   """One set of weights for every step."""
 
   def __init__(self, specs: BlockSpecs, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.stored = nnx.data(
-      {
-        group: {name: initial_leaf(leaf, (), rngs, dtype) for name, leaf in leaves.items()}
-        for group, leaves in specs.items()
-      }
-    )
+    self.stored = nnx.data(initial_leaves(specs, (), rngs, dtype))
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The one set in `dtype`, repeated along U."""

@@ -88,11 +88,8 @@ def reading(args: argparse.Namespace, folder: str) -> None:
   before, most = memory(os.getpid()), 0.0
   for _ in range(args.rounds):
     for name, eos_id in choices.items():
-      batches = iter(
-        data.train_batches(
-          train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id
-        ).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
-      )
+      batches = data.train_batches(train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id)
+      batches = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
       next(batches)
       start, count = time.perf_counter(), 0
       while (seconds := time.perf_counter() - start) < args.seconds:
@@ -114,15 +111,10 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   pieces = sentencepiece.SentencePieceProcessor(path)
   pairs = huggingface.Tokenizer(huggingface.models.BPE())
   pairs.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  pairs.train_from_iterator(
-    texts,
-    huggingface.trainers.BpeTrainer(
-      vocab_size=VOCABULARY,
-      special_tokens=["<|endoftext|>"],
-      show_progress=False,
-      initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
-    ),
-  )
+  settings = {"special_tokens": ["<|endoftext|>"], "show_progress": False}
+  alphabet = huggingface.pre_tokenizers.ByteLevel.alphabet()
+  trainer = huggingface.trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, **settings)
+  pairs.train_from_iterator(texts, trainer)
   pairs_path = os.path.join(folder, "tokenizer.json")
   pairs.save(pairs_path)
   lines = [line for text in texts for line in text.split("\n") if line]
@@ -133,15 +125,11 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
 
   encode_pieces = lambda batch: pieces.encode(batch, out_type=int, num_threads=1)
   encode_pairs = lambda batch: pairs.encode_batch_fast(batch, add_special_tokens=False)
+  by_document = lambda encode: {"alone, by document": lambda: in_batches(encode, texts, 100)}
+  by_line = {"alone, by line": lambda: in_batches(encode_pieces, lines, 5000)}
   return {
-    "sentencepiece": (
-      path,
-      {
-        "alone, by document": lambda: in_batches(encode_pieces, texts, 100),
-        "alone, by line": lambda: in_batches(encode_pieces, lines, 5000),
-      },
-    ),
-    "byte pairs": (pairs_path, {"alone, by document": lambda: in_batches(encode_pairs, texts, 100)}),
+    "sentencepiece": (path, by_document(encode_pieces) | by_line),
+    "byte pairs": (pairs_path, by_document(encode_pairs)),
   }
 
 
@@ -179,25 +167,16 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
   """The peak of the sum of the memory of all processes of a preparation."""
   path = os.path.join(folder, "text.jsonl")
   _, size = write_text(path, args.source, args.megabytes)
-  command = [
-    sys.executable,
-    "-m",
-    "diffeq_nnx.main",
-    "--job=prepare",
-    "--config=configs/tiny.py",
-    f"--workdir={os.path.join(folder, 'out')}",
-    f"--config.data.source=jsonl:{path}",
-    f"--config.data.tokenizer={args.tokenizer}",
-    f"--config.data.num_processes={args.processes}",
-    f"--config.model.vocab_size={VOCABULARY}",
-  ]
+  words = f"-m diffeq_nnx.main --job=prepare --config=configs/tiny.py --config.model.vocab_size={VOCABULARY}".split()
+  settings = {"source": f"jsonl:{path}", "tokenizer": args.tokenizer, "num_processes": args.processes}
+  words += [f"--workdir={folder}/out", *(f"--config.data.{key}={value}" for key, value in settings.items())]
   idle = subprocess.Popen([sys.executable, "-c", "import diffeq_nnx.main, diffeq_nnx.jobs, time; time.sleep(60)"])
   time.sleep(15)
   interpreter = memory(idle.pid)
   idle.kill()
   idle.wait()
   start, most = time.perf_counter(), 0.0
-  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
   while process.poll() is None:
     most = max(most, memory(process.pid))
     time.sleep(0.1)

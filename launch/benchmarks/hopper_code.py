@@ -5,6 +5,7 @@ toolkit and the wheel of triton hold, on the PATH.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -27,28 +28,28 @@ class MachineCode:
 
   def events(self, loop: range) -> list[str]:
     """What a loop does in order: wait, arrive, `N x SIZE` products, `until N` groups of them are left, exponentials."""
+    events = filter(None, (_event(self.instructions[i]) for i in loop))
     found: list[str] = []
-    for instruction in (self.instructions[i] for i in loop):
-      name = _name(instruction)
-      if name.startswith("HGMMA"):
-        event = name.split(".")[1]
-      elif name.startswith("WARPGROUP.DEPBAR"):
-        event = f"until {int(instruction.split(',')[-1], 16)}"
-      elif "TRYWAIT" in name:
-        event = "wait"
-      elif name.startswith("SYNCS.ARRIVE"):
-        event = "arrive"
-      elif name.startswith("MUFU.EX2"):
-        event = "exponentials"
+    for event, same in itertools.groupby(events):
+      count = len(list(same))
+      if event[0].isdigit():
+        found.append(f"{count} x {event}")
       else:
-        continue
-      if event[0].isdigit() and found and found[-1].endswith(event):
-        event = f"{int(found.pop().split(' x ')[0]) + 1} x {event}"
-      elif event[0].isdigit():
-        event = f"1 x {event}"
-      if event != "exponentials" or found[-1:] != ["exponentials"]:
-        found.append(event)
+        found += [event] * (1 if event == "exponentials" else count)
     return found
+
+
+def _event(instruction: str) -> str:
+  """What an instruction is to `MachineCode.events`, one product without a number; "" for all others."""
+  name = _name(instruction)
+  if name.startswith("HGMMA"):
+    return name.split(".")[1]
+  if name.startswith("WARPGROUP.DEPBAR"):
+    return f"until {int(instruction.split(',')[-1], 16)}"
+  if "TRYWAIT" in name:
+    return "wait"
+  known = {"SYNCS.ARRIVE": "arrive", "MUFU.EX2": "exponentials"}
+  return next((event for start, event in known.items() if name.startswith(start)), "")
 
 
 def _name(instruction: str) -> str:

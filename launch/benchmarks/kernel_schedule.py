@@ -35,6 +35,7 @@ from diffeq_nnx.kernels.attention.shapes import Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
 from launch import programs
 from launch.benchmarks.attention import splash
+from launch.experiments import tables
 
 PEAK = {"v5e": 131_072, "v5p": 131_072, "v6e": 524_288}  # operations of the matrix units in a cycle
 HEADS = 2  # compiled, and divided by
@@ -218,7 +219,7 @@ def schedules(chip: str, who: str, width: int, length: int, blocks: dict) -> lis
     return [read_schedule(next(path for path in dumps if name in path.name).read_text()) for name in names]
 
 
-def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[tuple[float, float]]:
+def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[list[float]]:
   """Cycles for a head, forward and backward, at each length.
 
   The kernels of the others are compiled once: what they do for a block does not depend on the length.
@@ -226,15 +227,12 @@ def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict)
   result = []
   compiled = functools.cache(functools.partial(schedules, chip, who, width, blocks=blocks))
   for length in lengths:
-    sizes = our_blocks(length, width, blocks)
     if who == "ours":
-      trips, kernels = our_trips(length, width, sizes), compiled(length=length)
+      trips, kernels = our_trips(length, width, our_blocks(length, width, blocks)), compiled(length=length)
     else:
       block = 1024 if who == "tokamax" else int(who.split()[1])
       trips, kernels = splash_trips(length, width, block, who == "tokamax"), compiled(length=4096)
-    peak = PEAK[chip.split(":")[0]]
-    forward, backward = (n.cycles(kernel, peak) for n, kernel in zip(trips, kernels))
-    result.append((forward, backward))
+    result.append([n.cycles(kernel, PEAK[chip.split(":")[0]]) for n, kernel in zip(trips, kernels)])
   return result
 
 
@@ -255,7 +253,7 @@ def main() -> None:
     compile_here(chip, who, width, length, our_blocks(length, width, changes))
     return
   names = ["ours", "splash 512", "splash 1024"] + ["tokamax"] * bool(importlib.util.find_spec("tokamax"))
-  print(f"| chip | width | length | {' | '.join(names)} |\n|{' --- |' * (3 + len(names))}")
+  print(tables.markdown(["chip", "width", "length", *names], []))
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for chip in args.chips:
       for width in args.widths:

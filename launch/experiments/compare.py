@@ -145,19 +145,13 @@ def num_parameters(config: Config) -> int:
 def table(rows: list[Row]) -> str:
   """The rows as a Markdown table."""
   head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
-  cells = [
-    [
-      row.name,
-      f"{row.rate:g}",
-      tables.mean_and_error(row.losses),
-      tables.difference(row.losses, rows[0].losses) if row is not rows[0] else "",
-      ", ".join(f"{loss:.4f}" for loss in row.losses),
-      ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items()),
-      f"{num_parameters(row.config):,}",
-      f"{operations(row.config, row.config.train.steps):.3g}",
-    ]
-    for row in rows
-  ]
+  cells = []
+  for row in rows:
+    against = tables.difference(row.losses, rows[0].losses) if row is not rows[0] else ""
+    by_seed = ", ".join(f"{loss:.4f}" for loss in row.losses)
+    by_rate = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items())
+    cost = [f"{num_parameters(row.config):,}", f"{operations(row.config, row.config.train.steps):.3g}"]
+    cells.append([row.name, f"{row.rate:g}", tables.mean_and_error(row.losses), against, by_seed, by_rate, *cost])
   return tables.markdown(head, cells)
 
 

@@ -13,6 +13,7 @@ commands with other recipes or seeds can run beside it.
 import argparse
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 import os
 import statistics
@@ -140,16 +141,14 @@ def evaluate(config: config_lib.Config, workdir: str) -> dict[int, float]:
 
 def correlations() -> str:
   """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
-  rows = []
+  columns, rows = list(itertools.product(("end", "mean"), OWN)), []
   for label, embedding in EMBEDDINGS.items():
-    cells = []
-    for place in ("end", "mean"):
-      for n in OWN:
-        config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
-        config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
-        cells.append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
-    rows.append([label, *cells])
-  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place in ("end", "mean") for n in OWN)], rows)
+    rows.append([label])
+    for place, n in columns:
+      config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
+      config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
+      rows[-1].append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
+  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place, n in columns)], rows)
 
 
 def _correlation(config: ModelConfig, seed: int) -> float:

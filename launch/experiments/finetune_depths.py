@@ -42,13 +42,8 @@ def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> Tun
   name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
-    known = Run.open(workdir).started
-    if (known.optimizer, known.train.steps, known.train.batch_size, known.seed) != (
-      config.optimizer,
-      config.train.steps,
-      config.train.batch_size,
-      config.seed,
-    ):
+    settings = lambda config: (config.optimizer, config.train.steps, config.train.batch_size, config.seed)
+    if settings(Run.open(workdir).started) != settings(config):
       raise UserError(f"--workdir={args.workdir}: {name} was trained with other settings; name another")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)
   recorded = read_metrics(workdir, "validation")

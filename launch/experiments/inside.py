@@ -106,10 +106,9 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
 def table(rows: dict[str, list[Measured]]) -> str:
   """Figures downwards, rows of the comparison across."""
   names = dict.fromkeys(name for seeds in rows.values() for name in seeds[0].figures)
-  of = lambda seeds, name: (
-    tables.mean_and_error([one.figures[name] for one in seeds], ".2f") if name in seeds[0].figures else ""
-  )
-  return tables.markdown(["", *rows], [[name, *(of(seeds, name) for seeds in rows.values())] for name in names])
+  found = lambda seeds, name: [one.figures[name] for one in seeds if name in one.figures]
+  cell = lambda values: tables.mean_and_error(values, ".2f") if values else ""
+  return tables.markdown(["", *rows], [[name, *(cell(found(s, name)) for s in rows.values())] for name in names])
 
 
 def plot(rows: dict[str, list[Measured]], path: str) -> None:
@@ -130,10 +129,8 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
   args = programs.make_parser(__doc__, runs=str, texts=8, tokens=32, plot=None).parse_args(argv)
-  rows = {
-    row: [measure(workdir, args.texts, args.tokens) for workdir in seeds]
-    for row, seeds in tables.runs_by_row(args.runs).items()
-  }
+  found = tables.runs_by_row(args.runs)
+  rows = {row: [measure(workdir, args.texts, args.tokens) for workdir in seeds] for row, seeds in found.items()}
   print(table(rows))
   if args.plot:
     plot(rows, args.plot)

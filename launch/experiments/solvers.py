@@ -26,7 +26,6 @@ import argparse
 from collections.abc import Callable
 import dataclasses
 import functools
-import json
 import os
 import statistics
 
@@ -36,6 +35,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 
+from diffeq_nnx import files
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
@@ -56,16 +56,9 @@ def evaluations_of(solver: str, num_steps: int) -> float:
 
 def model_of(field: str) -> Model:
   """A small model in float64 whose fastest time feature turns by 3 radians."""
-  config = ModelConfig(
-    field=field,
-    horizon=1.0,
-    embed_dim=32,
-    num_heads=4,
-    vocab_size=64,
-    seq_len=16,
-    dtype="float64",
-    time=TimeConfig(sinusoidal_dim=8, time_embed_dim=8, scale=3.0),
-  )
+  time = TimeConfig(sinusoidal_dim=8, time_embed_dim=8, scale=3.0)
+  config = ModelConfig(field=field, horizon=1.0, embed_dim=32, num_heads=4, vocab_size=64, seq_len=16, time=time)
+  config = dataclasses.replace(config, dtype="float64")
   params = jax.jit(lambda: params_of(Model(config, rngs=nnx.Rngs(0))))()
   rng = np.random.default_rng(0)
   return build(config, jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params))
@@ -176,8 +169,6 @@ def losses(args: argparse.Namespace) -> str:
   path, _, row = args.config.partition(":")
   args.config = path
   runs = Runs(args)
-  rows: list[list[str]] = []
-  first: dict[bool, list[float]] = {}
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
   found: dict[tuple[str, int], list[float]] = {}
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every solver
@@ -186,17 +177,12 @@ def losses(args: argparse.Namespace) -> str:
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
         name = f"{row}_{solver}_{count}_seed{seed}"
         found.setdefault((solver, count), []).append(runs.find_loss(name, row, settings))
+  first, rows = [found["euler", count] for count in plan["euler"]], []
   for solver, counts in plan.items():
     cells = []
-    for equal_steps, count in zip((True, False), counts, strict=True):
-      values = found[solver, count]
-      first.setdefault(equal_steps, values)
-      cells += [] if equal_steps else [str(count)]
-      cells += [
-        f"{statistics.mean(values):.3f}",
-        tables.difference(values, first[equal_steps], "+.3f") if values is not first[equal_steps] else "0",
-      ]
-    rows.append([solver, *cells])
+    for values, base in zip((found[solver, count] for count in counts), first, strict=True):
+      cells += [f"{statistics.mean(values):.3f}", "0" if values is base else tables.difference(values, base, "+.3f")]
+    rows.append([solver, *cells[:2], str(counts[1]), *cells[2:]])
   columns = [f"loss at {args.steps} steps", "against euler", f"steps for {args.evaluations} evaluations", "loss there"]
   return tables.markdown(["solver", *columns, "against euler"], rows)
 
@@ -213,11 +199,10 @@ def main(argv: list[str] | None = None) -> None:
   jax.config.update("jax_enable_x64", True)
   by_field = {field: errors(field) for field in ("gpt", "llama")}
   os.makedirs(args.workdir, exist_ok=True)
-  with open(os.path.join(args.workdir, "errors.json"), "w", encoding="utf-8") as file:
-    json.dump({"steps": STEPS, **by_field}, file, indent=2)
+  files.write_json(os.path.join(args.workdir, "errors.json"), {"steps": STEPS, **by_field})
   rows = [
-    [solver, *(f"{order(found[solver]):.2f}" for found in by_field.values()), ", ".join(map(str, evaluations))]
-    for solver, evaluations in ((name, SOLVERS[name].evaluations) for name in by_field["gpt"])
+    [name, *(f"{order(found[name]):.2f}" for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
+    for name, solver in SOLVERS.items()
   ]
   columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
   print(tables.markdown(columns, rows))
