@@ -157,15 +157,12 @@ def _weights(config: ModelConfig, times_M: tuple[float, ...], source: dict[str, 
 class Pass(NamedTuple):
   """A recorded forward pass.
 
-  Attributes:
-    states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    carries: what the solver carries into each step, every leaf with a leading axis S; the state itself for most.
-    attention: attention probabilities of each step, at its first evaluation, [S, B, H, L, L], of each token over the
-      tokens up to it; None if not requested.
+  `attention` has the attention probabilities of each token over the tokens up to it, at the first evaluation of each
+  step, [S, B, H, L, L]; None if they were not requested.
   """
 
-  states: jax.Array
-  carries: solvers.Carry
+  states: jax.Array  # the hidden state before the first step and after each, [S + 1, B, L, D]
+  carries: solvers.Carry  # what the solver carries into each step, every leaf with a leading axis S
   attention: Any
 
 
@@ -193,11 +190,7 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
 
 
 class Step:
-  """A step of a model's solver, as a function of the carry, on texts without padding.
-
-  Attributes:
-    solver: the method.
-  """
+  """A step of a model's solver, as a function of the carry, on texts without padding."""
 
   def __init__(self, config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()):
     self.solver = solvers.SOLVERS[config.solver]

@@ -23,19 +23,12 @@ PAIRS = ("qk", "ov", "ff")
 
 @dataclasses.dataclass(frozen=True)
 class Spectra:
-  """Complex eigenvalues, unordered.
+  """Complex eigenvalues, unordered."""
 
-  Attributes:
-    times: depth t of the weights, [S].
-    qk: of W_q W_k^T, [S, H, n], n the smaller of C and D.
-    ov: of W_v W_o, [S, H, n].
-    ff: of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested.
-  """
-
-  times: np.ndarray
-  qk: np.ndarray
-  ov: np.ndarray
-  ff: np.ndarray | None
+  times: np.ndarray  # depth t of the weights, [S]
+  qk: np.ndarray  # of W_q W_k^T, [S, H, n], n the smaller of C and D
+  ov: np.ndarray  # of W_v W_o, [S, H, n]
+  ff: np.ndarray | None  # of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested
 
   def of(self, pair: str) -> Any:
     """The eigenvalues of the pair qk, ov or ff."""

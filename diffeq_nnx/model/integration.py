@@ -141,17 +141,11 @@ Links = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of 
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step.
-
-  Attributes:
-    solver: the method.
-    which: for each of its nodes, which of the weights of `link` it uses: nodes may share weights.
-    gather: applied to the weights.
-  """
+  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step."""
 
   solver: Solver
-  which: tuple[int, ...]
-  gather: Gather
+  which: tuple[int, ...]  # for each of its nodes, which of the weights of `link` it uses: nodes may share weights
+  gather: Gather  # applied to the weights
 
   def __call__(self, field: VectorField, carry: Carry, link: Links) -> Carry:
     """The carry after the step."""

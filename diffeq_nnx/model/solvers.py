@@ -247,14 +247,12 @@ def _plus_jvp(primals, tangents):
   return _plus(*primals), (high_tangent + change_tangent.astype(high_tangent.dtype), jnp.zeros_like(low_tangent))
 
 
-_HALVES = (("attention", 0.5), ("feedforward", 1.0), ("attention", 0.5))
-_HALVES_MIRRORED = (("feedforward", 0.5), ("attention", 1.0), ("feedforward", 0.5))
-
 SOLVERS: dict[str, Solver] = {
   "euler": RungeKutta(((),), (1.0,), (1.0,)),  # with the weights of the step's end (Tong et al. 2025)
   "sequential": Splitting((("attention", 1.0), ("feedforward", 1.0))),  # Lie's splitting; GPT-2 and Llama at dt = 1
-  "strang": Splitting(_HALVES, 0.5),
-  "strang_mirrored": Splitting(_HALVES_MIRRORED, 0.5),  # at dt = 1 as Macaron Net (Lu et al. 2019)
+  "strang": Splitting((("attention", 0.5), ("feedforward", 1.0), ("attention", 0.5)), 0.5),
+  # at dt = 1 as Macaron Net (Lu et al. 2019)
+  "strang_mirrored": Splitting((("feedforward", 0.5), ("attention", 1.0), ("feedforward", 0.5)), 0.5),
   # b of its first stage is 0, so that this stage may use the weights of the middle without loss of order
   "midpoint": RungeKutta(((), (0.5,)), (0.0, 1.0), (0.5, 0.5)),
   "heun": RungeKutta(((), (1.0,)), (0.5, 0.5), (0.0, 1.0)),

@@ -43,10 +43,8 @@ class GridWeights:
 class Heads:
   """How heads lie along the last axis of a kernel, which is [groups, sum(parts), head_dim] in this order.
 
-  Attributes:
-    groups: the number of groups.
-    parts: how many heads of a group each matrix has that the kernel joins; (2, 1, 1): two queries, a key and a value.
-    head_dim: the size of a head.
+  The kernel joins several matrices, and `parts` says how many heads of a group each of them has. For example, (2, 1, 1)
+  are two heads of queries, one of keys and one of values.
   """
 
   groups: int
@@ -56,21 +54,13 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-  """One array of the block at one time.
+  """One array of the block at one time."""
 
-  Attributes:
-    shape: without the axis U.
-    axes: the names of its axes, which `sharding.RULES` maps to mesh axes.
-    std: standard deviation of a plain model's initial values; 0: all are `start`.
-    start: 0 for kernels and biases, 1 for the scale of a norm.
-    heads: which columns of a kernel belong to which matrix and head; None: the kernel is one matrix without heads.
-  """
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  std: float = 0.0
-  start: float = 0.0
-  heads: Heads | None = None
+  shape: tuple[int, ...]  # without the axis U
+  axes: tuple[str | None, ...]  # the names of its axes, which `sharding.RULES` maps to mesh axes
+  std: float = 0.0  # standard deviation of a plain model's initial values; 0: all are `start`
+  start: float = 0.0  # 0 for kernels and biases, 1 for the scale of a norm
+  heads: Heads | None = None  # which columns belong to which matrix and head; None: one matrix without heads
 
 
 BlockSpecs = dict[str, dict[str, LeafSpec]]

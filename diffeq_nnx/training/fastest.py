@@ -38,7 +38,7 @@ def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
   Raises:
     UserError: no choice fits these devices.
   """
-  if not is_open(config):
+  if not _remat_is_open(config) and config.train.device_batch_size != -1:
     return config
   asked = _describe(config, mesh)
   path = os.path.join(workdir, FILE)
@@ -58,11 +58,6 @@ def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
   record = {"asked": asked, "remat": choice[0], "device_batch_size": choice[1]}
   distributed.on_main_process(files.write_json, path, record)
   return _with(config, choice)
-
-
-def is_open(config: Config) -> bool:
-  """Whether the config leaves a choice to measurement."""
-  return _remat_is_open(config) or config.train.device_batch_size == -1
 
 
 def _remat_is_open(config: Config) -> bool:

@@ -23,13 +23,8 @@ class TPUKernel(TPUProblem):
   So a projection's result is read as it is, and nothing is transposed: a block is some positions by W lanes.
   """
 
-  def forward(self, q, k, v, q_segments, kv_segments):
-    """Output [B, S, H D] and log-sum-exp [B, H, S]."""
-    return tpu_forward.forward(q, k, v, q_segments, kv_segments, self)
-
-  def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
-    """Gradients of q, k and v."""
-    return tpu_backward.backward(q, k, v, q_segments, kv_segments, out, lse, dout, dlse, self)
+  forward = tpu_forward.forward
+  backward = tpu_backward.backward
 
 
 def attention_tpu(

@@ -95,6 +95,7 @@ def _backward_kernel(
 
 
 def backward(
+  static: TPUProblem,
   q_BxSxM,
   k_BxTxN,
   v_BxTxN,
@@ -104,7 +105,6 @@ def backward(
   lse_BxHxS,
   do_BxSxM,
   dlse_BxHxS,
-  static: TPUProblem,
 ):
   """Gradients of q, k and v."""
   B, S, M = q_BxSxM.shape

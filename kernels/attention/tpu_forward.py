@@ -81,8 +81,8 @@ def _forward_kernel(
     out_ref[...] = (acc_ref[...] * parts.by_lane(inverses, static)).astype(out_ref.dtype)
 
 
-def forward(q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT, static: TPUProblem):
-  """Returns out [B, S, M] and the log-sum-exp [B, H, S]; M and N are lanes, multiples of W."""
+def forward(static: TPUProblem, q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT):
+  """Output [B, S, M] and log-sum-exp [B, H, S]; M and N are lanes, multiples of W."""
   B, S, M = q_BxSxM.shape
   blocks, W, G = static.blocks, static.W, M // k_BxTxN.shape[2]
   ranges = block_ranges(static.mask, S, static.T, blocks.block_q, blocks.block_kv, q_segments_BxS, kv_segments_BxT)
