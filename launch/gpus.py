@@ -1,7 +1,7 @@
 """GPUs that are not here: what the compiler asks of them, and what they can do."""
 
 import dataclasses
-import importlib.util
+import importlib.metadata
 import os
 import re
 
@@ -69,8 +69,8 @@ def devices_of(topology: str) -> list:
   sizes = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", topology)
   if not sizes or sizes[1] not in GPUS:
     raise UserError(f"--topology={topology}: write VERSION:GPUS or VERSION:NODESxGPUS, e.g. h100:8 or h200:2x8")
-  wheels = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")
-  if jax.__version_info__ < (0, 11, 2) or not all(map(_is_installed, wheels)):
+  installed = {wheel.name.replace("_", "-") for wheel in importlib.metadata.distributions()}
+  if jax.__version_info__ < (0, 11, 2) or not {"jax-cuda13-plugin", "jax-cuda13-pjrt"} <= installed:
     raise UserError(
       f"--topology={topology}: compiling for GPUs needs jax 0.11.2 or later, with Python 3.12, and the wheels "
       f"jax-cuda13-plugin and jax-cuda13-pjrt of its version; this is jax {jax.__version__}"
@@ -78,15 +78,7 @@ def devices_of(topology: str) -> list:
   try:
     shape = f"1x{sizes[2] or 1}x{sizes[3]}"  # slices x nodes x GPUs
     target = GPUS[sizes[1]].target
-    return list(
-      topologies.get_topology_desc(topology_name=shape, platform="cuda", topology=shape, target_config=target).devices
-    )
+    found = topologies.get_topology_desc(topology_name=shape, platform="cuda", topology=shape, target_config=target)
+    return list(found.devices)
   except Exception as error:  # the plugin raises bare RuntimeErrors
     raise UserError(f"--topology={topology}: {first_line(error, 200)}") from error
-
-
-def _is_installed(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # its parent is missing
-    return False

@@ -2,7 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+import os
 import re
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -56,6 +59,20 @@ def start(main: Callable[[], object]) -> None:
     main()
   except (RunError, UserError) as error:
     raise SystemExit(f"error: {error}") from None
+
+
+def compile_in_child(file: str, words: list[str], variables: dict[str, str], what: str) -> str:
+  """What the Python program `file` prints, which compiles for a device that is not here, with variables of its own.
+
+  Raises:
+    SystemExit: it fails; the line names `what` it compiles.
+  """
+  path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH")])])
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **variables}
+  done = subprocess.run([sys.executable, file, *words], env=environment, capture_output=True, text=True)
+  if done.returncode:
+    raise SystemExit(f"error: {what} does not compile: {done.stderr[-2000:]}")
+  return done.stdout
 
 
 def init_model(config: Config) -> Model:

@@ -64,16 +64,13 @@ class Findings:
     }
     for pair in PAIRS:
       values = self.spectra.of(pair)
+      made[f"eigenvalues_{pair}"] = values
+      made[f"positive_share_{pair}"], made[f"copying_score_{pair}"] = positive_share(values), copying_score(values)
+    if (between := self.between) is not None:
       made |= {
-        f"eigenvalues_{pair}": values,
-        f"positive_share_{pair}": positive_share(values),
-        f"copying_score_{pair}": copying_score(values),
-      }
-    if self.between is not None:
-      made |= {
-        "between_times": self.between.times,
-        "between_eigenvalues_qk": self.between.qk,
-        "between_eigenvalues_ov": self.between.ov,
+        "between_times": between.times,
+        "between_eigenvalues_qk": between.qk,
+        "between_eigenvalues_ov": between.ov,
       }
     if self.prefix_matching is not None:
       made["prefix_matching"] = self.prefix_matching

@@ -118,7 +118,7 @@ def distances(model: Model, tokens_L: Sequence[int], num_steps: Sequence[int], f
 
   Args:
     model: the one that `flow` is of.
-    tokens_L: the text, likewise.
+    tokens_L: the text that `flow` is of.
     num_steps: numbers of steps of one size.
     flow: from `integrate`.
 

@@ -29,16 +29,12 @@ Gather = Callable[[dict], dict]  # the weights at one time, as stored on the dev
 class Checkpointed:
   """The backward pass reads stored states, one `every` steps, and recomputes the rest as `remat` says.
 
-  Attributes:
-    remat: none, dots or full, as `train.remat`.
-    every: divides the number of steps.
-
   Raises:
     UserError: another name, or a number below 1.
   """
 
-  remat: str = "none"
-  every: int = 1
+  remat: str = "none"  # none, dots or full, as `train.remat`
+  every: int = 1  # divides the number of steps
 
   def __post_init__(self):
     if self.remat not in REMATS:

@@ -126,8 +126,9 @@ class GPTField:
     kernel, bias_N = w["qkv"]["kernel"], w["qkv"]["bias"]
 
     whole_BxLxKxSxC = None
-    # of single tokens, slicing the products is cheaper than slicing the weights, and else the reverse
-    if L == 1 or isinstance(kernel, OutputFirst):  # which can't be sliced
+    # For a single token it is cheaper to slice the product, and for more tokens to slice the weights, which
+    # OutputFirst can't do.
+    if L == 1 or isinstance(kernel, OutputFirst):
       whole_BxLxKxSxC = _once(normed_BxLxD @ kernel + bias_N[None, None]).reshape(B, L, *slots)
 
     def project(part: slice) -> jax.Array:

@@ -27,12 +27,10 @@ BlockWeights = dict[str, dict[str, jax.Array]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GridWeights:
-  """The weights of one pass over a grid. What integrates takes the grid from here, so that the two always belong.
+  """The weights of one pass over a grid, and the grid, so that weights are never integrated over another one.
 
-  Attributes:
-    sets: BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list of
-      U trees without it.
-    grid: the steps.
+  `sets` are BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list
+  of U trees without it.
   """
 
   sets: Any

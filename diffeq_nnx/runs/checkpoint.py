@@ -43,22 +43,18 @@ class Checkpoints:
     self._config = config
     self._saved: list[int] = []  # steps that this object has saved
     self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
-    self._manager = self._open()
-
-  def _open(self) -> ocp.CheckpointManager:
-    if not self._read_only:
+    if not read_only:
       distributed.on_main_process(self._set_aside_without_metrics)
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
-    return ocp.CheckpointManager(
+    newest = checkpoint_managers.LatestN(max(2, config.checkpoint.keep))
+    self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
-        create=not self._read_only,
-        lightweight_initialize=self._read_only,  # else it raises where the loss of any checkpoint is damaged
+        create=not read_only,
+        lightweight_initialize=read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
-        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-          [checkpoint_managers.LatestN(max(2, self._config.checkpoint.keep)), best]
-        ),
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
       ),
     )
 

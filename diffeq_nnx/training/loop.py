@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from clu import parameter_overview
 import grain
 import jax
 from jax.sharding import Mesh
@@ -25,8 +26,8 @@ from diffeq_nnx.runs.run import load_corpus
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
-from diffeq_nnx.training.optimizer import schedule, schedule_length
-from diffeq_nnx.training.report import Reporter, parameter_table
+from diffeq_nnx.training.optimizer import schedule
+from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
 
 
@@ -123,7 +124,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
     )
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
-    say(parameter_table(all_params(state)))
+    say(parameter_overview.get_parameter_overview(all_params(state), include_stats="global"))  # in all processes
     return state, {"windows": 0, "validate": False}
   state, position = restored
   say(f"continuing from the checkpoint of step {int(state['step'])}")
@@ -132,7 +133,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
 
 def _say_another_schedule(config: Config, before: int | None, step: int) -> None:
   """Says how the learning rate changes at a step where the run goes on, if its schedule had another length before."""
-  now = schedule_length(config.optimizer, config.train.steps)
+  now = config.optimizer.schedule_steps or config.train.steps
   if before in (None, now) or step >= config.train.steps:
     return
   of_length = lambda length: schedule(dataclasses.replace(config.optimizer, schedule_steps=length), length)
@@ -199,7 +200,7 @@ class _Run:
     with self.goodput.spending("saving"):
       self.report.upload()
       windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
-      length = schedule_length(self.config.optimizer, self.config.train.steps)
+      length = self.config.optimizer.schedule_steps or self.config.train.steps
       self.checkpoints.save(state, {"windows": windows, "validate": validate, "schedule_steps": length}, loss)
     self.saved = time.monotonic()
 

@@ -14,11 +14,6 @@ from diffeq_nnx.model.parameters import TABLES, path_names
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 
 
-def schedule_length(config: OptimizerConfig, steps: int) -> int:
-  """The number of updates after which the learning rate stays; `steps` is train.steps."""
-  return config.schedule_steps or steps
-
-
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate of the update after `count` others: a warm-up that is linear, then a cosine.
 
@@ -26,7 +21,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
   the peak, and so has each later one.
   """
-  steps = schedule_length(config, steps)
+  steps = config.schedule_steps or steps
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
   by_number = optax.warmup_cosine_decay_schedule(
     init_value=0.0,

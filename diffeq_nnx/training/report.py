@@ -1,5 +1,6 @@
 """Progress and metrics of a run: a progress line, metrics.jsonl, TensorBoard files, loss.png."""
 
+import datetime
 import io
 import json
 import math
@@ -8,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-from clu import parameter_overview
 import tensorboardX
 from tqdm import tqdm
 
@@ -22,11 +22,6 @@ from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import goodput
 
 METRICS_FILE = "metrics.jsonl"
-
-
-def parameter_table(params: dict[str, Any]) -> str:
-  """Name, shape, size, mean, standard deviation and sharding of every parameter; all processes must call it."""
-  return parameter_overview.get_parameter_overview(params, include_stats="global")
 
 
 class Reporter:
@@ -69,7 +64,7 @@ class Reporter:
       self._bar.update(step - self._bar.n)
     else:
       left = (time.perf_counter() - self._started) / max(step - self._start, 1) * (self._steps - step)
-      say(f"step {step}/{self._steps}: {text}, {_duration(left)} left")
+      say(f"step {step}/{self._steps}: {text}, {datetime.timedelta(seconds=round(left))} left")
 
   def validation(self, step: int, values: dict[str, float]) -> None:
     """Records and shows validation values after `step`."""
@@ -169,12 +164,6 @@ def _lines(path: str):
 def read_metrics(workdir: str, split: str) -> list[dict[str, Any]]:
   """The records of `split` (train or validation) in the work directory's metrics.jsonl, in order."""
   return [record for _, record in _lines(os.path.join(workdir, METRICS_FILE)) if record["split"] == split]
-
-
-def _duration(seconds: float) -> str:
-  minutes, seconds = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def plot_losses(workdir: str) -> None:

@@ -37,7 +37,7 @@ def scores(products, problem: Any):
   return jnp.tanh(products * (problem.scale / problem.soft_cap)) * (problem.soft_cap * LOG2_E)
 
 
-def uncapped(dscores, products, problem: Any):
+def undo_soft_cap(dscores, products, problem: Any):
   """Gradients of the scores before the soft cap, from those after it."""
   if problem.soft_cap is None:
     return dscores
@@ -50,11 +50,6 @@ def pad(x, axis: int, multiple: int, value=0):
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, -x.shape[axis] % multiple)
   return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
-
-
-def delta(out_BxSxHxD: jax.Array, dout_BxSxHxD: jax.Array, dlse_BxHxS: jax.Array) -> jax.Array:
-  """What `Kernel.backward` calls delta, [B, H, S]."""
-  return jnp.einsum("bshd,bshd->bhs", dout_BxSxHxD.astype(jnp.float32), out_BxSxHxD.astype(jnp.float32)) - dlse_BxHxS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

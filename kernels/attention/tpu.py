@@ -59,12 +59,11 @@ def attention_tpu(
   blocks = blocks or TPUBlocks.tuned(S, T, W, q_BxSxHxD.dtype.itemsize)
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, heads, W, q_segments_BxS is not None, blocks, interpret)
 
-  def merged(x, copies: int = 1):
+  def join_heads(x, copies: int = 1):
     x = pad(x, 3, W // heads)
     return (jnp.repeat(x, copies, axis=2) if copies > 1 else x).reshape(B, x.shape[1], -1)
 
   copies = heads if H != K else 1
-  out_BxSxM, lse_BxHxS = flash.flash_attention(
-    merged(q_BxSxHxD), merged(k_BxTxKxD, copies), merged(v_BxTxKxD, copies), q_segments_BxS, kv_segments_BxT, kernel
-  )
+  q, k, v = join_heads(q_BxSxHxD), join_heads(k_BxTxKxD, copies), join_heads(v_BxTxKxD, copies)
+  out_BxSxM, lse_BxHxS = flash.flash_attention(q, k, v, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxM.reshape(B, S, H, -1)[..., :D], jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -50,7 +50,7 @@ def _backward_kernel(
     own = parts.lanes_of_head(jax.lax.broadcasted_iota(jnp.int32, (8, static.W), 0), (8, static.W), static)
     delta_ref[:, rows] = parts.dot(own.astype(jnp.float32), products, parts.NT)
     # not k, whose rounding is not the forward pass's: where scores are large, gradients were up to 4 times as far off
-    scaled_ref[rows, :] = parts.scaled(q_ref[rows, :], static)
+    scaled_ref[rows, :] = parts.scale_queries(q_ref[rows, :], static)
 
   @pl.when(j == 0)
   def _start():
@@ -78,7 +78,8 @@ def _backward_kernel(
       weights = jnp.exp2(scores - lse_ref[n : n + 1, rows])
       dvs.append(parts.dot(weights.astype(do.dtype), do, parts.NN))
       delta_1xQ = delta_ref[n : n + 1, rows] - dlse_ref[n : n + 1, rows]
-      dscores = flash.uncapped(weights * (parts.dot(v, do, parts.NT) - delta_1xQ), products, static).astype(q.dtype)
+      dscores = weights * (parts.dot(v, do, parts.NT) - delta_1xQ)
+      dscores = flash.undo_soft_cap(dscores, products, static).astype(q.dtype)
       dks.append(parts.dot(dscores, q, parts.NN))
       dq_acc[rows, :] += parts.dot(dscores.T, k, parts.NN)
     dk_acc[...] += parts.by_lane(dks, static)
@@ -122,7 +123,7 @@ def backward(
   q_spec = pl.BlockSpec((None, chunk, W), lambda b, h, c, j, *_: (b, c, h))
   kv_spec = pl.BlockSpec((None, block_kv, W), lambda b, h, c, j, *_: (b, j, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, chunk), lambda b, h, c, j, *_: (b, h, 0, c))
-  segments = parts.rows(q_segments_BxS, chunk), parts.rows(kv_segments_BxT, block_kv)
+  segments = parts.segment_rows(q_segments_BxS, chunk), parts.segment_rows(kv_segments_BxT, block_kv)
   q_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c))
   kv_segment_spec = pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j))
   segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)

@@ -41,7 +41,7 @@ def _forward_kernel(
     max_ref[...] = jnp.full_like(max_ref, MASKED)
     sum_ref[...] = jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
-    scaled_ref[...] = parts.scaled(q_ref[...], static)
+    scaled_ref[...] = parts.scale_queries(q_ref[...], static)
 
   def visit(j, masked: bool):
     local = pl.multiple_of((j - chunk * chunk_blocks) * block_kv, block_kv)
@@ -93,7 +93,7 @@ def forward(static: TPUProblem, q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_se
   q_spec = pl.BlockSpec((None, blocks.block_q, W), lambda b, h, i, c, *_: (b, i, h))
   kv_spec = pl.BlockSpec((None, chunk, W), lambda b, h, i, c, *_: (b, c, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))
-  segments = parts.rows(q_segments_BxS, blocks.block_q), parts.rows(kv_segments_BxT, chunk)
+  segments = parts.segment_rows(q_segments_BxS, blocks.block_q), parts.segment_rows(kv_segments_BxT, chunk)
   q_segment_spec = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, 0, i))
   kv_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c))
   segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)

@@ -8,6 +8,7 @@ which it computes `--leading` exponents. The peak is that of the process so far.
 """
 
 from collections.abc import Callable
+import functools
 import json
 import resource
 import time
@@ -44,12 +45,8 @@ def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[st
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
     with show_progress(form, num_tokens) as progress:
-      one, times = time_call(
-        lambda form=form, progress=progress: exponents(
-          analyzed, tokens_L, leading=leading, form=form, progress=progress
-        )
-      )
-    found[form] = times
+      settings = {"leading": leading, "form": form, "progress": progress}
+      found[form] = time_call(functools.partial(exponents, analyzed, tokens_L, **settings))[1]
   return found
 
 

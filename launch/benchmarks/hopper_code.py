@@ -7,14 +7,19 @@ toolkit and the wheel of triton hold, on the PATH.
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.kernels.attention import attention
+from launch import gpus, programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +98,6 @@ def parse(text: str) -> list[MachineCode]:
 
 def compile_here(shape: list[int], gradients: bool, documents: bool, **options) -> None:
   """Compiles attention, or its gradients, for an H100, in a process that dumps machine code."""
-  import jax
-  import jax.numpy as jnp
-  import numpy as np
-
-  from diffeq_nnx.kernels.attention import attention
-  from launch import gpus
-
   batch, length, heads, kv_heads, width = shape
   (device,) = gpus.devices_of("h100:1")
   mesh = jax.sharding.Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -138,21 +136,15 @@ def machine_code(
   with tempfile.TemporaryDirectory() as folder:
     (pathlib.Path(folder) / "bin").mkdir()
     (pathlib.Path(folder) / "bin" / "nvdisasm").symlink_to(disassembler)
-    environment = os.environ | {
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
+    variables = {
       "CUDA_ROOT": folder,  # where Mosaic GPU looks for nvdisasm
       "MOSAIC_GPU_DUMP_SASS_CTRL": "1",
       "MOSAIC_GPU_DUMP_PTXAS": "1",
       "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is taken from a cache is not dumped
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     }
-    arguments = {"shape": shape, "gradients": gradients, "documents": documents, **options}
-    command = [sys.executable, __file__, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-  if done.returncode:
-    raise SystemExit(f"error: attention at {shape} does not compile for an H100: {done.stderr[-2000:]}")
-  return parse(done.stdout)
+    words = [json.dumps({"shape": shape, "gradients": gradients, "documents": documents, **options})]
+    return parse(programs.compile_in_child(__file__, words, variables, f"attention at {shape} for an H100"))
 
 
 if __name__ == "__main__":

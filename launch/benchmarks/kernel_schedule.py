@@ -17,11 +17,8 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 
 import jax
@@ -202,18 +199,11 @@ def compile_here(chip: str, who: str, width: int, length: int, blocks) -> None:
 def schedules(chip: str, who: str, width: int, length: int, blocks: dict) -> list[Region]:
   """The forward and the backward kernel."""
   with tempfile.TemporaryDirectory() as folder:
-    environment = os.environ | {
-      "JAX_PLATFORMS": "cpu",
-      "TPU_SKIP_MDS_QUERY": "1",
-      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-      "PYTHONPATH": os.pathsep.join([".", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
-      # wide heads: the others' kernels need more than the default, and as much as ours asks for itself
-      "LIBTPU_INIT_ARGS": DUMP.format(folder) + " --xla_tpu_scoped_vmem_limit_kib=65536" * (width > 128),
-    }
-    command = [sys.executable, __file__, "--child", json.dumps([chip, who, width, length, blocks])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-      raise SystemExit(f"error: {who} does not compile for {chip}, width {width}: {done.stderr[-2000:]}")
+    # wide heads: the others' kernels need more memory than the default, and as much as ours asks for itself
+    options = DUMP.format(folder) + " --xla_tpu_scoped_vmem_limit_kib=65536" * (width > 128)
+    variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "LIBTPU_INIT_ARGS": options}
+    words = ["--child", json.dumps([chip, who, width, length, blocks])]
+    programs.compile_in_child(__file__, words, variables, f"{who} of width {width} for {chip}")
     names = ("attention_forward", "attention_backward") if who == "ours" else ("splash_mha_fwd", "splash_mha_dkv")
     dumps = [path for path in pathlib.Path(folder).glob("*final_bundles.txt") if "schedule-analysis" not in path.name]
     return [read_schedule(next(path for path in dumps if name in path.name).read_text()) for name in names]

@@ -158,7 +158,8 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
     else:
       running[victim].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     waited = [process for number, process in enumerate(running) if number != victim or how == "cut off"]
-    hangs = not _all_end(waited, start + LOST_SECONDS)
+    while (hangs := any(process.poll() is None for process in waited)) and time.monotonic() < start + LOST_SECONDS:
+      time.sleep(0.1)
   finally:
     seconds = time.monotonic() - start
     if how == "cut off":
@@ -175,12 +176,6 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
   good = not hangs and told and codes == [0] * count and losses(place) == expected
   detail = f"process {victim} after step {after}: hangs {hangs}, last lines {lines}, then {codes}, {_last(text)}"
   row.add(good, seconds, _lost(reached, text), detail)
-
-
-def _all_end(processes: list[subprocess.Popen], deadline: float) -> bool:
-  while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-    time.sleep(0.1)
-  return all(process.poll() is not None for process in processes)
 
 
 def try_config(suite: Suite, row: Row, setting: str) -> None:

@@ -78,11 +78,6 @@ def errors(field: str) -> dict[str, list[float]]:
   return {name: [float(np.abs(logits(name, n) - reference).max() / size) for n in STEPS] for name in SOLVERS}
 
 
-def order(by_steps: list[float]) -> float:
-  """The order of convergence between the last two numbers of steps."""
-  return float(np.log2(by_steps[-2] / by_steps[-1]))
-
-
 def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   """Errors against evaluations, a panel for each block."""
   figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -200,8 +195,9 @@ def main(argv: list[str] | None = None) -> None:
   by_field = {field: errors(field) for field in ("gpt", "llama")}
   os.makedirs(args.workdir, exist_ok=True)
   files.write_json(os.path.join(args.workdir, "errors.json"), {"steps": STEPS, **by_field})
+  order = lambda by_steps: f"{np.log2(by_steps[-2] / by_steps[-1]):.2f}"
   rows = [
-    [name, *(f"{order(found[name]):.2f}" for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
+    [name, *(order(found[name]) for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
     for name, solver in SOLVERS.items()
   ]
   columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
