@@ -29,10 +29,9 @@ import urllib.request
 from launch import local
 
 BUCKET = "bucket"
-FAULTS = ("503", "403", "reset")
 _SKIPPED = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # headers of one connection
 
-# (method, path, query included) -> one of FAULTS, or None
+# (method, path, query included) -> "503", "403", "reset" or None
 Fault = Callable[[str, str], str | None]
 
 
