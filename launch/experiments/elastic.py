@@ -4,10 +4,10 @@
       [--seeds=0,1,2] [--set=KEY=VALUE] [--plot=docs/elastic.png]
 
 Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
-their paired differences from the models of `--own`, which are trained at that number of steps
-alone, with standard errors. `--correlations` prints only how W(t) of successive steps correlate. Each run's result is a
-file of the work directory: finished runs are not repeated, so the same command continues after an interruption, and
-commands with other recipes or seeds can run beside it.
+their paired differences from the models of `--own`, which are trained at that number of steps alone, with standard
+errors. `--correlations` prints only how W(t) of successive steps correlate. Each run's result is a file of the work
+directory: finished runs are not repeated, so the same command continues after an interruption, and commands with other
+recipes or seeds can run beside it.
 """
 
 import argparse
