@@ -216,4 +216,3 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
   ] == ["| 2", "| 3"]
   values = [[float(cell.strip("| ")) for cell in row.split(" | ")[1:]] for row in rows]
   assert all(0 < loss < 10 for before, full, _, lora, _ in values for loss in (before, full, lora))
-
