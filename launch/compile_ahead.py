@@ -9,8 +9,9 @@ compiler: pip install 'jax[tpu]', which installs the libtpu that matches this ja
 (Python 3.12) and the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version.
 
 Prints, for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of
-the step's time; with --profile, for TPUs, also where its cycles go (launch/benchmarks/step_profile.py). Exit codes: 0
-if it fits, 1 if it doesn't, 2 for an error in the command, 3 if the compiler fails otherwise.
+the step's time; with --profile, for TPUs, also where its cycles go: kinds of work, and the 30 (or so many) largest
+items (launch/benchmarks/step_profile.py). Exit codes: 0 if it fits, 1 if it doesn't, 2 for an error in the command, 3
+if the compiler fails otherwise.
 
 On TPUs the estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's
 clock, and for our kernels attention's matrix products at the chip's peak, as if a row were one document, and the time
@@ -21,8 +22,6 @@ and network, the host, reading data, evaluation and checkpoints; on GPUs also wh
 chosen or timed on the GPU itself, do differently, and the memory of CUDA and NCCL.
 """
 
-import argparse
-import collections
 from collections.abc import Callable
 import dataclasses
 import math
@@ -51,25 +50,18 @@ from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
-from launch import gpus
+from launch import gpus, programs
 from launch.benchmarks import hlo, roofline, step_profile
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Properties of a device, from Google's page of the TPU version unless noted.
+  """Properties of a TPU chip, from Google's page of its version unless noted."""
 
-  Attributes:
-    hbm: GiB available to a program; from the compiler's message for a program that needs more.
-    clock: GHz; the peak divided by the operations per cycle of its matrix units.
-    ici: GB/s that a chip sends over all its links within a slice.
-    bandwidth: GB/s that a chip reads and writes of its memory.
-  """
-
-  hbm: float
-  clock: float
-  ici: float
-  bandwidth: float
+  hbm: float  # GiB available to a program; from the compiler's message for a program that needs more
+  clock: float  # GHz; the peak divided by the operations per cycle of its matrix units
+  ici: float  # GB/s that it sends over all its links within a slice
+  bandwidth: float  # GB/s that it reads and writes of its memory
 
 
 CHIPS: dict[str, Any] = {
@@ -94,14 +86,14 @@ class Step:
     return self.mesh.devices.flat[0].device_kind
 
   @property
-  def on_gpu(self) -> bool:
-    """Whether the devices are GPUs."""
-    return isinstance(self.chip, gpus.Gpu)
-
-  @property
   def chip(self) -> Any:
     """The device: a `Chip` or a `gpus.Gpu`."""
     return CHIPS[self.device_kind]
+
+  @property
+  def on_gpu(self) -> bool:
+    """Whether the devices are GPUs."""
+    return isinstance(self.chip, gpus.Gpu)
 
 
 class DoesNotFit(Exception):
@@ -216,20 +208,18 @@ def memory_lines(step: Step) -> list[str]:
 
 def communication(program: hlo.Program) -> dict[str, tuple[int, int]]:
   """Bytes that a device sends in a step, and the number of operations, by kind."""
-  total: dict[str, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
+  total: dict[str, tuple[int, int]] = {}
   for one in program.collectives:
-    size, count = total[one.kind]
+    size, count = total.get(one.kind, (0, 0))
     total[one.kind] = size + one.sent_bytes, count + one.times
-  return dict(total)
+  return total
 
 
 def communication_lines(program: hlo.Program) -> list[str]:
-  """The bytes that one device sends in a step, by kind."""
-  names = {"send": "to another slice"}
-  found = communication(program)
+  """The bytes that one device sends in a step, by kind, the largest first."""
   lines = [
-    f"  {names.get(kind, kind):<30} {size / 1e9:8.3f}   in {count:,} operations"
-    for kind, (size, count) in sorted(found.items(), key=lambda item: -item[1][0])
+    f"  {'to another slice' if kind == 'send' else kind:<30} {size / 1e9:8.3f}   in {count:,} operations"
+    for kind, (size, count) in sorted(communication(program).items(), key=lambda item: -item[1][0])
   ]
   return ["sent by one device in a step, GB", *(lines or ["  nothing"])]
 
@@ -283,13 +273,13 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   ]
 
 
-def times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+Times = tuple[dict[str, tuple[float, str]], float, str, str]
+
+
+def times(step: Step, program: hlo.Program) -> Times:
   """Seconds of each part with what they mean, seconds of communication, its links, and what is not included."""
-  return gpu_times(step, program) if step.on_gpu else tpu_times(step, program)
-
-
-def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
-  """As `times`, for TPUs."""
+  if step.on_gpu:
+    return gpu_times(step, program)
   chip = step.chip
   parts = {
     "compute": (program.cycles / (1e9 * chip.clock), f"the compiler's cycles at {chip.clock} GHz"),
@@ -299,7 +289,7 @@ def tpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, 
   return parts, sent, f"within a slice at {chip.ici} GB/s a chip", "waiting and other work of kernels, between slices"
 
 
-def gpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
+def gpu_times(step: Step, program: hlo.Program) -> Times:
   """As `times`, for GPUs."""
   gpu, peak = step.chip, peak_flops(step.device_kind)
   found = roofline.seconds(program, gpu, peak)
@@ -307,63 +297,40 @@ def gpu_times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, 
   if step.config.model.attention == "reference":
     attention = "no kernel has it: within the other rows"
   per_node = sum(device.process_index == 0 for device in step.mesh.devices.flat)
+  rest = f"at least: what memory at {gpu.bandwidth} GB/s or lanes bound"
   parts = {
     "products": (found["products"], f"at least: what they bound, bfloat16 at {peak / 1e12:.0f} TFLOP/s"),
     "attention": (found["attention"], attention),
-    "the rest": (
-      found["memory"] + found["elementwise"],
-      f"at least: what memory at {gpu.bandwidth} GB/s or lanes bound",
-    ),
+    "the rest": (found["memory"] + found["elementwise"], rest),
   }
   sent = roofline.communication_seconds(program.collectives, gpu, per_node)
   links = f"at {gpu.nvlink} GB/s a GPU, between nodes {gpu.network}"
   return parts, sent, links, "autotuning, cuBLAS, cuDNN, other work of kernels, memory of CUDA and NCCL"
 
 
-def needed_by(error: DoesNotFit) -> float | None:
-  """GiB that the program needs, by the compiler's message, or None."""
-  found = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", str(error))
-  return float(found[1] or found[2]) if found else None
-
-
 def advice(config: Config, mesh: jax.sharding.Mesh, needed: float | None) -> list[str]:
   """The reason that it doesn't fit, and a change that may help; `needed`: GiB, if known."""
-  chip = CHIPS[mesh.devices.flat[0].device_kind]
-  sizes = {kind: size / 2**30 for kind, size in state_bytes(config, mesh).items()}
+  chip, held = CHIPS[mesh.devices.flat[0].device_kind], sequences_held(config, mesh)
+  params, moments = (size / 2**30 for size in state_bytes(config, mesh).values())
   needs = f"needs {needed:.2f} GiB of {chip.hbm:.4g}" if needed else f"needs more than {chip.hbm:.4g} GiB"
-  lines = [
-    f"does not fit: {needs}; parameters are {sizes['parameters']:.2f} of it, the optimizer {sizes['optimizer']:.2f}"
-  ]
-  held = sequences_held(config, mesh)
   if needed and isinstance(chip, gpus.Gpu) and needed < 0.9 * chip.memory:
     share = math.ceil(100 * needed / chip.memory) / 100
-    lines.append(f"change: JAX takes {gpus.memory_share():g} of a GPU's memory; set XLA_CLIENT_MEM_FRACTION={share:g}")
-  elif sum(sizes.values()) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
-    lines.append(
-      "change: the state alone fills the device: use more devices, with a larger mesh.fsdp, mesh.context or mesh.tensor"
-    )
+    change = f"JAX takes {gpus.memory_share():g} of a GPU's memory; set XLA_CLIENT_MEM_FRACTION={share:g}"
+  elif (params + moments) * 4 / 3 > 0.9 * chip.hbm:  # gradients are a third of parameters and moments
+    change = "the state alone fills the device: use more devices, with a larger mesh.fsdp, mesh.context or mesh.tensor"
   elif held > 1:
-    lines.append(f"change: a device holds {held} sequences at a time; set train.device_batch_size={held // 2}")
+    change = f"a device holds {held} sequences at a time; set train.device_batch_size={held // 2}"
   elif config.train.remat != "full":
-    lines.append(f"change: train.remat={config.train.remat!r}; set it to full")
+    change = f"train.remat={config.train.remat!r}; set it to full"
   else:
-    lines.append(
-      "change: a device holds one sequence at a time; raise mesh.context or mesh.tensor, or lower model.seq_len"
-    )
-  return lines
+    change = "a device holds one sequence at a time; raise mesh.context or mesh.tensor, or lower model.seq_len"
+  return [f"does not fit: {needs}; parameters are {params:.2f} of it, the optimizer {moments:.2f}", f"change: {change}"]
 
 
 def main(argv: list[str] | None = None) -> int:
   """Compiles, prints, and returns the exit code."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
-  parser.add_argument("--num-slices", type=int, default=1)
-  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-  parser.add_argument("--save-hlo", metavar="FILE", help="file for the compiled program")
-  parser.add_argument(
-    "--profile", nargs="?", type=int, const=30, metavar="N", help="where the cycles go: N largest items"
-  )
+  parser = programs.make_parser(__doc__, config=str, topology=str, num_slices=1, save_hlo=None)
+  parser.add_argument("--profile", nargs="?", type=int, const=30, metavar="N")
   args = parser.parse_args(argv)
   if args.profile is not None and args.profile < 1:
     raise UserError(f"--profile={args.profile}: the number of items to print must be at least 1; 30 without a number")
@@ -381,7 +348,8 @@ def main(argv: list[str] | None = None) -> int:
   try:
     step = compile_step(config, mesh)
   except DoesNotFit as error:
-    print("\n".join(advice(config, mesh, needed_by(error))))
+    sizes = re.search(r"Used ([\d.]+)G|temporaries \(([\d.]+)G\)", str(error))
+    print("\n".join(advice(config, mesh, float(sizes[1] or sizes[2]) if sizes else None)))
     return 1
   text = step.compiled.as_text()
   program = hlo.Program(text)

@@ -34,12 +34,7 @@ KINDS = {
 
 def main(argv: list[str] | None = None) -> None:
   """Prints each row when it is known."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--kinds", type=programs.split(), default=list(KINDS))
-  parser.add_argument("--tries", type=int, default=20)
-  parser.add_argument("--seed", type=int, default=0)
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, workdir=str, kinds=list(KINDS), tries=20, seed=0).parse_args(argv)
   unknown = set(args.kinds) - set(KINDS)
   if unknown:
     raise UserError(f"--kinds={','.join(sorted(unknown))}: choose from {', '.join(KINDS)}")

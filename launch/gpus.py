@@ -1,7 +1,7 @@
 """GPUs that are not here: what the compiler asks of them, and what they can do."""
 
 import dataclasses
-import importlib.util
+import importlib.metadata
 import os
 import re
 
@@ -13,23 +13,14 @@ from diffeq_nnx.errors import UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU on an HGX board, from NVIDIA's data sheets of the H100 SXM and the H200 SXM unless noted.
+  """A GPU on an HGX board, from NVIDIA's data sheets of the H100 SXM and the H200 SXM unless noted."""
 
-  Attributes:
-    kind: JAX's name of it.
-    memory: GiB, as CUDA reports it (the H200's rounded down).
-    bandwidth: GB/s that it reads and writes of its memory.
-    nvlink: GB/s that it sends to GPUs of its node: half of the sheet's 900, which counts both directions.
-    network: GB/s that it sends to other nodes: a 400 Gb/s InfiniBand adapter, from the DGX H100's data sheet.
-    lanes: operations per second of its lanes: half of the sheet's 67 TFLOP/s in float32, a multiply and an add each.
-  """
-
-  kind: str
-  memory: float
-  bandwidth: float
-  nvlink: float = 450
-  network: float = 50
-  lanes: float = 33.5e12
+  kind: str  # JAX's name of it
+  memory: float  # GiB, as CUDA reports it (the H200's rounded down)
+  bandwidth: float  # GB/s that it reads and writes of its memory
+  nvlink: float = 450  # GB/s that it sends to GPUs of its node: half of the sheet's 900, which counts both directions
+  network: float = 50  # GB/s to other nodes: a 400 Gb/s InfiniBand adapter, from the DGX H100's data sheet
+  lanes: float = 33.5e12  # operations a second: half of the sheet's 67 TFLOP/s in float32, a multiply and an add each
 
   @property
   def hbm(self) -> float:
@@ -78,8 +69,8 @@ def devices_of(topology: str) -> list:
   sizes = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", topology)
   if not sizes or sizes[1] not in GPUS:
     raise UserError(f"--topology={topology}: write VERSION:GPUS or VERSION:NODESxGPUS, e.g. h100:8 or h200:2x8")
-  wheels = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")
-  if jax.__version_info__ < (0, 11, 2) or not all(map(_is_installed, wheels)):
+  installed = {wheel.name.replace("_", "-") for wheel in importlib.metadata.distributions()}
+  if jax.__version_info__ < (0, 11, 2) or not {"jax-cuda13-plugin", "jax-cuda13-pjrt"} <= installed:
     raise UserError(
       f"--topology={topology}: compiling for GPUs needs jax 0.11.2 or later, with Python 3.12, and the wheels "
       f"jax-cuda13-plugin and jax-cuda13-pjrt of its version; this is jax {jax.__version__}"
@@ -87,15 +78,7 @@ def devices_of(topology: str) -> list:
   try:
     shape = f"1x{sizes[2] or 1}x{sizes[3]}"  # slices x nodes x GPUs
     target = GPUS[sizes[1]].target
-    return list(
-      topologies.get_topology_desc(topology_name=shape, platform="cuda", topology=shape, target_config=target).devices
-    )
+    found = topologies.get_topology_desc(topology_name=shape, platform="cuda", topology=shape, target_config=target)
+    return list(found.devices)
   except Exception as error:  # the plugin raises bare RuntimeErrors
     raise UserError(f"--topology={topology}: {first_line(error, 200)}") from error
-
-
-def _is_installed(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # its parent is missing
-    return False

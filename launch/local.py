@@ -18,18 +18,9 @@ import time
 
 def commands(processes: int, port: int, arguments: list[str]) -> list[list[str]]:
   """The command line of each process."""
-  return [
-    [
-      sys.executable,
-      "-m",
-      "diffeq_nnx.main",
-      *arguments,
-      f"--coordinator=127.0.0.1:{port}",
-      f"--num_processes={processes}",
-      f"--process_id={process}",
-    ]
-    for process in range(processes)
-  ]
+  words = [sys.executable, "-m", "diffeq_nnx.main", *arguments]
+  words += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
+  return [[*words, f"--process_id={process}"] for process in range(processes)]
 
 
 def environment(devices: int) -> dict[str, str]:

@@ -26,11 +26,12 @@ import time
 from typing import Any
 import urllib.request
 
+from launch import local
+
 BUCKET = "bucket"
-FAULTS = ("503", "403", "reset")
 _SKIPPED = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # headers of one connection
 
-# (method, path, query included) -> one of FAULTS, or None
+# (method, path, query included) -> "503", "403", "reset" or None
 Fault = Callable[[str, str], str | None]
 
 
@@ -51,7 +52,7 @@ class ObjectStore:
     self.requests: list[tuple[str, str, str]] = []
     self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler(delay))
     self._proxy.daemon_threads = True
-    self._inner = _free_port()
+    self._inner = local.free_port()
     self._server: subprocess.Popen[bytes] | None = None
 
   @property
@@ -186,12 +187,6 @@ class ObjectStore:
       do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _forward
 
     return Handler
-
-
-def _free_port() -> int:
-  with socket.socket() as one:
-    one.bind(("127.0.0.1", 0))
-    return one.getsockname()[1]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -151,7 +151,6 @@ def test_steps_and_tokens_count_from_the_end_and_others_are_told():
     (lambda: attention.gradient_times_input(one, passed, 9, 5), "position=9: the text has 9 tokens"),
     (lambda: attention.gradient_times_input(one, passed, 8, 31), "token=31: the model's ids are 0 to 30"),
     (lambda: attention.likeliest(one, passed, 9), "position=9: the text has 9 tokens"),
-    (lambda: attention.prefix_matching(one, half=3, rows=0), "rows=0: must be 1 or above"),
   ):
     assert part in told(call)
 
@@ -302,7 +301,7 @@ def test_prefix_matching_finds_a_head_that_matches():
   for query in range(half, L - 1):
     attention_Sx1xHxLxL[0, 0, 1, query] = np.eye(L)[query - half + 1]  # the second at what came after, last time
   np.testing.assert_allclose(attention._after_first(jnp.asarray(attention_Sx1xHxLxL), half), [[0, 1]])
-  scores = attention.prefix_matching(analyzed(dtype="float32"))
+  scores = attention.prefix_matching(analyzed(dtype="float32"), 6)
   assert scores.shape == (3, 4) and (0 <= scores).all() and (scores <= 1).all()
   assert "must be 2 to 6" in told(lambda: attention.prefix_matching(analyzed(dtype="float32"), half=7))
 

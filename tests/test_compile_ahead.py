@@ -74,7 +74,7 @@ ENTRY %main (x.1: bf16[4]) -> bf16[4] {
 def test_a_program_is_counted_with_its_loops():
   """The loop turns 8 times (1, 3, .. 15); a channel counts once in a turn; what stays on a device does not."""
   program = hlo.Program(LOOP)
-  assert [(one.kind, one.group, one.times, one.sent_bytes) for one in program.collectives] == [
+  assert [(one.kind, len(one.members), one.times, one.sent_bytes) for one in program.collectives] == [
     ("all-gather", 8, 8, 8 * 64 * 7 // 8),
     ("all-reduce", 2, 8, 8 * 2 * 8 // 2),
     ("send", 8, 1, 8),

@@ -97,9 +97,8 @@ class AnalyzedModel:
     V, seq_len = self.config.vocab_size, self.config.seq_len
     if not len(tokens_L):
       raise UserError("tokens: there are none; give one or more")
-    if tokens_L.min() < 0 or tokens_L.max() >= V:
-      wrong = tokens_L.min() if tokens_L.min() < 0 else tokens_L.max()
-      raise UserError(f"tokens: hold the id {wrong}; the model's ids are 0 to {V - 1}")
+    if len(wrong := tokens_L[(tokens_L < 0) | (tokens_L >= V)]):
+      raise UserError(f"tokens: hold the id {wrong[0]}; the model's ids are 0 to {V - 1}")
     if vector_fields.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
       raise UserError(
         f"tokens: {len(tokens_L)} of them; the model has {seq_len} learned positions; give at most that many"
@@ -114,12 +113,6 @@ class AnalyzedModel:
   def check_step(self, name: str, step: int) -> int:
     """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
     return _resolve_index(name, step, self.grid.num_steps, "the model has {} steps")
-
-  def check_token(self, token: int) -> int:
-    """The token; raises UserError if the model has no such id."""
-    if not 0 <= token < self.config.vocab_size:
-      raise UserError(f"token={token}: the model's ids are 0 to {self.config.vocab_size - 1}")
-    return token
 
   def observe(
     self, tokens_L: Sequence[int] | np.ndarray, weights: GridWeights | None = None, *, attention: bool = False
@@ -164,15 +157,12 @@ def _weights(config: ModelConfig, times_M: tuple[float, ...], source: dict[str, 
 class Pass(NamedTuple):
   """A recorded forward pass.
 
-  Attributes:
-    states: the hidden state before the first step and after each, [S + 1, B, L, D].
-    carries: what the solver carries into each step, every leaf with a leading axis S; the state itself for most.
-    attention: attention probabilities of each step, at its first evaluation, [S, B, H, L, L], of each token over the
-      tokens up to it; None if not requested.
+  `attention` has the attention probabilities of each token over the tokens up to it, at the first evaluation of each
+  step, [S, B, H, L, L]; None if they were not requested.
   """
 
-  states: jax.Array
-  carries: solvers.Carry
+  states: jax.Array  # the hidden state before the first step and after each, [S + 1, B, L, D]
+  carries: solvers.Carry  # what the solver carries into each step, every leaf with a leading axis S
   attention: Any
 
 
@@ -200,11 +190,7 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
 
 
 class Step:
-  """A step of a model's solver, as a function of the carry, on texts without padding.
-
-  Attributes:
-    solver: the method.
-  """
+  """A step of a model's solver, as a function of the carry, on texts without padding."""
 
   def __init__(self, config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()):
     self.solver = solvers.SOLVERS[config.solver]

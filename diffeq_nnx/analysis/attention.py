@@ -15,6 +15,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.weight_sources import GridWeights
 
 HALF = 25  # repeated tokens, if there are positions for them
+ROWS = 4  # texts of repeated tokens
 
 
 def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
@@ -41,7 +42,9 @@ def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, toke
   Raises:
     UserError: a position or token out of range.
   """
-  position, token = model.check_position(position, passed.states.shape[2]), model.check_token(token)
+  position = model.check_position(position, passed.states.shape[2])
+  if not 0 <= token < model.config.vocab_size:
+    raise UserError(f"token={token}: the model's ids are 0 to {model.config.vocab_size - 1}")
   with model.use_device():
     return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
 
@@ -73,28 +76,19 @@ def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, f
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 
 
-def prefix_matching(model: AnalyzedModel, *, half: int | None = None, rows: int = 4, seed: int = 0) -> np.ndarray:
+def prefix_matching(model: AnalyzedModel, half: int) -> np.ndarray:
   """A measure of each head as an induction head: [S, H], from 0 to 1 (Olsson et al. 2022).
 
-  On texts of random tokens that are repeated once: the mean attention from each token of the second half to the token
-  after its first occurrence.
-
-  Args:
-    model: the model.
-    half: number of repeated tokens; None: 25, or as many as the positions allow.
-    rows: number of texts.
-    seed: of the tokens.
+  On texts of `half` random tokens that are repeated once: the mean attention from each token of the second half to the
+  token after its first occurrence.
 
   Raises:
-    UserError: fewer than two tokens, or more than the positions allow; or no rows.
+    UserError: fewer than two tokens, or more than the positions allow.
   """
-  if rows < 1:
-    raise UserError(f"rows={rows}: must be 1 or above")
   most = model.config.seq_len // 2
-  half = min(HALF, most) if half is None else half
   if not 2 <= half <= most:
     raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
-  first_BxL = np.random.default_rng(seed).integers(model.config.vocab_size, size=(rows, half))
+  first_BxL = np.random.default_rng(0).integers(model.config.vocab_size, size=(ROWS, half))
   scores = [_after_first(model.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
   return np.mean(scores, axis=0)
 

@@ -23,23 +23,21 @@ def clustered_share(states: np.ndarray) -> np.ndarray:
   mean over D.
   """
   L = states.shape[-2]
-  together = _squared_distances(_directions(states)) < NEAR**2
+  together = _squared_distances(states) < NEAR**2
   return (together.sum((-1, -2)) - L) / (L * (L - 1))
 
 
 def spread(states: np.ndarray) -> np.ndarray:
   """The mean distance of two tokens' directions, from 0 to 2: [..., L, D] -> [...]; random directions: sqrt(2)."""
   L = states.shape[-2]
-  distances = np.sqrt(np.maximum(_squared_distances(_directions(states)), 0))
+  distances = np.sqrt(np.maximum(_squared_distances(states), 0))
   return distances.sum((-1, -2)) / (L * (L - 1))
 
 
-def _directions(states: np.ndarray) -> np.ndarray:
+def _squared_distances(states: np.ndarray) -> np.ndarray:
+  """Of the directions of each pair of tokens, [..., L, L]."""
   states = np.asarray(states, np.float64)
-  return states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-
-
-def _squared_distances(directions: np.ndarray) -> np.ndarray:
+  directions = states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
   return 2 - 2 * directions @ directions.swapaxes(-1, -2)
 
 

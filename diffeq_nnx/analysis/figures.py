@@ -56,15 +56,8 @@ def real_parts(found: Findings) -> Chart:
     values, times = values_SxHxN.reshape(-1), np.repeat(found.spectra.times, H * N)
     heads = np.tile(np.repeat(np.arange(H), N), S)
     whose = [f"head {head}" for head in heads] if H > 1 else None
-    panels.append(
-      Panel(
-        PAIR_NAMES[pair],
-        TIME,
-        "real part",
-        [Points(times, values.real, hover=whose, color=np.abs(values.imag), size=4)],
-        color_label="|imaginary part|",
-      )
-    )
+    points = Points(times, values.real, hover=whose, color=np.abs(values.imag), size=4)
+    panels.append(Panel(PAIR_NAMES[pair], TIME, "real part", [points], color_label="|imaginary part|"))
   return Chart(
     "spectra_real",
     "Real parts of the eigenvalues",
@@ -114,15 +107,8 @@ def positive_shares(found: Findings) -> Chart:
   panels = []
   for pair in ("qk", "ov"):
     shares_SxH = positive_share(found.spectra.of(pair))
-    panels.append(
-      Panel(
-        PAIR_NAMES[pair],
-        TIME,
-        "head",
-        heatmap=Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T, low=0, high=1),
-        color_label="fraction",
-      )
-    )
+    cells = Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T, low=0, high=1)
+    panels.append(Panel(PAIR_NAMES[pair], TIME, "head", heatmap=cells, color_label="fraction"))
   return Chart(
     "spectra_positive_share",
     "Fraction of positive eigenvalues by head",
@@ -161,12 +147,10 @@ def colored_texts(found: Findings) -> list[ColoredText]:
   """
   n = found.position
 
-  def color(
-    name: str, title: str, caption: str, values: np.ndarray, label: str, diverging: bool = False
-  ) -> ColoredText:
+  def color(name: str, title: str, caption: str, values: np.ndarray, label: str, **more) -> ColoredText:
     caption += f" The framed token itself has no color: {values[n]:.3g}."
-    pieces = found.pieces[: n + 1]
-    return ColoredText(name, title, caption, pieces, values, label, diverging, marked=n, marked_colored=n == 0)
+    more |= {"marked": n, "marked_colored": n == 0}
+    return ColoredText(name, title, caption, found.pieces[: n + 1], values, label, **more)
 
   return [
     color(
@@ -209,11 +193,8 @@ def exponent_spectra(found: Findings) -> Chart:
     ranks, positions = np.tile(np.arange(1, r + 1), n), np.repeat(np.arange(n), r)
     values = np.where(np.isfinite(exponents_Nxr), exponents_Nxr, np.nan).reshape(-1)
     hover = [f"{found.pieces[k]!r}, token {k}" for k in positions]
-    panels.append(
-      Panel(
-        title, "rank", "exponent", [Points(ranks, values, hover=hover, color=positions, size=5)], color_label="position"
-      )
-    )
+    points = Points(ranks, values, hover=hover, color=positions, size=5)
+    panels.append(Panel(title, "rank", "exponent", [points], color_label="position"))
   return Chart(
     "sensitivity_spectra",
     "Exponents of each token",
@@ -224,16 +205,10 @@ def exponent_spectra(found: Findings) -> Chart:
 
 def token_table(found: Findings) -> Table:
   """The values of each token up to the output token."""
+  shares = zip(found.exact[:, 0], found.per_token[:, 0], found.rollout)
   rows = [
-    [
-      str(k),
-      found.pieces[k],
-      f"{found.exact[k, 0]:.4f}",
-      f"{found.per_token[k, 0]:.4f}",
-      f"{found.rollout[k]:.4f}",
-      f"{found.gradient[k]:.3g}",
-    ]
-    for k in range(found.position + 1)
+    [str(k), found.pieces[k], *(f"{value:.4f}" for value in values), f"{found.gradient[k]:.3g}"]
+    for k, values in enumerate(shares)
   ]
   return Table(
     "Values by token",
@@ -248,15 +223,8 @@ def spectra_table(found: Findings) -> Table:
   rows = []
   for s, t in enumerate(found.spectra.times):
     for pair in PAIRS:
-      sizes = {name: values[s] for name, values in _quantiles(found.spectra, pair).items()}
-      rows.append(
-        [
-          f"{t:.3g}",
-          pair,
-          *(f"{sizes[name]:.4g}" for name in ("median", "90th percentile", "largest")),
-          f"{positive_share(found.spectra.of(pair)[s]).mean():.3f}",
-        ]
-      )
+      sizes = [f"{values[s]:.4g}" for values in _quantiles(found.spectra, pair).values()]
+      rows.append([f"{t:.3g}", pair, *reversed(sizes), f"{positive_share(found.spectra.of(pair)[s]).mean():.3f}"])
   return Table(
     "Spectra by time",
     "Magnitudes of the eigenvalues over all heads, and the fraction with a positive real "
@@ -269,25 +237,12 @@ def spectra_table(found: Findings) -> Table:
 def depth(found: Findings) -> Chart:
   """The distances between the model's states over depth, with its own weights and with those of one step."""
   at = np.concatenate([[0.0], np.cumsum(found.grid[1]) / found.grid[1].sum()])
-  titles = ("mean distance of pairs", "fraction of clustered pairs")
-  panels = [
-    Panel(
-      "",
-      TIME,
-      title,
-      [
-        Line(
-          at,
-          values[index],
-          label="as trained" if label == "own" else label,
-          dashed=label != "own",
-          width=3.0 if label == "own" else 1.5,
-        )
-        for label, values in (found.depth or {}).items()
-      ],
-    )
-    for index, title in enumerate(titles)
-  ]
+  panels = []
+  for index, title in enumerate(("mean distance of pairs", "fraction of clustered pairs")):
+    curves = {label: values[index] for label, values in (found.depth or {}).items()}
+    lines = [Line(at, curves.pop("own"), label="as trained", width=3.0)] if curves else []
+    lines += [Line(at, values, label=label, dashed=True, width=1.5) for label, values in curves.items()]
+    panels.append(Panel("", TIME, title, lines))
   return Chart(
     "clustering_model",
     "This model's states over depth",

@@ -23,38 +23,22 @@ BETWEEN = 4  # times for each step of the solver at which spectra are also compu
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-  """The results of analyzing one model with one text.
+  """The results of analyzing one model with one text, whose output token has the position n."""
 
-  Attributes:
-    pieces: the tokens' texts, [L].
-    tokens: [L].
-    position: of the output token, n.
-    grid: times [S] of the weights at the first node of the steps, and dts [S].
-    spectra: at the model's times, or at the requested ones.
-    between: spectra of the heads at times between and at the steps; None where weights are stored or shared.
-    prefix_matching: [S, H], `attention.prefix_matching`; None where there are too few positions.
-    prefix_half: how many tokens were repeated for it.
-    exact: exponents of the tokens up to n, [n + 1, r].
-    per_token: the same in the paper's form.
-    rollout: shares of the tokens in n's attention rollout, [n + 1].
-    gradient: gradient times input of n's likeliest next token, [n + 1].
-    next_token: that token's text, its probability and its id.
-    depth: label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token.
-  """
-
-  pieces: tuple[str, ...]
-  tokens: np.ndarray
-  position: int
-  grid: tuple[np.ndarray, np.ndarray]
-  spectra: Spectra
-  between: Spectra | None
-  prefix_matching: np.ndarray | None
-  prefix_half: int
-  exact: np.ndarray
-  per_token: np.ndarray
-  rollout: np.ndarray
-  gradient: np.ndarray
-  next_token: tuple[str, float, int]
+  pieces: tuple[str, ...]  # the tokens' texts, [L]
+  tokens: np.ndarray  # [L]
+  position: int  # n
+  grid: tuple[np.ndarray, np.ndarray]  # times [S] of the weights at the first node of the steps, and dts [S]
+  spectra: Spectra  # at the model's times, or at the requested ones
+  between: Spectra | None  # of the heads at the steps and at times between; None where weights are stored or shared
+  prefix_matching: np.ndarray | None  # [S, H], `attention.prefix_matching`; None where there are too few positions
+  prefix_half: int  # how many tokens were repeated for it
+  exact: np.ndarray  # exponents of the tokens up to n, [n + 1, r]
+  per_token: np.ndarray  # exponents in the paper's form, [n + 1, r]
+  rollout: np.ndarray  # shares of the tokens in n's attention rollout, [n + 1]
+  gradient: np.ndarray  # gradient times input of n's likeliest next token, [n + 1]
+  next_token: tuple[str, float, int]  # that token's text, its probability and its id
+  # label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token
   depth: dict[str, tuple[np.ndarray, np.ndarray]] | None
 
   @property
@@ -80,16 +64,13 @@ class Findings:
     }
     for pair in PAIRS:
       values = self.spectra.of(pair)
+      made[f"eigenvalues_{pair}"] = values
+      made[f"positive_share_{pair}"], made[f"copying_score_{pair}"] = positive_share(values), copying_score(values)
+    if (between := self.between) is not None:
       made |= {
-        f"eigenvalues_{pair}": values,
-        f"positive_share_{pair}": positive_share(values),
-        f"copying_score_{pair}": copying_score(values),
-      }
-    if self.between is not None:
-      made |= {
-        "between_times": self.between.times,
-        "between_eigenvalues_qk": self.between.qk,
-        "between_eigenvalues_ov": self.between.ov,
+        "between_times": between.times,
+        "between_eigenvalues_qk": between.qk,
+        "between_eigenvalues_ov": between.ov,
       }
     if self.prefix_matching is not None:
       made["prefix_matching"] = self.prefix_matching
@@ -154,7 +135,7 @@ def find(
     (analyzed.times.times_U[analyzed.times.index_SxN[:, 0]], np.asarray(analyzed.grid.dts)),
     found,
     between,
-    attention.prefix_matching(analyzed, half=half) if half >= 2 else None,
+    attention.prefix_matching(analyzed, half) if half >= 2 else None,
     half,
     exponents["exact"],
     exponents["per_token"],

@@ -23,17 +23,11 @@ FIRST_STEP = 1e-4  # of an adaptive integration, in t; so short that it is hardl
 
 
 class Flow(NamedTuple):
-  """An integration from t = 0 to 1.
+  """An integration from t = 0 to 1."""
 
-  Attributes:
-    state_1xLxD: the state at t = 1, before the final norm.
-    times: where its steps begin and end, from 0 to 1.
-    evaluations: of the vector field, also in steps that were rejected.
-  """
-
-  state_1xLxD: np.ndarray
-  times: np.ndarray
-  evaluations: int
+  state_1xLxD: np.ndarray  # the state at t = 1, before the final norm
+  times: np.ndarray  # where its steps begin and end, from 0 to 1
+  evaluations: int  # of the vector field, also in steps that were rejected
 
 
 def integrate(
@@ -124,7 +118,7 @@ def distances(model: Model, tokens_L: Sequence[int], num_steps: Sequence[int], f
 
   Args:
     model: the one that `flow` is of.
-    tokens_L: the text, likewise.
+    tokens_L: the text that `flow` is of.
     num_steps: numbers of steps of one size.
     flow: from `integrate`.
 

@@ -98,7 +98,10 @@ def jacobian(
   """
   _, _, L, D = passed.states.shape
   ks = np.array([model.check_position(k, L) for k in (range(L) if ks is None else ks)], int)
-  chunk = -(-D // _num_chunks(D, _tangent_bytes(model, L)))
+  evaluations = SOLVERS[model.config.solver].evaluations.attention
+  bytes_of_tangent = 4 * L * (D + 3 * evaluations * model.config.num_heads * L)  # and its attention over a step
+  num_chunks = -(-D // max(1, CHUNK_BYTES // bytes_of_tangent))
+  chunk = -(-D // num_chunks)  # all of about the same size
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.use_device():
     step = Step(model.config, model.grid)
@@ -128,25 +131,14 @@ def _per_token(model: AnalyzedModel, passed: Pass, ks: np.ndarray, progress: Pro
   return product_KxDxD
 
 
-def _tangent_bytes(model: AnalyzedModel, length: int) -> int:
-  """Of one tangent of all tokens' states, and of its attention over a step."""
-  evaluations = SOLVERS[model.config.solver].evaluations.attention
-  return 4 * length * (model.config.embed_dim + 3 * evaluations * model.config.num_heads * length)
-
-
-def _num_groups(model: AnalyzedModel, length: int, copies: int = 1) -> int:
-  """The number of groups of tokens such that so many copies of the Jacobians of each take at most JACOBIAN_BYTES."""
-  each = copies * model.config.embed_dim**2 * jnp.dtype(model.config.dtype).itemsize
-  return -(-length // max(1, JACOBIAN_BYTES // each))
-
-
 def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, progress: Progress) -> np.ndarray:
   """The r largest singular values of each M_k, [L, r]."""
   half = lambda done: progress(done / 2)
-  L = passed.states.shape[2]
+  L, D = passed.states.shape[2:]
   values_Lxr = np.empty((L, num))
   compute, copies = (jacobian, 1) if form == "exact" else (_per_token, 6)  # the products are in float64
-  for ks in np.array_split(np.arange(L), _num_groups(model, L, copies)):
+  tokens_at_a_time = max(1, JACOBIAN_BYTES // (copies * D**2 * passed.states.dtype.itemsize))
+  for ks in np.array_split(np.arange(L), -(-L // tokens_at_a_time)):
     matrices_KxDxD = compute(model, passed, ks, half)
     for k, matrix_DxD in zip(ks, matrices_KxDxD):
       values_D = np.linalg.svd(matrix_DxD, compute_uv=False)
@@ -154,11 +146,6 @@ def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, pr
       values_Lxr[k] = np.where(values_D > noise, values_D, 0)[:num]
       half(1)
   return values_Lxr
-
-
-def _num_chunks(pieces: int, bytes_each: int) -> int:
-  """The number of chunks of pieces such that each takes less than CHUNK_BYTES."""
-  return -(-pieces // max(1, CHUNK_BYTES // bytes_each))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -23,19 +23,12 @@ PAIRS = ("qk", "ov", "ff")
 
 @dataclasses.dataclass(frozen=True)
 class Spectra:
-  """Complex eigenvalues, unordered.
+  """Complex eigenvalues, unordered."""
 
-  Attributes:
-    times: depth t of the weights, [S].
-    qk: of W_q W_k^T, [S, H, n], n the smaller of C and D.
-    ov: of W_v W_o, [S, H, n].
-    ff: of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested.
-  """
-
-  times: np.ndarray
-  qk: np.ndarray
-  ov: np.ndarray
-  ff: np.ndarray | None
+  times: np.ndarray  # depth t of the weights, [S]
+  qk: np.ndarray  # of W_q W_k^T, [S, H, n], n the smaller of C and D
+  ov: np.ndarray  # of W_v W_o, [S, H, n]
+  ff: np.ndarray | None  # of W_up W_down, [S, 1, n], n the smaller of F and D; None if not requested
 
   def of(self, pair: str) -> Any:
     """The eigenvalues of the pair qk, ov or ff."""
@@ -70,26 +63,20 @@ def spectra(
   field = vector_fields.make_field(model.config)
   own = times_S is None
   times_S = np.asarray(model.times.times_U if times_S is None else model.check_times(times_S), np.float64)
-  made = []
+  qk, ov, ff = [], [], []
   for first in range(0, len(times_S), len(model.times.times_U)):  # at most as many weights at a time as the model has
     part_S = times_S[first : first + len(model.times.times_U)]
     kernels = field.head_kernels(jax.device_get(model.weights.sets if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
-      at_one = jax.tree.map(lambda kernel, s=s: np.asarray(kernel[s], np.float64), kernels)
-      made.append(_at_one_time(at_one, feedforward))
+      one = jax.tree.map(lambda kernel, s=s: np.asarray(kernel[s], np.float64), kernels)
+      groups = one.query.shape[1] // one.key.shape[1]
+      heads = lambda kernel_DxKxC, n=groups: np.repeat(kernel_DxKxC, n, axis=1).swapaxes(0, 1)  # [H, D, C]
+      qk.append(eigenvalues(heads(one.query, 1), heads(one.key).swapaxes(1, 2)))
+      ov.append(eigenvalues(heads(one.value), one.out))
+      if feedforward:
+        ff.append(eigenvalues(one.up, one.down)[None])
       progress(1)
-  qk, ov, ff = zip(*made)
-  return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff)[:, None] if feedforward else None)
-
-
-def _at_one_time(
-  kernels: vector_fields.HeadKernels, feedforward: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-  groups = kernels.query.shape[1] // kernels.key.shape[1]
-  heads = lambda kernel_DxKxC: np.repeat(kernel_DxKxC, groups, axis=1).swapaxes(0, 1)  # [H, D, C]
-  qk = eigenvalues(kernels.query.swapaxes(0, 1), heads(kernels.key).swapaxes(1, 2))
-  ov = eigenvalues(heads(kernels.value), kernels.out)
-  return qk, ov, eigenvalues(kernels.up, kernels.down) if feedforward else None
+  return Spectra(times_S, np.stack(qk), np.stack(ov), np.stack(ff) if feedforward else None)
 
 
 def positive_share(values: np.ndarray) -> np.ndarray:

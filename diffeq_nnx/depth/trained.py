@@ -37,12 +37,10 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   if asked in trained and sizes in ((), config.model.step_sizes):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
+  *others, last = map(str, sorted(trained))
+  listed = f"{', '.join(others)} and {last}" if others else last
   far, remedy = ("", "") if len(trained) > 1 else ("far ", "; a run of the row elastic serves many numbers of steps")
   say(
-    f"warning: this run was trained at {_listed(sorted(trained))} solver steps and never at {what}, where its loss may "
+    f"warning: this run was trained at {listed} solver steps and never at {what}, where its loss may "
     f"be {far}higher{remedy}"
   )
-
-
-def _listed(counts: list[int]) -> str:
-  return " and ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))

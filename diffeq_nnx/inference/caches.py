@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import attention, decode_attention
-from diffeq_nnx.kernels.attention.ring import merged
+from diffeq_nnx.kernels.attention.ring import merge_attention
 from diffeq_nnx.model.attention_context import Packing, per_device
 from diffeq_nnx.parallel import sharding
 
@@ -106,7 +106,7 @@ class DecodeCache:
       attend = functools.partial(attention, return_lse=True, implementation=implementation)
       among, lse = attend(q, k, v, segment_ids=here)
       before = attend(q, keys, values, causal=False, segment_ids=(jnp.ones_like(here), held))
-      return merged((among.astype(lse.dtype), lse), *before)[0].astype(q.dtype)
+      return merge_attention((among.astype(lse.dtype), lse), *before)[0].astype(q.dtype)
 
     real_BxQ = self.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None] >= 0
     by_token_BxN = jnp.concatenate([real_BxQ.astype(jnp.int32), self._mark_held(P)], 1)

@@ -18,7 +18,7 @@ from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
-from diffeq_nnx.training.report import reporter
+from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import place_state
 
 
@@ -70,7 +70,7 @@ def finetune(
     del run  # which would keep its parameters in memory
     before = Evaluator(config, corpus, mesh)(params)
     distributed.on_main_process(files.make_folder, workdir)
-    with reporter(workdir, -1, config.train.steps) as report:
+    with Reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
     Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh), before["loss"], identity)
     del params

@@ -18,11 +18,7 @@ from diffeq_nnx.parallel import sharding
 
 
 class AttentionContext(Protocol):
-  """Which tokens each token of a batch attends to, and their positions.
-
-  Attributes:
-    positions_BxL: each token's place in its document; None: 0 to L-1.
-  """
+  """Which tokens each token of a batch attends to, and their positions."""
 
   @property
   def positions_BxL(self) -> jax.Array | None:
@@ -34,43 +30,22 @@ class AttentionContext(Protocol):
 
 
 class Packing(NamedTuple):
-  """Causal attention in rows that may hold several documents.
+  """Causal attention in rows that may hold several documents."""
 
-  Attributes:
-    segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
-    positions_BxL: each token's place in its document; None: 0 to L-1.
-  """
-
-  segment_ids_BxL: jax.Array | None = None
-  positions_BxL: jax.Array | None = None
+  segment_ids_BxL: jax.Array | None = None  # the document of each token, which it attends to; None: one in each row
+  positions_BxL: jax.Array | None = None  # each token's place in its document; None: 0 to L-1
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Causal attention among the tokens of each row, [B, L, H, C]."""
-    return sharded_attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, self.segment_ids_BxL, implementation)
 
+    def run(q, k, v, segment_ids=None):
+      return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
 
-def sharded_attention(
-  q_BxLxHxC: jax.Array,
-  k_BxLxKxC: jax.Array,
-  v_BxLxKxC: jax.Array,
-  segment_ids_BxL: jax.Array | None,
-  implementation: str,
-) -> jax.Array:
-  """Causal attention, each device with its own sequences and heads."""
-
-  def run(q, k, v, segment_ids=None):
-    return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
-
-  return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), segment_ids_BxL)
+    return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL)
 
 
 class SplitPacking(NamedTuple):
-  """A packing of rows whose positions are split over devices, in the order of `parallel.context.zigzag`.
-
-  Attributes:
-    segment_ids_BxL: as `Packing`'s, in that order.
-    positions_BxL: each token's place in its document, in that order.
-  """
+  """A `Packing` of rows whose positions are split over devices, both in the order of `parallel.context.zigzag`."""
 
   segment_ids_BxL: jax.Array | None
   positions_BxL: jax.Array

@@ -20,17 +20,11 @@ PART_RADIANS = 16.0  # that it turns in a part at most
 
 
 class Times(NamedTuple):
-  """The weight sets of one pass: set u is W averaged over `points_UxQ[u]` with `shares_UxQ[u]`, which sum to 1.
+  """The weight sets of one pass: set u is W averaged over `points_UxQ[u]` with `shares_UxQ[u]`, which sum to 1."""
 
-  Attributes:
-    points_UxQ: times between 0 and 1; Q = 1 where a set is W at one time.
-    shares_UxQ: the share of each point.
-    index_SxN: the set that a step uses at each node of its solver.
-  """
-
-  points_UxQ: np.ndarray
-  shares_UxQ: np.ndarray
-  index_SxN: np.ndarray
+  points_UxQ: np.ndarray  # times between 0 and 1; Q = 1 where a set is W at one time
+  shares_UxQ: np.ndarray  # the share of each point
+  index_SxN: np.ndarray  # the set that a step uses at each node of its solver
 
   @property
   def times_U(self) -> np.ndarray:
@@ -46,19 +40,12 @@ def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-  """The steps of one integration. Hashable, so that it can be a static argument.
+  """The steps of one integration. Hashable, so that it can be a static argument."""
 
-  Attributes:
-    edges: t where steps start and end, [S + 1], rising from 0 to 1.
-    dts: the sizes of the steps, [S], in the units of the horizon, to which they add up.
-    weights_at: which weights a step uses, as `model.time.weights_at`.
-    radians: the angle that the fastest wave of e(t) turns from t = 0 to 1, from which a mean has its number of points.
-  """
-
-  edges: tuple[float, ...]
-  dts: tuple[float, ...]
-  weights_at: str = "nodes"
-  radians: float = 0.0
+  edges: tuple[float, ...]  # t where steps start and end, [S + 1], rising from 0 to 1
+  dts: tuple[float, ...]  # the sizes of the steps, [S], in the units of the horizon, to which they add up
+  weights_at: str = "nodes"  # which weights a step uses, as `model.time.weights_at`
+  radians: float = 0.0  # the angle that the fastest wave of e(t) turns from t = 0 to 1; sets the points of a mean
 
   def __post_init__(self):
     if not self.dts or len(self.edges) != len(self.dts) + 1:

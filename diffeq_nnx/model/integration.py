@@ -29,16 +29,12 @@ Gather = Callable[[dict], dict]  # the weights at one time, as stored on the dev
 class Checkpointed:
   """The backward pass reads stored states, one `every` steps, and recomputes the rest as `remat` says.
 
-  Attributes:
-    remat: none, dots or full, as `train.remat`.
-    every: divides the number of steps.
-
   Raises:
     UserError: another name, or a number below 1.
   """
 
-  remat: str = "none"
-  every: int = 1
+  remat: str = "none"  # none, dots or full, as `train.remat`
+  every: int = 1  # divides the number of steps
 
   def __post_init__(self):
     if self.remat not in REMATS:
@@ -141,17 +137,11 @@ Links = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of 
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step.
-
-  Attributes:
-    solver: the method.
-    which: for each of its nodes, which of the weights of `link` it uses: nodes may share weights.
-    gather: applied to the weights.
-  """
+  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step."""
 
   solver: Solver
-  which: tuple[int, ...]
-  gather: Gather
+  which: tuple[int, ...]  # for each of its nodes, which of the weights of `link` it uses: nodes may share weights
+  gather: Gather  # applied to the weights
 
   def __call__(self, field: VectorField, carry: Carry, link: Links) -> Carry:
     """The carry after the step."""

@@ -24,15 +24,17 @@ class LoraWeights(StoredWeights):
     """Raises UserError where no kernel's name matches `lora.targets`."""
     super().__init__(specs, num_sets, dtype, rngs)
     self.config = lora
-    self.lora = nnx.data(
-      {
-        group: {
-          "a": initial_leaf(LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5), (num_sets,), rngs, dtype),
-          "b": initial_leaf(LeafSpec((lora.rank, fan_out), (None, axes[1])), (num_sets,), rngs, dtype),
-        }
-        for group, (fan_in, fan_out), axes in _targets(specs, lora)
-      }
-    )
+    kernels = {f"{group}.kernel": group for group, leaves in specs.items() if "kernel" in leaves}
+    groups = [group for name, group in kernels.items() if re.search(lora.targets, name)]
+    if not groups:
+      raise UserError(f"model.lora.targets={lora.targets!r}: matches none of {', '.join(kernels)}; name one of them")
+    adapters = {}
+    for group in groups:
+      (fan_in, fan_out), axes = specs[group]["kernel"].shape, specs[group]["kernel"].axes
+      a = LeafSpec((fan_in, lora.rank), (axes[0], None), fan_in**-0.5)
+      b = LeafSpec((lora.rank, fan_out), (None, axes[1]))
+      adapters[group] = {name: initial_leaf(leaf, (num_sets,), rngs, dtype) for name, leaf in (("a", a), ("b", b))}
+    self.lora = nnx.data(adapters)
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
@@ -47,18 +49,3 @@ class LoraWeights(StoredWeights):
       delta = jnp.einsum("sir,sro->sio", a_SxIxR, b_SxRxO, precision=jax.lax.Precision.HIGHEST)
       made[group] = {**made[group], "kernel": made[group]["kernel"] + delta}
     return jax.tree.map(lambda leaf: leaf.astype(dtype), made)
-
-
-def _targets(
-  specs: BlockSpecs, lora: config_lib.LoraConfig
-) -> list[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
-  """(group, shape, axis names) of the kernels that get adapters."""
-  kernels = {
-    f"{group}.kernel": (group, leaves["kernel"].shape, leaves["kernel"].axes)
-    for group, leaves in specs.items()
-    if "kernel" in leaves
-  }
-  found = [value for name, value in kernels.items() if re.search(lora.targets, name)]
-  if not found:
-    raise UserError(f"model.lora.targets={lora.targets!r}: matches none of {', '.join(kernels)}; name one of them")
-  return found

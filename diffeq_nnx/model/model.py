@@ -181,7 +181,7 @@ class Model(nnx.Module):
       tokens_BxL: token ids; L is at most config.seq_len where positions are learned.
       num_steps: of the solver; None: the config's own.
       segment_ids_BxL: as for `hidden`.
-      positions_BxL: likewise.
+      positions_BxL: as for `hidden`.
 
     Raises:
       UserError: there are no weights for that many steps.

@@ -17,11 +17,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutputFirst:
-  """A kernel [I, O] that is stored as [O, I]; all that it can do is `x @ kernel`.
-
-  Attributes:
-    stored_OxI: the transposed kernel.
-  """
+  """A kernel [I, O] that is stored transposed; all that it can do is `x @ kernel`."""
 
   stored_OxI: jax.Array
 

@@ -23,6 +23,11 @@ def params_of(model: Model) -> Params:
   return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """A path of `jax.tree_util` in a tree of dicts and tuples, as names."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
 def abstract_model(config: ModelConfig) -> Model:
   """The model with shapes in place of arrays."""
   return nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0)))

@@ -28,12 +28,6 @@ def _once(x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x)
 
 
-def _by_head(projected_BxLxN: jax.Array, head_dim: int) -> jax.Array:
-  """[B, L, N / C, C]; of single tokens, for which the TPU compiler would transpose the weights, after the product."""
-  B, L, _ = projected_BxLxN.shape
-  return (_once(projected_BxLxN) if L == 1 else projected_BxLxN).reshape(B, L, -1, head_dim)
-
-
 def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: float) -> jax.Array:
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
@@ -64,23 +58,14 @@ def _dense(
 
 
 class HeadKernels(NamedTuple):
-  """The kernels of attention by head, and those of the feed-forward branch, with any leading axes.
+  """The kernels of attention by head, and those of the feed-forward branch, with any leading axes."""
 
-  Attributes:
-    query: [..., D, H, C].
-    key: [..., D, K, C]; head h reads key head h // (H / K).
-    value: [..., D, K, C].
-    out: [..., H, C, D].
-    up: [..., D, F].
-    down: [..., F, D].
-  """
-
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
-  out: jax.Array
-  up: jax.Array
-  down: jax.Array
+  query: jax.Array  # [..., D, H, C]
+  key: jax.Array  # [..., D, K, C]; head h reads key head h // (H / K)
+  value: jax.Array  # [..., D, K, C]
+  out: jax.Array  # [..., H, C, D]
+  up: jax.Array  # [..., D, F]
+  down: jax.Array  # [..., F, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +126,9 @@ class GPTField:
     kernel, bias_N = w["qkv"]["kernel"], w["qkv"]["bias"]
 
     whole_BxLxKxSxC = None
-    # of single tokens, slicing the products is cheaper than slicing the weights, and else the reverse
-    if L == 1 or isinstance(kernel, OutputFirst):  # which can't be sliced
+    # For a single token it is cheaper to slice the product, and for more tokens to slice the weights, which
+    # OutputFirst can't do.
+    if L == 1 or isinstance(kernel, OutputFirst):
       whole_BxLxKxSxC = _once(normed_BxLxD @ kernel + bias_N[None, None]).reshape(B, L, *slots)
 
     def project(part: slice) -> jax.Array:
@@ -226,15 +212,9 @@ class LlamaField:
   def head_kernels(self, w: Weights) -> HeadKernels:
     """The kernels by head; leaves of `w` may have leading axes."""
     by_head = lambda name, heads: w[name]["kernel"].reshape(*w[name]["kernel"].shape[:-1], heads, self.head_dim)
-    out = w["out"]["kernel"]
-    return HeadKernels(
-      by_head("query", self.num_heads),
-      by_head("key", self.num_kv_heads),
-      by_head("value", self.num_kv_heads),
-      out.reshape(*out.shape[:-2], self.num_heads, self.head_dim, -1),
-      w["up"]["kernel"],
-      w["down"]["kernel"],
-    )
+    query, key, value = by_head("query", self.num_heads), *(by_head(k, self.num_kv_heads) for k in ("key", "value"))
+    out = w["out"]["kernel"].reshape(*w["out"]["kernel"].shape[:-2], self.num_heads, self.head_dim, -1)
+    return HeadKernels(query, key, value, out, w["up"]["kernel"], w["down"]["kernel"])
 
   def attention(self, x_BxLxD: jax.Array, w: Weights, context: AttentionContext = Packing()) -> jax.Array:
     """Norm, causal attention on rotated queries and keys, projection: [B, L, D] -> [B, L, D]."""
@@ -244,7 +224,10 @@ class LlamaField:
       projected_BxLxN = normed_BxLxD @ w[name]["kernel"]
       if "bias" in w[name]:
         projected_BxLxN += w[name]["bias"][None, None]
-      return _by_head(projected_BxLxN, self.head_dim)
+      B, L, _ = projected_BxLxN.shape
+      if L == 1:  # else the TPU compiler would transpose the weights
+        projected_BxLxN = _once(projected_BxLxN)
+      return projected_BxLxN.reshape(B, L, -1, self.head_dim)
 
     def rotate(name: str) -> jax.Array:
       x_BxLxNxC, norm = project(name), w.get(f"{name}_norm")
@@ -268,15 +251,10 @@ class LlamaField:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-  """Dropout whose masks depend on the key and on the row's number, not on the batch that the row is in.
+  """Dropout whose masks depend on the key and on the row's number, not on the batch that the row is in."""
 
-  Attributes:
-    rate: the share of elements that become 0; 0: nothing happens.
-    rows_B: the number of each row; None where the rate is 0.
-  """
-
-  rate: float = dataclasses.field(default=0.0, metadata={"static": True})
-  rows_B: jax.Array | None = None
+  rate: float = dataclasses.field(default=0.0, metadata={"static": True})  # the share of elements that become 0
+  rows_B: jax.Array | None = None  # the number of each row; None where the rate is 0
 
   def __call__(self, key: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
     """[B, L, D] -> [B, L, D]; the elements that stay are divided by the share that does.

@@ -27,12 +27,10 @@ BlockWeights = dict[str, dict[str, jax.Array]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GridWeights:
-  """The weights of one pass over a grid. What integrates takes the grid from here, so that the two always belong.
+  """The weights of one pass over a grid, and the grid, so that weights are never integrated over another one.
 
-  Attributes:
-    sets: BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list of
-      U trees without it.
-    grid: the steps.
+  `sets` are BlockWeights at the times of the grid and the solver, every leaf with a leading axis U; or unrolled, a list
+  of U trees without it.
   """
 
   sets: Any
@@ -43,10 +41,8 @@ class GridWeights:
 class Heads:
   """How heads lie along the last axis of a kernel, which is [groups, sum(parts), head_dim] in this order.
 
-  Attributes:
-    groups: the number of groups.
-    parts: how many heads of a group each matrix has that the kernel joins; (2, 1, 1): two queries, a key and a value.
-    head_dim: the size of a head.
+  The kernel joins several matrices, and `parts` says how many heads of a group each of them has. For example, (2, 1, 1)
+  are two heads of queries, one of keys and one of values.
   """
 
   groups: int
@@ -56,21 +52,13 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-  """One array of the block at one time.
+  """One array of the block at one time."""
 
-  Attributes:
-    shape: without the axis U.
-    axes: the names of its axes, which `sharding.RULES` maps to mesh axes.
-    std: standard deviation of a plain model's initial values; 0: all are `start`.
-    start: 0 for kernels and biases, 1 for the scale of a norm.
-    heads: which columns of a kernel belong to which matrix and head; None: the kernel is one matrix without heads.
-  """
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  std: float = 0.0
-  start: float = 0.0
-  heads: Heads | None = None
+  shape: tuple[int, ...]  # without the axis U
+  axes: tuple[str | None, ...]  # the names of its axes, which `sharding.RULES` maps to mesh axes
+  std: float = 0.0  # standard deviation of a plain model's initial values; 0: all are `start`
+  start: float = 0.0  # 0 for kernels and biases, 1 for the scale of a norm
+  heads: Heads | None = None  # which columns belong to which matrix and head; None: one matrix without heads
 
 
 BlockSpecs = dict[str, dict[str, LeafSpec]]
@@ -88,17 +76,20 @@ def initial_leaf(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -
   return nnx.Param(values, axes=(None,) * len(lead) + spec.axes)
 
 
+def initial_leaves(specs: BlockSpecs, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -> dict[str, dict[str, nnx.Param]]:
+  """`initial_leaf` for every leaf of the block."""
+  return {
+    group: {name: initial_leaf(leaf, lead, rngs, dtype) for name, leaf in leaves.items()}
+    for group, leaves in specs.items()
+  }
+
+
 class StoredWeights(nnx.Module):
   """One weight set for each time of a grid, as in an ordinary transformer, where there is one a step."""
 
   def __init__(self, specs: BlockSpecs, num_sets: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.num_sets = num_sets
-    self.stored = nnx.data(
-      {
-        group: {name: initial_leaf(leaf, (num_sets,), rngs, dtype) for name, leaf in leaves.items()}
-        for group, leaves in specs.items()
-      }
-    )
+    self.stored = nnx.data(initial_leaves(specs, (num_sets,), rngs, dtype))
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets in `dtype`; raises ValueError unless U is their number."""
@@ -118,12 +109,7 @@ class SharedWeights(nnx.Module):
   """One set of weights for every step."""
 
   def __init__(self, specs: BlockSpecs, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.stored = nnx.data(
-      {
-        group: {name: initial_leaf(leaf, (), rngs, dtype) for name, leaf in leaves.items()}
-        for group, leaves in specs.items()
-      }
-    )
+    self.stored = nnx.data(initial_leaves(specs, (), rngs, dtype))
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The one set in `dtype`, repeated along U."""

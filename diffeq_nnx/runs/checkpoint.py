@@ -1,5 +1,7 @@
 """Checkpoints of a run: saved asynchronously, restored bit for bit; the newest and the best are kept."""
 
+from collections.abc import Iterator
+import contextlib
 import math
 import os
 from typing import Any
@@ -41,22 +43,18 @@ class Checkpoints:
     self._config = config
     self._saved: list[int] = []  # steps that this object has saved
     self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
-    self._manager = self._open()
-
-  def _open(self) -> ocp.CheckpointManager:
-    if not self._read_only:
+    if not read_only:
       distributed.on_main_process(self._set_aside_without_metrics)
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
-    return ocp.CheckpointManager(
+    newest = checkpoint_managers.LatestN(max(2, config.checkpoint.keep))
+    self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
-        create=not self._read_only,
-        lightweight_initialize=self._read_only,  # else it raises where the loss of any checkpoint is damaged
+        create=not read_only,
+        lightweight_initialize=read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
-        preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-          [checkpoint_managers.LatestN(max(2, self._config.checkpoint.keep)), best]
-        ),
+        preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
       ),
     )
 
@@ -72,7 +70,7 @@ class Checkpoints:
       RunError: this save or the one before could not be written.
     """
     step, items = int(state["step"]), _items(state)
-    norm = float(_norm(state["params"]))
+    norm = float(jax.jit(optax.tree.norm)(state["params"]))  # not finite where an element is not
     if not math.isfinite(norm):
       raise Diverged(f"step {step}: the norm of the parameters is {norm} after the update, so they are not saved", step)
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
@@ -82,7 +80,7 @@ class Checkpoints:
       run=json_save(self._run),
       **{name: save(item) for name, item in items.items()},
     )
-    with self._reported("save", step):
+    with self._explain(f"save the checkpoint of step {step}"):
       self._manager.save(step, args=args, metrics={"loss": math.inf if validation_loss is None else validation_loss})
     self._saved.append(step)
 
@@ -94,7 +92,7 @@ class Checkpoints:
     Raises:
       RunError: the last save could not be written.
     """
-    with self._reported("finish saving"):
+    with self._explain("finish saving the checkpoint"):
       self._manager.wait_until_finished()
     if step in self._saved:
       self._set_aside(step, "its parameters give a loss or gradient that is not finite")
@@ -142,8 +140,8 @@ class Checkpoints:
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = f"{type(error).__name__}: {first_line(error, 200)}"
-      problem = next(filter(None, self._problems(step, problem)), None)
-      if problem is None:
+      problem = self._find_problem(step, problem)
+      if not problem:
         return items, step
       if self._read_only:
         say(f"the checkpoint of step {step} is damaged ({problem}); trying the one before")
@@ -164,7 +162,7 @@ class Checkpoints:
       RunError: they could not be written.
     """
     if frozen:
-      with self._reported("save", 0), ocp.StandardCheckpointer() as checkpointer:
+      with self._explain("save the checkpoint of step 0"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.join(self._workdir, FROZEN_FOLDER), frozen, force=True)
 
   def _restore_frozen(self, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -176,18 +174,18 @@ class Checkpoints:
         frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN_FOLDER), abstract)
     except Exception as error:  # as above
       problem = f"{type(error).__name__}: {first_line(error, 200)}"
-    problem = next(filter(None, self._problems(0, problem)), None)
-    if problem is not None:
+    problem = self._find_problem(0, problem)
+    if problem:
       raise UserError(
         f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
         "restore it, or fine-tune again"
       )
     return frozen
 
-  def _problems(self, step: int, problem: str) -> list[str]:
-    """The problem of each process; if only some could restore, those still wait for the others inside orbax."""
+  def _find_problem(self, step: int, problem: str) -> str:
+    """The first process's problem, or "". If only some could restore, those still wait for the others in orbax."""
     try:
-      return distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)
+      return next(filter(None, distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)), "")
     except jax.errors.JaxRuntimeError as error:
       raise RunError(
         f"the checkpoint of step {step} can be read by some processes only "
@@ -220,32 +218,23 @@ class Checkpoints:
     Raises:
       RunError: it could not be written.
     """
-    with self._reported("finish saving"):
+    with self._explain("finish saving the checkpoint"):
       self._manager.wait_until_finished()
       self._manager.close()
 
-  def _reported(self, what: str, step: int | None = None) -> "_Reported":
-    return _Reported(f"could not {what} the checkpoint" + ("" if step is None else f" of step {step}"), self)
-
-
-class _Reported:
-  """Turns whatever a save raises into one line that names the checkpoints that still exist."""
-
-  def __init__(self, what: str, checkpoints: Checkpoints):
-    self._what, self._checkpoints = what, checkpoints
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, kind, error, traceback):
-    if isinstance(error, Exception) and not distributed.is_process_death(error):
-      folder = self._checkpoints._folder
-      kept = sorted(map(int, _numbered(folder)))
+  @contextlib.contextmanager
+  def _explain(self, what: str) -> Iterator[None]:
+    """Turns whatever orbax raises into one line that names the checkpoints that still exist."""
+    try:
+      yield
+    except Exception as error:
+      if distributed.is_process_death(error):
+        raise
+      kept = sorted(map(int, _numbered(self._folder)))
       raise RunError(
-        f"{self._what} ({kind.__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
+        f"could not {what} ({type(error).__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"
       ) from error
-    return False
 
 
 def _numbered(folder: str) -> list[str]:
@@ -255,17 +244,11 @@ def _numbered(folder: str) -> list[str]:
 
 def _bit_sums(tree: Any) -> list[int]:
   """The sum of each array's bits, taken as integers, modulo 2^32: the same on any mesh."""
-  return np.asarray(_summed(tree)).tolist()
+  return np.asarray(_sum_bits(tree)).tolist()
 
 
 @jax.jit
-def _norm(params: Params) -> jax.Array:
-  """The root of the sum of all squares: not finite where an element is not."""
-  return optax.tree.norm(params)
-
-
-@jax.jit
-def _summed(tree: Any) -> jax.Array:
+def _sum_bits(tree: Any) -> jax.Array:
   integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
   bits = (jax.lax.bitcast_convert_type(leaf, integers[leaf.dtype.itemsize]) for leaf in jax.tree.leaves(tree))
   return jnp.stack([jnp.sum(one, dtype=jnp.uint32) for one in bits])

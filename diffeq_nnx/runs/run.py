@@ -67,7 +67,7 @@ class Run:
     loss: float | None = None,
     source: str | None = None,
   ) -> "Run":
-    """Writes a run at step 0, likewise; run.json is written last, so that a run is complete or absent.
+    """Writes a run at step 0, with run.json last, so that a run is complete or absent; all processes must call it.
 
     Args:
       config: the run's.

@@ -30,25 +30,13 @@ def identity(config: Config) -> dict[str, Any]:
   whole = config_lib.to_dict(config)
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   flat["optimizer.name"] = config.optimizer.name  # of which checkpoints hold moments
-  for key in (
-    "data.cache_dir",
-    "data.tfds_dir",
-    "data.download",
-    "data.num_processes",
-    "data.tokenizer",
-    "data.begin_mark",
-    "data.begin_token",
-    "data.end_token",
-    "data.unknown_bytes",
-    "model.attention",
-  ):
-    # these say where and how, not what; the tokenizer is identified by its hash
-    del flat[key]
+  # the tokenizer is identified by its hash, and the others say where and how, not what
+  of_tokenizer = {"tokenizer", "begin_mark", "begin_token", "end_token", "unknown_bytes"}
+  ignored = {f"data.{key}" for key in of_tokenizer | {"cache_dir", "tfds_dir", "download", "num_processes"}}
+  ignored.add("model.attention")
   if "shards:" in config.data.source:
-    flat = {
-      key: value for key, value in flat.items() if not key.startswith("data.") or key == "data.attend_across_documents"
-    }
-  return flat
+    ignored |= {key for key in flat if key.startswith("data.")} - {"data.attend_across_documents"}
+  return {key: value for key, value in flat.items() if key not in ignored}
 
 
 def check_place(workdir: str, flag: str = "workdir") -> None:
@@ -157,10 +145,7 @@ def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: st
   Raises:
     UserError: it holds none, or one of another model, tokenizer or text; the line names `flag`.
   """
-  known = _read(workdir)
-  if known is None:
-    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
-  _check(workdir, known, config, corpus)
+  _check(workdir, _read_run(workdir, flag), config, corpus)
 
 
 def require_none(workdir: str) -> None:
@@ -179,15 +164,12 @@ def holds_run(workdir: str) -> bool:
 
 
 def config_of(workdir: str, flag: str = "workdir") -> Config:
-  """The config that a run was started with, but for what `_own` leaves out.
+  """The config that a run was started with, without settings that are unsafe to take from an untrusted run.
 
   Raises:
     UserError: the directory holds no run; the line names `flag`.
   """
-  known = _read(workdir)
-  if known is None:
-    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
-  config = _own(workdir, config_lib.from_dict(known["config"]))
+  config = _drop_unsafe(workdir, config_lib.from_dict(_read_run(workdir, flag)["config"]))
   path = os.path.expanduser(config.data.tokenizer)
   own = os.path.join(files.absolute(workdir), os.path.basename(path))
   whole = path == files.absolute(path)
@@ -196,11 +178,11 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   return config
 
 
-def _own(workdir: str, config: Config) -> Config:
-  """A run's config without what must not come from a run of someone else's.
+def _drop_unsafe(workdir: str, config: Config) -> Config:
+  """A run's config without settings that are unsafe to take from an untrusted run.
 
-  That is `harness.include_path`, since task files can run code, and a `data.cache_dir` in another bucket than the run,
-  to which text of this machine would be copied.
+  These are `harness.include_path`, since task files can run code, and a `data.cache_dir` in another bucket than the
+  run's, to which text of this machine would be copied.
   """
   cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
   if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
@@ -217,9 +199,7 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   Raises:
     UserError: the directory holds no run, or not its tokenizer.
   """
-  known, problem = _read(workdir), "holds neither"
-  if known is None:
-    raise UserError(f"workdir={workdir}: holds no run; name the directory of one")
+  known, problem = _read_run(workdir), "holds neither"
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
@@ -258,6 +238,14 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
 
 def _lacks_text(known: dict[str, Any]) -> bool:
   return known["config"].get("data", {}).get("source") == NO_TEXT
+
+
+def _read_run(workdir: str, flag: str = "workdir") -> dict[str, Any]:
+  """run.json; raises UserError where a directory holds no run."""
+  known = _read(workdir)
+  if known is None:
+    raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
+  return known
 
 
 def _read(workdir: str) -> dict[str, Any] | None:

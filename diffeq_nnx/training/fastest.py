@@ -38,15 +38,15 @@ def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
   Raises:
     UserError: no choice fits these devices.
   """
-  if not is_open(config):
+  if not _remat_is_open(config) and config.train.device_batch_size != -1:
     return config
   asked = _describe(config, mesh)
   path = os.path.join(workdir, FILE)
   tried = list_candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
   place = distributed.on_main_process(_recorded_place, path, asked, tried)
   if place >= 0:
-    say(f"{_words(tried[place])}: was the fastest on these devices ({FILE})")
-    return _with(config, tried[place])
+    say(f"{_format_choice(tried[place])}: was the fastest on these devices ({FILE})")
+    return _choose(config, tried[place])
   found = measure(config, tried, mesh)
   if not found:
     raise UserError(
@@ -54,15 +54,10 @@ def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
       "of launch/compile_ahead.py"
     )
   choice = min(found, key=lambda choice: found[choice])
-  say(f"{_words(choice)}: the fastest of {len(found)} that fit, {found[choice]:.3g} s a step")
+  say(f"{_format_choice(choice)}: the fastest of {len(found)} that fit, {found[choice]:.3g} s a step")
   record = {"asked": asked, "remat": choice[0], "device_batch_size": choice[1]}
   distributed.on_main_process(files.write_json, path, record)
-  return _with(config, choice)
-
-
-def is_open(config: Config) -> bool:
-  """Whether the config leaves a choice to measurement."""
-  return _remat_is_open(config) or config.train.device_batch_size == -1
+  return _choose(config, choice)
 
 
 def _remat_is_open(config: Config) -> bool:
@@ -83,14 +78,14 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, f
   found: dict[Choice, float] = {}
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
   for choice in choices:
-    seconds = None if choice[0] in too_large else time_step(_with(config, choice), mesh)
+    seconds = None if choice[0] in too_large else time_step(_choose(config, choice), mesh)
     slowest = [json.loads(text) for text in distributed.exchange(json.dumps(seconds))]  # of all processes
     if None in slowest:
       too_large.add(choice[0])
-      say(f"{_words(choice)}: does not fit")
+      say(f"{_format_choice(choice)}: does not fit")
     else:
       found[choice] = max(slowest)
-      say(f"{_words(choice)}: {found[choice]:.3g} s a step")
+      say(f"{_format_choice(choice)}: {found[choice]:.3g} s a step")
   return found
 
 
@@ -143,12 +138,12 @@ def _random_batch(config: Config) -> dict[str, jax.Array]:
   return batch
 
 
-def _with(config: Config, choice: Choice) -> Config:
+def _choose(config: Config, choice: Choice) -> Config:
   train = dataclasses.replace(config.train, remat=choice[0], device_batch_size=choice[1])
   return dataclasses.replace(config, train=train)
 
 
-def _words(choice: Choice) -> str:
+def _format_choice(choice: Choice) -> str:
   return f"train.remat={choice[0]}, train.device_batch_size={choice[1]}"
 
 

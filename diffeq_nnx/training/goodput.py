@@ -37,6 +37,10 @@ class Goodput:
       self._activity, self._progressed = "training", time.perf_counter()
       self._seconds[activity] += self._progressed - start
 
+  def spent(self, *activities: str) -> float:
+    """The seconds that these activities have taken together."""
+    return sum(self._seconds[activity] for activity in activities)
+
   def mark_step(self, step: int) -> None:
     """Records that a train step started."""
     self._step, self._progressed = step, time.perf_counter()

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from clu import parameter_overview
 import grain
 import jax
 from jax.sharding import Mesh
@@ -25,8 +26,8 @@ from diffeq_nnx.runs.run import load_corpus
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput
-from diffeq_nnx.training.optimizer import schedule, schedule_length
-from diffeq_nnx.training.report import Reporter, Silent, parameter_table, reporter
+from diffeq_nnx.training.optimizer import schedule
+from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
 
 
@@ -68,7 +69,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     try:
       start, validate = int(state["step"]), position["validate"]
       with (
-        reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
+        Reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
         goodput.watched(),
       ):
@@ -123,7 +124,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
     )
   if restored is None:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
-    say(parameter_table(all_params(state)))
+    say(parameter_overview.get_parameter_overview(all_params(state), include_stats="global"))  # in all processes
     return state, {"windows": 0, "validate": False}
   state, position = restored
   say(f"continuing from the checkpoint of step {int(state['step'])}")
@@ -132,7 +133,7 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
 
 def _say_another_schedule(config: Config, before: int | None, step: int) -> None:
   """Says how the learning rate changes at a step where the run goes on, if its schedule had another length before."""
-  now = schedule_length(config.optimizer, config.train.steps)
+  now = config.optimizer.schedule_steps or config.train.steps
   if before in (None, now) or step >= config.train.steps:
     return
   of_length = lambda length: schedule(dataclasses.replace(config.optimizer, schedule_steps=length), length)
@@ -178,7 +179,7 @@ class _Run:
   start: int  # the step before the first of these batches
   position: dict[str, Any]  # there; of `start_state`
   checkpoints: Checkpoints
-  report: Reporter | Silent
+  report: Reporter
   preemption: distributed.Preemption
   goodput: Goodput
   saved: float = dataclasses.field(default_factory=time.monotonic)  # when the last checkpoint was, or this run began
@@ -199,7 +200,7 @@ class _Run:
     with self.goodput.spending("saving"):
       self.report.upload()
       windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
-      length = schedule_length(self.config.optimizer, self.config.train.steps)
+      length = self.config.optimizer.schedule_steps or self.config.train.steps
       self.checkpoints.save(state, {"windows": windows, "validate": validate, "schedule_steps": length}, loss)
     self.saved = time.monotonic()
 
@@ -208,23 +209,23 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   config, mesh = run.config, run.mesh
   train_step = make_train_step(config, mesh)
   evaluator = Evaluator(config, run.corpus, mesh)
-  watch = _Watch(config, run.corpus.train.bytes_per_token, run.report)
+  watch = _Watch(run)
   start, steps = run.start, config.train.steps
   compiled: set[int] = set()
 
-  def validated(step: int) -> dict[str, float]:
+  def run_validation(step: int) -> dict[str, float]:
     with run.goodput.spending("validating"):
       found = evaluator(all_params(state), run.preemption.reached)
-    if found:
-      run.report.validation(step, found)
+      if found:
+        run.report.validation(step, found)
     return found
 
-  values = validated(start) if run.position["validate"] else {}
+  values = run_validation(start) if run.position["validate"] else {}
   for step in range(start, steps):
     num_steps = draw_num_steps(config, step)
-    with watch.waiting(), run.goodput.spending("waiting for data"):
-      rows_of_batch = next(run.batches)
-    batch = run.share.place(rows_of_batch)
+    with run.goodput.spending("waiting for data"):
+      rows = next(run.batches)
+    batch = run.share.place(rows)
     compiles = run.goodput.spending("compiling") if num_steps not in compiled else contextlib.nullcontext()
     with jax.transfer_guard("disallow"), compiles:
       state, metrics = train_step(state, batch, num_steps)
@@ -234,14 +235,13 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     validate = (step + 1) % config.eval.every == 0 or step + 1 == steps
     save, preempted = run.must_save(step + 1), run.preemption.reached()
     if validate or save or preempted:
-      watch.finish()  # a step that was not finite must not be saved
-      with watch.paused():
-        found = {}
-        if validate and not preempted:
-          found = validated(step + 1)
-          values, preempted = found or values, not found
-        if save or preempted:
-          run.save(state, found.get("loss"), validate=validate and not found)
+      watch.read()  # a step that was not finite must not be saved
+      found = {}
+      if validate and not preempted:
+        found = run_validation(step + 1)
+        values, preempted = found or values, not found
+      if save or preempted:
+        run.save(state, found.get("loss"), validate=validate and not found)
     if preempted:
       _finish(run, step + 1)
       say(f"SIGTERM: saved the checkpoint of step {step + 1}; run the same command to continue from there")
@@ -263,26 +263,12 @@ def _finish(run: _Run, step: int) -> None:
   run.report.goodput(step, run.goodput.shares())
 
 
-@dataclasses.dataclass
-class _Stopwatch:
-  """Adds up the seconds spent inside it."""
-
-  seconds: float = 0.0
-  since: float = 0.0
-
-  def __enter__(self):
-    self.since = time.perf_counter()
-
-  def __exit__(self, *unused):
-    self.seconds += time.perf_counter() - self.since
-
-
 class _Watch:
   """Reads each step's metrics one step late, so that the device never waits for the host."""
 
-  def __init__(self, config: Config, bytes_per_token: float, report: Reporter | Silent):
-    self._config, self._bytes_per_token, self._report = config, bytes_per_token, report
-    peak, source = flops.peak_tflops(config)
+  def __init__(self, run: _Run):
+    self._run, self._config = run, run.config
+    peak, source = flops.peak_tflops(run.config)
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is relative to {peak:.3g} TFLOP/s per device ({source})")
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -291,25 +277,18 @@ class _Watch:
 
   def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
     """Takes the metrics of the step just dispatched; checks and reports those of the step before."""
-    self._read()
+    self.read()
     self._pending = (step, metrics)
     self._steps += 1
     self._flops += flops.model_flops(self._config, num_steps)
     self._generator_flops += flops.generator_flops(self._config.model, num_steps)
 
-  def finish(self) -> None:
-    """Waits for the last step's metrics."""
-    self._read()
+  def read(self) -> None:
+    """Waits for the metrics of the last step, and checks and reports them.
 
-  def paused(self) -> _Stopwatch:
-    """A context whose time does not count as training."""
-    return self._not_training
-
-  def waiting(self) -> _Stopwatch:
-    """A context whose time is spent waiting for data."""
-    return self._waiting
-
-  def _read(self) -> None:
+    Raises:
+      Diverged: the loss or the gradient is not finite.
+    """
     if self._pending is None:
       return
     (step, metrics), self._pending = self._pending, None
@@ -325,14 +304,15 @@ class _Watch:
 
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
-    seconds = max(time.perf_counter() - self._since - self._not_training.seconds, 1e-9)
-    self._report.train(
+    elapsed, waited, paused = (now - before for now, before in zip(self._clocks(), self._before))
+    seconds = max(elapsed - paused, 1e-9)
+    self._run.report.train(
       step,
       {
         **values,
         "perplexity": perplexity(values["loss"]),
-        "bits_per_byte": bits_per_byte(values["loss"], self._bytes_per_token),
-        "waiting_for_data": self._waiting.seconds / seconds,
+        "bits_per_byte": bits_per_byte(values["loss"], self._run.corpus.train.bytes_per_token),
+        "waiting_for_data": waited / seconds,
         "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
         "utilization": self._flops / seconds / self._peak,
         "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak,
@@ -340,6 +320,11 @@ class _Watch:
     )
     self._restart_clock()
 
+  def _clocks(self) -> tuple[float, float, float]:
+    """Seconds on the clock, those spent waiting for data, and those that do not count as training."""
+    spent = self._run.goodput.spent
+    return time.perf_counter(), spent("waiting for data"), spent("validating", "saving")
+
   def _restart_clock(self) -> None:
-    self._since, self._not_training, self._waiting = time.perf_counter(), _Stopwatch(), _Stopwatch()
+    self._before = self._clocks()
     self._steps, self._flops, self._generator_flops = 0, 0.0, 0.0

@@ -10,13 +10,8 @@ import optax
 import optax.contrib
 
 from diffeq_nnx.config import OptimizerConfig
-from diffeq_nnx.model.parameters import TABLES
+from diffeq_nnx.model.parameters import TABLES, path_names
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
-
-
-def schedule_length(config: OptimizerConfig, steps: int) -> int:
-  """The number of updates after which the learning rate stays; `steps` is train.steps."""
-  return config.schedule_steps or steps
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -26,7 +21,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
   the peak, and so has each later one.
   """
-  steps = schedule_length(config, steps)
+  steps = config.schedule_steps or steps
   warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
   by_number = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
@@ -86,7 +81,7 @@ def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) 
   """Muon for matrices, `rest` for the other parameters."""
 
   def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-    spec = specs.get(_keys(path)[2], {}).get("kernel")
+    spec = specs.get(path_names(path)[2], {}).get("kernel")
     return orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
 
   apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
@@ -107,7 +102,7 @@ def _muon_weights(muon: optax.GradientTransformation, vectors: Vectors) -> optax
 
   def mapped(tree: Any, matrices: dict[str, jax.Array]) -> Any:
     """The tree with every F [T + 1, ...] or W [U, ...] multiplied by its group's matrix."""
-    product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(_keys(path)) else leaf
+    product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(path_names(path)) else leaf
     return jax.tree_util.tree_map_with_path(product, tree)
 
   def init(params: Any) -> optax.OptState:
@@ -122,29 +117,23 @@ def _muon_weights(muon: optax.GradientTransformation, vectors: Vectors) -> optax
   return optax.GradientTransformation(init, update)
 
 
-def of_time(path: tuple[str, ...]) -> bool:
-  """Whether the parameter at `path` is one that e(t) is made with: of the time MLP, or learned frequencies."""
-  return path[0] == "weight_source" and path[1] in ("time_mlp", "frequencies_M")
-
-
 def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
-  """`rest`, whose state it has, with the updates of e(t)'s parameters multiplied by a factor."""
+  """`rest`, whose state it has, with the updates of what makes e(t) multiplied: time MLPs and learned frequencies."""
 
   def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
     updates, state = rest.update(updates, state, params)
-    scale = lambda path, u: u * factor if factor != 1 and of_time(_keys(path)) else u
+    if factor == 1:
+      return updates, state
+    of_time = lambda names: names[0] == "weight_source" and names[1] in ("time_mlp", "frequencies_M")
+    scale = lambda path, u: u * factor if of_time(path_names(path)) else u
     return jax.tree_util.tree_map_with_path(scale, updates), state
 
   return optax.GradientTransformation(rest.init, update)
 
 
-def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-  return tuple(key.key for key in path)
-
-
 def _by_path(holds: Callable[[tuple[str, ...]], bool]) -> Callable[[Any], Any]:
   """A function of a tree of parameters that says for each whether its path fulfills a condition."""
-  return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(_keys(path)), params)
+  return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(path_names(path)), params)
 
 
 def make_optimizer(

@@ -1,5 +1,6 @@
 """Progress and metrics of a run: a progress line, metrics.jsonl, TensorBoard files, loss.png."""
 
+import datetime
 import io
 import json
 import math
@@ -8,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-from clu import parameter_overview
 import tensorboardX
 from tqdm import tqdm
 
@@ -24,42 +24,11 @@ from diffeq_nnx.training import goodput
 METRICS_FILE = "metrics.jsonl"
 
 
-def parameter_table(params: dict[str, Any]) -> str:
-  """Name, shape, size, mean, standard deviation and sharding of every parameter; all processes must call it."""
-  return parameter_overview.get_parameter_overview(params, include_stats="global")
-
-
-def reporter(
-  workdir: str, start: int, steps: int, project: str | None = None, validate: bool = False
-) -> "Reporter | Silent":
-  """A `Reporter` in process 0, a `Silent` one in the others."""
-  return Reporter(workdir, start, steps, project, validate) if distributed.is_main_process() else Silent()
-
-
-class Silent:
-  """A reporter that reports nothing."""
-
-  def train(self, step: int, values: dict[str, float]) -> None:
-    """Nothing."""
-
-  def validation(self, step: int, values: dict[str, float]) -> None:
-    """Nothing."""
-
-  def goodput(self, step: int, shares: dict[str, float]) -> None:
-    """Nothing."""
-
-  def upload(self) -> None:
-    """Nothing."""
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *unused) -> None:
-    """Nothing."""
-
-
 class Reporter:
-  """Writes the metrics of a run to disk, and shows progress: a bar on a terminal, otherwise a line per log."""
+  """Writes the metrics of a run to disk, and shows progress: a bar on a terminal, otherwise a line per log.
+
+  Process 0 does so; in the other processes its methods do nothing.
+  """
 
   def __init__(self, workdir: str, start: int, steps: int, project: str | None = None, validate: bool = False):
     """Opens the files; records after step `start`, left by a killed run, are dropped.
@@ -71,17 +40,17 @@ class Reporter:
     """
     self._workdir = workdir
     self._start, self._steps, self._started = start, steps, time.perf_counter()
+    self._bar, self._is_main = None, distributed.is_main_process()
+    if not self._is_main:
+      return
     self._growing = files.Growing(workdir, (METRICS_FILE,))
     folder = self._growing.folder
     _truncate(os.path.join(folder, METRICS_FILE), start, validate)
     self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
     self._tensorboard = tensorboardX.SummaryWriter(os.path.join(folder, TENSORBOARD_FOLDER), purge_step=start + 1)
     self._wandb = _wandb_run(project, workdir, folder) if project else None
-    self._bar = (
-      tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
-      if (sys.stderr.isatty())
-      else None
-    )
+    if sys.stderr.isatty():
+      self._bar = tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
 
   def train(self, step: int, values: dict[str, float]) -> None:
     """Records and shows training values after `step`: loss, tokens_per_second and utilization among them."""
@@ -95,7 +64,7 @@ class Reporter:
       self._bar.update(step - self._bar.n)
     else:
       left = (time.perf_counter() - self._started) / max(step - self._start, 1) * (self._steps - step)
-      say(f"step {step}/{self._steps}: {text}, {_duration(left)} left")
+      say(f"step {step}/{self._steps}: {text}, {datetime.timedelta(seconds=round(left))} left")
 
   def validation(self, step: int, values: dict[str, float]) -> None:
     """Records and shows validation values after `step`."""
@@ -115,6 +84,8 @@ class Reporter:
 
   def __exit__(self, *unused) -> None:
     """Closes the files and draws loss.png; an error here does not hide the one that ended the run."""
+    if not self._is_main:
+      return
     try:
       self._file.close()
       self._tensorboard.close()
@@ -129,6 +100,8 @@ class Reporter:
         self._bar.close()
 
   def _record(self, step: int, split: str, values: dict[str, float]) -> None:
+    if not self._is_main:
+      return
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
     self._file.flush()
@@ -144,8 +117,9 @@ class Reporter:
     Raises:
       OSError: they can't be written.
     """
-    self._tensorboard.flush()
-    self._growing.upload()
+    if self._is_main:
+      self._tensorboard.flush()
+      self._growing.upload()
 
 
 def _wandb_run(project: str, workdir: str, folder: str) -> Any:
@@ -190,12 +164,6 @@ def _lines(path: str):
 def read_metrics(workdir: str, split: str) -> list[dict[str, Any]]:
   """The records of `split` (train or validation) in the work directory's metrics.jsonl, in order."""
   return [record for _, record in _lines(os.path.join(workdir, METRICS_FILE)) if record["split"] == split]
-
-
-def _duration(seconds: float) -> str:
-  minutes, seconds = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def plot_losses(workdir: str) -> None:

@@ -175,19 +175,14 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
   params, frozen = parameters.split(config.model, parameters.param_shardings(config.model, mesh))
   shapes = jax.eval_shape(lambda: init_state(config))
   replicated = sharding.replicated(mesh)
-  of_path = {_names(path): place for path, place in jax.tree_util.tree_leaves_with_path(params)}
+  of_path = {parameters.path_names(path): place for path, place in jax.tree_util.tree_leaves_with_path(params)}
 
-  def moment(path, _):
-    names = _names(path)
+  def moment(path, _):  # whose path ends in that of its parameter
+    names = parameters.path_names(path)
     return next((of_path[names[n:]] for n in range(len(names)) if names[n:] in of_path), replicated)
 
   opt_state = jax.tree_util.tree_map_with_path(moment, shapes["opt_state"])
   return {"params": params, "opt_state": opt_state, "step": replicated, "key": replicated, "frozen": frozen}
-
-
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-  """A path in a tree of dicts and tuples, as names; a moment's ends in the path of its parameter."""
-  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:

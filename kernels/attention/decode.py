@@ -28,7 +28,7 @@ def decode_attention(
   Args:
     q_BxHxQxD: the new tokens' queries.
     keys_BxKxPxD: of all slots, the new tokens' included; K divides H.
-    values_BxKxPxD: the same of values.
+    values_BxKxPxD: values of all slots.
     slot: of the first new token, [] in all rows, or [B].
     next_B: position of the first new token in each row.
     implementation: as in `attention`: where that is the TPU kernel, this is one too if D is a multiple of 128, and P

@@ -6,7 +6,7 @@ a power of two.
 
 import functools
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,7 @@ MASKED = -1e30  # the score of a masked key: finite, so that MASKED - MASKED is 
 EMPTY_ROW_LSE = 1e30  # in place of -inf in the backward pass: 2^(score - EMPTY_ROW_LSE) is 0 for any score
 
 
-class Scaling(Protocol):
-  """How a kernel makes scores from products."""
-
-  @property
-  def scale(self) -> float:
-    """What products are multiplied by."""
-
-  @property
-  def soft_cap(self) -> float | None:
-    """The limit of the scores; None: there is none."""
-
-
-class Kernel(Scaling, Protocol):
+class Kernel(Protocol):
   """A fused kernel, specialized for one problem; hashable."""
 
   def forward(self, q, k, v, q_segments, kv_segments) -> tuple[jax.Array, jax.Array]:
@@ -42,18 +30,18 @@ class Kernel(Scaling, Protocol):
     """
 
 
-def scores(products, kernel: Scaling):
-  """Scores from q k^T: scaled, capped, in units of log2 e."""
-  if kernel.soft_cap is None:
-    return products * (kernel.scale * LOG2_E)
-  return jnp.tanh(products * (kernel.scale / kernel.soft_cap)) * (kernel.soft_cap * LOG2_E)
+def scores(products, problem: Any):
+  """Scores from q k^T: multiplied by `problem.scale`, limited by its `soft_cap`, in units of log2 e."""
+  if problem.soft_cap is None:
+    return products * (problem.scale * LOG2_E)
+  return jnp.tanh(products * (problem.scale / problem.soft_cap)) * (problem.soft_cap * LOG2_E)
 
 
-def uncapped(dscores, products, kernel: Scaling):
+def undo_soft_cap(dscores, products, problem: Any):
   """Gradients of the scores before the soft cap, from those after it."""
-  if kernel.soft_cap is None:
+  if problem.soft_cap is None:
     return dscores
-  bent = jnp.tanh(products * (kernel.scale / kernel.soft_cap))
+  bent = jnp.tanh(products * (problem.scale / problem.soft_cap))
   return dscores * (1.0 - bent * bent)
 
 
@@ -62,11 +50,6 @@ def pad(x, axis: int, multiple: int, value=0):
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, -x.shape[axis] % multiple)
   return jnp.pad(x, widths, constant_values=value) if widths[axis][1] else x
-
-
-def delta(out_BxSxHxD: jax.Array, dout_BxSxHxD: jax.Array, dlse_BxHxS: jax.Array) -> jax.Array:
-  """What `Kernel.backward` calls delta, [B, H, S]."""
-  return jnp.einsum("bshd,bshd->bhs", dout_BxSxHxD.astype(jnp.float32), out_BxSxHxD.astype(jnp.float32)) - dlse_BxHxS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

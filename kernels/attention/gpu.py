@@ -24,7 +24,8 @@ class GPUKernel(Problem):
   def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
     """Gradients of q, k and v."""
     kernels = gpu_two_pass if self.deterministic or self.D > gpu_one_pass.WIDEST_HEAD else gpu_one_pass
-    return kernels.backward(q, k, v, q_segments, kv_segments, lse, flash.delta(out, dout, dlse), dout, self)
+    delta = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32)) - dlse
+    return kernels.backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
 
 
 def attention_gpu(

@@ -94,7 +94,7 @@ def _kernel(
   G: int,
 ):
   """128 queries of one head against all keys that they attend to."""
-  h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=static.mask.causal)
+  h, b, wg, first_row, blocks = parts.locate(ranges_ref, longest_last=static.mask.causal)
   num_masked, count, place = parts.order(blocks)
   count = jnp.maximum(count, 1)  # at least one: without visible keys, it gives zeros
   D, ring = q_ref.shape[-1], static.rings[0]
@@ -111,10 +111,11 @@ def _kernel(
 
     def softmax(products, n, masked, top):
       """The weights of the n-th block, the new maximum, and what sums so far are to be multiplied by."""
-      if masked or static.soft_cap is not None:  # scaled before it is masked: the reverse leaves infinities
+      if masked or static.soft_cap is not None:  # scaled first, since scaling what is masked would give infinities
         scores = flash.scores(products, static)
         if masked:
-          scores = parts.masked(scores, static, first_row, place(n)[1] * ring.rows, False, q_ids, kv_segments_ref, b)
+          first_key = place(n)[1] * ring.rows
+          scores = parts.mask_scores(scores, static, first_row, first_key, False, q_ids, kv_segments_ref, b)
         new_top = jnp.maximum(top, scores.max(axis=1))
       else:  # scaled after the maximum is found, by the instruction that subtracts it
         scores = products * (static.scale * LOG2_E)
@@ -158,7 +159,7 @@ def _kernel(
     products = parts.product(q_smem.at[wg], k_smem.at[0], (ROWS, ring.rows))
     give_turn()
     plgpu.barrier_arrive(k_consumed.at[0])
-    weights, top, _ = softmax(products, 0, True, parts.filled(MASKED))
+    weights, top, _ = softmax(products, 0, True, parts.fill_rows(MASKED))
     start = (parts.zeros((ROWS, D)), weights.astype(q_ref.dtype), top, weights.sum(axis=1))
     carry = jax.lax.fori_loop(1, num_masked, step(True), start)
     acc, weights, top, total = jax.lax.fori_loop(jnp.maximum(num_masked, 1), count, step(False), carry)
@@ -199,7 +200,7 @@ def forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: Pr
   G = H // k_BxTxKxD.shape[2]
   ring = static.rings[0]
   ranges = block_ranges(static.mask, S, static.T, TILE, ring.rows, q_segments, kv_segments)
-  q, k, v = map(parts.padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD))
+  q, k, v = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD))
   width, dtype = q.shape[3], q.dtype
   arrived, consumed = (plgpu.Barrier(num_arrivals=n, num_barriers=ring.stages) for n in (1, 2))
   one_each = plgpu.Barrier(num_arrivals=1, num_barriers=2)
@@ -222,6 +223,6 @@ def forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: Pr
     H,
     static,
     G,
-    (ranges, q, k, v, parts.ids(q_segments), parts.ids(kv_segments)),
+    (ranges, q, k, v, parts.pad_ids(q_segments), parts.pad_ids(kv_segments)),
   )
   return out[:, :S, :, :D], lse[:, :, :S]

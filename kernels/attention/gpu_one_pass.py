@@ -90,7 +90,7 @@ def _kernel(
   G: int,
 ):
   """The gradients of 128 keys and values of one head, and their part of dQ; scores are [keys, queries]."""
-  h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=False)
+  h, b, wg, first_row, blocks = parts.locate(ranges_ref, longest_last=False)
   D, ring = q_ref.shape[-1], static.rings[1]
   width, half = ring.rows, columns_of_dq(D)
 
@@ -118,10 +118,10 @@ def _kernel(
       def weigh(products):
         scores = flash.scores(products, static)
         if masked:
-          scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
+          scores = parts.mask_scores(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
         weights = jnp.exp2(scores - parts.along_columns(lse, scores.shape))
-        return jax.lax.optimization_barrier(weights.astype(q_ref.dtype)), flash.uncapped(weights, products, static)
+        return jax.lax.optimization_barrier(weights.astype(q_ref.dtype)), flash.undo_soft_cap(weights, products, static)
 
       def exchange(slopes, dweights):
         delta = parts.along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMN), slopes.shape)
@@ -182,7 +182,7 @@ def backward(
   """Gradients of q, k and v; see `flash.Kernel`."""
   B, S, H, D = q_BxSxHxD.shape
   T, K = k_BxTxKxD.shape[1:3]
-  q, k, v, dout = map(parts.padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
   half = columns_of_dq(width)
   part = math.gcd(width, half)  # of which columns are taken by themselves
@@ -212,7 +212,7 @@ def backward(
     K,
     static,
     H // K,
-    (ranges, q, k, v, parts.ids(q_segments), parts.ids(kv_segments), lse, delta, dout, dq_ref),
+    (ranges, q, k, v, parts.pad_ids(q_segments), parts.pad_ids(kv_segments), lse, delta, dout, dq_ref),
   )
   dq = (dq_ref[...].reshape(parts_of_dq, *q.shape).sum(0) * static.scale).astype(dtype)
   return dq[:, :S, :, :D], dk[:, :T, :, :D], dv[:, :T, :, :D]

@@ -126,7 +126,7 @@ def zeros(shape):
   return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
 
 
-def filled(value):
+def fill_rows(value):
   """One value for each row of a warpgroup."""
   return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
 
@@ -136,7 +136,7 @@ def load(ref, index, layout):
   return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
 
-def masked(scores, static: Problem, first_row, first_column, by_key: bool, row_ids, ids_ref, b):
+def mask_scores(scores, static: Problem, first_row, first_column, by_key: bool, row_ids, ids_ref, b):
   """`scores` [rows, columns] with MASKED for pairs that don't attend; rows are queries, or keys if `by_key`.
 
   A row attends from one column to another, so that each score takes one comparison, with a window two. `row_ids` are
@@ -249,7 +249,7 @@ def walk(blocks, stages, carry, visit, arrived, consumed, G: int = 1):
   return jax.lax.fori_loop(num_masked, count, step(False), carry)
 
 
-def here(ranges_ref, longest_last: bool):
+def locate(ranges_ref, longest_last: bool):
   """(head, batch, warpgroup, first row of a computing warpgroup, range of blocks that its tile visits).
 
   `longest_last`: later tiles have more to do, so they are started first, for multiprocessors that end together.
@@ -313,11 +313,11 @@ def barriers(own: int, ring: Ring, copies: int) -> tuple[plgpu.Barrier, ...]:
   )
 
 
-def padded(x):
+def pad_to_tiles(x):
   """[B, S, H, D] padded to multiples of the tile in S, and of the 16 columns of the narrowest swizzle in D."""
   return pad(pad(x, 1, TILE), 3, 16)
 
 
-def ids(segments):
+def pad_ids(segments):
   """Segment ids as the kernels read them; None stays None."""
   return None if segments is None else pad(segments.astype(jnp.int32), 1, TILE)

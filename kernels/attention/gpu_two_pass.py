@@ -40,7 +40,7 @@ def _dq_kernel(
   G: int,
 ):
   """The gradient of 128 queries of one head."""
-  h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=static.mask.causal)
+  h, b, wg, first_row, blocks = parts.locate(ranges_ref, longest_last=static.mask.causal)
   D, ring = q_ref.shape[-1], static.rings[1]
   width = ring.rows
 
@@ -60,9 +60,9 @@ def _dq_kernel(
       def softmax(products):
         scores = flash.scores(products, static)
         if masked:
-          scores = parts.masked(scores, static, first_row, j * width, False, q_ids, kv_segments_ref, b)
+          scores = parts.mask_scores(scores, static, first_row, j * width, False, q_ids, kv_segments_ref, b)
         weights = jnp.exp2(scores - parts.along_rows(lse, scores.shape))
-        return flash.uncapped(weights, products, static)
+        return flash.undo_soft_cap(weights, products, static)
 
       slopes, dweights = parts.two_products(
         q_smem.at[own], k_smem.at[slot], dout_smem.at[own], v_smem.at[slot], (ROWS, width), softmax
@@ -103,7 +103,7 @@ def _dkv_kernel(
   """
   out_refs = refs[: sum(wanted)]
   k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, own_arrived, arrived, consumed = refs[sum(wanted) :]
-  h, b, wg, first_row, blocks = parts.here(ranges_ref, longest_last=False)
+  h, b, wg, first_row, blocks = parts.locate(ranges_ref, longest_last=False)
   D, ring = q_ref.shape[-1], static.rings[1]
   width = ring.rows
 
@@ -125,10 +125,10 @@ def _dkv_kernel(
       def softmax(products):
         scores = flash.scores(products, static)
         if masked:
-          scores = parts.masked(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
+          scores = parts.mask_scores(scores, static, first_row, j * width, True, kv_ids, q_segments_ref, b)
         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
         weights = jnp.exp2(scores - parts.along_columns(lse, shape))
-        return weights if wanted[1] else None, flash.uncapped(weights, products, static) if wanted[0] else None
+        return weights if wanted[1] else None, flash.undo_soft_cap(weights, products, static) if wanted[0] else None
 
       if wanted[0]:
         (weights, slopes), dweights = parts.two_products(
@@ -167,10 +167,10 @@ def backward(
   B, S, H, D = q_BxSxHxD.shape
   T, K = k_BxTxKxD.shape[1:3]
   G = H // K
-  q, k, v, dout = map(parts.padded, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
-  rest = (q, k, v, parts.ids(q_segments), parts.ids(kv_segments), lse, delta, dout)
+  rest = (q, k, v, parts.pad_ids(q_segments), parts.pad_ids(kv_segments), lse, delta, dout)
   ring = static.rings[1]
   buffers = (
     parts.shared(2, ROWS, width, dtype),

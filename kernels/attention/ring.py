@@ -50,13 +50,13 @@ def ring_attention(
   earlier = functools.partial(_earlier, attend, window)
   if window is None:  # the two chunks are in order
     own = attend(q_Bx2cxHxD, k_Bx2cxKxD, v_Bx2cxKxD, segment_ids=segments_Bx2c)
-    first_low, first_high = zip(*map(halves, _widened(*own)), strict=True)
+    first_low, first_high = zip(*map(halves, _widen(*own)), strict=True)
   else:
     (k_low, k_high), (v_low, v_high) = halves(k_Bx2cxKxD), halves(v_Bx2cxKxD)
-    first_low = _widened(*attend(q_low, k_low, v_low, segment_ids=segments_low, window=window))
-    first_high = _widened(*attend(q_high, k_high, v_high, segment_ids=segments_high, window=window))
+    first_low = _widen(*attend(q_low, k_low, v_low, segment_ids=segments_low, window=window))
+    first_high = _widen(*attend(q_high, k_high, v_high, segment_ids=segments_high, window=window))
     between = earlier(2 * n - 1 - 2 * i, q_high, k_low, v_low, pair(segments_high, segments_low))
-    first_high = merged(first_high, *between)
+    first_high = merge_attention(first_high, *between)
   around = [(j, (j + 1) % n) for j in range(n)]
 
   def turn(carry, number):
@@ -66,14 +66,14 @@ def ring_attention(
     other = (i - number) % n  # the device that these keys come from
     # a high chunk sees the low chunks of all devices
     seen = earlier(2 * n - 1 - i - other, q_high, k_low, v_low, pair(segments_high, kv_segments_low))
-    high = merged(high, *seen)
+    high = merge_attention(high, *seen)
     # a low chunk sees those of the devices before; a high one the high chunks of those after
     before = i >= number
     pick = lambda one, other: None if one is None else jnp.where(before, one, other)
     segments = pair(pick(segments_low, segments_high), pick(kv_segments_low, kv_segments_high))
     out, lse = earlier(abs(i - other), pick(q_low, q_high), pick(k_low, k_high), pick(v_low, v_high), segments)
-    low = merged(low, out, jnp.where(before, lse, -jnp.inf))
-    high = merged(high, out, jnp.where(before, -jnp.inf, lse))
+    low = merge_attention(low, out, jnp.where(before, lse, -jnp.inf))
+    high = merge_attention(high, out, jnp.where(before, -jnp.inf, lse))
     return (held, low, high), None
 
   carry = (k_Bx2cxKxD, v_Bx2cxKxD, segments_Bx2c), first_low, first_high
@@ -81,7 +81,7 @@ def ring_attention(
   return jnp.concatenate([low[0], high[0]], 1).astype(q_Bx2cxHxD.dtype)
 
 
-def _widened(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _widen(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   return out.astype(lse.dtype), lse
 
 
@@ -109,7 +109,7 @@ def _earlier(
   return jax.lax.switch(jnp.clip(distance - whole + 1, 0, 3), cases, q, k, v)
 
 
-def merged(
+def merge_attention(
   sums: tuple[jax.Array, jax.Array], out_BxcxHxD: jax.Array, lse_BxcxH: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Attention over two sets of keys from that over each: (out, log-sum-exp) in float32 or wider.

@@ -23,13 +23,8 @@ class TPUKernel(TPUProblem):
   So a projection's result is read as it is, and nothing is transposed: a block is some positions by W lanes.
   """
 
-  def forward(self, q, k, v, q_segments, kv_segments):
-    """Output [B, S, H D] and log-sum-exp [B, H, S]."""
-    return tpu_forward.forward(q, k, v, q_segments, kv_segments, self)
-
-  def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
-    """Gradients of q, k and v."""
-    return tpu_backward.backward(q, k, v, q_segments, kv_segments, out, lse, dout, dlse, self)
+  forward = tpu_forward.forward
+  backward = tpu_backward.backward
 
 
 def attention_tpu(
@@ -64,12 +59,11 @@ def attention_tpu(
   blocks = blocks or TPUBlocks.tuned(S, T, W, q_BxSxHxD.dtype.itemsize)
   kernel = TPUKernel(mask, scale, logits_soft_cap, T, heads, W, q_segments_BxS is not None, blocks, interpret)
 
-  def merged(x, copies: int = 1):
+  def join_heads(x, copies: int = 1):
     x = pad(x, 3, W // heads)
     return (jnp.repeat(x, copies, axis=2) if copies > 1 else x).reshape(B, x.shape[1], -1)
 
   copies = heads if H != K else 1
-  out_BxSxM, lse_BxHxS = flash.flash_attention(
-    merged(q_BxSxHxD), merged(k_BxTxKxD, copies), merged(v_BxTxKxD, copies), q_segments_BxS, kv_segments_BxT, kernel
-  )
+  q, k, v = join_heads(q_BxSxHxD), join_heads(k_BxTxKxD, copies), join_heads(v_BxTxKxD, copies)
+  out_BxSxM, lse_BxHxS = flash.flash_attention(q, k, v, q_segments_BxS, kv_segments_BxT, kernel)
   return out_BxSxM.reshape(B, S, H, -1)[..., :D], jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -10,24 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention import flash
+from diffeq_nnx.kernels.attention import tpu_parts as parts
 from diffeq_nnx.kernels.attention.flash import EMPTY_ROW_LSE, LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import block_ranges
-from diffeq_nnx.kernels.attention.tpu_parts import (
-  NN,
-  NT,
-  TPUProblem,
-  by_lane,
-  call,
-  columns,
-  dot,
-  lanes_of_head,
-  of_head,
-  rows,
-  scaled,
-  scores_of,
-  visible_in,
-  visit_all,
-)
+from diffeq_nnx.kernels.attention.tpu_parts import TPUProblem
 
 
 def _backward_kernel(
@@ -61,10 +47,10 @@ def _backward_kernel(
     """Scales q, and sums dO O over the lanes of each head as rows [heads, block_q]: products with rows of ones."""
     rows = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
     products = do_ref[rows, :].astype(jnp.float32) * out_ref[rows, :].astype(jnp.float32)
-    own = lanes_of_head(jax.lax.broadcasted_iota(jnp.int32, (8, static.W), 0), (8, static.W), static)
-    delta_ref[:, rows] = dot(own.astype(jnp.float32), products, NT)
+    own = parts.lanes_of_head(jax.lax.broadcasted_iota(jnp.int32, (8, static.W), 0), (8, static.W), static)
+    delta_ref[:, rows] = parts.dot(own.astype(jnp.float32), products, parts.NT)
     # not k, whose rounding is not the forward pass's: where scores are large, gradients were up to 4 times as far off
-    scaled_ref[rows, :] = scaled(q_ref[rows, :], static)
+    scaled_ref[rows, :] = parts.scale_queries(q_ref[rows, :], static)
 
   @pl.when(j == 0)
   def _start():
@@ -80,23 +66,26 @@ def _backward_kernel(
     q, do = scaled_ref[rows, :], do_ref[rows, :]
     dks, dvs = [], []
     for n in range(static.heads):
-      k, v = of_head(n, k_ref[...], static), of_head(n, v_ref[...], static)
-      products = dot(k, q, NT)
-      scores = scores_of(products, static)
+      k, v = parts.of_head(n, k_ref[...], static), parts.of_head(n, v_ref[...], static)
+      products = parts.dot(k, q, parts.NT)
+      scores = parts.scores_of(products, static)
       if masked:
-        segments = None if not static.segments else (q_segments_ref[0:1, rows], columns(kv_segments_ref[...], block_q))
-        visible = visible_in(static, i * block_q, j * block_kv, scores.shape, 1, segments)
+        segments = None
+        if static.segments:
+          segments = q_segments_ref[0:1, rows], parts.columns(kv_segments_ref[...], block_q)
+        visible = parts.visible_in(static, i * block_q, j * block_kv, scores.shape, 1, segments)
         scores = jnp.where(visible, scores, MASKED)
       weights = jnp.exp2(scores - lse_ref[n : n + 1, rows])
-      dvs.append(dot(weights.astype(do.dtype), do, NN))
+      dvs.append(parts.dot(weights.astype(do.dtype), do, parts.NN))
       delta_1xQ = delta_ref[n : n + 1, rows] - dlse_ref[n : n + 1, rows]
-      dscores = flash.uncapped(weights * (dot(v, do, NT) - delta_1xQ), products, static).astype(q.dtype)
-      dks.append(dot(dscores, q, NN))
-      dq_acc[rows, :] += dot(dscores.T, k, NN)
-    dk_acc[...] += by_lane(dks, static)
-    dv_acc[...] += by_lane(dvs, static)
+      dscores = weights * (parts.dot(v, do, parts.NT) - delta_1xQ)
+      dscores = flash.undo_soft_cap(dscores, products, static).astype(q.dtype)
+      dks.append(parts.dot(dscores, q, parts.NN))
+      dq_acc[rows, :] += parts.dot(dscores.T, k, parts.NN)
+    dk_acc[...] += parts.by_lane(dks, static)
+    dv_acc[...] += parts.by_lane(dvs, static)
 
-  visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
+  parts.visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
   rest = 1 / LOG2_E if static.soft_cap is None else static.scale  # of the scale: the sum is of products with scaled q
   dk_ref[...] = (dk_acc[...] * rest).astype(dk_ref.dtype)
   dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
@@ -107,6 +96,7 @@ def _backward_kernel(
 
 
 def backward(
+  static: TPUProblem,
   q_BxSxM,
   k_BxTxN,
   v_BxTxN,
@@ -116,7 +106,6 @@ def backward(
   lse_BxHxS,
   do_BxSxM,
   dlse_BxHxS,
-  static: TPUProblem,
 ):
   """Gradients of q, k and v."""
   B, S, M = q_BxSxM.shape
@@ -134,19 +123,14 @@ def backward(
   q_spec = pl.BlockSpec((None, chunk, W), lambda b, h, c, j, *_: (b, c, h))
   kv_spec = pl.BlockSpec((None, block_kv, W), lambda b, h, c, j, *_: (b, j, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, chunk), lambda b, h, c, j, *_: (b, h, 0, c))
-  segments = rows(q_segments_BxS, chunk), rows(kv_segments_BxT, block_kv)
-  segment_specs = (
-    (None, None)
-    if segments[0] is None
-    else (
-      pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c)),
-      pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j)),
-    )
-  )
-  parts = chunks * G  # partial gradients of a key, which are summed after the kernel
+  segments = parts.segment_rows(q_segments_BxS, chunk), parts.segment_rows(kv_segments_BxT, block_kv)
+  q_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c))
+  kv_segment_spec = pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j))
+  segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)
+  num_parts = chunks * G  # partial gradients of a key, which are summed after the kernel
   part_spec = pl.BlockSpec((None, None, block_kv, W), lambda b, h, c, j, *_: (c, b, j, h))
-  part_shape = jax.ShapeDtypeStruct((chunks, B, k.shape[1], M), jnp.float32 if parts > 1 else k.dtype)
-  dq, dk, dv = call(
+  part_shape = jax.ShapeDtypeStruct((chunks, B, k.shape[1], M), jnp.float32 if num_parts > 1 else k.dtype)
+  dq, dk, dv = parts.call(
     _backward_kernel,
     static,
     grid=grid,
@@ -164,7 +148,7 @@ def backward(
   )(ranges, q, k, v, *segments, out, lse, do, dlse)
 
   def total(x):
-    if parts > 1:
+    if num_parts > 1:
       x = x.reshape(chunks, B, -1, N // W, G, W).sum((0, 4))
     return x.reshape(B, -1, N)[:, :T].astype(k.dtype)
 

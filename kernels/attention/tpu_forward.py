@@ -9,25 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from diffeq_nnx.kernels.attention import tpu_parts as parts
 from diffeq_nnx.kernels.attention.flash import LOG2_E, MASKED, pad
 from diffeq_nnx.kernels.attention.mask import block_ranges
-from diffeq_nnx.kernels.attention.tpu_parts import (
-  LANES,
-  NN,
-  NT,
-  TPUProblem,
-  by_lane,
-  call,
-  columns,
-  dot,
-  of_head,
-  rows,
-  scaled,
-  scores_of,
-  visible_in,
-  visit_all,
-  widen,
-)
+from diffeq_nnx.kernels.attention.tpu_parts import TPUProblem
 
 
 def _forward_kernel(
@@ -56,35 +41,33 @@ def _forward_kernel(
     max_ref[...] = jnp.full_like(max_ref, MASKED)
     sum_ref[...] = jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
-    scaled_ref[...] = scaled(q_ref[...], static)
+    scaled_ref[...] = parts.scale_queries(q_ref[...], static)
 
   def visit(j, masked: bool):
     local = pl.multiple_of((j - chunk * chunk_blocks) * block_kv, block_kv)
     k, v = k_ref[pl.ds(local, block_kv), :], v_ref[pl.ds(local, block_kv), :]
     corrections, products = [], []
     for n in range(static.heads):
-      scores = scores_of(dot(of_head(n, scaled_ref[...], static), k, NT), static)
+      scores = parts.scores_of(parts.dot(parts.of_head(n, scaled_ref[...], static), k, parts.NT), static)
       if masked:
-        segments = (
-          None
-          if not static.segments
-          else (columns(q_segments_ref[...], block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)])
-        )
-        visible = visible_in(static, i * block_q, j * block_kv, scores.shape, 0, segments)
+        segments = None
+        if static.segments:
+          segments = parts.columns(q_segments_ref[...], block_kv), kv_segments_ref[0:1, pl.ds(local, block_kv)]
+        visible = parts.visible_in(static, i * block_q, j * block_kv, scores.shape, 0, segments)
         scores = jnp.where(visible, scores, MASKED)
       old_max = max_ref[n]
       new_max = jnp.maximum(old_max, scores.max(axis=1, keepdims=True))
-      weights = jnp.exp2(scores - widen(new_max, block_kv))
+      weights = jnp.exp2(scores - parts.widen(new_max, block_kv))
       correction = jnp.exp2(old_max - new_max)
       # each lane sums its own columns; the sum over lanes is taken once, at the end
-      partial = sum(weights[:, m : m + LANES] for m in range(0, block_kv, LANES))
+      partial = sum(weights[:, m : m + parts.LANES] for m in range(0, block_kv, parts.LANES))
       sum_ref[n] = sum_ref[n] * correction + partial
       max_ref[n] = new_max
-      corrections.append(widen(correction, static.W))
-      products.append(dot(weights.astype(v.dtype), v, NN))
-    acc_ref[...] = acc_ref[...] * by_lane(corrections, static) + by_lane(products, static)
+      corrections.append(parts.widen(correction, static.W))
+      products.append(parts.dot(weights.astype(v.dtype), v, parts.NN))
+    acc_ref[...] = acc_ref[...] * parts.by_lane(corrections, static) + parts.by_lane(products, static)
 
-  visit_all(visit, ranges_ref, b if static.segments else 0, i, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
+  parts.visit_all(visit, ranges_ref, b if static.segments else 0, i, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
 
   @pl.when(chunk == pl.num_programs(3) - 1)
   def _finish():
@@ -93,13 +76,13 @@ def _forward_kernel(
       total = sum_ref[n].T.sum(axis=0, keepdims=True)
       largest = max_ref[n].T[0:1, :]
       empty = largest <= MASKED / 2
-      inverses.append(columns(jnp.where(empty, 0.0, 1.0 / total), static.W))
+      inverses.append(parts.columns(jnp.where(empty, 0.0, 1.0 / total), static.W))
       lse_ref[n : n + 1, :] = jnp.where(empty, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E)
-    out_ref[...] = (acc_ref[...] * by_lane(inverses, static)).astype(out_ref.dtype)
+    out_ref[...] = (acc_ref[...] * parts.by_lane(inverses, static)).astype(out_ref.dtype)
 
 
-def forward(q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT, static: TPUProblem):
-  """Returns out [B, S, M] and the log-sum-exp [B, H, S]; M and N are lanes, multiples of W."""
+def forward(static: TPUProblem, q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT):
+  """Output [B, S, M] and log-sum-exp [B, H, S]; M and N are lanes, multiples of W."""
   B, S, M = q_BxSxM.shape
   blocks, W, G = static.blocks, static.W, M // k_BxTxN.shape[2]
   ranges = block_ranges(static.mask, S, static.T, blocks.block_q, blocks.block_kv, q_segments_BxS, kv_segments_BxT)
@@ -110,17 +93,12 @@ def forward(q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT, static: 
   q_spec = pl.BlockSpec((None, blocks.block_q, W), lambda b, h, i, c, *_: (b, i, h))
   kv_spec = pl.BlockSpec((None, chunk, W), lambda b, h, i, c, *_: (b, c, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))
-  segments = rows(q_segments_BxS, blocks.block_q), rows(kv_segments_BxT, chunk)
-  segment_specs = (
-    (None, None)
-    if segments[0] is None
-    else (
-      pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, 0, i)),
-      pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c)),
-    )
-  )
-  sums = pltpu.VMEM((static.heads, blocks.block_q, LANES), jnp.float32)
-  out, lse = call(
+  segments = parts.segment_rows(q_segments_BxS, blocks.block_q), parts.segment_rows(kv_segments_BxT, chunk)
+  q_segment_spec = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, 0, i))
+  kv_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c))
+  segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)
+  sums = pltpu.VMEM((static.heads, blocks.block_q, parts.LANES), jnp.float32)
+  out, lse = parts.call(
     _forward_kernel,
     static,
     grid=grid,

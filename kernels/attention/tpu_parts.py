@@ -44,13 +44,13 @@ def dot(a, b, dimensions):
   return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
 
 
-def scaled(q, static: TPUProblem):
+def scale_queries(q, static: TPUProblem):
   """q as `scores_of` expects it: without a soft cap times the scale and log2 e, rounded to its dtype."""
   return q if static.soft_cap is not None else (q.astype(jnp.float32) * (static.scale * LOG2_E)).astype(q.dtype)
 
 
 def scores_of(products, static: TPUProblem):
-  """Like `flash.scores`, from products of `scaled` q and k."""
+  """Like `flash.scores`, from products of scaled q and k."""
   return products if static.soft_cap is None else flash.scores(products, static)
 
 
@@ -98,20 +98,12 @@ def columns(row, width):
 
 def visit_all(visit, ranges_ref, b, i, low, high):
   """Calls `visit(j, masked)` for the blocks in low..high that block i must visit, masked only where needed."""
-  first, full_first, full_last, last = (jnp.clip(ranges_ref[n, b, i], low, high) for n in range(4))
-
-  def masked(j, _):
-    visit(j, True)
-
-  def unmasked(j, _):
-    visit(j, False)
-
-  jax.lax.fori_loop(first, full_first, masked, None)
-  jax.lax.fori_loop(full_first, full_last, unmasked, None)
-  jax.lax.fori_loop(full_last, last, masked, None)
+  edges = [jnp.clip(ranges_ref[n, b, i], low, high) for n in range(4)]
+  for start, end, masked in zip(edges, edges[1:], (True, False, True)):
+    jax.lax.fori_loop(start, end, lambda j, _, masked=masked: visit(j, masked), None)
 
 
-def rows(segments_BxS, multiple):
+def segment_rows(segments_BxS, multiple):
   """Segment ids [B, S] as rows [B, 1, padded S], or None."""
   if segments_BxS is None:
     return None

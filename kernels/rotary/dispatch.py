@@ -6,7 +6,7 @@ import numpy as np
 
 from diffeq_nnx.kernels.rotary.reference import rotate_reference
 
-FEW = 128  # positions below which the kernel does not pay
+MIN_POSITIONS = 128  # below which the kernel does not pay
 
 
 def rotate(
@@ -31,7 +31,7 @@ def rotate(
   by_backend = implementation in ("auto", "pallas", "pallas_deterministic")
   on_tpu = implementation == "pallas_tpu" or (by_backend and jax.default_backend() == "tpu")
   _, L, H, C = x_BxLxHxC.shape
-  if on_tpu and L >= FEW and C in (32, 64, 128, 256) and H * C % 128 == 0 and x_BxLxHxC.dtype != jnp.float64:
+  if on_tpu and L >= MIN_POSITIONS and C in (32, 64, 128, 256) and H * C % 128 == 0 and x_BxLxHxC.dtype != jnp.float64:
     from diffeq_nnx.kernels.rotary.tpu import rotate_tpu
 
     return rotate_tpu(x_BxLxHxC, positions, frequencies_R)

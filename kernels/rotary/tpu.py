@@ -33,7 +33,7 @@ def _kernel(x_ref, cos_ref, sin_ref, out_ref, *, C: int):
     out_ref[:, start : start + W] = (x * cos + swapped * sin).astype(out_ref.dtype)
 
 
-def _turned(x_BxLxM, cos_GxLxW, sin_GxLxW, C: int, interpret: Any):
+def _rotate_blocks(x_BxLxM, cos_GxLxW, sin_GxLxW, C: int, interpret: Any):
   """G is B, or 1 for all sequences alike."""
   B, L, M = x_BxLxM.shape
   W = cos_GxLxW.shape[-1]
@@ -60,7 +60,7 @@ def _forward(x_BxLxM, positions_GxL, frequencies_R, interpret, sign: float = 1.0
   C = 2 * len(frequencies_R)
   cos, sin = tables(positions_GxL, frequencies_R, jnp.float32)
   widen = lambda table: jnp.tile(table, (1, 1, math.ceil(LANES / C)))
-  return _turned(x_BxLxM, widen(cos), widen(sign * sin), C, interpret), (positions_GxL, frequencies_R)
+  return _rotate_blocks(x_BxLxM, widen(cos), widen(sign * sin), C, interpret), (positions_GxL, frequencies_R)
 
 
 def _backward(interpret, turned_by, gradient_BxLxM):

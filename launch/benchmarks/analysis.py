@@ -3,11 +3,12 @@
   python -m launch.benchmarks.analysis --config=configs/gpt_small.py [--tokens=32] [--leading=16] \
       [--set=model.num_steps=4]
 
-Each measurement is one run, including compilation, with initial weights and random tokens; the peak is that of the
-process so far. Prints one JSON line at the end.
+Each measurement is one run, including compilation, with initial weights and a text of `--tokens` random tokens, for
+which it computes `--leading` exponents. The peak is that of the process so far. Prints one JSON line at the end.
 """
 
 from collections.abc import Callable
+import functools
 import json
 import resource
 import time
@@ -44,22 +45,14 @@ def measure(config: config_lib.Config, num_tokens: int, leading: int) -> dict[st
   tokens_L = np.random.default_rng(0).integers(config.model.vocab_size, size=num_tokens)
   for form in FORMS:
     with show_progress(form, num_tokens) as progress:
-      one, times = time_call(
-        lambda form=form, progress=progress: exponents(
-          analyzed, tokens_L, leading=leading, form=form, progress=progress
-        )
-      )
-    found[form] = times
+      settings = {"leading": leading, "form": form, "progress": progress}
+      found[form] = time_call(functools.partial(exponents, analyzed, tokens_L, **settings))[1]
   return found
 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True, help="a config file, with its arguments after a colon")
-  parser.add_argument("--tokens", type=int, default=32, help="of the text")
-  parser.add_argument("--leading", type=int, default=16, help="number of exponents")
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, config=str, tokens=32, leading=16).parse_args(argv)
   config = config_lib.load(args.config, args.set)
   given = {"config": args.config, "tokens": args.tokens, "leading": args.leading}
   print(json.dumps(given | measure(config, args.tokens, args.leading)))

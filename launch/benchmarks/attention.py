@@ -4,7 +4,7 @@
 
 For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
 reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
-tokamax. Rounds are interleaved; times are medians.
+tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own.
 
 TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
 the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
@@ -12,11 +12,12 @@ Implementations that materialize all scores are skipped if these would fill half
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import functools
+import math
 import os
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,10 @@ import jax.numpy as jnp
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
+from diffeq_nnx.training.fastest import memory_limit
 from diffeq_nnx.training.flops import device_peak_tflops
 from launch import programs
+from launch.experiments import tables
 
 MATERIALIZED = ("reference", "xla")  # implementations that hold scores [B, H, S, S] in memory
 
@@ -61,21 +64,13 @@ def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
   if shape.length % block:
     return None
   mask = masks.CausalMask(length) if shape.window is None else masks.LocalMask(length, (shape.window - 1, 0), 0)
-  sizes = kernels.BlockSizes(
-    block_q=block,
-    block_kv=block,
-    block_kv_compute=min(block, 512),
-    block_q_dkv=block,
-    block_kv_dkv=block,
-    block_kv_dkv_compute=min(block, 512),
-    use_fused_bwd_kernel=True,
-  )
+  inner = min(block, 512)
+  forward = {"block_q": block, "block_kv": block, "block_kv_compute": inner}
+  backward = {"block_q_dkv": block, "block_kv_dkv": block, "block_kv_dkv_compute": inner}
+  sizes = kernels.BlockSizes(**forward, **backward, use_fused_bwd_kernel=True)
+  masks_of_heads, shards = masks.MultiHeadMask([mask] * shape.heads), {"head_shards": 1, "q_seq_shards": 1}
   kernel = kernels.make_splash_mha(
-    masks.MultiHeadMask([mask] * shape.heads),
-    head_shards=1,
-    q_seq_shards=1,
-    block_sizes=sizes,
-    attn_logits_soft_cap=shape.logits_soft_cap,
+    masks_of_heads, **shards, block_sizes=sizes, attn_logits_soft_cap=shape.logits_soft_cap
   )
   ids = None if segments is None else kernels.SegmentIds(segments, segments)
 
@@ -109,59 +104,34 @@ def candidates(shape: Shape) -> dict[str, Callable]:
     makers["ours in two passes"] = lambda: ours(shape, segments, "pallas_deterministic")
   found = {}
   for name, maker in makers.items():
-    try:
-      function = maker()
-    except ImportError:
-      continue
-    if function is not None:
-      found[name] = function
-  return found
-
-
-def device_memory() -> int:
-  """Bytes of the first device, or of the machine."""
-  stats = jax.devices()[0].memory_stats() or {}
-  return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def compiled_call(function: Callable, shape: Shape, dtype: str, backward: bool) -> Callable[[], None]:
-  """Compiles a function and runs it once; returns a call that runs it again."""
-  inputs = shape.inputs(dtype)
-  if backward:
-    function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
-  compiled = jax.jit(function).lower(*inputs).compile()
-  run = lambda: jax.block_until_ready(compiled(*inputs))
-  run()
-  return run
+    with contextlib.suppress(ImportError):
+      found[name] = maker()
+  return {name: function for name, function in found.items() if function is not None}
 
 
 def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, float | str]:
   """Median seconds of each implementation, or the reason in words that there are none."""
-  runs, results = {}, {}
+  runs, results, inputs = {}, {}, shape.inputs(dtype)
+  limit = memory_limit(jax.devices()[0])
+  memory = limit if math.isfinite(limit) else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   for name, function in candidates(shape).items():
-    if name in MATERIALIZED and 3 * 4 * shape.batch * shape.heads * shape.length**2 > device_memory() / 2:
+    if name in MATERIALIZED and 3 * 4 * shape.batch * shape.heads * shape.length**2 > memory / 2:
       results[name] = "the scores would not fit"
       continue
     try:
-      runs[name] = compiled_call(function, shape, dtype, backward)
+      if backward:
+        function = jax.grad(lambda q, k, v, f=function: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+      runs[name] = functools.partial(jax.jit(function).lower(*inputs).compile(), *inputs)
+      jax.block_until_ready(runs[name]())
     except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
-  times: dict[str, list[float]] = {name: [] for name in runs}
-  for _ in range(rounds):
-    for name, run in runs.items():
-      start = time.perf_counter()
-      run()
-      times[name].append(time.perf_counter() - start)
-  return results | {name: statistics.median(seconds) for name, seconds in times.items()}
+  return results | {name: statistics.median(seconds) for name, seconds in programs.time_rounds(runs, rounds).items()}
 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints a Markdown table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--shapes", type=programs.split(), default=list(SHAPES))
+  parser = programs.make_parser(__doc__, shapes=list(SHAPES), rounds=9, batch=0)
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-  parser.add_argument("--rounds", type=int, default=9)
-  parser.add_argument("--batch", type=int, help="number of sequences; default: the shape's")
   args = parser.parse_args(argv)
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:
@@ -171,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     f"{jax.devices()[0].device_kind} ({jax.default_backend()}), {args.dtype}, jax {jax.__version__}, median of "
     f"{args.rounds} interleaved rounds; peak {peak:.3g} TFLOP/s ({source})\n"
   )
-  print("| shape | pass | implementation | ms | TFLOP/s | of peak |\n| --- | --- | --- | --- | --- | --- |")
+  print(tables.markdown(["shape", "pass", "implementation", "ms", "TFLOP/s", "of peak"], []))
   for name in args.shapes:
     shape = SHAPES[name]
     shape = dataclasses.replace(shape, batch=args.batch or shape.batch)

@@ -8,7 +8,7 @@ Rates are medians over interleaved rounds, with quartiles. `reading` uses the it
 process; the shards are in the operating system's cache. `tokenizing` counts processor seconds: all work of the
 preparation on one thread (reading JSON, tokenizing, writing) against the library's own calls
 on the same documents, complete or by line. `memory` sums the proportional set sizes (PSS) of the processes. The text of
-`tokenizing` and `memory` is that of --source, repeated as needed. Linux only.
+`tokenizing` and `memory` is that of --source, repeated as needed to --megabytes (5, for `memory` 1000). Linux only.
 """
 
 import argparse
@@ -88,11 +88,8 @@ def reading(args: argparse.Namespace, folder: str) -> None:
   before, most = memory(os.getpid()), 0.0
   for _ in range(args.rounds):
     for name, eos_id in choices.items():
-      batches = iter(
-        data.train_batches(
-          train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id
-        ).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
-      )
+      batches = data.train_batches(train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id)
+      batches = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
       next(batches)
       start, count = time.perf_counter(), 0
       while (seconds := time.perf_counter() - start) < args.seconds:
@@ -114,15 +111,10 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   pieces = sentencepiece.SentencePieceProcessor(path)
   pairs = huggingface.Tokenizer(huggingface.models.BPE())
   pairs.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  pairs.train_from_iterator(
-    texts,
-    huggingface.trainers.BpeTrainer(
-      vocab_size=VOCABULARY,
-      special_tokens=["<|endoftext|>"],
-      show_progress=False,
-      initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
-    ),
-  )
+  settings = {"special_tokens": ["<|endoftext|>"], "show_progress": False}
+  alphabet = huggingface.pre_tokenizers.ByteLevel.alphabet()
+  trainer = huggingface.trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, **settings)
+  pairs.train_from_iterator(texts, trainer)
   pairs_path = os.path.join(folder, "tokenizer.json")
   pairs.save(pairs_path)
   lines = [line for text in texts for line in text.split("\n") if line]
@@ -133,15 +125,11 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
 
   encode_pieces = lambda batch: pieces.encode(batch, out_type=int, num_threads=1)
   encode_pairs = lambda batch: pairs.encode_batch_fast(batch, add_special_tokens=False)
+  by_document = lambda encode: {"alone, by document": lambda: in_batches(encode, texts, 100)}
+  by_line = {"alone, by line": lambda: in_batches(encode_pieces, lines, 5000)}
   return {
-    "sentencepiece": (
-      path,
-      {
-        "alone, by document": lambda: in_batches(encode_pieces, texts, 100),
-        "alone, by line": lambda: in_batches(encode_pieces, lines, 5000),
-      },
-    ),
-    "byte pairs": (pairs_path, {"alone, by document": lambda: in_batches(encode_pairs, texts, 100)}),
+    "sentencepiece": (path, by_document(encode_pieces) | by_line),
+    "byte pairs": (pairs_path, by_document(encode_pairs)),
   }
 
 
@@ -179,25 +167,16 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
   """The peak of the sum of the memory of all processes of a preparation."""
   path = os.path.join(folder, "text.jsonl")
   _, size = write_text(path, args.source, args.megabytes)
-  command = [
-    sys.executable,
-    "-m",
-    "diffeq_nnx.main",
-    "--job=prepare",
-    "--config=configs/tiny.py",
-    f"--workdir={os.path.join(folder, 'out')}",
-    f"--config.data.source=jsonl:{path}",
-    f"--config.data.tokenizer={args.tokenizer}",
-    f"--config.data.num_processes={args.processes}",
-    f"--config.model.vocab_size={VOCABULARY}",
-  ]
+  words = f"-m diffeq_nnx.main --job=prepare --config=configs/tiny.py --config.model.vocab_size={VOCABULARY}".split()
+  settings = {"source": f"jsonl:{path}", "tokenizer": args.tokenizer, "num_processes": args.processes}
+  words += [f"--workdir={folder}/out", *(f"--config.data.{key}={value}" for key, value in settings.items())]
   idle = subprocess.Popen([sys.executable, "-c", "import diffeq_nnx.main, diffeq_nnx.jobs, time; time.sleep(60)"])
   time.sleep(15)
   interpreter = memory(idle.pid)
   idle.kill()
   idle.wait()
   start, most = time.perf_counter(), 0.0
-  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
   while process.poll() is None:
     most = max(most, memory(process.pid))
     time.sleep(0.1)
@@ -210,17 +189,10 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
   """Reads the command line."""
-  parser = programs.make_parser(__doc__, settings=False)
+  of_reading = {"seq_len": 1024, "batch_size": 64, "tokens": 256_000_000, "seconds": 3.0}
+  of_text = {"source": "builtin", "megabytes": 0.0, "processes": 2, "tokenizer": "bytes"}
+  parser = programs.make_parser(__doc__, rounds=5, **of_reading, **of_text)
   parser.add_argument("what", choices=["reading", "tokenizing", "memory"])
-  parser.add_argument("--seq-len", type=int, default=1024)
-  parser.add_argument("--batch-size", type=int, default=64)
-  parser.add_argument("--tokens", type=int, default=256_000_000, help="in the shards")
-  parser.add_argument("--seconds", type=float, default=3.0, help="of each round of reading")
-  parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--source", default="builtin", help="as data.source")
-  parser.add_argument("--megabytes", type=float, help="of text; default: 5, for memory 1000")
-  parser.add_argument("--processes", type=int, default=2, help="for memory")
-  parser.add_argument("--tokenizer", default="bytes", help="for memory, as data.tokenizer")
   args = parser.parse_args()
   args.megabytes = args.megabytes or (1000 if args.what == "memory" else 5)
   with tempfile.TemporaryDirectory() as folder:

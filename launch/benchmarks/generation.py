@@ -4,10 +4,10 @@
       [--rounds=9] [--set=model.num_steps=4]
 
 The token is one call of the program that generation runs for each token of all rows, greedy, with keys and values of
-`slots` tokens a row. The read is a sum over every array that this program reads (block weights, output head, keys and
-values), with the bandwidth that it reaches. Times are medians over rounds of `--tokens` consecutive calls, ratios are
-medians of the rounds' ratios with quartiles; the last column is tokens/s over those of the first number of prompts.
-Weights have their initial values, generated on the first device.
+`--slots` tokens a row, for each number of prompts in `--rows`. The read is a sum over every array that this program
+reads (block weights, output head, keys and values), with the bandwidth that it reaches. Times are medians over rounds
+of `--tokens` consecutive calls, ratios are medians of the rounds' ratios with quartiles; the last column is tokens/s
+over those of the first number of prompts. Weights have their initial values, generated on the first device.
 
 With e.g. --topology=v5e:2x2 the program is compiled for one chip of that TPU, without TPU hardware (needs the TPU
 compiler, pip install 'jax[tpu]'). A token then takes the compiler's cycles at the chip's clock, and for the kernel of
@@ -22,13 +22,11 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config, ModelConfig
@@ -90,13 +88,11 @@ def _sum(arrays: Any) -> jax.Array:
   return sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(arrays))
 
 
-def time_call(call: Callable[[], jax.Array], count: int) -> float:
-  """Seconds per call, of so many consecutive ones."""
-  start = time.perf_counter()
+def call_often(call: Callable[[], jax.Array], count: int) -> jax.Array:
+  """The result of the last of so many consecutive calls."""
   for _ in range(count):
     result = call()
-  jax.block_until_ready(result)
-  return (time.perf_counter() - start) / count
+  return result
 
 
 def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int, int] | None = None) -> list[str]:
@@ -154,15 +150,8 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
 
 def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--rows", type=programs.split(int), default=[1], help="numbers of prompts in a batch, e.g. 1,16")
-  parser.add_argument("--slots", type=int, default=256, help="tokens in the cache of each row")
-  parser.add_argument("--rounds", type=int, default=9)
-  parser.add_argument("--tokens", type=int, default=16, help="calls in a round")
-  parser.add_argument("--topology", metavar="VERSION:SIZES", help="compile for this TPU or GPU instead of running")
-  parser.add_argument(
-    "--draft", type=programs.split(int), metavar="STEPS,TOKENS", help="with --topology: also self-speculation"
+  parser = programs.make_parser(
+    __doc__, config=str, rows=[1], slots=256, rounds=9, tokens=16, topology=None, draft=[0, 0]
   )
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
@@ -172,32 +161,31 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.config}, rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
     columns = ["prompts", "weights, MiB", "keys and values, MiB", "token, ms", "read once, ms", "products, ms"]
     columns.append("token / floor")
-    if args.draft:
+    draft = tuple(args.draft) if any(args.draft) else None
+    if draft:
       columns += ["round of drafting, ms", "drafts kept at equal speed", "speed if all are kept"]
-    draft = tuple(args.draft) if args.draft else None
     print(tables.markdown(columns, [ahead(config, args.topology, rows, args.slots, draft) for rows in args.rows]))
     return
   decoder = decoding.Decoder(programs.init_model(config), config.eval.num_steps)
   each = [Pair(decoder, rows, args.slots) for rows in args.rows]
   calls = [call for pair in each for call in (pair.token, pair.read)]
-  for call in calls:
-    time_call(call, 2)
-  times = np.array([[time_call(call, args.tokens) for call in calls] for _ in range(args.rounds)])
-  device = jax.devices()[0]
+  repeated = lambda count: {n: functools.partial(call_often, call, count) for n, call in enumerate(calls)}
+  programs.time_rounds(repeated(2), 1)  # not measured
+  times = programs.time_rounds(repeated(args.tokens), args.rounds)
   print(
     f"{args.config}, rows of {args.slots} slots, median of {args.rounds} interleaved rounds of {args.tokens}, "
-    f"{device.device_kind} ({device.platform}), jax {jax.__version__}\n"
+    f"{programs.describe_device()}\n"
   )
   columns = ["prompts", "weights, MiB", "keys and values, MiB", "token, ms", "tokens/s", "read once, ms", "GB/s"]
   table = []
   for n, pair in enumerate(each):
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.read_arrays()))
-    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.read_arrays()["cache"]))
-    token, read = times[:, 2 * n], times[:, 2 * n + 1]
+    arrays = pair.read_arrays()
+    size, cached = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (arrays, arrays["cache"]))
+    token, read = times[2 * n] / args.tokens, times[2 * n + 1] / args.tokens
     sizes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
     speeds = [f"{1e3 * statistics.median(token):.3f}", f"{pair.prompts / statistics.median(token):,.1f}"]
     reads = [f"{1e3 * statistics.median(read):.3f}", f"{size / statistics.median(read) / 1e9:,.1f}"]
-    gained = pair.prompts / each[0].prompts * times[:, 0] / token
+    gained = pair.prompts / each[0].prompts * times[0] / args.tokens / token
     ratios = map(programs.format_spread, (token / read, gained))
     table.append([str(pair.prompts), *sizes, *speeds, *reads, *ratios])
   print(tables.markdown([*columns, "token / read", "tokens/s over the first"], table))

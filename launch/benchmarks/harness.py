@@ -4,7 +4,7 @@
       [--batch_size=16] [--kinds=choice,letters,five_shot,last_word,text] [--set=model.num_steps=4]
 
 Weights have their initial values, in float32 on both sides, and are exported with `diffeq_nnx.export_hf`; a token is a
-byte, and the vocabulary is the config's. Kinds of request:
+byte, and the vocabulary is the config's. `--batch_size` is that of the hf backend. Kinds of request:
 
   choice     `--items` questions of 100 to 180 tokens with four answers of 12 to 40: four requests an item
   letters    the questions with the letters A to D as answers; the hf backend, too, reads each question once
@@ -17,11 +17,11 @@ in each round, in turn; reported are medians over rounds, and the largest differ
 line is JSON.
 """
 
+import functools
 import json
 import os
 import statistics
 import tempfile
-import time
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
@@ -59,43 +59,34 @@ def requests_of(kind: str, items: int) -> list[Instance]:
   return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
 
 
-def answers(lm, requests: list[Instance]) -> tuple[np.ndarray, float]:
-  """Log-likelihoods and seconds."""
-  start = time.perf_counter()
-  results = getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
-  return np.array([one[0] if isinstance(one, tuple) else one for one in results]), time.perf_counter() - start
-
-
 def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, float]:
   """Requests per second of both sides, their ratio, and the largest difference of their log-likelihoods."""
-  first = {name: answers(lm, requests) for name, lm in sides.items()}
-  seconds = {name: [] for name in sides}
-  for _ in range(rounds):
-    for name, lm in sides.items():
-      seconds[name].append(answers(lm, requests)[1])
+  found: dict[str, np.ndarray] = {}
+
+  def answer(name: str) -> None:
+    results = getattr(sides[name], requests[0].request_type)(requests, disable_tqdm=True)
+    found[name] = np.array([one[0] if isinstance(one, tuple) else one for one in results])
+
+  calls = {name: functools.partial(answer, name) for name in sides}
+  first, seconds = programs.time_rounds(calls, 1), programs.time_rounds(calls, rounds)
   rates = {name: len(requests) / statistics.median(some) for name, some in seconds.items()}
-  ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["hf"])]
+  ratios = (seconds["hf"] / seconds["ours"]).tolist()
   return {
     "requests": len(requests),
-    "ours_per_second": round(rates["ours"], 2),
-    "hf_per_second": round(rates["hf"], 2),
+    "ours_per_second": round(float(rates["ours"]), 2),
+    "hf_per_second": round(float(rates["hf"]), 2),
     "ratio": round(statistics.median(ratios), 2),
     "ratios": [round(one, 2) for one in ratios],
-    "first_seconds_ours": round(first["ours"][1], 2),
-    "first_seconds_hf": round(first["hf"][1], 2),
-    "largest_difference": float(np.abs(first["ours"][0] - first["hf"][0]).max()),
+    "first_seconds_ours": round(float(first["ours"][0]), 2),
+    "first_seconds_hf": round(float(first["hf"][0]), 2),
+    "largest_difference": float(np.abs(found["ours"] - found["hf"]).max()),
   }
 
 
 def main() -> None:
   """Exports the weights and measures each kind of request."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True)
-  parser.add_argument("--items", type=int, default=40)
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--batch_size", type=int, default=16, help="of the hf backend")
-  parser.add_argument("--kinds", default="choice,letters,five_shot,last_word,text")
-  arguments = parser.parse_args()
+  kinds = ["choice", "letters", "five_shot", "last_word", "text"]
+  arguments = programs.make_parser(__doc__, config=str, items=40, rounds=3, batch_size=16, kinds=kinds).parse_args()
   config = config_lib.load(arguments.config, [*arguments.set, "model.dtype=float32", "model.dropout=0.0"])
   model = programs.init_model(config)
   with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +103,7 @@ def main() -> None:
       ),
     }
     found = {}
-    for kind in arguments.kinds.split(","):
+    for kind in arguments.kinds:
       found[kind] = measure(sides, requests_of(kind, arguments.items), arguments.rounds)
       print(f"{kind}: {found[kind]}", flush=True)
   print(json.dumps({"config": arguments.config, "hf_batch_size": arguments.batch_size, **found}))

@@ -14,21 +14,7 @@ import numpy as np
 
 FUSIONS = ("fusion", "fusion-start")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "send")
-ITEM_BYTES = {
-  "pred": 1,
-  "s8": 1,
-  "u8": 1,
-  "s16": 2,
-  "u16": 2,
-  "bf16": 2,
-  "f16": 2,
-  "s32": 4,
-  "u32": 4,
-  "f32": 4,
-  "s64": 8,
-  "u64": 8,
-  "f64": 8,
-}
+ITEM_BYTES = {"pred": 1, "bf16": 2, **{f"{kind}{8 * size}": size for kind in "suf" for size in (1, 2, 4, 8)}}
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -52,79 +38,44 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective operation of the program.
+  """One collective operation of the program."""
 
-  Attributes:
-    kind: one of `KINDS`.
-    arrays: its results on a device (for an all-gather, complete).
-    members: the devices that participate together, of the first such group; each is a place in the mesh.
-    times: executions in a run of the program.
-    name: JAX's name of the operation in the source.
-  """
-
-  kind: str
-  arrays: tuple[Array, ...]
-  members: tuple[int, ...]
-  times: int
-  name: str
-
-  @property
-  def group(self) -> int:
-    """Number of devices that participate together."""
-    return len(self.members)
+  kind: str  # one of `KINDS`
+  arrays: tuple[Array, ...]  # its results on a device (for an all-gather, complete)
+  members: tuple[int, ...]  # the first group of devices that participate together, as places in the mesh
+  times: int  # executions in a run of the program
+  name: str  # JAX's name of the operation in the source
 
   @property
   def sent_bytes(self) -> int:
     """Bytes that a device sends in all executions, by a ring: (g - 1) / g of the arrays, twice for an all-reduce."""
     size = sum(array.bytes for array in self.arrays)
-    share = (self.group - 1) / self.group
-    factor = {
-      "all-gather": share,
-      "all-reduce": 2 * share,
-      "reduce-scatter": self.group - 1,
-      "all-to-all": share,
-      "collective-permute": 1,
-      "send": 1,
-    }[self.kind]
-    return round(self.times * factor * size)
+    group = len(self.members)
+    share = (group - 1) / group
+    factors = {"all-gather": share, "all-reduce": 2 * share, "reduce-scatter": group - 1, "all-to-all": share}
+    return round(self.times * factors.get(self.kind, 1) * size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A hand-written kernel that the program calls, without an estimate by the compiler.
+  """A hand-written kernel that the program calls, without an estimate by the compiler."""
 
-  Attributes:
-    name: JAX's name of the call in the source, which contains the kernel's.
-    times: executions in a run of the program.
-    bytes: of the arrays that one execution reads and writes.
-    results: those that it writes.
-  """
-
-  name: str
-  times: int
-  bytes: int
-  results: tuple[Array, ...]
+  name: str  # JAX's name of the call in the source, which contains the kernel's
+  times: int  # executions in a run of the program
+  bytes: int  # of the arrays that one execution reads and writes
+  results: tuple[Array, ...]  # the arrays that it writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One instruction.
+  """One instruction."""
 
-  Attributes:
-    name: unique in the program.
-    opcode: `fusion` if it does the work of several.
-    arrays: its results.
-    rest: operands and attributes, as text.
-    operands: names of the instructions that it reads.
-    called: names of the computations that it calls.
-  """
-
-  name: str
-  opcode: str
-  arrays: tuple[Array, ...]
-  rest: str
-  operands: tuple[str, ...]
-  called: tuple[str, ...]
+  name: str  # unique in the program
+  opcode: str  # `fusion` if it does the work of several
+  arrays: tuple[Array, ...]  # its results
+  rest: str  # operands and attributes, as text
+  operands: tuple[str, ...]  # names of the instructions that it reads
+  called: tuple[str, ...]  # names of the computations that it calls
 
   @property
   def op_name(self) -> str:
@@ -173,7 +124,7 @@ class Program:
     So may separate permutes, of which none is split.
     """
     found: dict[Any, Collective] = {}
-    for instruction, times in self._executed(self._entry, 1, inside_fusions=True):
+    for instruction, times in self.executed(inside_fusions=True):
       kind = instruction.opcode.removesuffix("-start")
       if kind in KINDS:
         channel = None if kind == "collective-permute" else re.search(r"channel_id=(\d+)", instruction.rest)
@@ -183,7 +134,7 @@ class Program:
           (kind, channel[1] if channel else len(found)),
           Collective(kind, arrays, self._members(instruction), times, instruction.op_name),
         )
-    return [one for one in found.values() if one.group > 1]
+    return [one for one in found.values() if len(one.members) > 1]
 
   @functools.cached_property
   def estimates(self) -> list[Estimate]:
@@ -200,9 +151,9 @@ class Program:
     """The sum of the estimates."""
     return sum(estimate.cycles for estimate in self.estimates)
 
-  def executed(self) -> Iterator[tuple[Instruction, int]]:
-    """(instruction, executions in a run) of all instructions; a fusion is one."""
-    return self._executed(self._entry, 1, inside_fusions=False)
+  def executed(self, inside_fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
+    """(instruction, executions in a run) of all instructions; a fusion is one, or else also those inside it."""
+    return self._executed(self._entry, 1, inside_fusions)
 
   def instruction(self, name: str) -> Instruction:
     """The instruction of that name."""
@@ -237,15 +188,11 @@ class Program:
   @functools.cached_property
   def kernels(self) -> list[Kernel]:
     """The hand-written kernels."""
+    size = lambda call: sum(array.bytes for array in (*self.arguments(call), *call.arrays))
     return [
-      Kernel(
-        instruction.op_name,
-        times,
-        sum(array.bytes for array in (*self.arguments(instruction), *instruction.arrays)),
-        instruction.arrays,
-      )
-      for instruction, times in self.executed()
-      if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest
+      Kernel(call.op_name, times, size(call), call.arrays)
+      for call, times in self.executed()
+      if call.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in call.rest
     ]
 
   def _executed(self, computation: str, times: int, inside_fusions: bool):

@@ -5,15 +5,21 @@ toolkit and the wheel of triton hold, on the PATH.
 """
 
 import dataclasses
+import itertools
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.kernels.attention import attention
+from launch import gpus, programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,28 +33,28 @@ class MachineCode:
 
   def events(self, loop: range) -> list[str]:
     """What a loop does in order: wait, arrive, `N x SIZE` products, `until N` groups of them are left, exponentials."""
+    events = filter(None, (_event(self.instructions[i]) for i in loop))
     found: list[str] = []
-    for instruction in (self.instructions[i] for i in loop):
-      name = _name(instruction)
-      if name.startswith("HGMMA"):
-        event = name.split(".")[1]
-      elif name.startswith("WARPGROUP.DEPBAR"):
-        event = f"until {int(instruction.split(',')[-1], 16)}"
-      elif "TRYWAIT" in name:
-        event = "wait"
-      elif name.startswith("SYNCS.ARRIVE"):
-        event = "arrive"
-      elif name.startswith("MUFU.EX2"):
-        event = "exponentials"
+    for event, same in itertools.groupby(events):
+      count = len(list(same))
+      if event[0].isdigit():
+        found.append(f"{count} x {event}")
       else:
-        continue
-      if event[0].isdigit() and found and found[-1].endswith(event):
-        event = f"{int(found.pop().split(' x ')[0]) + 1} x {event}"
-      elif event[0].isdigit():
-        event = f"1 x {event}"
-      if event != "exponentials" or found[-1:] != ["exponentials"]:
-        found.append(event)
+        found += [event] * (1 if event == "exponentials" else count)
     return found
+
+
+def _event(instruction: str) -> str:
+  """What an instruction is to `MachineCode.events`, one product without a number; "" for all others."""
+  name = _name(instruction)
+  if name.startswith("HGMMA"):
+    return name.split(".")[1]
+  if name.startswith("WARPGROUP.DEPBAR"):
+    return f"until {int(instruction.split(',')[-1], 16)}"
+  if "TRYWAIT" in name:
+    return "wait"
+  known = {"SYNCS.ARRIVE": "arrive", "MUFU.EX2": "exponentials"}
+  return next((event for start, event in known.items() if name.startswith(start)), "")
 
 
 def _name(instruction: str) -> str:
@@ -92,13 +98,6 @@ def parse(text: str) -> list[MachineCode]:
 
 def compile_here(shape: list[int], gradients: bool, documents: bool, **options) -> None:
   """Compiles attention, or its gradients, for an H100, in a process that dumps machine code."""
-  import jax
-  import jax.numpy as jnp
-  import numpy as np
-
-  from diffeq_nnx.kernels.attention import attention
-  from launch import gpus
-
   batch, length, heads, kv_heads, width = shape
   (device,) = gpus.devices_of("h100:1")
   mesh = jax.sharding.Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -137,21 +136,15 @@ def machine_code(
   with tempfile.TemporaryDirectory() as folder:
     (pathlib.Path(folder) / "bin").mkdir()
     (pathlib.Path(folder) / "bin" / "nvdisasm").symlink_to(disassembler)
-    environment = os.environ | {
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": os.pathsep.join(["."] + ([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])),
+    variables = {
       "CUDA_ROOT": folder,  # where Mosaic GPU looks for nvdisasm
       "MOSAIC_GPU_DUMP_SASS_CTRL": "1",
       "MOSAIC_GPU_DUMP_PTXAS": "1",
       "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is taken from a cache is not dumped
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     }
-    arguments = {"shape": shape, "gradients": gradients, "documents": documents, **options}
-    command = [sys.executable, __file__, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-  if done.returncode:
-    raise SystemExit(f"error: attention at {shape} does not compile for an H100: {done.stderr[-2000:]}")
-  return parse(done.stdout)
+    words = [json.dumps({"shape": shape, "gradients": gradients, "documents": documents, **options})]
+    return parse(programs.compile_in_child(__file__, words, variables, f"attention at {shape} for an H100"))
 
 
 if __name__ == "__main__":

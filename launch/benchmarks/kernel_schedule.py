@@ -17,11 +17,8 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 
 import jax
@@ -35,6 +32,7 @@ from diffeq_nnx.kernels.attention.shapes import Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
 from launch import programs
 from launch.benchmarks.attention import splash
+from launch.experiments import tables
 
 PEAK = {"v5e": 131_072, "v5p": 131_072, "v6e": 524_288}  # operations of the matrix units in a cycle
 HEADS = 2  # compiled, and divided by
@@ -201,24 +199,17 @@ def compile_here(chip: str, who: str, width: int, length: int, blocks) -> None:
 def schedules(chip: str, who: str, width: int, length: int, blocks: dict) -> list[Region]:
   """The forward and the backward kernel."""
   with tempfile.TemporaryDirectory() as folder:
-    environment = os.environ | {
-      "JAX_PLATFORMS": "cpu",
-      "TPU_SKIP_MDS_QUERY": "1",
-      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-      "PYTHONPATH": os.pathsep.join([".", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
-      # wide heads: the others' kernels need more than the default, and as much as ours asks for itself
-      "LIBTPU_INIT_ARGS": DUMP.format(folder) + " --xla_tpu_scoped_vmem_limit_kib=65536" * (width > 128),
-    }
-    command = [sys.executable, __file__, "--child", json.dumps([chip, who, width, length, blocks])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-      raise SystemExit(f"error: {who} does not compile for {chip}, width {width}: {done.stderr[-2000:]}")
+    # wide heads: the others' kernels need more memory than the default, and as much as ours asks for itself
+    options = DUMP.format(folder) + " --xla_tpu_scoped_vmem_limit_kib=65536" * (width > 128)
+    variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "LIBTPU_INIT_ARGS": options}
+    words = ["--child", json.dumps([chip, who, width, length, blocks])]
+    programs.compile_in_child(__file__, words, variables, f"{who} of width {width} for {chip}")
     names = ("attention_forward", "attention_backward") if who == "ours" else ("splash_mha_fwd", "splash_mha_dkv")
     dumps = [path for path in pathlib.Path(folder).glob("*final_bundles.txt") if "schedule-analysis" not in path.name]
     return [read_schedule(next(path for path in dumps if name in path.name).read_text()) for name in names]
 
 
-def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[tuple[float, float]]:
+def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[list[float]]:
   """Cycles for a head, forward and backward, at each length.
 
   The kernels of the others are compiled once: what they do for a block does not depend on the length.
@@ -226,15 +217,12 @@ def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict)
   result = []
   compiled = functools.cache(functools.partial(schedules, chip, who, width, blocks=blocks))
   for length in lengths:
-    sizes = our_blocks(length, width, blocks)
     if who == "ours":
-      trips, kernels = our_trips(length, width, sizes), compiled(length=length)
+      trips, kernels = our_trips(length, width, our_blocks(length, width, blocks)), compiled(length=length)
     else:
       block = 1024 if who == "tokamax" else int(who.split()[1])
       trips, kernels = splash_trips(length, width, block, who == "tokamax"), compiled(length=4096)
-    peak = PEAK[chip.split(":")[0]]
-    forward, backward = (n.cycles(kernel, peak) for n, kernel in zip(trips, kernels))
-    result.append((forward, backward))
+    result.append([n.cycles(kernel, PEAK[chip.split(":")[0]]) for n, kernel in zip(trips, kernels)])
   return result
 
 
@@ -245,10 +233,8 @@ def our_blocks(length: int, width: int, changes: dict) -> TPUBlocks:
 
 def main() -> None:
   """Compiles everything and prints a Markdown table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--chips", type=programs.split(), default=["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-  parser.add_argument("--widths", type=programs.split(int), default=[64, 128, 256])
-  parser.add_argument("--lengths", type=programs.split(int), default=[2048, 8192, 32768])
+  chips, lengths = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"], [2048, 8192, 32768]
+  parser = programs.make_parser(__doc__, chips=chips, widths=[64, 128, 256], lengths=lengths)
   parser.add_argument("--blocks", type=json.loads, default={}, help="sizes of ours in place of the tuned ones, as JSON")
   parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -257,7 +243,7 @@ def main() -> None:
     compile_here(chip, who, width, length, our_blocks(length, width, changes))
     return
   names = ["ours", "splash 512", "splash 1024"] + ["tokamax"] * bool(importlib.util.find_spec("tokamax"))
-  print(f"| chip | width | length | {' | '.join(names)} |\n|{' --- |' * (3 + len(names))}")
+  print(tables.markdown(["chip", "width", "length", *names], []))
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for chip in args.chips:
       for width in args.widths:

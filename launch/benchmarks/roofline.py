@@ -62,7 +62,7 @@ def communication_seconds(collectives: Iterable[hlo.Collective], gpu: Gpu, per_n
   total = 0.0
   for one in collectives:
     nodes = len({place // per_node for place in one.members})
-    speed = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * one.group / nodes)
+    speed = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * len(one.members) / nodes)
     total += one.sent_bytes / (1e9 * speed)
   return total
 

@@ -35,35 +35,27 @@ def measure(config: config_lib.Config, folders: list[str], rounds: int) -> tuple
     for number in range(rounds + 1):  # the first one warms up
       for folder in folders:
         place = f"{files.absolute(folder)}/round{number}"
-        checkpoints = Checkpoints(place, config, "")
-        times = [time.perf_counter()]
-        checkpoints.save(state, {"windows": 0}, None)
-        times.append(time.perf_counter())
-        checkpoints.close()
-        times.append(time.perf_counter())
-        del checkpoints
+        writing = Checkpoints(place, config, "")
+        start = time.perf_counter()
+        writing.save(state, {"windows": 0}, None)
+        held = time.perf_counter() - start
+        writing.close()
+        written = time.perf_counter() - start
+        del writing  # and what it may hold of the arrays
         reading = Checkpoints(place, config, "", read_only=True)
-        begin = time.perf_counter()
-        restored = reading.restore(abstract)
-        assert restored is not None
-        jax.block_until_ready(restored[0])
-        read = time.perf_counter() - begin
-        del restored
+        start = time.perf_counter()
+        jax.block_until_ready(reading.restore(abstract)[0])
+        read = time.perf_counter() - start
         reading.close()
         files.remove(place)
         if number:
-          seconds[folder].append([times[1] - times[0], times[2] - times[0], read])
+          seconds[folder].append([held, written, read])
   return size, {folder: np.array(values) for folder, values in seconds.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
   """Prints a Markdown table."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True)
-  parser.add_argument("--folders", type=programs.split(), required=True)
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--minutes", type=float, default=10)
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, config=str, folders=[str], rounds=3, minutes=10.0).parse_args(argv)
   config = config_lib.load(args.config, args.set)
   size, seconds = measure(config, args.folders, args.rounds)
   print(f"state of {size / GIB:.2f} GiB; {args.rounds} rounds; seconds")

@@ -4,16 +4,14 @@
       [--draft_steps=2,3,4,6] [--draft_tokens=1,2,4] [--rows=1] [--max_tokens=64] [--temperature=0] [--rounds=5]
 
 In each round all variants continue the same prompts, and plain decoding too. Speeds are tokens/s over those of plain
-decoding, medians over rounds with quartiles. Kept is the mean number of drafted tokens that a row keeps in a round of
-drafting.
+decoding, medians over rounds with quartiles. `--num_steps` is of plain decoding and of the verification; by default it
+is the run's own. `--prompts` holds JSON lines with the key `prompt`. Kept is the mean number of drafted tokens that a
+row keeps in a round of drafting.
 """
 
 import dataclasses
+import functools
 import statistics
-import time
-
-import jax
-import numpy as np
 
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import read
@@ -30,16 +28,8 @@ from launch.experiments import tables
 
 def main(argv: list[str] | None = None) -> None:
   """Times, prints."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--prompts", required=True, help="JSON lines with the key `prompt`")
-  parser.add_argument("--num_steps", type=int, help="of plain decoding and of the verification")
-  parser.add_argument("--draft_steps", type=programs.split(int), default=[2, 3, 4, 6])
-  parser.add_argument("--draft_tokens", type=programs.split(int), default=[1, 2, 4])
-  parser.add_argument("--rows", type=int, default=1)
-  parser.add_argument("--max_tokens", type=int, default=64)
-  parser.add_argument("--temperature", type=float, default=0.0)
-  parser.add_argument("--rounds", type=int, default=5)
+  drafting = {"draft_steps": [2, 3, 4, 6], "draft_tokens": [1, 2, 4], "rows": 1, "max_tokens": 64, "temperature": 0.0}
+  parser = programs.make_parser(__doc__, workdir=str, prompts=str, num_steps=0, **drafting, rounds=5)
   args = parser.parse_args(argv)
   run = Run.open(args.workdir)
   try:
@@ -48,13 +38,13 @@ def main(argv: list[str] | None = None) -> None:
     raise UserError(f"--prompts={args.prompts}: can't be read ({error.strerror or error}); name a file") from error
   prompts = encode_prompts(run.tokenizer, [parse_prompt(line) for line in lines])
   options = GenerationOptions(max_tokens=args.max_tokens, temperature=args.temperature, rows=args.rows)
-  decoder = Decoder(run.model, args.num_steps)
+  decoder = Decoder(run.model, args.num_steps or None)
   drafts = {steps: Decoder(run.model, steps) for steps in args.draft_steps}
   variants = [None, *((steps, count) for steps in args.draft_steps for count in args.draft_tokens)]
   kept: dict[tuple[int, int], list[int]] = {}
 
-  def seconds(variant: tuple[int, int] | None) -> float:
-    start, take = time.perf_counter(), lambda n, token: None
+  def decode(variant: tuple[int, int] | None) -> None:
+    take = lambda n, token: None
     if variant is None:
       ends = continue_prompts(decoder, prompts, options, take)
     else:
@@ -64,21 +54,19 @@ def main(argv: list[str] | None = None) -> None:
       ends = speculate(decoder, drafts[steps], prompts, drafted, take, on_round=note)
     for _ in ends:
       pass
-    return time.perf_counter() - start
 
-  for variant in variants:
-    seconds(variant)  # compiles
-  times = np.array([[seconds(variant) for variant in variants] for _ in range(args.rounds)])
-  device = jax.devices()[0]
+  calls = {variant: functools.partial(decode, variant) for variant in variants}
+  programs.time_rounds(calls, 1)  # compiles
+  times = programs.time_rounds(calls, args.rounds)
   tokens = sum(decoder.limit_texts(prompts, args.max_tokens))
   print(
     f"{len(prompts)} prompts, {args.rows} at a time, {tokens} tokens at {decoder.grid.num_steps} steps, median of "
-    f"{args.rounds} interleaved rounds, {device.device_kind} ({device.platform}), jax {jax.__version__}\n"
+    f"{args.rounds} interleaved rounds, {programs.describe_device()}\n"
   )
-  print(f"Plain decoding: {tokens / statistics.median(times[:, 0]):,.1f} tokens/s.\n")
+  print(f"Plain decoding: {tokens / statistics.median(times[None]):,.1f} tokens/s.\n")
   rows = []
-  for n, variant in enumerate(variants[1:], 1):
-    speed = programs.format_spread(times[:, 0] / times[:, n], ".2f")
+  for variant in variants[1:]:
+    speed = programs.format_spread(times[None] / times[variant], ".2f")
     rows.append([*map(str, variant), f"{statistics.mean(kept[variant]):.2f}", speed])
   print(tables.markdown(["draft at steps", "drafted at a time", "kept", "speed over plain"], rows))
 

@@ -45,13 +45,8 @@ def estimate(step: compile_ahead.Step) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> int:
   """Compiles all choices, prints, and returns the exit code."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True, metavar="FILE.py[:ARGUMENT]")
-  parser.add_argument("--topology", required=True, metavar="VERSION:SIZES")
-  parser.add_argument("--num-slices", type=int, default=1)
-  parser.add_argument("--remat", type=programs.split(), default=["full", "dots", "none"])
-  parser.add_argument("--sequences", type=programs.split(int), default=[4, 8, 16, 32])
-  args = parser.parse_args(argv)
+  tried = {"remat": ["full", "dots", "none"], "sequences": [4, 8, 16, 32]}
+  args = programs.make_parser(__doc__, config=str, topology=str, num_slices=1, **tried).parse_args(argv)
   config = config_lib.load(args.config, args.set)
   mesh = compile_ahead.mesh_over(config, args.topology, args.num_slices)
   found = {}

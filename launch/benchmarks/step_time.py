@@ -11,11 +11,9 @@ devices, by its mesh. Tokens are random; compilation and the first run are not t
 the device together. Memory is the compiler's: arguments, results and temporaries.
 """
 
-from collections.abc import Callable
 import functools
 import re
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -31,48 +29,31 @@ from launch import programs
 from launch.experiments import tables
 
 
-class Timed:
-  """One config's compiled program and its state."""
+class Program:
+  """One config's compiled program and its state.
+
+  Attributes:
+    name: as on the command line.
+    config: the config.
+    bytes: of arguments, results and temporaries, each buffer counted once.
+  """
 
   def __init__(self, name: str, config: config_lib.Config, what: str):
     self.name, self.config = name, config
-    self.seconds: list[float] = []
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
     with jax.set_mesh(mesh):
       batch = sharding.Share(mesh, config.train.batch_size).place(random_batch(config))
       state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
-      self._program, self._carry = PROGRAMS[what](config, state, batch, mesh)
-    self.run()
-    self.seconds.clear()
+      compiled, self._advance, self._carry = PROGRAMS[what](config, state, batch, mesh)
+    memory = compiled.memory_analysis()
+    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    self.bytes = sum(sizes) - memory.alias_size_in_bytes
 
-  def run(self) -> None:
-    """Runs once and records the time."""
-    start = time.perf_counter()
-    self._carry = jax.block_until_ready(self._program(*self._carry))
-    self.seconds.append(time.perf_counter() - start)
-
-  @property
-  def bytes(self) -> int:
-    """Arguments, results and temporaries, each buffer once."""
-    memory = self._program.memory
-    return (
-      memory.argument_size_in_bytes
-      + memory.output_size_in_bytes
-      + memory.temp_size_in_bytes
-      - memory.alias_size_in_bytes
-    )
-
-
-class Program:
-  """A compiled function of a carry, whose buffers it donates, and the compiler's memory statistics."""
-
-  def __init__(self, function: Callable, compiled: jax.stages.Compiled):
-    self._function, self.memory = function, compiled.memory_analysis()
-
-  def __call__(self, *carry):
-    """The next carry."""
-    return self._function(*carry)
+  def run(self):
+    """Runs once, and returns what the next run starts from."""
+    self._carry = self._advance(self._carry)
+    return self._carry
 
 
 def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
@@ -84,15 +65,14 @@ def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
 
 
 def train_step(config, state, batch, mesh):
-  """The whole optimizer step, as in training."""
+  """The whole optimizer step, as in training: the compiled program, a function of its carry, and the first carry."""
   compiled = make_train_step(config, mesh).lower(state, batch, config.model.num_steps).compile()
-  return Program(lambda state: (compiled(state, batch)[0],), compiled), (state,)
+  return compiled, lambda state: compiled(state, batch)[0], state
 
 
 def loss_and_gradient(config, state, batch, mesh):
   """Loss and gradients alone; the gradients' buffers are reused by the next run, as in a train step."""
   grid = grids.make_grid(config.model)
-
   places = state_shardings(config, mesh)["params"]
 
   @functools.partial(jax.jit, donate_argnums=0, keep_unused=True, out_shardings=places)
@@ -102,48 +82,44 @@ def loss_and_gradient(config, state, batch, mesh):
   arguments = (state["params"], batch, state["key"])
   gradients = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places)(state["params"])
   compiled = run.lower(gradients, *arguments).compile()
-  return Program(lambda gradients: (compiled(gradients, *arguments),), compiled), (gradients,)
+  return compiled, lambda gradients: compiled(gradients, *arguments), gradients
 
 
 PROGRAMS = {"train_step": train_step, "loss_and_gradients": loss_and_gradient}
 
 
-def table(timed: list[Timed]) -> str:
-  """The measurements as Markdown."""
+def table(compared: list[Program], times: dict[int, np.ndarray]) -> str:
+  """The measurements as Markdown; `times` are seconds by place in `compared`."""
   columns = ["config", "ms", "tokens/s", "model TFLOP/s", "with generator", "memory, MiB", "time against the first"]
   rows = []
-  for one in timed:
-    config, seconds = one.config, statistics.median(one.seconds)
+  for place, one in enumerate(compared):
+    config, seconds = one.config, statistics.median(times[place])
     tokens = config.train.batch_size * config.model.seq_len
     model = flops.model_flops(config, config.model.num_steps)
     generator = flops.generator_flops(config.model, config.model.num_steps)
     speeds = [f"{tokens / seconds:,.0f}", *(f"{each / seconds / 1e12:.3f}" for each in (model, model + generator))]
-    ratio = programs.format_spread(np.divide(one.seconds, timed[0].seconds))
+    ratio = programs.format_spread(times[place] / times[0])
     rows.append([one.name, f"{1e3 * seconds:.1f}", *speeds, f"{one.bytes / 2**20:,.0f}", ratio])
   return tables.markdown(columns, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
   """Compiles, times, prints."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--configs", required=True, metavar="A.py[:ARGUMENT],B.py[:ARGUMENT],...")
+  parser = programs.make_parser(__doc__, configs=str, rounds=9)
   parser.add_argument("--what", choices=PROGRAMS, default="train_step")
-  parser.add_argument("--rounds", type=int, default=9)
   args = parser.parse_args(argv)
   names = re.split(r",(?=[^,:]*\.py)", args.configs)  # a config's argument may hold commas
-  timed = []
+  compared = []
   for name in names:
     path, *settings = name.split("@")
-    timed.append(Timed(name, config_lib.load(path, [*args.set, *settings]), args.what))
-  for _ in range(args.rounds):
-    for one in timed:
-      one.run()
-  device = jax.devices()[0]
+    compared.append(Program(name, config_lib.load(path, [*args.set, *settings]), args.what))
+  calls = {place: one.run for place, one in enumerate(compared)}
+  programs.time_rounds(calls, 1)  # the first run is not measured
+  times = programs.time_rounds(calls, args.rounds)
   print(
-    f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {device.device_kind} "
-    f"({device.platform}), jax {jax.__version__}\n"
+    f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {programs.describe_device()}\n"
   )
-  print(table(timed))
+  print(table(compared, times))
 
 
 if __name__ == "__main__":

@@ -52,23 +52,29 @@ def command(suite: Suite, place: str, cache: str | None = None) -> list[str]:
 
 def kill(suite: Suite) -> Iterator[Row]:
   """SIGKILL at random moments of a process, and in each phase."""
-  yield _at_random(suite, Row("SIGKILL at a random moment"), signal.SIGKILL, suite.tries)
-  yield _in_phases(suite, "SIGKILL", signal.SIGKILL)
+  yield _at_random(suite, signal.SIGKILL, suite.tries)
+  yield _in_phases(suite, signal.SIGKILL)
 
 
 def term(suite: Suite) -> Iterator[Row]:
   """SIGTERM at random moments of a process, and in each phase."""
-  yield _at_random(suite, Row("SIGTERM at a random moment"), signal.SIGTERM, suite.tries // 2)
-  yield _in_phases(suite, "SIGTERM", signal.SIGTERM)
+  yield _at_random(suite, signal.SIGTERM, suite.tries // 2)
+  yield _in_phases(suite, signal.SIGTERM)
 
 
-def _at_random(suite: Suite, row: Row, number: signal.Signals, tries: int) -> Row:
+def _run_with_errors(words: list[str]) -> subprocess.Popen[bytes]:
+  """Starts a process of which only stderr is kept."""
+  return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def _at_random(suite: Suite, number: signal.Signals, tries: int) -> Row:
+  row = Row(f"{number.name} at a random moment")
   start = time.monotonic()
   subprocess.run(command(suite, suite.place("timed")), capture_output=True, check=True)
   whole = time.monotonic() - start
   for _ in range(tries):
     place, after = suite.place("signaled"), suite.random.uniform(0, whole)
-    process = subprocess.Popen(command(suite, place), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = _run_with_errors(command(suite, place))
     with contextlib.suppress(subprocess.TimeoutExpired):
       process.wait(after)
     process.send_signal(number)
@@ -76,17 +82,15 @@ def _at_random(suite: Suite, row: Row, number: signal.Signals, tries: int) -> Ro
   return row
 
 
-def _in_phases(suite: Suite, name: str, number: signal.Signals) -> Row:
-  row = Row(f"{name} while {', '.join(PHASES)}")
+def _in_phases(suite: Suite, number: signal.Signals) -> Row:
+  row = Row(f"{number.name} while {', '.join(PHASES)}")
   for phase, (where, longest) in PHASES.items():
     for _ in range(max(1, suite.tries // 5)):
       place = suite.copy_unfinished("signaled") if phase == "restoring" else suite.place("signaled")
       cache = suite.place("cache_of_signaled") if phase == "tokenizing" else None
       delay = suite.random.uniform(0, longest)
       words = [where, str(int(number)), str(delay), *command(suite, place, cache)[3:]]
-      process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALED, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-      )
+      process = _run_with_errors([sys.executable, "-c", SIGNALED, *words])
       _finish(suite, row, process, place, f"{phase}, {delay:.2f} s", cache)
   return row
 
@@ -134,16 +138,11 @@ def _start(suite: Suite, place: str, count: int, group: int | None = None, victi
   variables = {**os.environ, **local.environment(1)}
   folder = suite.place("output")
   os.makedirs(folder)
-  return [
-    subprocess.Popen(
-      line,
-      env=variables,
-      stdout=subprocess.DEVNULL,
-      stderr=open(os.path.join(folder, str(number)), "wb"),
-      group=group if number == victim else None,
-    )
-    for number, line in enumerate(lines)
-  ]
+  processes = []
+  for number, line in enumerate(lines):
+    output, own_group = open(os.path.join(folder, str(number)), "wb"), group if number == victim else None
+    processes.append(subprocess.Popen(line, env=variables, stdout=subprocess.DEVNULL, stderr=output, group=own_group))
+  return processes
 
 
 def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expected: list[float]) -> None:
@@ -159,7 +158,8 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
     else:
       running[victim].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     waited = [process for number, process in enumerate(running) if number != victim or how == "cut off"]
-    hangs = not _all_end(waited, start + LOST_SECONDS)
+    while (hangs := any(process.poll() is None for process in waited)) and time.monotonic() < start + LOST_SECONDS:
+      time.sleep(0.1)
   finally:
     seconds = time.monotonic() - start
     if how == "cut off":
@@ -178,19 +178,11 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
   row.add(good, seconds, _lost(reached, text), detail)
 
 
-def _all_end(processes: list[subprocess.Popen], deadline: float) -> bool:
-  while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-    time.sleep(0.1)
-  return all(process.poll() is not None for process in processes)
-
-
 def try_config(suite: Suite, row: Row, setting: str) -> None:
   """Trains one step with a setting, within 12 GB and a minute; a longer run must end in order when asked."""
   words = [*command(suite, suite.place("odd")), "--config.train.steps=1", f"--config.{setting}"]
   start = time.monotonic()
-  process = subprocess.Popen(
-    ["sh", "-c", 'ulimit -v 12000000; exec "$@"', "sh", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-  )
+  process = _run_with_errors(["sh", "-c", 'ulimit -v 12000000; exec "$@"', "sh", *words])
   try:
     _, told = process.communicate(timeout=60)
     good = process.returncode == 0 or process.returncode in (1, 2) and _last(told.decode()).startswith("error:")

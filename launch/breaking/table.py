@@ -18,19 +18,9 @@ from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 
 EVERY, STEPS = 4, 20  # steps between checkpoints, and of the run
-SETTINGS = [
-  "model.num_steps=2",
-  "model.embed_dim=32",
-  "model.num_heads=4",
-  "model.vocab_size=512",
-  "train.batch_size=8",
-  "train.log_every=1",
-  f"train.steps={STEPS}",
-  f"checkpoint.every={EVERY}",
-  f"eval.every={EVERY}",
-  "checkpoint.keep=3",
-  "eval.max_batches=2",
-]
+SETTINGS = ["model.num_steps=2", "model.embed_dim=32", "model.num_heads=4", "model.vocab_size=512"]
+SETTINGS += ["train.batch_size=8", "train.log_every=1", f"train.steps={STEPS}"]
+SETTINGS += [f"checkpoint.every={EVERY}", f"eval.every={EVERY}", "checkpoint.keep=3", "eval.max_batches=2"]
 HEADER = "| fault | tries | survived | steps lost, at most | longest, s |\n| --- | --- | --- | --- | --- |"
 
 
@@ -56,18 +46,14 @@ class Row:
 
 
 class Suite:
-  """A finished run of `STEPS` train steps to break copies of.
+  """A finished run of `STEPS` train steps, `whole`, to break copies of.
 
-  Attributes:
-    folder: where everything happens.
-    tries: how often; some kinds do a multiple.
-    random: the source of random choices.
-    config: the run's config; its text is kept in `cache`.
-    whole: the run's work directory.
-    losses: its training losses.
+  Its config is `config`, its training losses are `losses`, and its text is kept in `cache`. Everything happens in
+  `folder`.
   """
 
   def __init__(self, workdir: str, tries: int, seed: int):
+    """`tries`: how often each kind of fault is tried; some kinds do a multiple. `seed`: of the random choices."""
     self.folder, self.tries, self.random = os.path.abspath(workdir), tries, random.Random(seed)
     self.cache = os.path.join(self.folder, "cache")
     self.config = config_lib.load("configs/tiny.py", [*SETTINGS, f"data.cache_dir={self.cache}"])

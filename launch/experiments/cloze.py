@@ -30,16 +30,15 @@ from launch.experiments import tables
 
 FEWEST, MOST = 25, 45  # words of a passage
 ANSWER = re.compile(r"[a-z]{4,}")
+COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{passage}}", "metadata": {"version": 1}}
 TASKS = {
   "cloze_word": {
     "output_type": "loglikelihood",
-    "doc_to_text": "{{passage}}",
     "doc_to_target": "{{' ' + answer}}",
     "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
   },
   "cloze_choice": {
     "output_type": "multiple_choice",
-    "doc_to_text": "{{passage}}",
     "doc_to_choice": "choices",
     "doc_to_target": "gold",
     "metric_list": [{"metric": "acc"}],
@@ -97,14 +96,8 @@ def write_tasks(source: str, folder: str, count: int) -> None:
   lines = os.path.join(os.path.abspath(folder), "cloze.jsonl")
   files.write(lines, "".join(json.dumps(one) + "\n" for one in questions(rng.sample(found, count), rng)).encode())
   for name, task in TASKS.items():
-    whole = {
-      "task": name,
-      "dataset_path": "json",
-      "dataset_kwargs": {"data_files": {"test": lines}},
-      "test_split": "test",
-    }
-    whole |= {**task, "metadata": {"version": 1}}
-    files.write(os.path.join(folder, f"{name}.yaml"), json.dumps(whole, indent=1).encode())  # JSON is YAML
+    whole = {"task": name, "dataset_kwargs": {"data_files": {"test": lines}}, **COMMON, **task}
+    files.write_json(os.path.join(folder, f"{name}.yaml"), whole)  # JSON is YAML
 
 
 def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
@@ -120,27 +113,20 @@ def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
 
 def main(argv: list[str] | None = None) -> None:
   """Writes the tasks if they are not there, evaluates every run, and prints the table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--text", required=True)
-  parser.add_argument("--to", required=True)
-  parser.add_argument("--runs", required=True)
-  parser.add_argument("--passages", type=int, default=1000)
-  args = parser.parse_args(argv)
+  args = programs.make_parser(__doc__, text=str, to=str, runs=str, passages=1000).parse_args(argv)
   runs = tables.runs_by_row(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)
-  rows = {row: [measure(workdir, args.to) for workdir in seeds] for row, seeds in runs.items()}
-  base = next(iter(rows.values()))
-  cells = []
-  for row, values in rows.items():
-    cells.append([row])
-    for of in COLUMNS.values():
-      ours, first = [of(one) for one in values], [of(one) for one in base]
-      cells[-1] += [
-        tables.mean_and_error(ours, ".3f"),
-        "" if values is base else tables.difference(ours, first, "+.3f"),
-      ]
-  print(tables.markdown(["row", *(head for name in COLUMNS for head in (name, "against the first"))], cells))
+  first, rows = None, []
+  for row, seeds in runs.items():
+    found = [measure(workdir, args.to) for workdir in seeds]
+    values = [[of(one) for one in found] for of in COLUMNS.values()]
+    first = first or values
+    rows.append([row])
+    for ours, base in zip(values, first, strict=True):
+      difference = "" if ours is base else tables.difference(ours, base, "+.3f")
+      rows[-1] += [tables.mean_and_error(ours, ".3f"), difference]
+  print(tables.markdown(["row", *(head for name in COLUMNS for head in (name, "against the first"))], rows))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ prints the means in a second table, a column for each validation.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
-import re
 import statistics
 
 import jax
@@ -30,7 +28,6 @@ from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import draw_num_steps
 from diffeq_nnx.errors import Diverged, RunError, UserError
@@ -76,12 +73,8 @@ class Runs:
 
   def find_loss(self, name: str, row: str, settings: list[str]) -> float:
     """`loss` for the run of this name, with settings that come before those of the command line."""
-    path = self.place(f"{name}.json")
-    if not os.path.exists(path):
-      config = self.config(row, *settings)
-      print(f"-- {name}", flush=True)
-      files.write(path, json.dumps(train_to_end(config, self.place(name))).encode())
-    return files.read_json(path)
+    train_run = lambda: train_to_end(self.config(row, *settings), self.place(name))
+    return tables.remember(self.place(f"{name}.json"), train_run)
 
   def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
     """Train steps and validation losses of a run."""
@@ -152,19 +145,13 @@ def num_parameters(config: Config) -> int:
 def table(rows: list[Row]) -> str:
   """The rows as a Markdown table."""
   head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
-  cells = [
-    [
-      row.name,
-      f"{row.rate:g}",
-      tables.mean_and_error(row.losses),
-      tables.difference(row.losses, rows[0].losses) if row is not rows[0] else "",
-      ", ".join(f"{loss:.4f}" for loss in row.losses),
-      ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items()),
-      f"{num_parameters(row.config):,}",
-      f"{operations(row.config, row.config.train.steps):.3g}",
-    ]
-    for row in rows
-  ]
+  cells = []
+  for row in rows:
+    against = tables.difference(row.losses, rows[0].losses) if row is not rows[0] else ""
+    by_seed = ", ".join(f"{loss:.4f}" for loss in row.losses)
+    by_rate = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items())
+    cost = [f"{num_parameters(row.config):,}", f"{operations(row.config, row.config.train.steps):.3g}"]
+    cells.append([row.name, f"{row.rate:g}", tables.mean_and_error(row.losses), against, by_seed, by_rate, *cost])
   return tables.markdown(head, cells)
 
 
@@ -192,16 +179,8 @@ def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", required=True)
-  apart = r",(?![^(]*\))"  # a setting may be a tuple
-  parser.add_argument("--rows", type=lambda text: re.split(apart, text), default=["diffeq", "baseline"])
-  parser.add_argument("--rates", type=programs.split(float), default=[1e-3, 2e-3, 4e-3])
-  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
-  parser.add_argument("--all-seeds", action="store_true")
-  parser.add_argument("--bracket", action="store_true")
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--plot", metavar="FILE.png")
+  study = {"rows": ["diffeq", "baseline"], "rates": [1e-3, 2e-3, 4e-3], "seeds": [0, 1, 2]}
+  parser = programs.make_parser(__doc__, config=str, workdir=str, **study, all_seeds=False, bracket=False, plot=None)
   args = parser.parse_args(argv)
   runs = Runs(args)
   rows = [best_of(runs, row, args) for row in args.rows]

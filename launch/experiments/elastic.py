@@ -4,18 +4,21 @@
       [--seeds=0,1,2] [--set=KEY=VALUE] [--plot=docs/elastic.png]
 
 Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
-their paired differences from the models of `own`, which are trained at that number of steps alone, with standard
-errors. Each run's result is a file of the work directory: finished runs are not repeated, so the same command continues
-after an interruption, and commands with other recipes or seeds can run beside it.
+their paired differences from the models of `--own`, which are trained at that number of steps alone, with standard
+errors. `--correlations` prints only how W(t) of successive steps correlate. Each run's result is a file of the work
+directory: finished runs are not repeated, so the same command continues after an interruption, and commands with other
+recipes or seeds can run beside it.
 """
 
 import argparse
+from collections.abc import Sequence
 import dataclasses
-import json
+import itertools
 import math
 import os
 import statistics
 import time
+from typing import Any
 
 from flax import nnx
 import jax
@@ -23,7 +26,7 @@ from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files, jobs
+from diffeq_nnx import jobs
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
@@ -93,34 +96,28 @@ EMBEDDINGS = {
 }
 
 
-@dataclasses.dataclass
-class Result:
-  """The results of one run."""
-
-  losses: dict[int, float]  # nats per token of the validation text, by number of solver steps
-  seconds: float  # of training, compilations included
+Result = tuple[dict[int, float], float]  # validation losses by number of solver steps, and seconds of training
 
 
 def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
   """Trains and evaluates one run, or reads its result."""
-  name = f"{recipe}_seed{seed}"
-  path = os.path.join(args.workdir, f"{name}.json")
-  if not os.path.exists(path):
-    print(f"-- {name}", flush=True)
-    workdir, start = os.path.join(args.workdir, name), time.perf_counter()
+  workdir = os.path.join(args.workdir, f"{recipe}_seed{seed}")
+
+  def train_and_evaluate() -> dict[str, Any]:
+    start = time.perf_counter()
     if recipe in CONTINUED:
-      config = _made_continuous(args, recipe, seed, workdir)
+      config = _make_continuous(args, recipe, seed, workdir)
     else:
       config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
     finite = math.isfinite(train_to_end(config, workdir))
     losses = evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
-    result = Result(losses, time.perf_counter() - start)
-    files.write(path, json.dumps(dataclasses.asdict(result)).encode())
-  found = files.read_json(path)
-  return Result({int(n): loss for n, loss in found["losses"].items()}, found["seconds"])
+    return {"losses": losses, "seconds": time.perf_counter() - start}
+
+  found = tables.remember(f"{workdir}.json", train_and_evaluate)
+  return {int(n): loss for n, loss in found["losses"].items()}, found["seconds"]
 
 
-def _made_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: str) -> config_lib.Config:
+def _make_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: str) -> config_lib.Config:
   """The config of a run in `workdir` that goes on from another recipe's run; makes both where they are missing."""
   source, settings = CONTINUED[recipe]
   run(args, source, seed)
@@ -144,16 +141,14 @@ def evaluate(config: config_lib.Config, workdir: str) -> dict[int, float]:
 
 def correlations() -> str:
   """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
-  rows = []
+  columns, rows = list(itertools.product(("end", "mean"), OWN)), []
   for label, embedding in EMBEDDINGS.items():
-    cells = []
-    for place in ("end", "mean"):
-      for n in OWN:
-        config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
-        config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
-        cells.append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
-    rows.append([label, *cells])
-  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place in ("end", "mean") for n in OWN)], rows)
+    rows.append([label])
+    for place, n in columns:
+      config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
+      config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
+      rows[-1].append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
+  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place, n in columns)], rows)
 
 
 def _correlation(config: ModelConfig, seed: int) -> float:
@@ -164,24 +159,26 @@ def _correlation(config: ModelConfig, seed: int) -> float:
   return float((e_NxUxT[:, 1:] * e_NxUxT[:, :-1]).sum(-1).mean())
 
 
-def both_tables(found: dict[str, list[Result]], own: str) -> str:
+def losses_at(results: list[Result], num_steps: int) -> list[float]:
+  """The losses of a recipe's runs at a number of solver steps; [] where its weights are for another number."""
+  return [losses[num_steps] for losses, _ in results if num_steps in losses]
+
+
+def make_tables(found: dict[str, list[Result]], own: str) -> str:
   """Losses by recipe and number of steps, and the differences from the models trained at one number alone."""
-  rows = []
-  for recipe, results in found.items():
-    losses = [f"{statistics.mean(r.losses[n] for r in results):.3f}" if n in results[0].losses else "" for n in COUNTS]
-    rows.append([recipe, *losses, f"{statistics.mean(r.seconds for r in results):.0f}"])
+  mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
+  rows = [
+    [recipe, *(mean(losses_at(results, n)) for n in COUNTS), f"{statistics.mean(s for _, s in results):.0f}"]
+    for recipe, results in found.items()
+  ]
   by_recipe = tables.markdown(["recipe", *map(str, COUNTS), "seconds"], rows)
-  bases = {n: found[own.format(n)] for n in OWN if own.format(n) in found}
+  bases = {n: losses_at(found[own.format(n)], n) for n in OWN if own.format(n) in found}
   if not bases:
     return by_recipe
-  rows = []
-  for recipe, results in found.items():
-    at = lambda of, n: [result.losses[n] for result in of]
-    cells = [
-      tables.difference(at(results, n), at(base, n), "+.3f") if n in results[0].losses else ""
-      for n, base in bases.items()
-    ]
-    rows.append([recipe, *cells])
+  differ = lambda values, base: tables.difference(values, base, "+.3f") if values else ""
+  rows = [
+    [recipe, *(differ(losses_at(results, n), base) for n, base in bases.items())] for recipe, results in found.items()
+  ]
   against = tables.markdown(["recipe", *(f"at {n}, against {own.format(n)}" for n in bases)], rows)
   return f"{by_recipe}\n\n{against}"
 
@@ -190,15 +187,16 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
   """Losses against the number of steps: a line for each recipe, a point for each model trained at one number alone."""
   figure = Figure(figsize=(6.4, 4.2), layout="constrained")
   axes = figure.subplots()
-  mean = lambda results, n: statistics.mean(result.losses[n] for result in results)
-  spread = lambda results, n: np.std([result.losses[n] for result in results])
+
+  def draw(recipes: list[str], counts: Sequence[int], **style: Any) -> None:
+    losses = [losses_at(found[recipe], n) for recipe, n in zip(recipes, counts, strict=True)]
+    axes.errorbar(counts, list(map(np.mean, losses)), list(map(np.std, losses)), capsize=2, **style)
+
   for recipe, results in found.items():
-    if set(results[0].losses) == set(COUNTS) and not recipe.startswith("own"):
-      values, errors = ([of(results, n) for n in COUNTS] for of in (mean, spread))
-      axes.errorbar(COUNTS, values, errors, marker="o", markersize=4, linewidth=1.3, capsize=2, label=recipe)
+    if set(results[0][0]) == set(COUNTS) and not recipe.startswith("own"):
+      draw([recipe] * len(COUNTS), COUNTS, marker="o", markersize=4, linewidth=1.3, label=recipe)
   bases = [n for n in OWN if own.format(n) in found]
-  alone = [[of(found[own.format(n)], n) for n in bases] for of in (mean, spread)]
-  axes.errorbar(bases, *alone, fmt="k*", markersize=10, capsize=2, label="trained at this number alone")
+  draw([own.format(n) for n in bases], bases, fmt="k*", markersize=10, label="trained at this number alone")
   axes.set(xlabel="solver steps (layers)", ylabel="validation loss, nats per token", xticks=COUNTS)
   axes.grid(alpha=0.25)
   axes.legend(fontsize=8)
@@ -207,15 +205,8 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs what is missing, seed by seed, and prints the tables."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--config", default="configs/arena.py")
-  parser.add_argument("--recipes", type=programs.split(), default=list(RECIPES))
-  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
-  parser.add_argument("--own", default="own{}", help="which recipes differences are against, e.g. stored{}")
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--plot", metavar="FILE.png")
-  parser.add_argument("--correlations", action="store_true", help="print only how W(t) of successive steps correlate")
-  args = parser.parse_args(argv)
+  study = {"recipes": list(RECIPES), "seeds": [0, 1, 2], "own": "own{}", "plot": None, "correlations": False}
+  args = programs.make_parser(__doc__, config="configs/arena.py", workdir=str, **study).parse_args(argv)
   if args.correlations:
     print(correlations())
     return
@@ -227,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every recipe
     for recipe in args.recipes:
       found[recipe].append(run(args, recipe, seed))
-  print(both_tables(found, args.own))
+  print(make_tables(found, args.own))
   if args.plot:
     plot(found, args.own, args.plot)
 

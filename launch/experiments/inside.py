@@ -19,8 +19,6 @@ Texts are windows of the runs' validation part, the same for all runs. `--plot` 
 means over seeds, and the range.
 """
 
-import dataclasses
-
 import jax
 from matplotlib.figure import Figure
 import numpy as np
@@ -38,12 +36,8 @@ REPLACEMENTS = 8
 PAIRS = {"qk": "W_q W_k^T", "ov": "W_v W_o"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-  """Figures of a run by name, and mean |eigenvalue| over its steps by pair, [S]."""
-
-  figures: dict[str, float]
-  magnitudes: dict[str, np.ndarray]
+# of a run: its figures by name, and mean |eigenvalue| over its steps by pair, [S]
+Measured = tuple[dict[str, float], dict[str, np.ndarray]]
 
 
 def growth(magnitudes_S: np.ndarray) -> tuple[float, float]:
@@ -100,16 +94,15 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
     recorded = analyzed.observe(tokens_L, attention=True).attention
     shares = attention.rollout(np.asarray(recorded[:, 0]))[-1]
     add("effect of a token: attention rollout", stats.spearmanr(shares[:-1], effects).statistic)
-  return Measured({name: float(np.mean(values)) for name, values in found.items()}, magnitudes)
+  return {name: float(np.mean(values)) for name, values in found.items()}, magnitudes
 
 
 def table(rows: dict[str, list[Measured]]) -> str:
   """Figures downwards, rows of the comparison across."""
-  names = dict.fromkeys(name for seeds in rows.values() for name in seeds[0].figures)
-  of = lambda seeds, name: (
-    tables.mean_and_error([one.figures[name] for one in seeds], ".2f") if name in seeds[0].figures else ""
-  )
-  return tables.markdown(["", *rows], [[name, *(of(seeds, name) for seeds in rows.values())] for name in names])
+  names = dict.fromkeys(name for seeds in rows.values() for name in seeds[0][0])
+  found = lambda seeds, name: [figures[name] for figures, _ in seeds if name in figures]
+  cell = lambda values: tables.mean_and_error(values, ".2f") if values else ""
+  return tables.markdown(["", *rows], [[name, *(cell(found(s, name)) for s in rows.values())] for name in names])
 
 
 def plot(rows: dict[str, list[Measured]], path: str) -> None:
@@ -118,7 +111,7 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
   panels = figure.subplots(1, len(PAIRS))
   for axes, (pair, name) in zip(panels, PAIRS.items()):
     for row, seeds in rows.items():
-      values = np.array([one.magnitudes[pair] for one in seeds])
+      values = np.array([magnitudes[pair] for _, magnitudes in seeds])
       depth = (np.arange(values.shape[1]) + 1) / values.shape[1]
       tables.draw_range(axes, depth, values, row)
     axes.set(xlabel="depth t", ylabel=f"mean |eigenvalue| of {name}", ylim=(0, None))
@@ -129,16 +122,9 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--runs", required=True)
-  parser.add_argument("--texts", type=int, default=8)
-  parser.add_argument("--tokens", type=int, default=32)
-  parser.add_argument("--plot", metavar="FILE.png")
-  args = parser.parse_args(argv)
-  rows = {
-    row: [measure(workdir, args.texts, args.tokens) for workdir in seeds]
-    for row, seeds in tables.runs_by_row(args.runs).items()
-  }
+  args = programs.make_parser(__doc__, runs=str, texts=8, tokens=32, plot=None).parse_args(argv)
+  found = tables.runs_by_row(args.runs)
+  rows = {row: [measure(workdir, args.texts, args.tokens) for workdir in seeds] for row, seeds in found.items()}
   print(table(rows))
   if args.plot:
     plot(rows, args.plot)

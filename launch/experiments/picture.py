@@ -11,7 +11,8 @@ W(t) and its spectra are those of the first run; each run has a curve of perplex
 import dataclasses
 
 import jax
-import matplotlib
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 import numpy as np
 
 import diffeq_nnx
@@ -20,9 +21,6 @@ from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
 from launch import programs
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # after choosing the backend
 
 TIMES = np.linspace(0, 1, 97)  # of the curves
 ENTRIES = 5  # of W(t)
@@ -42,9 +40,10 @@ def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[fl
 
 def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
   """Writes the PNG."""
-  figure, (weights, eigen, depth) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+  figure = Figure(figsize=(12, 3.4), layout="constrained")
+  weights, eigen, depth = figure.subplots(1, 3)
   entry = lambda leaves: np.asarray(leaves["up"]["kernel"])[:, 0, :ENTRIES]
-  own, colors = analyzed.times.times_U, pyplot.cm.viridis(np.linspace(0, 0.85, ENTRIES))
+  own, colors = analyzed.times.times_U, colormaps["viridis"](np.linspace(0, 0.85, ENTRIES))
   for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights.sets).T, colors):
     weights.plot(TIMES, curve, color=color, linewidth=1.2)
     weights.plot(own, marks, "o", color=color, markersize=4)
@@ -56,13 +55,8 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
   eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
   for (label, values), color in zip(curves, ("C0", "0.5", "C1", "C2")):
     depth.plot(steps, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
-  depth.set(
-    title="one checkpoint, any number of layers",
-    xlabel="solver steps (layers)",
-    ylabel="validation perplexity",
-    yscale="log",
-    xticks=steps,
-  )
+  depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)")
+  depth.set(ylabel="validation perplexity", yscale="log", xticks=steps)
   depth.set_xticklabels(steps, fontsize=8)
   depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):
@@ -73,17 +67,12 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
 
 def main() -> None:
   """Measures the runs and draws the figure."""
-  parser = programs.make_parser(__doc__, settings=False)
-  parser.add_argument("--workdirs", type=programs.split(), required=True)
-  parser.add_argument("--steps", type=programs.split(int), default=[2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
-  parser.add_argument("--out", default="docs/depth.png")
-  arguments = parser.parse_args()
+  steps = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+  arguments = programs.make_parser(__doc__, workdirs=[str], steps=steps, out="docs/depth.png").parse_args()
   measured = [perplexities(workdir, arguments.steps) for workdir in arguments.workdirs]
   for workdir, (_, found, trained_at) in zip(arguments.workdirs, measured):
-    print(
-      f"{workdir}, trained at {trained_at}: "
-      + ", ".join(f"{count}: {value:.1f}" for count, value in zip(arguments.steps, found))
-    )
+    values = ", ".join(f"{count}: {value:.1f}" for count, value in zip(arguments.steps, found))
+    print(f"{workdir}, trained at {trained_at}: {values}")
   draw(measured[0][0], [(trained_at, found) for _, found, trained_at in measured], arguments.steps, arguments.out)
 
 

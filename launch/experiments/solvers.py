@@ -26,7 +26,6 @@ import argparse
 from collections.abc import Callable
 import dataclasses
 import functools
-import json
 import os
 import statistics
 
@@ -36,6 +35,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 
+from diffeq_nnx import files
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
@@ -56,16 +56,9 @@ def evaluations_of(solver: str, num_steps: int) -> float:
 
 def model_of(field: str) -> Model:
   """A small model in float64 whose fastest time feature turns by 3 radians."""
-  config = ModelConfig(
-    field=field,
-    horizon=1.0,
-    embed_dim=32,
-    num_heads=4,
-    vocab_size=64,
-    seq_len=16,
-    dtype="float64",
-    time=TimeConfig(sinusoidal_dim=8, time_embed_dim=8, scale=3.0),
-  )
+  time = TimeConfig(sinusoidal_dim=8, time_embed_dim=8, scale=3.0)
+  config = ModelConfig(field=field, horizon=1.0, embed_dim=32, num_heads=4, vocab_size=64, seq_len=16, time=time)
+  config = dataclasses.replace(config, dtype="float64")
   params = jax.jit(lambda: params_of(Model(config, rngs=nnx.Rngs(0))))()
   rng = np.random.default_rng(0)
   return build(config, jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params))
@@ -85,11 +78,6 @@ def errors(field: str) -> dict[str, list[float]]:
   return {name: [float(np.abs(logits(name, n) - reference).max() / size) for n in STEPS] for name in SOLVERS}
 
 
-def order(by_steps: list[float]) -> float:
-  """The order of convergence between the last two numbers of steps."""
-  return float(np.log2(by_steps[-2] / by_steps[-1]))
-
-
 def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   """Errors against evaluations, a panel for each block."""
   figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -105,10 +93,8 @@ def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
   figure.savefig(path, dpi=120)
 
 
-class Plain(solvers.Solver):
+class Plain(solvers.Leapfrog):
   """Leapfrog whose states are carried in the dtype of the computation alone."""
-
-  nodes = (0.5,)
 
   def init(self, x_BxLxD):
     """The state twice."""
@@ -118,11 +104,6 @@ class Plain(solvers.Solver):
     """See `Leapfrog`."""
     before, middle = carry
     return middle, solvers.add_increment(before, dt, (2.0,), (field(middle, weights[0], key),))
-
-  def undo(self, field, carry, weights, dt, key):
-    """See `Leapfrog`."""
-    middle, after = carry
-    return solvers.add_increment(after, dt, (-2.0,), (field(middle, weights[0], key),)), middle
 
   def read(self, carry):
     """The mean of both."""
@@ -183,8 +164,6 @@ def losses(args: argparse.Namespace) -> str:
   path, _, row = args.config.partition(":")
   args.config = path
   runs = Runs(args)
-  rows: list[list[str]] = []
-  first: dict[bool, list[float]] = {}
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
   found: dict[tuple[str, int], list[float]] = {}
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every solver
@@ -193,31 +172,21 @@ def losses(args: argparse.Namespace) -> str:
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
         name = f"{row}_{solver}_{count}_seed{seed}"
         found.setdefault((solver, count), []).append(runs.find_loss(name, row, settings))
+  first, rows = [found["euler", count] for count in plan["euler"]], []
   for solver, counts in plan.items():
     cells = []
-    for equal_steps, count in zip((True, False), counts, strict=True):
-      values = found[solver, count]
-      first.setdefault(equal_steps, values)
-      cells += [] if equal_steps else [str(count)]
-      cells += [
-        f"{statistics.mean(values):.3f}",
-        tables.difference(values, first[equal_steps], "+.3f") if values is not first[equal_steps] else "0",
-      ]
-    rows.append([solver, *cells])
+    for values, base in zip((found[solver, count] for count in counts), first, strict=True):
+      cells += [f"{statistics.mean(values):.3f}", "0" if values is base else tables.difference(values, base, "+.3f")]
+    rows.append([solver, *cells[:2], str(counts[1]), *cells[2:]])
   columns = [f"loss at {args.steps} steps", "against euler", f"steps for {args.evaluations} evaluations", "loss there"]
   return tables.markdown(["solver", *columns, "against euler"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
-  parser = programs.make_parser(__doc__)
+  training = {"config": "configs/english.py:diffeq", "seeds": [0, 1, 2], "steps": 6, "evaluations": 12}
+  parser = programs.make_parser(__doc__, workdir=str, plot=None, **training)
   parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--plot", metavar="FILE.png")
-  parser.add_argument("--config", default="configs/english.py:diffeq")
-  parser.add_argument("--seeds", type=programs.split(int), default=[0, 1, 2])
-  parser.add_argument("--steps", type=int, default=6)
-  parser.add_argument("--evaluations", type=int, default=12)
   args = parser.parse_args(argv)
   if args.what != "errors":
     print(losses(args) if args.what == "losses" else gradients())
@@ -225,11 +194,11 @@ def main(argv: list[str] | None = None) -> None:
   jax.config.update("jax_enable_x64", True)
   by_field = {field: errors(field) for field in ("gpt", "llama")}
   os.makedirs(args.workdir, exist_ok=True)
-  with open(os.path.join(args.workdir, "errors.json"), "w", encoding="utf-8") as file:
-    json.dump({"steps": STEPS, **by_field}, file, indent=2)
+  files.write_json(os.path.join(args.workdir, "errors.json"), {"steps": STEPS, **by_field})
+  order = lambda by_steps: f"{np.log2(by_steps[-2] / by_steps[-1]):.2f}"
   rows = [
-    [solver, *(f"{order(found[solver]):.2f}" for found in by_field.values()), ", ".join(map(str, evaluations))]
-    for solver, evaluations in ((name, SOLVERS[name].evaluations) for name in by_field["gpt"])
+    [name, *(order(found[name]) for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
+    for name, solver in SOLVERS.items()
   ]
   columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
   print(tables.markdown(columns, rows))

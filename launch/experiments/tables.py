@@ -1,18 +1,28 @@
-"""Tables and curves of experiments: means, standard errors over seeds, paired differences; and runs by row and seed.
+"""What experiments share: results in files, tables of means with errors and differences, curves, runs by row and seed.
 
 The runs of a row are those that match a pattern, in the order of their seeds: `runs/small/gpt_rate0.001_seed*`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import glob
 import os
 import re
+from typing import Any
 
 from matplotlib.axes import Axes
 import numpy as np
 from numpy.typing import ArrayLike
 
+from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
+
+
+def remember(path: str, compute: Callable[[], Any]) -> Any:
+  """The JSON value in a file; if the file is missing, `compute` is called and what it returns is written there."""
+  if not os.path.exists(path):
+    print(f"-- {os.path.basename(path).removesuffix('.json')}", flush=True)
+    files.write_json(path, compute())
+  return files.read_json(path)
 
 
 def mean_and_error(values: Sequence[float], digits: str = ".4f") -> str:
