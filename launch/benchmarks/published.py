@@ -1,7 +1,7 @@
 """A published checkpoint in this package against transformers, in turn, in one process: generation and gradients.
 
   python -m diffeq_nnx.main --job=export --workdir=runs/smol --out=exported/smol
-  python -m launch.benchmarks.published --workdir=runs/smol --folder=exported/smol [--rounds=5] [--sides=...]
+  python -m launch.benchmarks.published --workdir=runs/smol --folder=exported/smol [--rounds=5]
       [--set=train.loss_chunks=16]
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU.
@@ -15,15 +15,11 @@ compiles then) and then once in each round, in turn. Printed are medians of toke
 rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or both losses.
 """
 
-import dataclasses
 import functools
 from pydoc_data import topics
-import statistics
-import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
@@ -85,62 +81,36 @@ class Theirs:
     return loss.item()
 
 
-@dataclasses.dataclass
-class Measured:
-  """Seconds of each side by round, its last result, and the tokens of a run."""
-
-  tokens: int
-  seconds: dict[str, list[float]]
-  results: dict[str, Any]
-
-
-def measure(sides: dict[str, Any], method: str, arguments: tuple, tokens: int, rounds: int) -> Measured:
-  """Runs each side once, and then in each round."""
-  found = Measured(tokens, {name: [] for name in sides}, {})
-  for round_number in range(rounds + 1):
-    for name, side in sides.items():
-      start = time.perf_counter()
-      found.results[name] = getattr(side, method)(*arguments)
-      if round_number:
-        found.seconds[name].append(time.perf_counter() - start)
-  return found
-
-
-def format_row(name: str, found: Measured) -> list[str]:
-  """The row of the table."""
-  ours, theirs = found.seconds.values()
-  a, b = found.results.values()
-  speeds = [f"{found.tokens / statistics.median(seconds):,.1f}" for seconds in (ours, theirs)]
-  if isinstance(a, float):
-    agreement = f"losses {a:.5f}, {b:.5f}"
-  else:
-    agreement = f"{sum(one == other for one, other in zip(a, b))} of {len(a)} rows"
-  return [name, *speeds, programs.format_spread(np.divide(theirs, ours), ".2f"), agreement]
+def describe_agreement(ours: Any, theirs: Any) -> str:
+  """What the sides agree on."""
+  if isinstance(ours, float):
+    return f"losses {ours:.5f}, {theirs:.5f}"
+  return f"{sum(one == other for one, other in zip(ours, theirs))} of {len(ours)} rows"
 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures, prints."""
-  parser = programs.make_parser(__doc__)
-  parser.add_argument("--workdir", required=True)
-  parser.add_argument("--folder", required=True)
-  parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--prompts", type=programs.split(int), default=[1, 16])
-  parser.add_argument("--prompt_tokens", type=int, default=16)
-  parser.add_argument("--new_tokens", type=int, default=48)
+  lengths = {"prompts": [1, 16], "prompt_tokens": 16, "new_tokens": 48}
+  parser = programs.make_parser(__doc__, workdir=str, folder=str, rounds=5, **lengths)
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  ours = Ours(args.workdir, args.set)
-  sides = {"ours": ours, "transformers": Theirs(args.folder)}
+  ours, theirs = Ours(args.workdir, args.set), Theirs(args.folder)
   text = " ".join(topics.topics[name] for name in sorted(topics.topics))
   ids = ours.tokenizer.encode(text[:40_000])
-  rows = []
+  kinds = []
   for count in args.prompts:
     starts = np.arange(count)[:, None] * LENGTH // 4 + np.arange(args.prompt_tokens)
-    new = count * args.new_tokens
-    found = measure(sides, "generate", (ids[starts], args.new_tokens), new, args.rounds)
-    rows.append(format_row(f"generate {count}", found))
-  tokens = jnp.asarray(ids[: SEQUENCES * (LENGTH + 1)], jnp.int32).reshape(SEQUENCES, LENGTH + 1)
-  found = measure(sides, "loss", (np.asarray(tokens),), SEQUENCES * LENGTH, args.rounds)
-  rows.append(format_row("gradients", found))
+    kinds.append((f"generate {count}", "generate", (ids[starts], args.new_tokens), count * args.new_tokens))
+  tokens = ids[: SEQUENCES * (LENGTH + 1)].astype(np.int32).reshape(SEQUENCES, LENGTH + 1)
+  kinds.append(("gradients", "loss", (tokens,), SEQUENCES * LENGTH))
+  rows = []
+  for name, method, arguments, count in kinds:
+    calls = {side: functools.partial(getattr(side, method), *arguments) for side in (ours, theirs)}
+    agreement = describe_agreement(*(call() for call in calls.values()))  # the first calls compile
+    seconds = programs.time_rounds(calls, args.rounds)
+    speeds = [f"{count / np.median(seconds[side]):,.1f}" for side in (ours, theirs)]
+    rows.append([name, *speeds, programs.format_spread(seconds[theirs] / seconds[ours], ".2f"), agreement])
+  print(f"median of {args.rounds} interleaved rounds, {programs.describe_device()}, torch {torch.__version__}\n")
   print(tables.markdown(["", "ours, tokens/s", "transformers, tokens/s", "ratio", "the same"], rows))
 
 
