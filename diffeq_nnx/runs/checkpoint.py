@@ -250,7 +250,7 @@ class _Reported:
 
 def _numbered(folder: str) -> list[str]:
   """Names of checkpoints, finished or not."""
-  return [name for name in files.sizes(folder) if name.isascii() and name.isdigit()]
+  return [name for name in files.list_sizes(folder) if name.isascii() and name.isdigit()]
 
 
 def _bit_sums(tree: Any) -> list[int]:
