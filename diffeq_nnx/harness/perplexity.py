@@ -11,10 +11,10 @@ from diffeq_nnx.training.evaluate import perplexity
 GROUP = 256  # documents whose windows are scored together
 
 
-def corpus_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None = None) -> dict[str, float | int]:
-  """How well documents are predicted, each token once, in the windows that `lm` was made with.
+def measure_perplexity(lm: DiffEqLM, documents: Iterable[str], limit: int | None = None) -> dict[str, float | int]:
+  """Measures how well documents are predicted, each token once, in the windows that `lm` was made with.
 
-  Words and bytes are counted as lm_eval does: pieces between white space, and bytes of UTF-8.
+  Words and bytes are counted as lm_eval counts them: pieces between white space, and bytes of UTF-8.
 
   Returns:
     perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the corpus' negative
