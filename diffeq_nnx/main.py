@@ -90,7 +90,7 @@ def run(argv: list[str]) -> None:
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   if config is None and job.config == "optional":
-    config = config_lib.changed(config_lib.Config(), SETTINGS.value)
+    config = config_lib.apply_settings(config_lib.Config(), SETTINGS.value)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
@@ -99,11 +99,11 @@ def run(argv: list[str]) -> None:
     workdir.check_place(flag.value or "", flag.name)
   if config is None:
     flag = FROM_WORKDIR if job.config == "source" else WORKDIR
-    config = config_lib.changed(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
+    config = config_lib.apply_settings(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
-  with distributed.in_one_line():
+  with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()
