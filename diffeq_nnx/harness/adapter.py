@@ -175,7 +175,7 @@ class DiffEqLM(TemplateLM):
       "field": config.field,
       "solver": config.solver,
       "weights": config.weights,
-      "num_steps": self.scorer.grid.num_steps,
+      "num_steps": self.scorer.ready.weights.grid.num_steps,
       "dtype": config.dtype,
       "devices": self.scorer.ready.mesh.size,
       "processes": jax.process_count(),

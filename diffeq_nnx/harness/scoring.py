@@ -17,7 +17,6 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.inference.ready import ReadyModel, make_ready, one_device_mesh
-from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import sharding
@@ -99,11 +98,6 @@ class Scorer:
     self._share, self._most_slots = share, packing.round_up(max_length)
     self._rows = sharding.num_shards("batch", self.ready.mesh.shape)
     self._tokens = batch_size * max_length * self._rows
-
-  @property
-  def grid(self) -> grids.Grid:
-    """The steps."""
-    return self.ready.weights.grid
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """Yields the index of each request and its score, in any order, as they are computed.

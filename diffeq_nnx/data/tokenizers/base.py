@@ -69,13 +69,17 @@ class Tokenizer(abc.ABC):
     """The SHA-256, in hex, of everything that decides ids, marks included."""
     return hashlib.sha256(self.model_bytes).hexdigest()
 
-  @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids: marks to nothing, other numbers to a replacement character, bytes that aren't UTF-8 to U+FFFD."""
+    return self._decode(ids, within=False)
 
   def decode_within(self, ids: Iterable[int]) -> str:
     """Decodes ids that follow others in a text. Unlike `decode` it keeps a space at the beginning."""
-    return self.decode(ids)
+    return self._decode(ids, within=True)
+
+  @abc.abstractmethod
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    """Decodes ids, with the space at the beginning if they are `within` a text."""
 
   def _divide(self, text: str) -> Iterable[str]:
     """Divides a text into blocks whose ids, joined, are the text's."""

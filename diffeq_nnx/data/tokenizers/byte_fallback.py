@@ -95,19 +95,10 @@ class ByteFallbackTokenizer(specs.LibraryTokenizer):
     ids = self.encode("a")
     self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode`."""
-    return self._decode(ids, self._encoder)
-
-  def decode_within(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode_within`."""
-    return self._decode(ids, self._within)
-
-  def _decode(self, ids: Iterable[int], first: Any) -> str:
-    """Decodes ids, those up to the first number that is no id with the decoder `first`."""
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    first = self._within if within else self._encoder  # decodes the ids up to the first number that is no id
     groups = itertools.groupby(map(int, ids), lambda number: 0 <= number < self.vocab_size)
-    decoders = itertools.chain([first], itertools.repeat(self._within))
-    parts = zip(groups, decoders)
+    parts = zip(groups, itertools.chain([first], itertools.repeat(self._within)))
     return "".join(
       decoder.decode(list(run), skip_special_tokens=True) if known else "\ufffd" * len(list(run))
       for (known, run), decoder in parts

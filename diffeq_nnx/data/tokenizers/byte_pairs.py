@@ -186,8 +186,7 @@ class BytePairTokenizer(specs.LibraryTokenizer):
       start = found.end()
     yield text[start:]
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids: marks to nothing, numbers that are no id and bytes that aren't UTF-8 to U+FFFD."""
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
     return b"".join(self._pieces.get(int(number), b"\xff") for number in ids).decode(errors="replace")
 
 

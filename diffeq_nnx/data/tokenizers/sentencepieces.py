@@ -217,7 +217,7 @@ class SentencePieceTokenizer(base.Tokenizer):
     split = [list((self._split_lines if self.lossless else self._split_added)(block)) for block in blocks]
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
     encoded = {}
-    for model in (self._first, self._rest):
+    for model in {self._first, self._rest}:
       texts = [part for parts in split for one, part in parts if one is model and isinstance(part, str)]
       encoded[id(model)] = iter(model.encode(texts, out_type=int, num_threads=threads) if texts else ())
     for parts in split:
@@ -240,17 +240,9 @@ class SentencePieceTokenizer(base.Tokenizer):
       for piece in _cut(part, _LINE_CHARS):
         yield self._plain, self._separator_ids.get(piece, piece)
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids: marks to nothing, the unknown mark and numbers that are no id to a double question mark."""
-    return self._decode(ids, self._first)
-
-  def decode_within(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode_within`."""
-    return self._decode(ids, self._plain)
-
-  def _decode(self, ids: Iterable[int], first: sentencepiece.SentencePieceProcessor) -> str:
-    """Decodes ids, those up to the first added token with the processor `first`."""
-    unknown, texts, model = self._plain.unk_id(), [], first
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    unknown, texts = self._plain.unk_id(), []
+    model = self._plain if within else self._first  # decodes the ids up to the first added token
     known = (number if 0 <= number < self.vocab_size else unknown for number in map(int, ids))
     for is_added, group in groupby(known, lambda number: number >= self._num_pieces):
       run = list(group)
