@@ -180,11 +180,9 @@ def eval_batches(
 
   Args:
     split: The tokens.
-    seq_len: L, tokens in a row.
-    batch_size: B, rows of tokens in a batch.
+    seq_len, batch_size, eos_id: As for `train_batches`.
     max_batches: The largest number of batches; None for all.
     rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
-    eos_id: As for `train_batches`.
 
   Yields:
     "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L], which is 1 where the target counts, and 0 in

@@ -42,17 +42,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """One side of a corpus.
+  """One side of a corpus: documents, each between the tokenizer's begin mark, if it has one, and its end mark."""
 
-  Attributes:
-    tokens: [num_tokens] uint16 or uint32: the documents, each followed by the end-of-text id and, where the tokenizer
-      has one (`bos_id`), preceded by the begin mark.
-    num_bytes: UTF-8 bytes of the text, marks excluded.
-    num_documents: Number of documents.
-  """
-
-  tokens: "Tokens"
-  num_bytes: int
+  tokens: "Tokens"  # [num_tokens] uint16 or uint32
+  num_bytes: int  # UTF-8 bytes of the text, marks excluded
   num_documents: int
 
   @property

@@ -51,20 +51,12 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     UserError: some of the three arguments without the others, or arguments that don't fit.
     RunError: the processes could not be joined.
   """
+  global _joined
   given = (coordinator, num_processes, process_id)
   if given == (None, 1, None):
     return
-  if any(value is not None for value in given):
-    if coordinator is None or num_processes is None or process_id is None:
-      raise UserError(
-        "--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
-        "under Slurm, or for a single process"
-      )
-    if not 0 <= process_id < num_processes:
-      raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
-    if not coordinator.rpartition(":")[2].isdigit():
-      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
-  global _joined
+  if given != (None, None, None):
+    _check_given(*given)
   # JAX's own limit aborts the process with a stack dump. No row of launch/faults.py starts too few processes, but
   # tests/test_distributed.py does.
   timer = threading.Timer(join_seconds, _end_unjoined, [join_seconds])
@@ -93,6 +85,18 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     timer.cancel()
   _joined = True
   _explain_a_sudden_end()
+
+
+def _check_given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+  if coordinator is None or num_processes is None or process_id is None:
+    raise UserError(
+      "--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
+      "under Slurm, or for a single process"
+    )
+  if not 0 <= process_id < num_processes:
+    raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
+  if not coordinator.rpartition(":")[2].isdigit():
+    raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
 
 
 def _explain_a_sudden_end() -> None:
