@@ -113,10 +113,7 @@ def read(path: str) -> bytes:
 
 
 def read_ranges(paths: list[str], starts: list[int], stops: list[int]) -> list[bytes | Exception]:
-  """Reads ranges of bytes, of which `stops` are excluded, at the same time. An error is returned in place of the bytes.
-
-  The files are on disks and in buckets of one cloud.
-  """
+  """Reads ranges of bytes of files on disks and in buckets of one cloud, and returns an error in place of its bytes."""
   found: list[Any] = [None] * len(paths)
   for url in set(map(is_url, paths)):
     those = [number for number, path in enumerate(paths) if is_url(path) == url]
@@ -234,10 +231,7 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
 
 
 def make_place_to_build(path: str, cache: str) -> str:
-  """Makes a folder to build what belongs at `path`: that itself or, for a bucket, a local folder.
-
-  The local folder is in `cache`, unless that is in a bucket too.
-  """
+  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket."""
   name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
   parent = absolute("~/.cache/diffeq_nnx" if is_url(cache) else cache)
   place = os.path.join(parent, name) if is_url(path) else path

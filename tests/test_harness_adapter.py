@@ -25,7 +25,6 @@ import diffeq_nnx
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.harness import perplexity
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Score
@@ -237,7 +236,7 @@ def test_windows_are_full_and_perplexity_is_that_of_all_of_them(model, lm):
     assert len(context) + len(continuation) - 1 == 96
   assert len(sliding.make_windows(text)) > len(lm.make_windows(text)) == 4
   assert "sliding" in sliding.get_model_info()["rolling_windows"]
-  found = perplexity.measure_perplexity(sliding, [text, "one two"])
+  found = sliding.measure_perplexity([text, "one two"])
   total, short, empty = sliding.loglikelihood_rolling(
     instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True
   )

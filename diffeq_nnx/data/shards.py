@@ -119,13 +119,12 @@ class Tokens:
     return found
 
   def _fetch_checksums(self, numbers: set[int]) -> None:
-    wanted = sorted(numbers)
-    counts = [-(-self.sizes[number] // RECORD_TOKENS) for number in wanted]
-    starts = [self.sizes[number] * self.dtype.itemsize for number in wanted]
-    ranges = [
-      (number, start, start + count * _CHECKSUM.itemsize) for number, start, count in zip(wanted, starts, counts)
-    ]
-    for number, data in zip(wanted, self._read_ranges(ranges)):
+    ranges = []
+    for number in sorted(numbers):
+      start = self.sizes[number] * self.dtype.itemsize
+      num_records = -(-self.sizes[number] // RECORD_TOKENS)
+      ranges.append((number, start, start + num_records * _CHECKSUM.itemsize))
+    for (number, _, _), data in zip(ranges, self._read_ranges(ranges)):
       self._checksums[number] = np.frombuffer(data, _CHECKSUM)
 
   def _read_ranges(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:

@@ -1,12 +1,15 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
+import math
 import os
+import re
 import types
 from typing import Any
 import zlib
@@ -36,8 +39,10 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.evaluate import perplexity
 
 AUTO = 8  # the batch size that batch_size=auto stands for
+DOCUMENTS = 256  # documents whose perplexity is measured together
 MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # supported generation_kwargs
 
@@ -106,10 +111,12 @@ class DiffEqLM(TemplateLM):
     for name, value in (("num_steps", num_steps), ("max_length", max_length)):
       if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UserError(f"{name}={value!r}: must be a whole number above 0")
-    rows: Any = AUTO if str(batch_size).startswith("auto") else batch_size
-    rows = int(rows) if str(rows).isdecimal() else rows
+    given = str(batch_size)
+    self.batch_size = AUTO if given.startswith("auto") else int(given) if given.isdecimal() else 0
+    if not self.batch_size:
+      raise UserError(f"batch_size={batch_size!r}: must be a whole number above 0, or auto")
     try:  # the rules of the keys with these names in a config
-      HarnessConfig(batch_size=rows, dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
+      HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
     except UserError as error:
       raise UserError(str(error).replace("harness.", "")) from error
     self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
@@ -126,7 +133,6 @@ class DiffEqLM(TemplateLM):
     if model is None:
       say_attention(config)
       say_untrained(run.config, run.step, self._num_steps)
-    self.batch_size = rows
     self.max_length = config.seq_len if max_length is None else max_length
     if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
@@ -286,6 +292,27 @@ class DiffEqLM(TemplateLM):
       counts[i] += len(continuation)
     return list(zip(totals, counts))
 
+  def measure_perplexity(self, documents: Iterable[str], limit: int | None = None) -> dict[str, float | int]:
+    """Measures how well documents are predicted, each token once.
+
+    Words and bytes are counted as lm_eval counts them: pieces between white space, and bytes of UTF-8.
+
+    Returns:
+      perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the corpus' negative
+      log-likelihood), and how many documents, tokens, words and bytes.
+    """
+    nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
+    documents = itertools.islice(documents, limit)
+    while group := list(itertools.islice(documents, DOCUMENTS)):
+      for text, (logprob, tokens) in zip(group, self.score_texts(group)):
+        nats -= logprob
+        counts["documents"] += 1
+        counts["tokens"] += tokens
+        counts["words"] += len(re.split(r"\s+", text))
+        counts["bytes"] += len(text.encode())
+    per = {f"perplexity_per_{unit}": perplexity(nats / counts[f"{unit}s"]) for unit in ("token", "word", "byte")}
+    return {**per, "bits_per_byte": nats / counts["bytes"] / math.log(2), "nats": nats, **counts}
+
   @functools.cached_property
   def _decoder(self) -> Decoder:
     """The model, ready to generate: the scorer keeps generated weights, not the parameters that they come from."""
@@ -326,7 +353,9 @@ class DiffEqLM(TemplateLM):
       for (options, until), group in groups.items():
         numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
         streams = [TextStream(self._tokenizer.decode_within, until, self._tokenizer.leading) for _ in group]
-        for n in self._generate(prompts, row_numbers, options, streams):
+        take = functools.partial(self._take_token, streams)
+        for n, _ in continue_prompts(self._decoder, prompts, options, take, row_numbers=row_numbers):
+          streams[n].finish()
           texts[numbers[n]] = streams[n].text
           self.cache_hook.add_partial("generate_until", requests[numbers[n]].args, streams[n].text)
           bar.update()
@@ -357,24 +386,12 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _generate(
-    self,
-    prompts: Sequence[list[int]],
-    row_numbers: Sequence[int],
-    options: GenerationOptions,
-    streams: Sequence[TextStream],
-  ) -> Iterator[int]:
-    """Continues prompts into their streams, and yields the places of the texts as they end."""
-
-    def take(n: int, token: int) -> str | None:
-      if token in self._tokenizer.end_ids:
-        return "eos"
-      streams[n].add(token)
-      return "stop" if streams[n].stopped else None
-
-    for n, _ in continue_prompts(self._decoder, prompts, options, take, row_numbers=row_numbers):
-      streams[n].finish()
-      yield n
+  def _take_token(self, streams: Sequence[TextStream], n: int, token: int) -> str | None:
+    """Adds a token to the n-th text. Returns why the text ends with it, or None if it goes on."""
+    if token in self._tokenizer.end_ids:
+      return "eos"
+    streams[n].add(token)
+    return "stop" if streams[n].stopped else None
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))

@@ -55,7 +55,7 @@ def evaluate_downstream(
   """
   start, settings = time.perf_counter(), config.harness
   try:
-    from diffeq_nnx.harness import adapter, perplexity, tasks  # they need an extra that other jobs don't
+    from diffeq_nnx.harness import adapter, tasks  # they need an extra that other jobs don't
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
   Run.open(workdir, config)
@@ -79,7 +79,7 @@ def evaluate_downstream(
     num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
   ours = _evaluate(lm, names, manager, shots, settings) if names else []
-  text = None if texts is None else perplexity.measure_perplexity(lm, texts.documents(), settings.limit)
+  text = None if texts is None else lm.measure_perplexity(texts.documents(), settings.limit)
   found = report.collect_estimates(ours)
   if theirs and ours and not found.keys() & report.collect_estimates(theirs).keys():
     raise UserError(
