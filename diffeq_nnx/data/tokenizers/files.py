@@ -3,7 +3,7 @@
 They say which tokens are marks, which token is the unknown one, and which tokens were added to the vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import os
 from typing import Any
 
@@ -53,7 +53,7 @@ def read_statements(directory: str, label: str) -> Stated:
   return said
 
 
-def read_added_tokens(directory: str, id_of: Callable[[str], int | None], num_pieces: int, label: str) -> list[str]:
+def read_added_tokens(directory: str, ids: dict[str, int], label: str) -> list[str]:
   """Returns the tokens that files add to a vocabulary, in the order of their ids, which follow those of its pieces.
 
   Raises:
@@ -62,28 +62,28 @@ def read_added_tokens(directory: str, id_of: Callable[[str], int | None], num_pi
   found: dict[str, int] = {}
   for path, content in _read_objects(directory, ("added_tokens.json", "tokenizer_config.json"), label):
     place = os.path.basename(path)
-    listed = content.items() if place == "added_tokens.json" else _list_tokens(content, id_of, label)
+    listed = content.items() if place == "added_tokens.json" else _list_tokens(content, ids, label)
     for name, number in listed:
-      piece_id = id_of(name)
+      piece_id = ids.get(name)
       known = found.setdefault(name, number) if piece_id is None else piece_id
       if type(number) is not int or known != number:
         raise UserError(f"{label}: {place} gives {name!r} the id {number!r}, but it is {known!r}; correct the files")
-  found = {name: number for name, number in sorted(found.items(), key=lambda item: item[1]) if id_of(name) is None}
-  for place, (name, number) in enumerate(found.items(), num_pieces):
+  found = {name: number for name, number in sorted(found.items(), key=lambda item: item[1]) if ids.get(name) is None}
+  for place, (name, number) in enumerate(found.items(), len(ids)):
     if number != place:
-      rule = f"added tokens must follow the vocabulary's {num_pieces} ids one by one"
+      rule = f"added tokens must follow the vocabulary's {len(ids)} ids one by one"
       raise UserError(f"{label}: {rule}, but {name!r} has the id {number} where {place} is due; correct the files")
   return list(found)
 
 
 def check_added_tokens(directory: str, ids: dict[str, int], label: str) -> None:
   """Raises UserError if files beside a `tokenizer.json` name tokens that it lacks, or give them other ids."""
-  if added := read_added_tokens(directory, ids.get, len(ids), label):
+  if added := read_added_tokens(directory, ids, label):
     problem = f"the files beside tokenizer.json add {added[0]!r} ({len(added)} such), which it lacks"
     raise UserError(f"{label}: {problem}; correct the files, or remove the wrong ones")
 
 
-def _list_tokens(content: dict[str, Any], id_of: Callable[[str], int | None], label: str) -> Iterator[tuple[str, Any]]:
+def _list_tokens(content: dict[str, Any], ids: dict[str, int], label: str) -> Iterator[tuple[str, Any]]:
   """Yields name and id of the tokens in tokenizer_config.json."""
   listed = content.get("added_tokens_decoder") or {}
   for number, token in listed.items() if isinstance(listed, dict) else [("", None)]:
@@ -91,7 +91,7 @@ def _list_tokens(content: dict[str, Any], id_of: Callable[[str], int | None], la
       rule = "added_tokens_decoder must be an object with ids as names and tokens as values"
       raise UserError(f"{label}: tokenizer_config.json: {rule}; restore the file")
     changes = [key for key in _CHANGES if token.get(key)]
-    if changes and id_of(token["content"]) is None:
+    if changes and ids.get(token["content"]) is None:
       problem = f"sets {changes[0]} of the added token {token['content']!r}"
       raise UserError(f"{label}: tokenizer_config.json {problem}; give the model's tokenizer.json, which can hold that")
     yield token["content"], int(number)

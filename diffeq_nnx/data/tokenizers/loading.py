@@ -71,8 +71,9 @@ def load(
     if byte_fallback.divides_as_exported(given) and files.exists(model):
       return _make_sentencepieces(read_bytes(model, label), configured, said, directory, True, label)
     spec, own = byte_fallback.from_tokenizer_json(given, label)
-    check_added_tokens(directory, specs.map_ids(spec), label)
-    return ByteFallbackTokenizer(spec, _resolve_marks(configured, own, said, specs.map_ids(spec), label), label)
+    ids = specs.map_ids(spec)
+    check_added_tokens(directory, ids, label)
+    return ByteFallbackTokenizer(spec, marks.resolve(configured, marks.merge(own, said), ids, label), label)
   read = byte_pairs.from_tokenizer_json(given, label)
   _check_pair_beside(read[0], directory, label)
   check_added_tokens(directory, specs.map_ids(read[0]), label)
@@ -91,15 +92,11 @@ def load_from_config(config: Any) -> Tokenizer:
   )
 
 
-def _resolve_marks(configured: Stated, own: Stated, said: Stated, ids: dict[str, int], label: str) -> marks.Marks:
-  return marks.resolve(configured, marks.merge(own, said), ids.get, len(ids), label)
-
-
 def _make_byte_pairs(
   read: tuple[Spec, Stated], configured: Stated, said: Stated, unknown_bytes: str | None, label: str
 ) -> Tokenizer:
   (spec, own), ids = read, specs.map_ids(read[0])
-  found = _resolve_marks(configured, own, said, ids, label)
+  found = marks.resolve(configured, marks.merge(own, said), ids, label)
   unknown = None
   noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
   if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
@@ -116,7 +113,7 @@ def _make_sentencepieces(
   model = sentencepieces.make_processor(model_bytes, label)
   ids, own_bos = sentencepieces.map_ids(model), {"the model's bos_id": model.bos_id()} if model.bos_id() >= 0 else {}
   if facts is None:
-    added = read_added_tokens(directory, ids.get, len(ids), label)
+    added = read_added_tokens(directory, ids, label)
     own = {"eos": {"the model's eos_id": model.eos_id()} if model.eos_id() >= 0 else {}, "bos": own_bos}
     own["otherwise_begins"] = {"the model's bos_id": bool(own_bos)}
     for what, tokens in own.items():  # an added token takes the place of the model's own mark
@@ -128,7 +125,7 @@ def _make_sentencepieces(
     noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}
     own = {"eos": {"its end_ids": facts["end_ids"][0]}, "bos": noted_bos, "ends": {"its end_ids": facts["end_ids"]}}
     own["otherwise_begins"] = {"its bos_id": facts["bos_id"] is not None}
-  found = _resolve_marks(configured, own, said, ids | dict(zip(added, itertools.count(len(ids)))), label)
+  found = marks.resolve(configured, marks.merge(own, said), ids | dict(zip(added, itertools.count(len(ids)))), label)
   return SentencePieceTokenizer(model_bytes, label, marks=found, as_trained=as_trained, added=added)
 
 

@@ -40,18 +40,16 @@ def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int]
   return name
 
 
-def find_id(value: Any, id_of: Callable[[str], int | None], vocab_size: int) -> int | None:
+def find_id(value: Any, ids: dict[str, int]) -> int | None:
   """Returns the id that a file means by a name, a number, or an object with the name; None if no token has it."""
   if isinstance(value, list) and len(value) == 1:
     (value,) = value
   name = read_name(value)
-  number = id_of(name) if isinstance(name, str) else name
-  return number if type(number) is int and 0 <= number < vocab_size else None
+  number = ids.get(name) if isinstance(name, str) else name
+  return number if type(number) is int and 0 <= number < len(ids) else None
 
 
-def resolve(
-  configured: Stated, stated: Stated, id_of: Callable[[str], int | None], vocab_size: int, label: str
-) -> Marks:
+def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str) -> Marks:
   """Decides the marks. What is configured comes before what files state, and statements of equal rank must agree.
 
   A list of end marks is no statement about the end of documents unless nothing else is; it must hold the end mark.
@@ -71,18 +69,18 @@ def resolve(
       raise complaint(said[what], rule)
     return found.pop()
 
-  id_rule = f"not one token of the vocabulary (ids 0 to {vocab_size - 1}); set"
-  number_of = lambda value: find_id(value, id_of, vocab_size)
+  id_rule = f"not one token of the vocabulary (ids 0 to {len(ids) - 1}); set"
+  number_of = lambda value: find_id(value, ids)
   eos_id = agree("eos", number_of, f"{id_rule} data.end_token")
   lists: dict[str, list[Any]] = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
   if configured.get("eos"):
-    lists = {place: ids for place, ids in lists.items() if eos_id in ids and None not in ids}
+    lists = {place: ends for place, ends in lists.items() if eos_id in ends and None not in ends}
   elif eos_id is None and lists:
-    common = [one for one in next(iter(lists.values())) if all(one in ids for ids in lists.values())]
-    eos_id = id_of(END_OF_TEXT) if id_of(END_OF_TEXT) in common else next(iter(common), None)
-  if any(None in ids or eos_id not in ids for ids in lists.values()):
+    common = [one for one in next(iter(lists.values())) if all(one in ends for ends in lists.values())]
+    eos_id = ids.get(END_OF_TEXT) if ids.get(END_OF_TEXT) in common else next(iter(common), None)
+  if any(None in ends or eos_id not in ends for ends in lists.values()):
     raise complaint(said["eos"] | stated["ends"], f"{id_rule} data.end_token")
-  if eos_id is None and (eos_id := id_of(END_OF_TEXT)) is None:
+  if eos_id is None and (eos_id := ids.get(END_OF_TEXT)) is None:
     raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
 
   unclear = "unclear whether documents begin with the begin mark; set data.begin_mark to True or False"
