@@ -177,9 +177,13 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   recipe = preparation.make_recipe(config, vocab_size, seed)
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
   folder = os.path.join(files.absolute(config.cache_dir), key)
-  open_cached = lambda: [_open_directory(folder, "data.cache_dir")]
+
+  def open_entry() -> Corpus:
+    found = [_open_directory(folder, "data.cache_dir")]
+    return _make_corpus(found, [1.0], found)
+
   with contextlib.suppress(UserError):  # it is missing or damaged
-    return _make_corpus(found := open_cached(), [1.0], found)
+    return open_entry()
   try:
     preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
   except UserError:
@@ -190,4 +194,4 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"
     ) from error
-  return _make_corpus(found := open_cached(), [1.0], found)
+  return open_entry()
