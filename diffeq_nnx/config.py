@@ -7,6 +7,7 @@ the frozen dataclasses below, which the rest of the package reads.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import json
 import os
 import runpy
 from typing import Any
@@ -17,7 +18,6 @@ from diffeq_nnx import config_fields
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.config_fields import flatten as flatten
 from diffeq_nnx.config_fields import nearest as nearest
-from diffeq_nnx.config_harness import HarnessConfig as HarnessConfig
 from diffeq_nnx.config_model import LoraConfig as LoraConfig
 from diffeq_nnx.config_model import ModelConfig as ModelConfig
 from diffeq_nnx.config_model import RopeConfig as RopeConfig
@@ -151,6 +151,49 @@ class ReportConfig(Section, prefix="report."):
 
 
 @dataclasses.dataclass(frozen=True)
+class HarnessConfig(Section, prefix="harness."):
+  """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
+
+  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
+  num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
+  # else as the tasks say
+  limit: int | None = number(None, above=0)  # questions of each task, and documents of `text`; None: all
+  include_path: str | None = None  # a folder of task files of your own
+  default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
+  batch_size: int = number(8, above=0)  # sequences of model.seq_len tokens on a device at a time (more where shorter)
+  dtype: str = one_of("model", "bfloat16", "float32")  # of the computation; model: as the model says
+  begin_mark: str = one_of("auto", "none", "always")  # before contexts; auto: the tokenizer's begin mark if it has one;
+  # always: that, or else the end mark
+  window: str = one_of("disjoint", "sliding")  # over long texts
+  stride: int | None = number(None, above=0)  # tokens that a sliding window predicts; None: half of model.seq_len
+  text: str | None = None  # a source as in data.source, whose perplexity is measured
+  folder: str = "harness"  # for the results, in the work directory
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The parts of `tasks`."""
+    names = tuple(filter(None, (name.strip() for name in self.tasks.split(","))))
+    return () if names == ("none",) else names
+
+  def check(self) -> None:
+    """Raises UserError for keys that don't fit each other, or a folder that another part of a run writes."""
+    for i, count in enumerate(self.num_fewshot):
+      if count < 0:
+        raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
+    if self.stride is not None and self.window != "sliding":
+      raise UserError(
+        f"harness.stride={self.stride}: applies to sliding windows only; leave it out, or set harness.window=sliding"
+      )
+    first = os.path.normpath(self.folder).split(os.sep)[0]
+    if os.path.isabs(self.folder) or first in ("..", ".", *RUN_FOLDERS) or "::" in self.folder or "://" in self.folder:
+      raise UserError(
+        f"harness.folder={self.folder!r}: must be a folder of its own within the work directory, e.g. harness"
+      )
+    if self.text is None and not self.names:
+      raise UserError(f"harness.tasks={self.tasks!r}: there is nothing to do; name tasks, or a harness.text")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config(Section):
   """One experiment. Keys of different sections are checked against each other by `from_config_dict` and `load`."""
 
@@ -167,24 +210,24 @@ class Config(Section):
 
 
 def key_types() -> dict[str, type]:
-  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
-  return config_fields.key_types(Config)
+  """Returns the plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
+  return {key: config_fields.plain_type(field.type) for key, field in config_fields.list_fields(Config).items()}
 
 
 def choices(key: str) -> tuple[str, ...]:
-  """The names that a dotted key may have, e.g. those of model.solver."""
-  return tuple(config_fields.find_field(Config, key).metadata["choices"])
+  """Returns the names that a dotted key may have, for example those of model.solver."""
+  return tuple(config_fields.list_fields(Config)[key].metadata["choices"])
 
 
 def add_choice(key: str, name: str) -> None:
-  """Makes a name valid for a dotted key; `solvers.register` and `vector_fields.register` call it."""
-  known = config_fields.find_field(Config, key).metadata["choices"]
+  """Makes a name valid for a dotted key, as `solvers.register` and `vector_fields.register` do."""
+  known = config_fields.list_fields(Config)[key].metadata["choices"]
   if name not in known:
     known.append(name)
 
 
 def default() -> ml_collections.ConfigDict:
-  """Every key with its default, optional ones as typed placeholders, ready for a config file to change."""
+  """Returns every key with its default, optional ones as typed placeholders, for a config file to change."""
   return config_fields.to_config_dict(Config())
 
 
@@ -196,21 +239,21 @@ def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
   """
   config = config_fields.freeze(Config, raw)
   _check_training(config)
-  config.harness.check(RUN_FOLDERS)
+  config.harness.check()
   return config
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-  """The config that `to_dict` turned into plain dicts; a missing key has its default.
+  """Makes a config of dicts as made by `to_dict`. A missing key has its default.
 
   Raises:
-    UserError: as `from_config_dict`.
+    UserError: as `from_config_dict` does.
   """
   return from_config_dict(config_fields.merge(default(), nested))
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
-  """The experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
+  """Loads the experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
   Raises:
     UserError: no such file, an unknown key, or what `from_config_dict` raises.
@@ -219,15 +262,15 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
-  return from_config_dict(_apply(get_config(argument), settings))
+  return from_config_dict(_set_keys(get_config(argument), settings))
 
 
-def changed(config: Config, settings: Sequence[str]) -> Config:
-  """A config with `key=value` settings on top; raises what `load` raises."""
-  return from_config_dict(_apply(config_fields.merge(default(), to_dict(config)), settings)) if settings else config
+def apply_settings(config: Config, settings: Sequence[str]) -> Config:
+  """Returns a config with `key=value` settings on top; raises what `load` raises."""
+  return from_config_dict(_set_keys(config_fields.merge(default(), to_dict(config)), settings)) if settings else config
 
 
-def _apply(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
+def _set_keys(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
   """Puts settings into a ConfigDict; raises UserError: an unknown key, or a value of another type."""
   kinds = key_types()
   for setting in settings:
@@ -245,8 +288,8 @@ def _apply(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collec
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-  """The dataclasses as nested plain dicts that JSON can hold (tuples become lists)."""
-  return config_fields.make_plain(dataclasses.asdict(config))
+  """Returns the dataclasses as nested dicts in JSON's types: tuples become lists."""
+  return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _check_training(config: Config) -> None:

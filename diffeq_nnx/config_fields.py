@@ -1,7 +1,4 @@
-"""What the keys of a config may be, whatever they mean: the rule beside each field, types, parsing, nested dicts.
-
-Used by `config`, which declares the keys.
-"""
+"""Rules and types of the keys that `config` declares, parsing of their values, and nested dicts of them."""
 
 import ast
 from collections.abc import Iterable
@@ -23,7 +20,7 @@ from diffeq_nnx.errors import UserError
 
 
 def one_of(default: str | None, *others: str, programs: tuple[str, ...] = ()) -> Any:
-  """A field whose value is one of these names, or its default; `choices` lists them, and `add_choice` adds one.
+  """Makes a field whose value is one of these names or its default. `choices` lists them, and `add_choice` adds one.
 
   Names of `programs` are for programs alone, and not for config files.
   """
@@ -40,7 +37,7 @@ def number(
   at_most: float | None = None,
   minus_one: str = "",
 ) -> Any:
-  """A field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above.
+  """Makes a field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above.
 
   `minus_one` says what -1 stands for, where it is a value too.
   """
@@ -62,11 +59,14 @@ def number(
   return dataclasses.field(default=default, metadata={"find_problem": find_problem})
 
 
-def find_field(cls: type, key: str) -> dataclasses.Field:
-  """The field at a dotted key."""
-  section, _, rest = key.partition(".")
-  field = next(field for field in dataclasses.fields(cls) if field.name == section)
-  return find_field(cast(type, field.type), rest) if rest else field
+def list_fields(cls: type, prefix: str = "") -> dict[str, dataclasses.Field]:
+  """Returns the fields of nested dataclasses by their dotted keys."""
+  found: dict[str, dataclasses.Field] = {}
+  for field in dataclasses.fields(cls):
+    key = f"{prefix}{field.name}"
+    kind: Any = field.type
+    found |= list_fields(cast(type, kind), f"{key}.") if dataclasses.is_dataclass(kind) else {key: field}
+  return found
 
 
 class Section:
@@ -94,7 +94,7 @@ class Section:
 
 
 def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
-  """The value of a field, in its type; raises UserError: it breaks the rule of the field, or has another type."""
+  """Returns the value of a field in its type; raises UserError if it breaks the field's rule or has another type."""
   kind: Any = field.type
   if "choices" in field.metadata:
     if value not in field.metadata["programs"]:
@@ -116,10 +116,10 @@ def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
 
 
 def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
-  """A ConfigDict as nested dataclasses of the type `cls`, a `Section`.
+  """Turns a ConfigDict into nested dataclasses of the type `cls`, a `Section`.
 
   Raises:
-    UserError: an unknown or missing key, or as `Section`.
+    UserError: an unknown or missing key, or what `Section` raises.
   """
   fields = {f.name: f for f in dataclasses.fields(cls)}
   for name in raw:
@@ -141,7 +141,7 @@ def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
 def _convert(key: str, value: Any, annotation: Any) -> Any:
   if value is None and isinstance(annotation, types.UnionType):
     return None
-  wanted = _plain_type(annotation)
+  wanted = plain_type(annotation)
   if wanted is tuple:
     element = typing.get_args(annotation)[0]
     if isinstance(value, (tuple, list)) and all(_is_number(v, element) for v in value):
@@ -160,29 +160,29 @@ def _is_number(value: Any, kind: type) -> bool:
   return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
 
 
-def _plain_type(annotation: Any) -> type:
-  """int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
+def plain_type(annotation: Any) -> type:
+  """Returns int for `int | None`, tuple for `tuple[int, ...]`, and so on."""
   if isinstance(annotation, types.UnionType):
     annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
   return typing.get_origin(annotation) or annotation
 
 
 def to_config_dict(section: Any) -> ml_collections.ConfigDict:
-  """Nested dataclasses as a ConfigDict, None as a typed placeholder."""
+  """Turns nested dataclasses into a ConfigDict, None into a typed placeholder."""
   made = ml_collections.ConfigDict()
   for field in dataclasses.fields(section):
     value = getattr(section, field.name)
     if dataclasses.is_dataclass(value):
       made[field.name] = to_config_dict(value)
     elif value is None:
-      made[field.name] = config_dict.placeholder(_plain_type(field.type))
+      made[field.name] = config_dict.placeholder(plain_type(field.type))
     else:
       made[field.name] = value
   return made
 
 
 def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
-  """The ConfigDict with these nested values in place of its own.
+  """Puts nested values into a ConfigDict and returns it.
 
   Raises:
     UserError: a section where a value belongs, the other way round, or a value of another type.
@@ -199,15 +199,8 @@ def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_coll
   return section
 
 
-def make_plain(value: Any) -> Any:
-  """Nested dicts with lists in place of tuples, as JSON has them."""
-  if isinstance(value, dict):
-    return {name: make_plain(inner) for name, inner in value.items()}
-  return list(value) if isinstance(value, tuple) else value
-
-
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested dicts as one dict of dotted keys."""
+  """Turns nested dicts into one dict of dotted keys."""
   flat: dict[str, Any] = {}
   for name, value in nested.items():
     key = f"{prefix}{name}"
@@ -215,25 +208,15 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
   return flat
 
 
-def key_types(cls: type, prefix: str = "") -> dict[str, type]:
-  """The plain type of every dotted key: int for `int | None`, tuple for `tuple[int, ...]`."""
-  found: dict[str, type] = {}
-  for field in dataclasses.fields(cls):
-    key = f"{prefix}{field.name}"
-    kind: Any = field.type
-    found |= key_types(cast(type, kind), f"{key}.") if dataclasses.is_dataclass(kind) else {key: _plain_type(kind)}
-  return found
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
-  """What to write instead of `name`, as the end of an error line."""
+  """Says what to write instead of `name`, as the end of an error line."""
   names = list(names)
   close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
 def parse(kind: type, text: str) -> Any:
-  """A value as it was written: true and false for flags, a number alone for a tuple of one, strings as they stand."""
+  """Parses a value: true and false for flags, a number alone for a tuple of one, strings as they stand."""
   if kind is bool and text.lower() in ("true", "false"):
     return text.lower() == "true"
   try:

@@ -1,11 +1,12 @@
-"""Files and folders on a disk or in a bucket; what this module writes is there whole or not at all.
+"""Files and folders on a disk or in a bucket. What this module writes is there whole or not at all.
 
-A path is local, or the URL of a bucket that fsspec has a package for (gs://bucket/run, s3://bucket/shards). No module
-that writes asks which. A local file is written beside its place and renamed. A bucket shows an object when all of it
-has arrived; it has no folders to rename, so a folder has one file that is removed first and written last, and is
-incomplete without it. Libraries that know local files only are given one, which is then copied.
+A path is local, or the URL of a bucket that fsspec has a package for (gs://bucket/run, s3://bucket/shards), and no
+module that writes asks which. A local file is written beside its place and renamed. A bucket shows an object when all
+of it has arrived. It has no folders to rename, so one file of a folder is removed first and written last, and the
+folder is incomplete without it. Libraries that know local files only are given one, which is then copied.
 """
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import errno
@@ -34,7 +35,7 @@ for _protocol in ("gcs", "s3", "abfs", "hf"):  # also for orbax: a kept listing 
 
 
 def absolute(path: str) -> str:
-  """A local path, `~` expanded and absolute; a URL as it is, without a slash at its end."""
+  """Returns a local path absolute and with `~` expanded, and a URL without a slash at its end."""
   return path.rstrip("/") if is_url(path) else os.path.abspath(os.path.expanduser(path))
 
 
@@ -56,10 +57,10 @@ def check_url(path: str) -> None:
 
 @contextlib.contextmanager
 def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-  """The file system that holds a path, and the path without the protocol.
+  """Yields the file system that holds a path, and the path without the protocol.
 
   Raises:
-    UserError: fsspec knows no such protocol, its package is not installed, or `check_url`.
+    UserError: fsspec knows no such protocol, its package is not installed, or `check_url` refuses the path.
     OSError: for every error within; its strerror says what it was.
   """
   check_url(path)
@@ -95,8 +96,8 @@ def is_folder(path: str) -> bool:
     return fs.isdir(place)
 
 
-def sizes(folder: str) -> dict[str, int]:
-  """Bytes of each file in a folder, and 0 for a folder in it, by name; one request. {} if the folder is not there."""
+def list_sizes(folder: str) -> dict[str, int]:
+  """Returns the bytes of each file in a folder, and 0 for a folder in it, by name; {} if the folder is not there."""
   with _accessing(folder) as (fs, root):
     try:
       found = {one["name"].rstrip("/"): one["size"] or 0 for one in fs.ls(root, detail=True)}
@@ -106,13 +107,13 @@ def sizes(folder: str) -> dict[str, int]:
 
 
 def read(path: str) -> bytes:
-  """The content of a file."""
+  """Returns the content of a file."""
   with _accessing(path) as (fs, place):
     return fs.cat_file(place)
 
 
 def read_ranges(paths: list[str], starts: list[int], stops: list[int]) -> list[bytes | Exception]:
-  """Bytes `start` to `stop` - 1 of files on disks and in buckets of one cloud, at the same time, or what it raised."""
+  """Reads ranges of bytes of files on disks and in buckets of one cloud, and returns an error in place of its bytes."""
   found: list[Any] = [None] * len(paths)
   for url in set(map(is_url, paths)):
     those = [number for number, path in enumerate(paths) if is_url(path) == url]
@@ -124,31 +125,42 @@ def read_ranges(paths: list[str], starts: list[int], stops: list[int]) -> list[b
 
 
 def sha256(path: str) -> str:
-  """The SHA-256 of a file, in hex."""
+  """Computes the SHA-256 of a file, in hex."""
   with _accessing(path) as (fs, place), fs.open(place, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: str) -> Any:
-  """The content of a JSON file.
-
-  Raises:
-    ValueError: it is no JSON.
-  """
+  """Reads a JSON file; raises ValueError if it isn't JSON."""
   try:
     return json.loads(read(path))
   except RecursionError as error:
     raise ValueError("nested too deeply") from error
 
 
+def parse_json(content: bytes, path: str, label: str) -> Any:
+  """Returns the JSON value that a file holds; raises UserError if it isn't JSON, or an object has a key twice."""
+
+  def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(made := dict(pairs)) < len(pairs):
+      twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+      raise ValueError(f"it gives {twice!r} twice")
+    return made
+
+  try:
+    return json.loads(content.decode("utf-8-sig"), object_pairs_hook=make_dict)
+  except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+    raise UserError(f"{label}: {os.path.basename(path)} is not JSON ({error}); restore the file") from error
+
+
 def make_folder(path: str) -> None:
-  """Makes a folder and those above it; a bucket needs none."""
+  """Makes a folder and those above it, which a bucket does not need."""
   if not is_url(path):
     os.makedirs(path, exist_ok=True)
 
 
 def check_writable(folder: str) -> None:
-  """Writes a file in a folder, which may be missing, and removes it; raises OSError if that can't be."""
+  """Writes a file in a folder, which may be missing, and removes it; raises OSError if that fails."""
   make_folder(folder)
   path = os.path.join(folder, ".writable")
   write(path, b"")
@@ -156,13 +168,13 @@ def check_writable(folder: str) -> None:
 
 
 def remove(path: str) -> None:
-  """Removes a file, or a folder with what is in it; nothing happens if it is not there."""
+  """Removes a file, or a folder with what is in it, if it is there."""
   with _accessing(path) as (fs, place), contextlib.suppress(FileNotFoundError):
     fs.rm(place, recursive=fs.isdir(place))
 
 
 def move_folder(path: str, to: str) -> None:
-  """Moves a folder, in a bucket object by object; what was at `to` is removed."""
+  """Moves a folder, in a bucket object by object, and removes what was at `to`."""
   remove(to)
   if not is_url(path):
     os.makedirs(os.path.dirname(to), exist_ok=True)
@@ -176,7 +188,7 @@ def move_folder(path: str, to: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str, at: str | None = None) -> Iterator[str]:
-  """A temporary local name, derived from `at` or `path`, whose file becomes that at `path` after the block."""
+  """Yields a temporary local name, derived from `at` or `path`. Its file becomes the one at `path` after the block."""
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
       part = os.path.join(folder, posixpath.basename(path))
@@ -199,7 +211,7 @@ def replacing(path: str, at: str | None = None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def replacing_folder(path: str, last: str) -> Iterator[str]:
-  """A new local folder, which replaces `path` after the block; in a bucket the file named `last` is written last."""
+  """Yields a new local folder, which replaces `path` after the block. In a bucket the file `last` is written last."""
   path = absolute(path)
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
@@ -218,8 +230,8 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def place_to_build(path: str, cache: str) -> str:
-  """A folder to build what belongs at `path`: that itself; for a bucket a local one, in `cache` unless in a bucket."""
+def make_place_to_build(path: str, cache: str) -> str:
+  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket."""
   name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
   parent = absolute("~/.cache/diffeq_nnx" if is_url(cache) else cache)
   place = os.path.join(parent, name) if is_url(path) else path
@@ -228,7 +240,7 @@ def place_to_build(path: str, cache: str) -> str:
 
 
 def publish(place: str, path: str, last: str) -> None:
-  """Copies what was built in a `place_to_build` to its bucket, if the file named `last` is there, and removes it."""
+  """Copies what was built to its bucket if the file named `last` is there, and removes the local folder."""
   if place != path:
     if exists(os.path.join(place, last)):
       _copy_folder(place, path, last)
@@ -236,12 +248,12 @@ def publish(place: str, path: str, last: str) -> None:
 
 
 def _list_files(folder: str) -> list[str]:
-  """The files in a local folder and the folders in it, named from it, in order."""
+  """Lists the files in a local folder and the folders in it, by their paths from it, in order."""
   return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
 
 
 def _copy_folder(folder: str, path: str, last: str) -> None:
-  """Copies a local folder to a bucket, and removes what is there beside.
+  """Copies a local folder to a bucket, and removes other files there.
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
@@ -261,7 +273,7 @@ def _copy_folder(folder: str, path: str, last: str) -> None:
 
 @contextlib.contextmanager
 def local(path: str) -> Iterator[str]:
-  """A local name for a file or folder, for libraries that know no buckets: a copy of one in a bucket, until the end."""
+  """Yields a local name for a file or folder, for libraries that know no buckets. It is a copy of one in a bucket."""
   if not is_url(path):
     yield path
     return
@@ -283,21 +295,21 @@ def write(path: str, content: bytes) -> None:
 
 
 def write_json(path: str, content: Any, at: str | None = None) -> None:
-  """Writes a JSON file, whole or not at all; `at` as for `replacing`."""
+  """Writes a JSON file, whole or not at all. For `at` see `replacing`."""
   with replacing(path, at) as part, open(part, "w", encoding="utf-8") as file:
     json.dump(content, file, indent=1)
     file.write("\n")
 
 
 class Growing:
-  """Files of a folder that grow, which those of a bucket can't.
+  """A folder whose files grow, which those of a bucket can't.
 
-  They are written in `folder`, which is the folder itself where it is local. Of a bucket it is a temporary one, from
+  They are written in `folder`, which is the folder itself if it is local. For a bucket it is a temporary folder, from
   which files that have changed are copied every `UPLOAD_SECONDS` beside the work, and by `upload`.
   """
 
   def __init__(self, path: str, first: tuple[str, ...] = ()):
-    """`first`: names of files that are copied from a bucket before."""
+    """Copies the files named `first` from a bucket."""
     self._bucket = path if is_url(path) else None
     self.folder = path if self._bucket is None else tempfile.mkdtemp()
     self._uploaded: dict[str, tuple[int, float]] = {}
@@ -321,7 +333,7 @@ class Growing:
       self.upload()
 
   def upload(self) -> None:
-    """Copies what has changed; raises OSError."""
+    """Copies what has changed to the bucket; raises OSError."""
     if self._bucket is None:
       return
     with self._lock, _accessing(self._bucket) as (fs, root):
@@ -332,7 +344,7 @@ class Growing:
           self._uploaded[name] = (stat.st_size, stat.st_mtime)
 
   def close(self) -> None:
-    """Copies the rest; raises OSError."""
+    """Copies the rest to the bucket; raises OSError."""
     try:
       self.upload()
     finally:

@@ -92,7 +92,7 @@ def run(argv: list[str]) -> None:
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   if config is None and job.config == "optional":
-    config = config_lib.changed(job.prepared(config_lib.Config()), SETTINGS.value)
+    config = config_lib.apply_settings(job.prepared(config_lib.Config()), SETTINGS.value)
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
@@ -102,11 +102,11 @@ def run(argv: list[str]) -> None:
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
-    config = config_lib.changed(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
+    config = config_lib.apply_settings(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
-  with distributed.in_one_line():
+  with distributed.shorten_errors():
     if job.config == "optional":
       options["settings"] = SETTINGS.value  # on top of what the checkpoint says
     distributed.agree(config, name, WORKDIR.value, options)

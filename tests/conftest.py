@@ -177,7 +177,7 @@ def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarr
   batch = random_batch(config, seed)
   ends_Bx2 = np.random.default_rng(seed).integers(config.model.seq_len, size=(config.train.batch_size, 2))
   np.put_along_axis(batch["inputs"], ends_Bx2, 0, axis=1)
-  return {**batch, **data.packing(batch["inputs"], eos_id=0)}
+  return {**batch, **data.find_documents(batch["inputs"], eos_id=0)}
 
 
 def perturb(tree, seed: int = 0, scale: float = 0.1):

@@ -43,7 +43,7 @@ def config_of(text, **changes):
 
 
 def prepare(directory, config, num_processes=1, vocab_size=300, seed=0):
-  return preparation.prepare(str(directory), preparation.recipe(config, vocab_size, seed), num_processes)
+  return preparation.prepare(str(directory), preparation.make_recipe(config, vocab_size, seed), num_processes)
 
 
 def load(directory, vocab_size=300, **changes):

@@ -61,15 +61,15 @@ def at(config, steps):
 def test_files_and_folders(store, tmp_path):
   _, root = store
   path = f"{root}/a/b.json"
-  assert not files.exists(path) and files.sizes(f"{root}/a") == {}
+  assert not files.exists(path) and files.list_sizes(f"{root}/a") == {}
   files.write_json(path, {"x": 1})
   assert files.read_json(path) == {"x": 1} and files.exists(path) and files.is_folder(f"{root}/a")
-  assert files.sizes(f"{root}/a") == {"b.json": len(files.read(path))}
+  assert files.list_sizes(f"{root}/a") == {"b.json": len(files.read(path))}
   with files.replacing_folder(f"{root}/a", "last") as place:
     for name in ("last", "first"):
       with open(os.path.join(place, name), "w") as file:
         file.write(name)
-  assert set(files.sizes(f"{root}/a")) == {"first", "last"}  # what was there is gone
+  assert set(files.list_sizes(f"{root}/a")) == {"first", "last"}  # what was there is gone
   files.move_folder(f"{root}/a", f"{root}/b")
   with files.local(f"{root}/b") as place:
     assert sorted(os.listdir(place)) == ["first", "last"]
@@ -129,7 +129,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(store, finished, capsys):
   assert ours.step == theirs.step == 20
   jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(one.model) for one in (ours, theirs)))
   assert files.read(f"{root}/loss.png").startswith(b"\x89PNG")
-  events = files.sizes(f"{root}/tensorboard")
+  events = files.list_sizes(f"{root}/tensorboard")
   assert len(events) == 2 and min(events.values()) > 0
 
 
@@ -202,7 +202,7 @@ def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
   assert made["after"]["loss"] == pytest.approx(result["by_num_steps"][0]["loss"], abs=1e-5)
   jobs.run("export", Run.open(f"{root}/stored").started, f"{root}/stored", out=f"{root}/exported")
   jobs.run("export", Run.open(f"{root}/stored").started, f"{root}/stored", out=str(tmp_path / "exported"))
-  assert set(files.sizes(f"{root}/exported")) == set(os.listdir(tmp_path / "exported"))
+  assert set(files.list_sizes(f"{root}/exported")) == set(os.listdir(tmp_path / "exported"))
   for name in os.listdir(tmp_path / "exported"):
     assert files.read(f"{root}/exported/{name}") == (tmp_path / "exported" / name).read_bytes()
   assert "holds something already" in told(lambda: jobs.run("export", config, f"{root}/run", out=f"{root}/exported"))

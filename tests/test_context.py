@@ -27,12 +27,12 @@ for n, of, cap, window in (*cases, *windows):
     arrays = [merge(x) if x.ndim > 2 else context.zigzag(x) for x in arrays]
     function = lambda q, k, v, segments=None: ring(q, k, v, segments)
     out = jax.shard_map(function, in_specs=(split,) * len(arrays), out_specs=split, check_vma=False)(*arrays)
-    return context.in_order(out.reshape(2, L, -1)).reshape(q.shape)
+    return context.restore_order(out.reshape(2, L, -1)).reshape(q.shape)
 
   with jax.set_mesh(mesh):
     assert context.num_parts(L) == n and context.num_parts(L + 1) == 1
     tokens = jnp.arange(2 * L).reshape(2, L)
-    moved = jax.jit(lambda x: (context.zigzag(x), context.in_order(context.zigzag(x)[..., None])[..., 0]))(tokens)
+    moved = jax.jit(lambda x: (context.zigzag(x), context.restore_order(context.zigzag(x)[..., None])[..., 0]))(tokens)
     first = sorted([*np.asarray(moved[0])[0, : L // n]])
     assert first == [*range(L // (2 * n)), *range(L - L // (2 * n), L)] and (moved[1] == tokens).all()
     out, pull = jax.vjp(jax.jit(around), q, k, v)

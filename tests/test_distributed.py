@@ -276,7 +276,7 @@ def test_code_that_differs_is_told(monkeypatch):
   """Two processes of which one has another version of the package."""
 
   def both(text):
-    return [text, text.replace(distributed.code_version(), "0123456789ab")]
+    return [text, text.replace(distributed.hash_code(), "0123456789ab")]
 
   monkeypatch.setattr(distributed, "exchange", both)
   with pytest.raises(UserError) as told:

@@ -193,14 +193,14 @@ def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_pat
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
   source = Run.open(stored).started
   job = jobs.JOBS["continuous"]
-  elastic = config_lib.changed(job.prepared(source), ["train.step_counts=(2,3,5)"])
+  elastic = config_lib.apply_settings(job.prepared(source), ["train.step_counts=(2,3,5)"])
   result = jobs.run("continuous", elastic, new, from_workdir=stored)
   assert result["largest_difference"] < 1e-6
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   own = Run.open(new).started
   assert own == elastic and own.model.weights == "generated"
   assert train(own, new)["loss"] < result["after"]["loss"]
-  other = config_lib.changed(job.prepared(source), ["model.embed_dim=32"])
+  other = config_lib.apply_settings(job.prepared(source), ["model.embed_dim=32"])
   with pytest.raises(UserError, match="only model.time"):
     jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=stored)
 

@@ -126,7 +126,7 @@ def test_the_average_of_a_group_stands_for_its_subtasks():
     "group_subtasks": {"g": ["a"], "h": ["b"]},
     "n-shot": {"b": 5},
   }
-  found = report.estimates([results])
+  found = report.collect_estimates([results])
   assert {key.task for key in found} == {"b", "c", "g"} and found["b", 5, "acc", "none"] == (0.5, 0.1)
   assert found["c", None, "perplexity", "none"].error is None and found["g", None, "acc", "none"].value == 0.25
 
@@ -164,14 +164,18 @@ def test_errors_of_perplexities_need_no_forks_and_stdout_is_one_line(evaluate, c
 
 def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
   config, workdir = run
-  other = config_lib.changed(config, ["harness.tasks=piqa,sciq", "harness.num_fewshot=(0, 5)", "harness.stride=None"])
+  other = config_lib.apply_settings(
+    config, ["harness.tasks=piqa,sciq", "harness.num_fewshot=(0, 5)", "harness.stride=None"]
+  )
   assert other.harness.tasks == "piqa,sciq" and other.harness.num_fewshot == (0, 5)
   assert workdir_lib.identity(other) == workdir_lib.identity(config)
   known = json.loads((workdir / "run.json").read_text())
   del known["config"]["harness"]
   (tmp_path / "run.json").write_text(json.dumps(known))
   assert Run.open(str(tmp_path)).started == config
-  written = config_lib.changed(config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"])
+  written = config_lib.apply_settings(
+    config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"]
+  )
   assert (written.harness.default_tasks, written.harness.num_fewshot, written.harness.folder) == (False, (5,), "2024")
   for setting, part in (
     ("harness.num_fewshot=(-1,)", "harness.num_fewshot[0]=-1"),
@@ -185,7 +189,7 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
     ("harness.window=slide", "disjoint, sliding"),
     ("harness.limit=0", "harness.limit=0"),
   ):
-    assert part in told(lambda: config_lib.changed(config, [setting]))
+    assert part in told(lambda: config_lib.apply_settings(config, [setting]))
 
 
 def test_the_command_line_of_lm_eval_has_the_model(run, task_folder, tmp_path, monkeypatch, capsys):
@@ -214,7 +218,7 @@ def test_the_command_line_of_lm_eval_has_the_model(run, task_folder, tmp_path, m
   (path,) = tmp_path.rglob("results_*.json")
   results = json.loads(path.read_text())
   assert results["config"]["mark_before_contexts"] == results["config"]["mark_before_texts_without_context"] == 256
-  assert report.estimates([results])["choice", 0, "acc", "none"].error is not None
+  assert report.collect_estimates([results])["choice", 0, "acc", "none"].error is not None
 
 
 def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, evaluate, capfd):

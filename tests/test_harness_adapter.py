@@ -25,7 +25,6 @@ import diffeq_nnx
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.harness import perplexity
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Score
@@ -233,11 +232,11 @@ def test_windows_are_full_and_perplexity_is_that_of_all_of_them(model, lm):
   text = "the river rose in the night and the rain went on " * 6
   sliding = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window="sliding")
   for one in (lm, sliding):
-    context, continuation = one.windows(text)[-1]
+    context, continuation = one.make_windows(text)[-1]
     assert len(context) + len(continuation) - 1 == 96
-  assert len(sliding.windows(text)) > len(lm.windows(text)) == 4
+  assert len(sliding.make_windows(text)) > len(lm.make_windows(text)) == 4
   assert "sliding" in sliding.get_model_info()["rolling_windows"]
-  found = perplexity.corpus_perplexity(sliding, [text, "one two"])
+  found = sliding.measure_perplexity([text, "one two"])
   total, short, empty = sliding.loglikelihood_rolling(
     instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True
   )
@@ -254,7 +253,7 @@ def test_texts_that_end_at_the_edge_of_a_window_are_scored_whole(model, window):
   one, forward = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window=window), nnx.jit(lambda model, x: model(x))
   text = "the river rose in the night and the rain went on " * 4
   for length in (1, 2, 95, 96, 97, 191, 192, 193):
-    windows = one.windows(text[:length])
+    windows = one.make_windows(text[:length])
     assert [token for _, continuation in windows for token in continuation] == list(text[:length].encode())
     assert all(len(context) + len(continuation) - 1 <= 96 and context for context, continuation in windows)
     expected = 0.0
@@ -298,7 +297,7 @@ def test_mistakes_are_reported_in_one_line(model):
     ({"windo": "sliding"}, "windo: unknown; did you mean 'window'?"),
     ({"begin_mark": "yes"}, "must be one of auto, none, always"),
     ({"dtype": "float8"}, "dtype='float8': must be one of model, bfloat16, float32"),
-    ({"stride": 3}, "is for sliding windows"),
+    ({"stride": 3}, "stride=3: applies to sliding windows only; leave it out, or set window=sliding"),
     ({"window": "sliding", "stride": 97}, "must be 1 to 96"),
     ({"max_length": 97}, "max_length=97"),
     ({"batch_size": "x"}, "batch_size='x'"),

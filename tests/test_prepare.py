@@ -96,7 +96,7 @@ from diffeq_nnx.data.preparation import preparing, workers
 from diffeq_nnx.data.sources import files
 source, directory, num_processes = sys.argv[1:]
 workers.PATIENCE, preparing.TASK_BYTES, files.PART_BYTES, preparing.SHARD_BYTES = 0, 400, 400, 10_000
-recipe = data.recipe(config.DataConfig(source=source, validation_fraction=0.1, tokenizer="bytes"), 300, 0)
+recipe = data.make_recipe(config.DataConfig(source=source, validation_fraction=0.1, tokenizer="bytes"), 300, 0)
 try:
   data.prepare(directory, recipe, int(num_processes))
 except RuntimeError as error:

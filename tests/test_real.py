@@ -62,7 +62,7 @@ def with_text(run: Run, folder: Path) -> Config:
   """The config of a run with the page of text, of which a part is held out."""
   (folder / "page.txt").write_text(page())
   settings = (f"source=text:{folder}/page.txt", f"validation=text:{folder}/page.txt", f"cache_dir={folder}/cache")
-  return config_lib.changed(run.started, [f"data.{setting}" for setting in settings] + ["eval.batch_size=4"])
+  return config_lib.apply_settings(run.started, [f"data.{setting}" for setting in settings] + ["eval.batch_size=4"])
 
 
 def theirs_of(model, tokens) -> np.ndarray:
@@ -114,7 +114,9 @@ def test_perplexity_is_that_of_transformers_and_stays_when_weights_become_functi
       total -= float((found * batch["mask"]).sum())
       count += float(batch["mask"].sum())
   assert count == ours["tokens"] > 1000 and ours["loss"] == pytest.approx(total / count, abs=1e-4)
-  made = config_lib.changed(jobs.JOBS["continuous"].prepared(imported.started), [f"data.source={config.data.source}"])
+  made = config_lib.apply_settings(
+    jobs.JOBS["continuous"].prepared(imported.started), [f"data.source={config.data.source}"]
+  )
   made = dataclasses.replace(made, data=config.data, eval=config.eval)
   result = jobs.run("continuous", made, str(tmp_path / "continuous"), from_workdir=imported.workdir)
   assert result["largest_difference"] < 1e-5

@@ -32,7 +32,7 @@ def prepared(tmp_path_factory):
   for i in range(12):
     (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers. " * 20)
   config = DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, tokenizer="bytes", num_processes=1)
-  data.prepare(str(folder / "shards"), data.recipe(config, 257, 0), 1)
+  data.prepare(str(folder / "shards"), data.make_recipe(config, 257, 0), 1)
   return folder / "shards"
 
 
@@ -199,9 +199,9 @@ def results(task, **config):
 @pytest.mark.parametrize("text", [TAG, "a | b\n\n# c", "[x](javascript:alert(1))", "`$\\frac{$`\x1b[2J", "_$x^{"])
 def test_the_tables_of_the_harness_show_texts_as_texts(text):
   ours, theirs = results(text, dtype="a"), results(text, dtype=text)
-  notes = [text, *report.differences(ours, theirs)]
+  notes = [text, *report.note_differences(ours, theirs)]
   for baseline, columns in ((theirs, 6), ([], 9)):
-    table = report.table(ours, baseline, notes)
+    table = report.make_table(ours, baseline, notes)
     lines = table.splitlines()
     assert "<" not in table and "\x1b" not in table and len(lines) == 2 + 2 + 1 + 2
     for line in lines[:4]:

@@ -36,7 +36,7 @@ def test_slices_reach_over_records_and_shards(tmp_path, dtype, monkeypatch):
   for start, stop in itertools.product(range(0, 102, 3), repeat=2):
     np.testing.assert_array_equal(tokens[start:stop], expected[start:stop])
   assert tokens[:].dtype == tokens[5:5].dtype == dtype
-  np.testing.assert_array_equal(np.asarray(tokens), expected)
+  np.testing.assert_array_equal(tokens[:], expected)
   with pytest.raises(IndexError):
     tokens[3]
 
@@ -165,7 +165,7 @@ def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch
 @pytest.mark.parametrize("weights", [(0.503, 0.497), (1e-9, 1.0), (0.1, 0.1099, 0.3), (5, 1, 1, 1, 1), (1.0,)])
 def test_turns_are_as_the_weights_say_and_nobody_misses_one(weights):
   weights = [weight / sum(weights) for weight in weights]
-  shares = batches_lib._integer_shares(weights)
+  shares = batches_lib.make_integer_shares(weights)
   assert [share / sum(shares) for share in shares] == pytest.approx(weights, rel=1e-12)
   counts, bound = [0] * len(weights), max(1, len(weights) - 1)
   for place in range(20_000):

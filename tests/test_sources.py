@@ -34,6 +34,10 @@ MEMORY = fsspec.filesystem("memory")
 NOISE = random.Random(0).randbytes(1000)
 
 
+def fingerprint(*arguments, **options):
+  return data.open_source(*arguments, **options).fingerprint()
+
+
 def jsonl(texts, key="text"):
   return "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
 
@@ -108,13 +112,13 @@ def test_zstd_windows_up_to_2_gib_are_read_and_larger_ones_are_named(tmp_path, b
 
   frames = [with_window(jsonl([str(exponent)]), exponent) for exponent in (20, 27, 28, 31)]
   assert list(data.documents(written(*frames))) == ["20", "27", "28", "31"]
-  for size, frame in (
-    ("2.25", with_window(jsonl(["y"]), 31, 1)),
-    ("4", with_window(jsonl(["y"]), 32)),
-    ("8", b"\x28\xb5\x2f\xfd\xe0" + (2**33).to_bytes(8, "little") + bytes(9)),  # its content is its window
+  for frame in (
+    with_window(jsonl(["y"]), 31, 1),
+    with_window(jsonl(["y"]), 32),
+    b"\x28\xb5\x2f\xfd\xe0" + (2**33).to_bytes(8, "little") + bytes(9),  # its content is its window
   ):
     message = told(lambda frame=frame: list(data.documents(written(frames[0], frame))))
-    assert f"can't be read (its zstd window of {size} GiB is larger than 2 GiB); compress it again" in message
+    assert "can't be read (its zstd window is larger than 2 GiB); compress it again" in message
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
@@ -139,7 +143,7 @@ def test_home_expands_and_documents_are_read_lazily(tmp_path, monkeypatch):
 def test_builtin_stays_the_same():
   documents = list(data.documents("builtin"))
   assert len(documents) > 50 and all(documents) and documents == list(data.documents("builtin"))
-  assert data.fingerprint("builtin") == data.fingerprint("builtin")
+  assert fingerprint("builtin") == fingerprint("builtin")
 
 
 @pytest.mark.parametrize("place", ["local", "bucket"])
@@ -151,13 +155,13 @@ def test_fingerprints_follow_the_files_and_how_they_are_read(tmp_path, bucket, p
   root = str(tmp_path) if place == "local" else bucket
   write(jsonl(["x"]))
   ways = [("jsonl", Options()), ("text", Options()), ("jsonl", SKIP), ("jsonl", Options(text_key="other"))]
-  seen = [data.fingerprint(f"{kind}:{root}/*.jsonl", options=options) for kind, options in ways]
-  assert seen[0] == data.fingerprint(f"jsonl:{root}/*.jsonl", "data.validation")
+  seen = [fingerprint(f"{kind}:{root}/*.jsonl", options=options) for kind, options in ways]
+  assert seen[0] == fingerprint(f"jsonl:{root}/*.jsonl", "data.validation")
   write(jsonl(["y"]))  # of the same size
-  seen.append(data.fingerprint(f"jsonl:{root}/*.jsonl"))
+  seen.append(fingerprint(f"jsonl:{root}/*.jsonl"))
   write(jsonl(["xy"]))
-  seen.append(data.fingerprint(f"jsonl:{root}/*.jsonl"))
-  assert len({*seen, data.fingerprint("builtin")}) == len(seen) + 1
+  seen.append(fingerprint(f"jsonl:{root}/*.jsonl"))
+  assert len({*seen, fingerprint("builtin")}) == len(seen) + 1
 
 
 def test_a_kept_listing_hides_no_change(bucket, monkeypatch):
@@ -173,7 +177,7 @@ def test_a_kept_listing_hides_no_change(bucket, monkeypatch):
   seen = set()
   for index in range(3):
     MEMORY.pipe(f"/bucket/{index}.jsonl", jsonl(["x"]))
-    seen.add(data.fingerprint(f"jsonl:{bucket}/*.jsonl"))
+    seen.add(fingerprint(f"jsonl:{bucket}/*.jsonl"))
   assert len(seen) == 3
 
 
@@ -397,7 +401,7 @@ def test_documents_are_held_out_by_their_bytes():
   """As many as asked for, and no side is empty unless all documents are equal."""
   texts = [f"document {number}" for number in range(2000)]
   config = config_lib.DataConfig(source="text:x", validation_fraction=0.1)
-  held = lambda some, limit: [text for text in some if holdout.score(text.encode(), 3) < limit]
+  held = lambda some, limit: [text for text in some if holdout.compute_score(text.encode(), 3) < limit]
   limit = holdout.choose_limit(texts, config, 3)
   assert 150 < len(held(texts, limit)) < 250 and limit == holdout.choose_limit(texts[::-1], config, 3)
   for fraction, expected in ((1e-9, 1), (1 - 1e-9, 1999)):

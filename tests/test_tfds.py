@@ -47,7 +47,7 @@ def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog
 
 def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
   def fingerprint(name="tfds:written_text/en:train"):
-    return data.fingerprint(name, options=Options(tfds_dir=str(tmp_path)))
+    return data.open_source(name, options=Options(tfds_dir=str(tmp_path))).fingerprint()
 
   WrittenText(config="en", data_dir=tmp_path, file_format="array_record").download_and_prepare()
   first = fingerprint()

@@ -221,7 +221,7 @@ def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
   monkeypatch.setattr(base, "GROUP_CHARS", 700)
   np.testing.assert_array_equal(kinds[kind].encode(text), whole)
   if kind != "bytes":
-    assert len(list(kinds[kind]._cut(text))) > 50
+    assert len(list(kinds[kind]._divide(text))) > 50
 
 
 def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeyp
   monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 3)
   for name, spec in (("undivided", undivided), ("phrases", phrases)):
     tokenizer = data.load_tokenizer(str(write(tmp_path / name, tokenizer__json=spec)))
-    assert list(tokenizer._cut("a dog and a cat")) == ["a dog and a cat"]
+    assert list(tokenizer._divide("a dog and a cat")) == ["a dog and a cat"]
   assert 300 in tokenizer.encode("oh a dog ran") and tokenizer.decode([300]) == "a dog"
 
 

@@ -1,4 +1,4 @@
-"""The batches of a run: windows of tokens, shuffled for training, in order for validation."""
+"""The batches of a run: windows of tokens, shuffled for training and in order for validation."""
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -32,10 +32,10 @@ class _Batches:
 
     self._tokens = [split.tokens for split in train.splits]
     self._orders = [
-      grain.MapDataset.range(_num_windows(split, seq_len)).seed((seed + number) % 2**32).shuffle().repeat()
-      for number, split in enumerate(train.splits)
+      grain.MapDataset.range((len(tokens) - 1) // seq_len).seed((seed + number) % 2**32).shuffle().repeat()
+      for number, tokens in enumerate(self._tokens)
     ]
-    self._shares = _integer_shares(train.weights)
+    self._shares = make_integer_shares(train.weights)
     self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
     self._start, self._eos_id = start, eos_id
 
@@ -44,12 +44,12 @@ class _Batches:
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     start = self._start + int(index) * self._batch_size
-    tokens_BxL1 = self._windows([start + row for row in self._rows])
+    tokens_BxL1 = self._read_windows([start + row for row in self._rows])
     inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
-    return {"inputs": inputs_BxL, "targets": targets_BxL, **packing(inputs_BxL, self._eos_id)}
+    return {"inputs": inputs_BxL, "targets": targets_BxL, **find_documents(inputs_BxL, self._eos_id)}
 
-  def _windows(self, indices: list[int]) -> np.ndarray:
-    """These windows [len(indices), seq_len + 1] int32; those of one split are read at the same time."""
+  def _read_windows(self, indices: list[int]) -> np.ndarray:
+    """Reads windows, [len(indices), seq_len + 1] int32, those of one split at the same time."""
     turns = [take_turns(index, self._shares) for index in indices]
     windows = np.empty((len(indices), self._seq_len + 1), np.int32)
     for split, tokens in enumerate(self._tokens):
@@ -63,19 +63,15 @@ class _Batches:
     return f"Batches(splits={len(self._tokens)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
 
 
-def _num_windows(split: Split, seq_len: int) -> int:
-  return (len(split.tokens) - 1) // seq_len
-
-
-def _integer_shares(weights: Sequence[float]) -> list[int]:
-  """Integers in exactly the proportion of the weights."""
+def make_integer_shares(weights: Sequence[float]) -> list[int]:
+  """Returns integers in exactly the proportion of the weights."""
   fractions = [Fraction(weight) for weight in weights]
   common = math.lcm(*(fraction.denominator for fraction in fractions))
   return [int(fraction * common) for fraction in fractions]
 
 
 def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
-  """The source whose turn comes at an index, and the number of its turns before.
+  """Returns the source whose turn comes at an index, and the number of its turns before.
 
   Of the first n turns source k has n shares[k] / sum(shares), to within one for two sources, and to within the number
   of sources for more.
@@ -89,8 +85,8 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
   return len(shares) - 1, index
 
 
-def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
-  """The end mark at which `packing` separates documents, or None if `config.attend_across_documents`.
+def choose_document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+  """Returns the end mark at which `find_documents` separates documents, or None if `attend_across_documents` is set.
 
   Raises:
     UserError: If documents begin and end with the same mark.
@@ -105,13 +101,11 @@ def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
   return tokenizer.eos_id
 
 
-def packing(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
-  """The document of each token in its row, and the token's position there; {} where `eos_id` is None.
+def find_documents(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
+  """Returns each token's document and its position there, or {} if `eos_id` is None.
 
-  A document ends with its end mark, and the first one of a row begins where the row does.
-
-  Returns:
-    "segment_ids" and "positions", int32 [B, L], both counted from 0.
+  A document ends with its end mark, and the first one of a row begins where the row does. The results are named
+  "segment_ids" and "positions", both int32 [B, L] and counted from 0.
   """
   if eos_id is None:
     return {}
@@ -133,9 +127,9 @@ def train_batches(
   start: int = 0,
   eos_id: int | None = None,
 ) -> "grain.MapDataset":
-  """Endless training batches; the batch of a step depends on the seed and the step alone.
+  """Makes endless training batches. The batch of a step depends on the seed and the step alone.
 
-  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split; every
+  Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split. Every
   window appears once in an epoch, and a batch may span two epochs. An incomplete last window is dropped. Windows of
   several splits take turns (`take_turns`).
 
@@ -150,7 +144,7 @@ def train_batches(
 
   Returns:
     A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [rows, L], where the
-    targets are the inputs one token later, and with `eos_id` the result of `packing`.
+    targets are the inputs one token later, and with `eos_id` the result of `find_documents`.
 
   Raises:
     UserError: If the split is shorter than one window.
@@ -167,8 +161,8 @@ def train_batches(
   return grain.MapDataset.source(_Batches(train, seq_len, batch_size, seed, rows, start, eos_id))
 
 
-def num_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
-  """The number of batches of `eval_batches` without `max_batches`."""
+def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
+  """Counts the batches of `eval_batches` without `max_batches`."""
   num_windows = -(-(len(split.tokens) - 1) // seq_len)
   return -(-num_windows // batch_size)
 
@@ -186,19 +180,17 @@ def eval_batches(
 
   Args:
     split: The tokens.
-    seq_len: L, tokens in a row.
-    batch_size: B, rows of tokens in a batch.
+    seq_len, batch_size, eos_id: As for `train_batches`.
     max_batches: The largest number of batches; None for all.
     rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
-    eos_id: As for `train_batches`.
 
   Yields:
-    "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L]: 1 where the target counts, 0 in the
-    padding of the last window and in the rows that fill the last batch; with `eos_id` also the result of `packing`,
-    meaningless in the padding. All batches have this shape.
+    "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L], which is 1 where the target counts, and 0 in
+    the padding of the last window and in the rows that fill the last batch. With `eos_id` also the result of
+    `find_documents`, meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
-  total = num_eval_batches(split, seq_len, batch_size)
+  total = count_eval_batches(split, seq_len, batch_size)
   for number in range(total if max_batches is None else min(total, max_batches)):
     inputs_BxL, targets_BxL, mask_BxL = np.zeros((3, len(rows), seq_len), np.int32)
     starts = [(number * batch_size + int(row)) * seq_len if row < batch_size else len(split.tokens) for row in rows]
@@ -207,4 +199,4 @@ def eval_batches(
       if count > 0:
         inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
     mask_BxL = mask_BxL.astype(np.float32)
-    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL, **packing(inputs_BxL, eos_id)}
+    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL, **find_documents(inputs_BxL, eos_id)}

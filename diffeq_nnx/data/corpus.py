@@ -21,15 +21,10 @@ _NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Training data: one split, or several with their shares.
-
-  Attributes:
-    splits: The splits.
-    weights: The share of each in the training windows; they add up to 1.
-  """
+  """Training data: one split, or several with their shares."""
 
   splits: tuple[Split, ...]
-  weights: tuple[float, ...] = (1.0,)
+  weights: tuple[float, ...] = (1.0,)  # the share of each split in the training windows; they add up to 1
 
   @property
   def bytes_per_token(self) -> float:
@@ -39,29 +34,22 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """A tokenizer, and the training and validation documents as its tokens.
-
-  Attributes:
-    tokenizer: The tokenizer.
-    train: Training data.
-    validation: Validation data; for a mixture the validation splits of its sources in order.
-    fingerprint: A hash of tokens and weights, independent of their location, in hex.
-  """
+  """A tokenizer, and the training and validation documents as its tokens."""
 
   tokenizer: Tokenizer
   train: Mixture
-  validation: Split
-  fingerprint: str
+  validation: Split  # for a mixture the validation splits of its sources in order
+  fingerprint: str  # a hash of tokens and weights in hex, independent of their location
 
 
 def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Opens prepared shards, or text that it prepares at the first call and caches under `config.cache_dir`.
 
-  A cache entry is whole or not used: a killed run's is completed by the next, simultaneous runs wait for one of them,
-  and an entry whose files have the wrong size is made again. Neither text nor tokens are held in memory.
+  An incomplete cache entry is not used: the next run completes the entry of a killed one, simultaneous runs wait for
+  one of them, and an entry whose files have the wrong size is made again. Neither text nor tokens are held in memory.
 
   Args:
-    config: The keys of `data` in a config; what each of them means stands there.
+    config: The keys of `data` in a config.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
     seed: Chooses the held-out documents, unless `config.validation_seed` does.
 
@@ -82,7 +70,7 @@ def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
 
 
 def _parse_terms(source: str) -> dict[str, float]:
-  """Weights by directory, as given, if the source is shards or a mixture of them; else empty."""
+  """Returns weights by directory, as given, if the source is shards or a mixture of them, and else an empty dict."""
   if source.startswith("shards:") and source.count("shards:") == 1:
     return {_parse_directory(source, "data.source"): 1.0}
   if "shards:" not in source and not _TERM.fullmatch(source.strip()):
@@ -114,7 +102,7 @@ def _parse_directory(source: str, key: str) -> str:
 
 
 def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
-  """The corpus of prepared shards."""
+  """Loads the corpus of prepared shards."""
   opened = {directory: _open_directory(directory, "data.source") for directory in terms}
   validated = list(opened.values())
   if config.validation is not None and config.validation.startswith("shards:"):
@@ -144,8 +132,8 @@ def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -
 
 
 def _make_corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
-  """The corpus of the training splits of some directories, with weights, and the validation splits of others."""
-  facts = [[one.digest("train") for one in trained], weights, [one.digest("validation") for one in validated]]
+  """Makes a corpus of the training splits of some directories, with weights, and the validation splits of others."""
+  facts = [[one.hash_tokens("train") for one in trained], weights, [one.hash_tokens("validation") for one in validated]]
   return Corpus(
     trained[0].tokenizer,
     Mixture(tuple(one.splits["train"] for one in trained), tuple(weights)),
@@ -157,7 +145,7 @@ def _make_corpus(trained: list[shards.Directory], weights: list[float], validate
 def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:
   """Raises UserError if the config names another tokenizer than that of the shards."""
   if config.tokenizer != "train":
-    asked = tokenizers.of_config(config)
+    asked = tokenizers.load_from_config(config)
     if asked.hash != tokenizer.hash:
       raise UserError(
         f"data.tokenizer={config.tokenizer}: is another tokenizer ({asked.hash[:12]}) than that of {name} "
@@ -187,13 +175,17 @@ def _open_directory(directory: str, key: str) -> shards.Directory:
 
 
 def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
-  """The corpus of text, from the cache or prepared now."""
-  recipe = preparation.recipe(config, vocab_size, seed)
+  """Loads the corpus of text from the cache, or prepares it."""
+  recipe = preparation.make_recipe(config, vocab_size, seed)
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
   folder = os.path.join(files.absolute(config.cache_dir), key)
+
+  def open_entry() -> Corpus:
+    found = [_open_directory(folder, "data.cache_dir")]
+    return _make_corpus(found, [1.0], found)
+
   with contextlib.suppress(UserError):  # it is missing or damaged
-    found = _open_directory(folder, "data.cache_dir")
-    return _make_corpus([found], [1.0], [found])
+    return open_entry()
   try:
     preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
   except UserError:
@@ -204,5 +196,4 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"
     ) from error
-  found = _open_directory(folder, "data.cache_dir")
-  return _make_corpus([found], [1.0], [found])
+  return open_entry()

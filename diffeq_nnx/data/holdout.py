@@ -13,8 +13,8 @@ from diffeq_nnx.errors import UserError
 NO_DOCUMENT, EVERY_DOCUMENT = 0, 1 << 64  # limits that hold out none and all
 
 
-def score(document: bytes, seed: int) -> int:
-  """A number of 64 bits that depends on the seed and the bytes of a document alone."""
+def compute_score(document: bytes, seed: int) -> int:
+  """Returns a number of 64 bits that depends on the seed and the bytes of a document alone."""
   return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest(), "little")
 
 
@@ -30,7 +30,7 @@ def choose_limit(documents: Iterable[str], config: DataConfig, seed: int) -> int
   limit = round(config.validation_fraction * EVERY_DOCUMENT)
   lowest, highest, count = EVERY_DOCUMENT, -1, 0
   for document in documents:
-    one = score(document.encode(), seed)
+    one = compute_score(document.encode(), seed)
     lowest, highest, count = min(lowest, one), max(highest, one), count + 1
     if lowest < limit <= highest:
       return limit

@@ -32,34 +32,20 @@ _RESTORE = "restore it, or prepare the directory again"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """One file of a split.
+  """One file of a split."""
 
-  Attributes:
-    file: Name in the directory.
-    tokens: Number of tokens.
-    size: Bytes of the file.
-    sha256: Of the file, in hex.
-  """
-
-  file: str
-  tokens: int
-  size: int
-  sha256: str
+  file: str  # its name in the directory
+  tokens: int  # number of tokens
+  size: int  # bytes of the file
+  sha256: str  # of the file, in hex
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """One side of a corpus.
+  """One side of a corpus: documents, each between the tokenizer's begin mark, if it has one, and its end mark."""
 
-  Attributes:
-    tokens: [num_tokens] uint16 or uint32: the documents, each followed by the end-of-text id and, where the tokenizer
-      has one (`bos_id`), preceded by the begin mark.
-    num_bytes: UTF-8 bytes of the text, marks excluded.
-    num_documents: Number of documents.
-  """
-
-  tokens: "Tokens"
-  num_bytes: int
+  tokens: "Tokens"  # [num_tokens] uint16 or uint32
+  num_bytes: int  # UTF-8 bytes of the text, marks excluded
   num_documents: int
 
   @property
@@ -74,10 +60,8 @@ class Tokens:
   def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
     """Opens no file yet.
 
-    Args:
-      paths: The shards' files, in order; those in buckets, in buckets of one cloud.
-      sizes: Numbers of tokens of the shards.
-      dtype: Type of the tokens.
+    `paths` are the shards' files in order. Those that are in buckets are in buckets of one cloud. `sizes` are the
+    numbers of tokens of the shards.
     """
     self.paths, self.sizes, self.dtype = paths, sizes, np.dtype(dtype)
     self._ends = list(itertools.accumulate(sizes))
@@ -95,19 +79,14 @@ class Tokens:
     """
     return self.read([part])[0]
 
-  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """All tokens, in memory."""
-    del copy
-    return self[:].astype(dtype or self.dtype, copy=False)
-
   def read(self, parts: Sequence[slice]) -> list[np.ndarray]:
-    """Several slices, fetched from a bucket at the same time; raises as `__getitem__`."""
-    pieces = [self._pieces(part) for part in parts]
-    found = iter(self._fetch([piece for of_part in pieces for piece in of_part]))
+    """Reads several slices, from a bucket at the same time; raises what `__getitem__` raises."""
+    pieces = [self._locate(part) for part in parts]
+    found = iter(self._fetch([piece for some in pieces for piece in some]))
     return [np.concatenate([np.zeros(0, self.dtype), *itertools.islice(found, len(one))]) for one in pieces]
 
-  def _pieces(self, part: slice) -> list[tuple[int, int, int]]:
-    """What a slice has of each shard: its number, and the first token there and the last one plus 1."""
+  def _locate(self, part: slice) -> list[tuple[int, int, int]]:
+    """Divides a slice among shards: the number of each, the first token of the slice there, and the last one plus 1."""
     if not isinstance(part, slice) or part.step not in (None, 1):
       raise IndexError(f"{part}: only slices of step 1 can be read")
     start, stop, _ = part.indices(len(self))
@@ -121,7 +100,7 @@ class Tokens:
     return pieces
 
   def _fetch(self, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
-    """Pieces as of `_pieces`, at least one token each, checked."""
+    """Reads pieces as returned by `_locate` and checks them. Each has at least one token."""
     self._fetch_checksums({number for number, _, _ in pieces} - self._checksums.keys())
     records = [(number, start // RECORD_TOKENS, -(-stop // RECORD_TOKENS)) for number, start, stop in pieces]
     size = self.dtype.itemsize
@@ -140,17 +119,16 @@ class Tokens:
     return found
 
   def _fetch_checksums(self, numbers: set[int]) -> None:
-    wanted = sorted(numbers)
-    counts = [-(-self.sizes[number] // RECORD_TOKENS) for number in wanted]
-    starts = [self.sizes[number] * self.dtype.itemsize for number in wanted]
-    ranges = [
-      (number, start, start + count * _CHECKSUM.itemsize) for number, start, count in zip(wanted, starts, counts)
-    ]
-    for number, data in zip(wanted, self._read_ranges(ranges)):
+    ranges = []
+    for number in sorted(numbers):
+      start = self.sizes[number] * self.dtype.itemsize
+      num_records = -(-self.sizes[number] // RECORD_TOKENS)
+      ranges.append((number, start, start + num_records * _CHECKSUM.itemsize))
+    for (number, _, _), data in zip(ranges, self._read_ranges(ranges)):
       self._checksums[number] = np.frombuffer(data, _CHECKSUM)
 
   def _read_ranges(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
-    """Bytes start to stop - 1 of each shard named by its number."""
+    """Reads a range of bytes of each shard; a range is the shard's number, the first byte and the last one plus 1."""
     if not ranges:
       return []
     numbers, starts, stops = (list(column) for column in zip(*ranges))
@@ -191,7 +169,7 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
 
 
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
-  """A directory's manifest, or None if it has none.
+  """Reads a directory's manifest; returns None if it has none.
 
   Raises:
     UserError: If it can't be read, is incomplete or has another version; the message begins with `label`.
@@ -238,20 +216,14 @@ def _check_fields(manifest: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Directory:
-  """An opened directory of shards.
-
-  Attributes:
-    tokenizer: The tokenizer of the shards.
-    splits: By name, "train" and "validation".
-    manifest: The manifest.
-  """
+  """An opened directory of shards."""
 
   tokenizer: Tokenizer
-  splits: dict[str, Split]
+  splits: dict[str, Split]  # "train" and "validation"
   manifest: dict[str, Any]
 
-  def digest(self, split: str) -> str:
-    """A hash of the tokens of a split, in hex."""
+  def hash_tokens(self, split: str) -> str:
+    """Returns a hash of the tokens of a split, in hex."""
     sums = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
@@ -262,7 +234,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
   Raises:
     UserError: For a missing shard, one of another size, or another tokenizer.
   """
-  splits, found = {}, files.sizes(directory)
+  splits, found = {}, files.list_sizes(directory)
   for name, info in manifest["splits"].items():
     shards = [Shard(**shard) for shard in info["shards"]]
     paths = [os.path.join(directory, shard.file) for shard in shards]

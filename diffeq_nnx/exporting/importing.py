@@ -15,7 +15,6 @@ import safetensors
 from diffeq_nnx import data, files
 from diffeq_nnx.config import DataConfig, ModelConfig, RopeConfig
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
 from diffeq_nnx.exporting.hub import open_folder
@@ -138,7 +137,7 @@ class _Folder:
   def json(self, name: str) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-      values = parse_json(files.read(os.path.join(self.path, name)), name, f"from_hf={self.path}")
+      values = files.parse_json(files.read(os.path.join(self.path, name)), name, f"from_hf={self.path}")
     except OSError as error:
       raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
     if not isinstance(values, dict):
@@ -147,7 +146,7 @@ class _Folder:
 
   def tensors(self) -> layouts.Tensors:
     """All arrays of model.safetensors, or of the files that its index names, as float32."""
-    there = files.sizes(self.path)
+    there = files.list_sizes(self.path)
     names: list[Any]
     if _WEIGHTS in there:
       names = [_WEIGHTS]

@@ -1,11 +1,13 @@
 """A run as a model of lm-evaluation-harness, under the name `diffeq_nnx`."""
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
+import math
 import os
 import re
 import types
@@ -16,11 +18,11 @@ import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from diffeq_nnx.config import Config, choices, nearest
+from diffeq_nnx.config import Config, HarnessConfig, nearest
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
@@ -37,17 +39,19 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.evaluate import perplexity
 
 AUTO = 8  # the batch size that batch_size=auto stands for
+DOCUMENTS = 256  # documents whose perplexity is measured together
 MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # supported generation_kwargs
 
 
 @register_model("diffeq_nnx")
 class DiffEqLM(TemplateLM):
-  """Log-likelihoods of continuations and of entire texts, and generated texts, as lm_eval requests them.
+  """Computes log-likelihoods of continuations and of texts, and generates texts, as lm_eval requests them.
 
-  Every process of a job must receive the same requests; the processes share the work.
+  Every process of a job must receive the same requests. The processes share the work.
 
   Attributes:
     batch_size: sequences of `max_length` tokens that a device holds at a time.
@@ -104,13 +108,17 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None) or mesh is not None and workdir:
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
-    for name, value in (("num_steps", num_steps), ("stride", stride), ("max_length", max_length)):
+    for name, value in (("num_steps", num_steps), ("max_length", max_length)):
       if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UserError(f"{name}={value!r}: must be a whole number above 0")
-    for name, value in (("dtype", dtype), ("begin_mark", begin_mark), ("window", window)):
-      known = choices(f"harness.{name}")
-      if value not in known:
-        raise UserError(f"{name}={value!r}: must be one of {', '.join(known)}")
+    given = str(batch_size)
+    self.batch_size = AUTO if given.startswith("auto") else int(given) if given.isdecimal() else 0
+    if not self.batch_size:
+      raise UserError(f"batch_size={batch_size!r}: must be a whole number above 0, or auto")
+    try:  # the rules of the keys with these names in a config
+      HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
+    except UserError as error:
+      raise UserError(str(error).replace("harness.", "")) from error
     self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
     if model is not None:
       mesh = mesh or one_device_mesh(model)
@@ -125,11 +133,14 @@ class DiffEqLM(TemplateLM):
     if model is None:
       say_attention(config)
       say_untrained(run.config, run.step, self._num_steps)
-    self.batch_size = _batch_size(batch_size)
     self.max_length = config.seq_len if max_length is None else max_length
     if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
-    self._stride = _stride(window, stride, self.max_length)
+    self._stride = None  # windows side by side
+    if window == "sliding":
+      self._stride = max(self.max_length // 2, 1) if stride is None else stride
+      if self._stride > self.max_length:
+        raise UserError(f"stride={stride}: must be 1 to {self.max_length}, the tokens that the model reads at a time")
     self.truncated = self.merged = 0
     self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
     self._step = run.step if model is None else None
@@ -153,11 +164,11 @@ class DiffEqLM(TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """The context of a text's first token where there is no other: the begin mark, or else the end mark."""
+    """The context of a text's first token if it has no other: the begin mark, or else the end mark."""
     return self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
   def get_model_info(self) -> dict[str, Any]:
-    """The settings on which the results depend, for lm_eval's results."""
+    """Returns the settings on which the results depend, for lm_eval's results."""
     config = self.scorer.ready.config
     windows = (
       "disjoint: side by side, the last moved back to be full"
@@ -170,7 +181,7 @@ class DiffEqLM(TemplateLM):
       "field": config.field,
       "solver": config.solver,
       "weights": config.weights,
-      "num_steps": self.scorer.grid.num_steps,
+      "num_steps": self.scorer.ready.weights.grid.num_steps,
       "dtype": config.dtype,
       "devices": self.scorer.ready.mesh.size,
       "processes": jax.process_count(),
@@ -184,11 +195,11 @@ class DiffEqLM(TemplateLM):
     }
 
   def apply_chat_template(self, *arguments, **keywords) -> str:
-    """Raises UserError: there are none."""
+    """Raises UserError, since runs have no chat templates."""
     raise UserError("--apply_chat_template: runs have no chat template; leave it out")
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-    """The ids of a context with the mark before it or, with `add_special_tokens=False`, of a text without a context.
+    """Encodes a context with the mark before it or, with `add_special_tokens=False`, a text without a context.
 
     Raises:
       UserError: the text is not Unicode.
@@ -202,9 +213,9 @@ class DiffEqLM(TemplateLM):
     return encode_texts(self._tokenizer, texts, "a request's text")
 
   def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Ids of both, encoded together and cut where the context's ids end, as in TemplateLM.
+    """Encodes both together, and cuts where the context's ids end, as TemplateLM does.
 
-    Where that leaves no continuation, since it merged into the last token of its context, the cut is where the two
+    If that leaves no continuation, since it merged into the last token of its context, the cut is where the two
     begin to differ, so that the merged token is scored. The context's ids are those of the joint encoding.
     """
     before, after = super()._encode_pair(context, continuation)
@@ -216,7 +227,7 @@ class DiffEqLM(TemplateLM):
     return joint[:cut] or [self.prefix_token_id], joint[cut:]
 
   def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-    """(log-probability of the continuation in nats, whether it is the likeliest) for each (context, continuation)."""
+    """Returns, for each (context, continuation), the log-probability in nats and whether it is the likeliest."""
     pairs = [request.args for request in requests]
     texts = list(
       dict.fromkeys(text for context, continuation in pairs for text in (context.rstrip(), context + continuation))
@@ -233,7 +244,7 @@ class DiffEqLM(TemplateLM):
     disable_tqdm: bool = False,
     **kwargs: Any,
   ) -> list[tuple[float, bool]]:
-    """Scores (texts, or None to keep the result out of lm_eval's cache; context; continuation)."""
+    """Scores triples of the texts, or None to keep the result out of lm_eval's cache, context ids, continuation ids."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
     fitted = [self._fit(*requests[i][1:]) for i in scored]
@@ -246,7 +257,7 @@ class DiffEqLM(TemplateLM):
     return results
 
   def _fit(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
-    """A request that the model can read at a time; too long a context loses its beginning."""
+    """Makes a request that the model can read at a time. Too long a context loses its beginning."""
     if len(continuation) > self.max_length:
       raise UserError(
         f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
@@ -257,29 +268,50 @@ class DiffEqLM(TemplateLM):
     return Request(tuple(context[-room:]), tuple(continuation))
 
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-    """Log-probability of each text in nats; every token of it is predicted once."""
+    """Returns the log-probability of each text in nats. Every token of it is predicted once."""
     texts = [request.args[0] for request in requests]
     totals = [total for total, _ in self.score_texts(texts, disable_tqdm)]
     for text, total in zip(texts, totals):
       self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
     return totals
 
-  def windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-    """(context, continuation) pairs that together predict each token of a text once, the first after a mark."""
+  def make_windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+    """Returns pairs (context, continuation) that together predict each token of a text once, the first after a mark."""
     context_length = 1 if self._stride is None else self.max_length - self._stride + 1
     (ids,) = self._encode([text])
     windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_length)
     return [make_disjoint_window(window) for window in windows]
 
   def score_texts(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
-    """(log-probability in nats, number of tokens) of each text."""
-    windows = [(i, *window) for i, text in enumerate(texts) for window in self.windows(text)]
+    """Returns the log-probability in nats and the number of tokens of each text."""
+    windows = [(i, *window) for i, text in enumerate(texts) for window in self.make_windows(text)]
     scores = self._loglikelihood_tokens([(None, context, after) for _, context, after in windows], disable_tqdm)
     totals, counts = [0.0] * len(texts), [0] * len(texts)
     for (i, _, continuation), (logprob, _) in zip(windows, scores):
       totals[i] += logprob
       counts[i] += len(continuation)
     return list(zip(totals, counts))
+
+  def measure_perplexity(self, documents: Iterable[str], limit: int | None = None) -> dict[str, float | int]:
+    """Measures how well documents are predicted, each token once.
+
+    Words and bytes are counted as lm_eval counts them: pieces between white space, and bytes of UTF-8.
+
+    Returns:
+      perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the corpus' negative
+      log-likelihood), and how many documents, tokens, words and bytes.
+    """
+    nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
+    documents = itertools.islice(documents, limit)
+    while group := list(itertools.islice(documents, DOCUMENTS)):
+      for text, (logprob, tokens) in zip(group, self.score_texts(group)):
+        nats -= logprob
+        counts["documents"] += 1
+        counts["tokens"] += tokens
+        counts["words"] += len(re.split(r"\s+", text))
+        counts["bytes"] += len(text.encode())
+    per = {f"perplexity_per_{unit}": perplexity(nats / counts[f"{unit}s"]) for unit in ("token", "word", "byte")}
+    return {**per, "bits_per_byte": nats / counts["bytes"] / math.log(2), "nats": nats, **counts}
 
   @functools.cached_property
   def _decoder(self) -> Decoder:
@@ -293,47 +325,44 @@ class DiffEqLM(TemplateLM):
     return Decoder(run.model, self._num_steps, self.scorer.ready.config, run.mesh)
 
   def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-    """The text that follows each context, up to a stop string, an end mark or the limit of tokens.
+    """Generates the text that follows each context, up to a stop string, an end mark or the limit of tokens.
 
     As with the hf backend, a space that the tokenizer puts before a text is dropped at its beginning.
 
     Raises:
-      UserError: a limit of tokens that the model can't read, or generation_kwargs that aren't
-        supported.
+      UserError: a limit of tokens that the model can't read, or generation_kwargs that aren't supported.
       RunError: the run continued after its checkpoint was read.
     """
     repeats: dict[tuple[str, str], int] = collections.Counter()
-    generations = []
-    for request in requests:
+    # By options and stop strings: the number of a request, its prompt, and the number of its random numbers.
+    groups: dict[tuple[GenerationOptions, tuple[str, ...]], list[tuple[int, list[int], int]]]
+    groups = collections.defaultdict(list)
+    for number, request in enumerate(requests):
       prompt, kwargs = request.args
-      repeat = repeats[prompt, json.dumps(kwargs, sort_keys=True)]
-      repeats[prompt, json.dumps(kwargs, sort_keys=True)] += 1
       options, until = self._read_options(request)
       room = self.max_length - options.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room
-      row_number = zlib.crc32(f"{repeat} {prompt}".encode())  # random numbers that don't depend on the batch
-      generations.append(_Generation(request, options, until, ids[-room:], row_number))
-    batches = Collator(
-      generations,
-      sort_fn=lambda one: (-len(one.prompt), one.prompt),
-      group_fn=lambda one: (one.options, one.until),
-      group_by="gen_kwargs",
-    )
-    texts = []
-    with tqdm(
-      total=len(requests), desc="texts generated", disable=disable_tqdm or not distributed.is_main_process()
-    ) as bar:
-      for group in batches.get_batched(n=0):  # all that share options and stop strings
-        streams = [TextStream(self._tokenizer.decode_within, one.until, self._tokenizer.leading) for one in group]
-        for n in self._generate(group, streams):
-          self.cache_hook.add_partial("generate_until", group[n].request.args, streams[n].text)
+      asked = prompt, json.dumps(kwargs, sort_keys=True)
+      row_number = zlib.crc32(f"{repeats[asked]} {prompt}".encode())  # does not depend on the batch
+      repeats[asked] += 1
+      groups[options, until].append((number, ids[-room:], row_number))
+    texts = [""] * len(requests)
+    quiet = disable_tqdm or not distributed.is_main_process()
+    with tqdm(total=len(requests), desc="texts generated", disable=quiet) as bar:
+      for (options, until), group in groups.items():
+        numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
+        streams = [TextStream(self._tokenizer.decode_within, until, self._tokenizer.leading) for _ in group]
+        take = functools.partial(self._take_token, streams)
+        for n, _ in continue_prompts(self._decoder, prompts, options, take, row_numbers=row_numbers):
+          streams[n].finish()
+          texts[numbers[n]] = streams[n].text
+          self.cache_hook.add_partial("generate_until", requests[numbers[n]].args, streams[n].text)
           bar.update()
-        texts += [stream.text for stream in streams]
-    return batches.get_original(texts)
+    return texts
 
   def _read_options(self, request: Instance) -> tuple[GenerationOptions, tuple[str, ...]]:
-    """How a task's texts are sampled, and the strings at which they stop."""
+    """Reads how a task's texts are sampled, and the strings at which they stop."""
     prefix = f"task {request.task_name}: generation_kwargs: "
     kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(self.max_length // 2, 1)))
     for name, value in kwargs.items():
@@ -357,50 +386,12 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _generate(self, group: Sequence["_Generation"], streams: Sequence[TextStream]) -> Iterator[int]:
-    """Continues generations that share options and stop strings; yields their numbers as they end."""
-
-    def take(n: int, token: int) -> str | None:
-      if token in self._tokenizer.end_ids:
-        return "eos"
-      streams[n].add(token)
-      return "stop" if streams[n].stopped else None
-
-    prompts, row_numbers = [one.prompt for one in group], [one.row_number for one in group]
-    for n, _ in continue_prompts(self._decoder, prompts, group[0].options, take, row_numbers=row_numbers):
-      streams[n].finish()
-      yield n
-
-
-@dataclasses.dataclass(frozen=True)
-class _Generation:
-  """A text to be generated: `row_number` identifies its random numbers."""
-
-  request: Instance
-  options: GenerationOptions
-  until: tuple[str, ...]
-  prompt: list[int]
-  row_number: int
+  def _take_token(self, streams: Sequence[TextStream], n: int, token: int) -> str | None:
+    """Adds a token to the n-th text. Returns why the text ends with it, or None if it goes on."""
+    if token in self._tokenizer.end_ids:
+      return "eos"
+    streams[n].add(token)
+    return "stop" if streams[n].stopped else None
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))
-
-
-def _batch_size(given: int | str) -> int:
-  if str(given).startswith("auto"):
-    return AUTO
-  if not re.fullmatch("0*[1-9][0-9]*", str(given)):
-    raise UserError(f"batch_size={given!r}: must be a whole number above 0, or auto")
-  return int(given)
-
-
-def _stride(window: str, stride: int | None, max_length: int) -> int | None:
-  """The tokens that each window after the first predicts. None stands for windows side by side."""
-  if window == "disjoint":
-    if stride is not None:
-      raise UserError(f"stride={stride}: is for sliding windows; leave it out, or set window=sliding")
-    return None
-  stride = max(max_length // 2, 1) if stride is None else stride
-  if stride > max_length:
-    raise UserError(f"stride={stride}: must be 1 to {max_length}, the tokens that the model reads at a time")
-  return stride

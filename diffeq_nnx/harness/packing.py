@@ -18,15 +18,10 @@ MIN_SCORED = 8  # scored tokens of a row
 
 
 class Request(NamedTuple):
-  """A continuation to score.
+  """A continuation to score."""
 
-  Attributes:
-    context: token ids, one or more.
-    continuation: token ids, one or more; the last is predicted, and not read.
-  """
-
-  context: tuple[int, ...]
-  continuation: tuple[int, ...]
+  context: tuple[int, ...]  # token ids, one or more
+  continuation: tuple[int, ...]  # token ids, one or more; the last is predicted, and not read
 
   @property
   def read(self) -> tuple[int, ...]:
@@ -36,18 +31,12 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass
 class Row:
-  """Sequences that share a row.
+  """Sequences that share a row."""
 
-  Attributes:
-    tokens: of each slot.
-    positions: of each slot, its depth in the tree.
-    scored: (slot, the token that follows it) of each scored token.
-    parts: (number of a request, its first index in `scored`, number of scored tokens).
-  """
-
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  positions: list[int] = dataclasses.field(default_factory=list)
-  scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  tokens: list[int] = dataclasses.field(default_factory=list)  # of each slot
+  positions: list[int] = dataclasses.field(default_factory=list)  # the depth of each slot in the tree
+  scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # slots, and the tokens that follow them
+  # for each request its number, its first index in `scored`, and its number of scored tokens
   parts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
   _path: list[int] = dataclasses.field(default_factory=list)  # slots of the newest sequence
 
@@ -67,7 +56,7 @@ class Row:
 
   @property
   def ends(self) -> list[int]:
-    """For each slot, where the slots below it end: at the next slot that is not deeper."""
+    """For each slot, where the slots below it end, which is at the next slot that is not deeper."""
     ends = [len(self.tokens)] * len(self.tokens)
     path: list[int] = []
     for slot, depth in enumerate(self.positions):
@@ -78,32 +67,24 @@ class Row:
 
 
 class Batch(NamedTuple):
-  """Rows as arrays, padded with 0; no slot sees a padding slot.
+  """Rows as arrays, padded with 0. No slot sees a padding slot."""
 
-  Attributes:
-    arrays: tokens, positions, ends [B, L]; slots, targets [B, M].
-    branches: whether one of its rows holds more than one path.
-    parts: for each row, `Row.parts`.
-  """
-
-  arrays: dict[str, np.ndarray]
-  branches: bool
-  parts: list[list[tuple[int, int, int]]]
+  arrays: dict[str, np.ndarray]  # tokens, positions, ends [B, L]; slots, targets [B, M]
+  branches: bool  # whether one of its rows holds more than one path
+  parts: list[list[tuple[int, int, int]]]  # `Row.parts` of each row
 
 
-def bucket(count: int, fewest: int = MIN_SLOTS) -> int:
-  """The size to which a count is rounded up: four sizes between a power of two and the next, multiples of `fewest`."""
+def round_up(count: int, fewest: int = MIN_SLOTS) -> int:
+  """Rounds a count up to one of four sizes between a power of two and the next, which are multiples of `fewest`."""
   step = max(fewest, 1 << max((count - 1).bit_length() - 3, 0))
   return -(-count // step) * step
 
 
 def make_rows(requests: Sequence[Request], most_slots: int, share: bool = True) -> list[Row]:
-  """Rows for all requests, independent of their order.
+  """Puts requests in rows, whatever the order of the requests.
 
-  Args:
-    requests: to be put in rows.
-    most_slots: limit of the slots, and of the scored tokens, of a row with several sequences.
-    share: False: each request has a row of its own.
+  A row with several sequences has at most `most_slots` slots, and as many scored tokens. Unless `share` is set, each
+  request has a row of its own.
   """
   read = [np.asarray(request.read, ">i4") for request in requests]  # big-endian: bytes sort as the numbers do
   order = sorted(range(len(requests)), key=lambda i: (read[i].tobytes(), requests[i]))
@@ -123,26 +104,23 @@ def make_rows(requests: Sequence[Request], most_slots: int, share: bool = True) 
 
 
 def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
-  """How many tokens two sequences have in common at their beginning."""
+  """Counts the tokens that two sequences have in common at their beginning."""
   length = min(len(a), len(b))
   differs = np.flatnonzero(a[:length] != b[:length])
   return int(differs[0]) if len(differs) else length
 
 
 def make_batches(rows: Sequence[Row], tokens: int, multiple: int) -> Iterator[Batch]:
-  """All rows, the longest first, in batches of few shapes.
+  """Yields all rows, the longest first, in batches of few shapes.
 
-  Args:
-    rows: to be put in batches.
-    tokens: limit of the slots of a batch, which has at least `multiple` rows.
-    multiple: the number of rows is a multiple of it.
+  The number of rows of a batch is a multiple of `multiple`. A batch with more rows has at most `tokens` slots.
   """
-  rows = sorted(rows, key=lambda row: (bucket(len(row.tokens)), len(row.scored)), reverse=True)
+  rows = sorted(rows, key=lambda row: (round_up(len(row.tokens)), len(row.scored)), reverse=True)
   while rows:
-    L = bucket(len(rows[0].tokens))
+    L = round_up(len(rows[0].tokens))
     B = max(tokens // L // multiple, 1) * multiple
     if len(rows) < B:  # the last batch
-      B = min(B, multiple * bucket(-(-len(rows) // multiple), fewest=1))
+      B = min(B, multiple * round_up(-(-len(rows) // multiple), fewest=1))
     yield _make_batch(rows[:B], B, L)
     rows = rows[B:]
 

@@ -18,12 +18,12 @@ Results = dict[str, Any]  # what lm_eval returns
 
 
 class Key(NamedTuple):
-  """What an estimate measures. `filter` is lm_eval's name for how answers are extracted from responses."""
+  """What an estimate measures."""
 
   task: str
-  shots: int | None
+  shots: int | None  # examples before each question
   metric: str
-  filter: str
+  filter: str  # lm_eval's name for how answers are extracted from responses
 
 
 class Estimate(NamedTuple):
@@ -37,12 +37,12 @@ class Estimate(NamedTuple):
 
 
 def name_file(shots: int | None) -> str:
-  """The file of results with so many examples before each question, None for the number that each task sets."""
+  """Names the file of results with so many examples before each question, None for the number that each task sets."""
   return NAME if shots is None else f"results_{shots}shot.json"
 
 
 def read(path: str, folder: str) -> list[Results]:
-  """The results of a baseline: all of a run's directory, or those of one JSON file of lm_eval.
+  """Reads the results of a baseline: all of a run's directory, or those of one JSON file of lm_eval.
 
   Raises:
     UserError: no such file, or no results in it.
@@ -50,7 +50,9 @@ def read(path: str, folder: str) -> list[Results]:
   paths = [path]
   if files.is_folder(path):
     place = os.path.join(path, folder)
-    paths = [os.path.join(place, name) for name in sorted(files.sizes(place)) if fnmatch.fnmatch(name, "results*.json")]
+    paths = [
+      os.path.join(place, name) for name in sorted(files.list_sizes(place)) if fnmatch.fnmatch(name, "results*.json")
+    ]
     if not paths:
       raise UserError(
         f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "
@@ -60,7 +62,7 @@ def read(path: str, folder: str) -> list[Results]:
   for one in paths:
     try:
       found.append(files.read_json(one))
-      differences(found, found)  # reads all that is used later
+      note_differences(found, found)  # reads all that is used later
     except FileNotFoundError as error:
       raise UserError(f"--baseline={one}: there is no such file or directory") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -68,8 +70,8 @@ def read(path: str, folder: str) -> list[Results]:
   return found
 
 
-def estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
-  """The metrics of all tasks, without those of subtasks whose group has an average."""
+def collect_estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
+  """Collects the metrics of all tasks, without those of subtasks if their group has an average."""
   found: dict[Key, Estimate] = {}
   for one in results:
     entries = {**one["results"], **one.get("groups", {})}
@@ -77,19 +79,19 @@ def estimates(results: Sequence[Results]) -> dict[Key, Estimate]:
       task
       for group, tasks in one.get("group_subtasks", {}).items()
       for task in tasks
-      if _of_entry(entries.get(group, {}))
+      if _read_entry(entries.get(group, {}))
     }
     found |= {
       Key(task, one.get("n-shot", {}).get(task), *metric): estimate
       for task, entry in entries.items()
       if task not in averaged
-      for metric, estimate in _of_entry(entry).items()
+      for metric, estimate in _read_entry(entry).items()
     }
   return found
 
 
-def _of_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
-  """The estimates of one task of lm_eval's results, whose keys are "metric,filter" and "metric_stderr,filter"."""
+def _read_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
+  """Returns the estimates of one task from its entry, with the keys "metric,filter" and "metric_stderr,filter"."""
   found = {}
   for name, value in entry.items():
     metric, comma, filter_name = name.partition(",")
@@ -99,41 +101,41 @@ def _of_entry(entry: dict[str, Any]) -> dict[tuple[str, str], Estimate]:
   return found
 
 
-def _cell(text: str) -> str:
-  """A text in one line of Markdown, none of which is HTML, a link, code or the end of a cell."""
+def _escape(text: str) -> str:
+  """Returns a text as one line of Markdown, none of which is HTML, a link, code or the end of a cell."""
   return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(printable(" ".join(text.split())), quote=False))
 
 
-def table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[str]) -> str:
-  """Markdown: lm_eval's tables, or beside a baseline a row for each metric with the difference; then notes."""
+def make_table(ours: Sequence[Results], baseline: Sequence[Results], notes: Sequence[str]) -> str:
+  """Makes lm_eval's tables, or a comparison with a baseline, and then a list of the notes, in Markdown."""
   tables = [_compare(ours, baseline)] if baseline else [_tabulate(one) for one in ours]
-  return "\n".join([*tables, *(f"- {_cell(note)}" for note in notes)]) + "\n"
+  return "\n".join([*tables, *(f"- {_escape(note)}" for note in notes)]) + "\n"
 
 
 def _tabulate(results: Results) -> str:
-  """lm_eval's table of the tasks and, if there are any, of the averages of groups."""
-  from lm_eval.utils import make_table
+  """Makes lm_eval's table of the tasks and, if there are any, of the averages of groups."""
+  from lm_eval import utils
 
   shown = dict(results)
   for column in ("results", "groups"):
     shown[column] = {
-      task: {_cell(name): _cell(value) if isinstance(value, str) else value for name, value in entry.items()}
-      | {"alias": _cell(entry.get("alias", task))}
+      task: {_escape(name): _escape(value) if isinstance(value, str) else value for name, value in entry.items()}
+      | {"alias": _escape(entry.get("alias", task))}
       for task, entry in results.get(column, {}).items()
     }
-  return "\n".join(make_table(shown, column) for column in ("results", "groups") if shown[column])
+  return "\n".join(utils.make_table(shown, column) for column in ("results", "groups") if shown[column])
 
 
 def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
-  """A row for each metric: our estimate, the baseline's and the difference."""
-  other = estimates(baseline)
+  """Makes a table with a row for each metric: our estimate, the baseline's and the difference."""
+  other = collect_estimates(baseline)
   rows = [["task", "shots", "metric", "ours", "baseline", "difference"], ["---"] * 6]
-  for key, one in estimates(ours).items():
+  for key, one in collect_estimates(ours).items():
     rows.append(
       [
-        _cell(key.task),
+        _escape(key.task),
         "" if key.shots is None else str(key.shots),
-        _cell(key.metric if key.filter == "none" else f"{key.metric} ({key.filter})"),
+        _escape(key.metric if key.filter == "none" else f"{key.metric} ({key.filter})"),
         str(one),
         *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""]),
       ]
@@ -141,12 +143,12 @@ def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
   return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
-def differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
-  """Notes on what limits the comparison: conditions that differ, and metrics that the baseline lacks."""
+def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
+  """Returns notes on what limits the comparison: conditions that differ, and metrics that the baseline lacks."""
   if not ours or not baseline:
     return []
-  keys = estimates(ours).keys()
-  missing = len(keys - estimates(baseline).keys())
+  keys = collect_estimates(ours).keys()
+  missing = len(keys - collect_estimates(baseline).keys())
   notes = [f"the baseline lacks {missing} of these {len(keys)} numbers"] if missing else []
   for name in CONDITIONS:
     here, there = (

@@ -17,7 +17,6 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.inference.ready import ReadyModel, make_ready, one_device_mesh
-from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import sharding
@@ -29,18 +28,13 @@ QUERIES = 256  # slots whose attention is computed at a time, so that later slot
 
 @dataclasses.dataclass(frozen=True)
 class Branched:
-  """Attention context of rows with several sequences; see `packing`.
+  """Attention context of rows with several sequences; see `packing`."""
 
-  Attributes:
-    ends_BxL: where the slots below each end.
-    positions_BxL: the depth of each.
-  """
-
-  ends_BxL: jax.Array
-  positions_BxL: jax.Array
+  ends_BxL: jax.Array  # where the slots below each slot end
+  positions_BxL: jax.Array  # the depth of each slot
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """Attention of each slot to its path, [B, L, H, C], in float32 or wider, since no kernel has trees as masks."""
+    """Attends from each slot to its path, [B, L, H, C], in float32 or wider, since no kernel has trees as masks."""
     del implementation
     B, L, H, C = q_BxLxHxC.shape
     K = k_BxLxKxC.shape[2]
@@ -62,24 +56,16 @@ class Branched:
 
 
 class Score(NamedTuple):
-  """The result for a continuation.
+  """The result for a continuation."""
 
-  Attributes:
-    logprob: its log-probability after its context, nats.
-    greedy: whether no token is likelier than each of its tokens.
-  """
-
-  logprob: float
-  greedy: bool
+  logprob: float  # its log-probability after its context, in nats
+  greedy: bool  # whether no token is likelier than each of its tokens
 
 
 class Scorer:
   """A model ready to score: the weights of all its steps are generated once.
 
   Everything stays split over the mesh as in training. All processes of a job must make the same calls.
-
-  Attributes:
-    ready: the model.
   """
 
   def __init__(
@@ -109,17 +95,12 @@ class Scorer:
     """
     self.ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
     max_length = self.ready.config.seq_len if max_length is None else max_length
-    self._share, self._most_slots = share, packing.bucket(max_length)
+    self._share, self._most_slots = share, packing.round_up(max_length)
     self._rows = sharding.num_shards("batch", self.ready.mesh.shape)
     self._tokens = batch_size * max_length * self._rows
 
-  @property
-  def grid(self) -> grids.Grid:
-    """The steps."""
-    return self.ready.weights.grid
-
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
-    """(index of a request, its score), in any order, as they are computed.
+    """Yields the index of each request and its score, in any order, as they are computed.
 
     The next batch is computed while the caller handles one; equal requests are computed once. Requests must consist of
     the model's ids and fit its positions.
@@ -132,10 +113,10 @@ class Scorer:
     for batch in packing.make_batches(rows, self._tokens, self._rows):
       started = batch, self._score(batch)
       if previous is not None:
-        yield from _scores(*previous, equal)
+        yield from _read_scores(*previous, equal)
       previous = started
     if previous is not None:
-      yield from _scores(*previous, equal)
+      yield from _read_scores(*previous, equal)
 
   def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
     B, M = batch.arrays["slots"].shape
@@ -146,10 +127,10 @@ class Scorer:
       return score(batch.branches, pieces, self.ready, arrays)
 
 
-def _scores(
+def _read_scores(
   batch: packing.Batch, outputs: tuple[jax.Array, jax.Array], equal: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Score]]:
-  """(index, score) for all requests equal to one of a batch."""
+  """Yields index and score of all requests that are equal to one of a batch."""
   logprob_BxM, greedy_BxM = map(np.asarray, outputs)
   for row, parts in enumerate(batch.parts):
     for number, first, count in parts:
@@ -159,13 +140,13 @@ def _scores(
 
 
 def _count_pieces(B: int, M: int, V: int) -> int:
-  """Number of pieces for the scored tokens, so that a device holds at most LOGITS logits at a time; M is 2^n."""
+  """Chooses the number of pieces for M = 2^n scored tokens, so that a device holds at most LOGITS logits at a time."""
   return min(M, 1 << max(-(-B * M * V // LOGITS) - 1, 0).bit_length())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def score(branches: bool, pieces: int, ready: ReadyModel, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """Log-probability of each scored token, nats, and whether none is likelier, [B, M] each, replicated.
+  """Computes the log-probability of each scored token in nats, and whether none is likelier, [B, M], replicated.
 
   Args:
     branches: whether rows may hold more than one path; otherwise the model's own attention is used.

@@ -9,25 +9,15 @@ from diffeq_nnx.config import nearest
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
-PAPER = (
-  "arc_easy",
-  "arc_challenge",
-  "hellaswag",
-  "lambada_openai",
-  "lambada_standard",
-  "logiqa",
-  "mmlu",
-  "piqa",
-  "sciq",
-  "winogrande",
-  "wsc273",
-)  # Tong et al. 2025; zero-shot and five-shot
+PAPER = tuple(  # Tong et al. 2025
+  "arc_easy arc_challenge hellaswag lambada_openai lambada_standard logiqa mmlu piqa sciq winogrande wsc273".split()
+)
 PAPER_SHOTS = (0, 5)
 GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task files; `paper` in a config
 
 
 def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
-  """lm_eval's tasks and the paper's group if `default_tasks`, and the tasks of a folder.
+  """Makes a manager of lm_eval's tasks and the paper's group, if `default_tasks`, and of the tasks in a folder.
 
   Raises:
     UserError: there is no such folder.
@@ -39,12 +29,12 @@ def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
 
 
 def is_paper(names: Sequence[str]) -> bool:
-  """Whether nothing but the paper's list is named."""
+  """Whether only the paper's list is named."""
   return bool(names) and set(names) <= {"paper", GROUP}
 
 
 def match(names: Sequence[str], tasks: TaskManager) -> list[str]:
-  """The tasks, groups and tags that match names and patterns, without duplicates.
+  """Returns the tasks, groups and tags that match names and patterns, without duplicates.
 
   Raises:
     UserError: a name or pattern that matches none of them.

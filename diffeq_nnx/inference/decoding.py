@@ -177,7 +177,7 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
 
   They are moved by one program: of several, each process could begin another one first, and wait for the others.
   """
-  at = lambda leaf, axes: sharding.named(ready.mesh, axes, leaf.shape)
+  at = lambda leaf, axes: sharding.make_sharding(ready.mesh, axes, leaf.shape)
   sets = [
     {
       group: {name: at(leaf, model.block_axes[group][name]) for name, leaf in one.items()}

@@ -55,7 +55,7 @@ def evaluate_downstream(
   """
   start, settings = time.perf_counter(), config.harness
   try:
-    from diffeq_nnx.harness import adapter, perplexity, tasks  # they need an extra that other jobs don't
+    from diffeq_nnx.harness import adapter, tasks  # they need an extra that other jobs don't
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
   Run.open(workdir, config)
@@ -79,9 +79,9 @@ def evaluate_downstream(
     num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
   ours = _evaluate(lm, names, manager, shots, settings) if names else []
-  text = None if texts is None else perplexity.corpus_perplexity(lm, texts.documents(), settings.limit)
-  found = report.estimates(ours)
-  if theirs and ours and not found.keys() & report.estimates(theirs).keys():
+  text = None if texts is None else lm.measure_perplexity(texts.documents(), settings.limit)
+  found = report.collect_estimates(ours)
+  if theirs and ours and not found.keys() & report.collect_estimates(theirs).keys():
     raise UserError(
       f"--baseline={baseline}: has no number in common with harness.tasks={settings.tasks}, "
       f"{len(shots)} numbers of examples; run --job=harness on it with the same"
@@ -99,7 +99,7 @@ def evaluate_downstream(
         record = {"text": settings.text, **text, **conditions}
         written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
       notes = _notes(info, shots, ours, theirs, text, settings)
-      written["table.md"] = report.table(ours, theirs, notes).encode()
+      written["table.md"] = report.make_table(ours, theirs, notes).encode()
       _write(folder, written)
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
@@ -195,7 +195,7 @@ def _notes(
     notes.append(
       f"requests that lost the beginning of their context: {truncated}; continuations that merged into it: {merged}"
     )
-  notes += report.differences(ours, theirs)
+  notes += report.note_differences(ours, theirs)
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not comparable with published results")
   if text is not None:
@@ -214,7 +214,7 @@ def _write(folder: str, written: dict[str, bytes]) -> None:
     files.make_folder(folder)
     for name, content in written.items():
       files.write(os.path.join(folder, name), content)
-    for name in files.sizes(folder):
+    for name in files.list_sizes(folder):
       if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
         files.remove(os.path.join(folder, name))
   except OSError as error:

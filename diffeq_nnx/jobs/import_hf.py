@@ -39,12 +39,14 @@ def import_run(config: Config, workdir: str, *, from_hf: str, settings: Sequence
   """
   workdir_lib.require_none(workdir)
   shorter = [setting for setting in settings if setting.startswith("model.seq_len=")]
-  seq_len = config_lib.changed(Config(), shorter).model.seq_len if shorter else None
+  seq_len = config_lib.apply_settings(Config(), shorter).model.seq_len if shorter else None
   with open_folder(from_hf) as folder:
     model, params = importing.read(folder, seq_len)
     tokenizer = importing.read_tokenizer(folder, config.data)
   model = dataclasses.replace(model, attention=config.model.attention)
-  config = config_lib.changed(derive_config(config, model, own_tokenizer(config.data, tokenizer, workdir)), settings)
+  config = config_lib.apply_settings(
+    derive_config(config, model, own_tokenizer(config.data, tokenizer, workdir)), settings
+  )
   check_model(config.model, model, "seq_len")
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):

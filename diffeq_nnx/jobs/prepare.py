@@ -15,7 +15,7 @@ def prepare_shards(config: Config, workdir: str) -> dict:
     UserError: text, a tokenizer or a directory that can't be used.
     RunError: one of the data.num_processes that it starts dies, or the disk is full.
   """
-  recipe = data.recipe(config.data, config.model.vocab_size, config.seed)
+  recipe = data.make_recipe(config.data, config.model.vocab_size, config.seed)
   try:
     manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())
   except (PermissionError, NotADirectoryError, FileExistsError) as error:

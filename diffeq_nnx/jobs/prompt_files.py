@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from diffeq_nnx import files
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
@@ -117,7 +116,7 @@ class Answers:
     if files.exists(self._unfinished):
       kept = files.read(self._unfinished)
       kept = kept[: kept.rfind(b"\n") + 1]
-      lines = [parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]
+      lines = [files.parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]
       if lines and lines[0] != self._identity:
         raise UserError(
           f"--out={self._out}: {self._unfinished} was begun with other settings or prompts; repeat those, or remove it"
@@ -139,7 +138,7 @@ def split_lines(content: bytes) -> dict[int, bytes]:
 
 def parse_prompt(line: bytes) -> str:
   """The prompt of a JSON line; raises UserError."""
-  value = parse_json(line, "the line", "prompt")
+  value = files.parse_json(line, "the line", "prompt")
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
     raise UserError("prompt: the line must be an object whose key `prompt` is a text")
   return value["prompt"]

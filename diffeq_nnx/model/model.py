@@ -13,7 +13,7 @@ from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_
 from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, pack
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.parallel.context import in_order
+from diffeq_nnx.parallel.context import restore_order
 
 
 def parameter_dtype(dtype: str) -> jnp.dtype:
@@ -144,7 +144,7 @@ class Model(nnx.Module):
       adjoint=adjoint,
       gather=self.gather,
     )
-    return self.normalize(in_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
+    return self.normalize(restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 
   def hidden_unrolled(
     self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext

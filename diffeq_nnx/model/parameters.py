@@ -117,7 +117,7 @@ def join(learning: Params, frozen: Params) -> Params:
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
   """The sharding of each parameter, from the names of its axes."""
   axes = lambda variable: variable.get_metadata().get("axes", (None,) * len(variable.shape))
-  place = lambda variable: variable.replace(sharding.named(mesh, axes(variable), variable.shape))
+  place = lambda variable: variable.replace(sharding.make_sharding(mesh, axes(variable), variable.shape))
   state = nnx.state(abstract_model(config), nnx.Param)
   return nnx.to_pure_dict(jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 

@@ -12,20 +12,20 @@ from diffeq_nnx.parallel import sharding
 
 
 def num_parts(length: int) -> int:
-  """Devices over which sequences of this length are split on the surrounding mesh; 1 where 2n doesn't divide it."""
+  """Returns over how many devices the surrounding mesh splits sequences of this length, 1 if 2n doesn't divide it."""
   n = sharding.num_shards("context")
   return 1 if length % (2 * n) else n
 
 
 def zigzag(x_BxL: jax.Array) -> jax.Array:
-  """x, which devices along `context` hold whole, in zigzag order and split: each keeps its own two chunks."""
+  """Splits x, which devices along `context` hold whole, in zigzag order: each device keeps its own two chunks."""
   (B, L), n = x_BxL.shape, num_parts(x_BxL.shape[1])
   order_2n = np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], 1).reshape(-1)
   return sharding.constrain(x_BxL.reshape(B, 2 * n, -1)[:, order_2n].reshape(B, L), "batch", "context")
 
 
-def in_order(x_BxLxD: jax.Array) -> jax.Array:
-  """From zigzag order to the order of positions, [B, L, D], split over the same devices: each sends two chunks."""
+def restore_order(x_BxLxD: jax.Array) -> jax.Array:
+  """Moves zigzag order to the order of positions, [B, L, D], over the same devices: each sends two chunks."""
   n = num_parts(x_BxLxD.shape[1])
   number = lambda i, odd: i if i % 2 == odd else 2 * n - 1 - i  # of the even or odd chunk that device i holds
 

@@ -36,46 +36,42 @@ _shell: subprocess.Popen[bytes] | None = None  # of `_explain_a_sudden_end`
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
-  """Joins the job's processes: detected by JAX on TPU pods, Slurm and Open MPI, elsewhere given by the three arguments.
+  """Joins the job's processes.
 
-  Without the arguments, and outside such a cluster, there is a single process. Call it before anything that
-  touches a device.
+  JAX detects them on TPU pods, Slurm and Open MPI; elsewhere the first three arguments name them. Without these
+  arguments, and outside such a cluster, there is a single process. Call it before anything that touches a device.
 
   Args:
     coordinator: HOST:PORT at which process 0 can be reached by all.
-    num_processes: how many there are; 1 alone: no detection.
+    num_processes: how many there are; 1 alone turns detection off.
     process_id: which one this is, from 0.
-    join_seconds: how long to wait for all of them.
+    join_seconds: how long to wait for all of them. After that the process exits with code 1.
 
   Raises:
     UserError: some of the three arguments without the others, or arguments that don't fit.
-    RunError: they could not be joined. If the others don't join in time, the process exits with code 1.
+    RunError: the processes could not be joined.
   """
+  global _joined
   given = (coordinator, num_processes, process_id)
   if given == (None, 1, None):
     return
-  if any(value is not None for value in given):
-    if coordinator is None or num_processes is None or process_id is None:
-      raise UserError(
-        "--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
-        "under Slurm, or for a single process"
-      )
-    if not 0 <= process_id < num_processes:
-      raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
-    if not coordinator.rpartition(":")[2].isdigit():
-      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
-  global _joined
+  if given != (None, None, None):
+    _check_given(*given)
+  # JAX's own limit aborts the process with a stack dump. No row of launch/faults.py starts too few processes, but
+  # tests/test_distributed.py does.
+  timer = threading.Timer(join_seconds, _end_unjoined, [join_seconds])
+  timer.daemon = True
+  timer.start()
   try:
-    with _limit(join_seconds):
-      jax.distributed.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        cluster_detection_method="deactivate" if coordinator else None,
-        initialization_timeout=2 * join_seconds,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=LEAVE_SECONDS,
-      )
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      cluster_detection_method="deactivate" if coordinator else None,
+      initialization_timeout=2 * join_seconds,
+      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+      shutdown_timeout_seconds=LEAVE_SECONDS,
+    )
   except ValueError as error:
     if coordinator is None and "coordinator_address" in str(error):
       return  # no cluster: one process
@@ -85,8 +81,22 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
       f"the processes could not be joined ({first_line(error)}); start the same "
       "command on every host, or give --num_processes=1 for a single process"
     ) from error
+  finally:
+    timer.cancel()
   _joined = True
   _explain_a_sudden_end()
+
+
+def _check_given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+  if coordinator is None or num_processes is None or process_id is None:
+    raise UserError(
+      "--coordinator, --num_processes, --process_id: give all three; or none of them, on a TPU pod, "
+      "under Slurm, or for a single process"
+    )
+  if not 0 <= process_id < num_processes:
+    raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
+  if not coordinator.rpartition(":")[2].isdigit():
+    raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
 
 
 def _explain_a_sudden_end() -> None:
@@ -105,39 +115,23 @@ def _explain_a_sudden_end() -> None:
 
 
 def finish() -> None:
-  """Call it when the work is done, or an error was reported."""
+  """Ends what `start` began; call it when the work is done, or an error was reported."""
   if _shell is not None:
     _shell.communicate(b"\n")
 
 
-@contextlib.contextmanager
-def _limit(seconds: int) -> Iterator[None]:
-  """Ends this process, with one line, if the body takes longer.
-
-  JAX's own limit aborts it with a stack dump. No row of launch/faults.py starts too few processes, but
-  tests/test_distributed.py does.
-  """
-
-  def end() -> None:
-    print(
-      f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
-      "of the missing ones, or raise --join_seconds",
-      file=sys.stderr,
-      flush=True,
-    )
-    os._exit(1)
-
-  timer = threading.Timer(seconds, end)
-  timer.daemon = True
-  timer.start()
-  try:
-    yield
-  finally:
-    timer.cancel()
+def _end_unjoined(seconds: int) -> None:
+  print(
+    f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
+    "of the missing ones, or raise --join_seconds",
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(1)
 
 
 def whoami() -> tuple[int, int]:
-  """(number of this process, number of processes); (0, 1) before the processes have joined."""
+  """Returns the number of this process and how many there are, which is (0, 1) before the processes have joined."""
   return (jax.process_index(), jax.process_count()) if _joined else (0, 1)
 
 
@@ -153,7 +147,7 @@ def require_one_process(job: str) -> None:
 
 
 def exchange(text: str, wait_seconds: int = WAIT_SECONDS, key: str = "exchange") -> list[str]:
-  """The texts of all processes, by process; all of them must call it, and wait up to `wait_seconds` for the last.
+  """Returns the texts of all processes, which must all call it and wait up to `wait_seconds` for the last.
 
   They wait at a barrier, which notices a death but tolerates an hour of tokenizing, and only then enter a
   collective, which would time out earlier. Calls with different keys don't meet.
@@ -171,10 +165,10 @@ def exchange(text: str, wait_seconds: int = WAIT_SECONDS, key: str = "exchange")
 
 @contextlib.contextmanager
 def sync_errors() -> Iterator[None]:
-  """Runs the body on every process, and waits; an error in one of them ends all with the same line.
+  """Runs the body on every process and waits for all. An error in one process ends all with the same line.
 
   Raises:
-    UserError or RunError: the body raised it, here or elsewhere; the line names the process if not all agree. Other
+    UserError or RunError: the body raised it, here or elsewhere. The line names the process if not all agree. Other
       exceptions are raised unchanged where they arose, and as a RunError elsewhere.
   """
   error = None
@@ -199,10 +193,10 @@ def sync_errors() -> Iterator[None]:
 
 
 def on_main_process(function: Callable[..., Any], *args: Any) -> Any:
-  """What a function returns in process 0, which alone calls it, in JSON's types; the others wait.
+  """Calls a function in process 0 alone, and returns its result in all processes, in JSON's types.
 
   Raises:
-    UserError or RunError: as `sync_errors`.
+    UserError or RunError: as `sync_errors` does.
   """
   with sync_errors():
     result = function(*args) if is_main_process() else None
@@ -212,7 +206,7 @@ def on_main_process(function: Callable[..., Any], *args: Any) -> Any:
 def all_end_with(error: BaseException) -> bool:
   """Whether all processes end with this error's line, so that one of them reports it.
 
-  A process that is alone with its error finds the others elsewhere: it waits for them no longer than `ALIKE_SECONDS`.
+  A process waits for the others no longer than `ALIKE_SECONDS`, since it may be alone with its error.
   """
   if whoami()[1] == 1:
     return True
@@ -225,15 +219,14 @@ def all_end_with(error: BaseException) -> bool:
 
 
 def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> None:
-  """Checks that all processes run the same job from the same code.
+  """Raises UserError unless all processes run the same job from the same code.
 
-  Raises:
-    UserError: they don't; the line names the differences, and the process that differs from process 0.
+  The line names the differences, and the process that differs from process 0.
   """
   facts = {
     "--job": job,
     "--workdir": workdir,
-    "the code": code_version(),
+    "the code": hash_code(),
     "jax": jax.__version__,
     **{f"--{name}": value for name, value in options.items()},
     **config_lib.flatten(config_lib.to_dict(config)),
@@ -252,8 +245,8 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
       )
 
 
-def code_version() -> str:
-  """A hash of the package's source files."""
+def hash_code() -> str:
+  """Computes a hash of the package's source files."""
   folder = pathlib.Path(__file__).parents[1]
   digest = hashlib.sha256()
   for path in sorted({*folder.rglob("*.py"), *(folder / "kernels").rglob("*.py")}):  # kernels may be a link
@@ -264,8 +257,8 @@ def code_version() -> str:
 class Preemption:
   """Whether the job was asked to end, by SIGTERM to any of its processes.
 
-  A context: outside it, SIGTERM ends a single process immediately. In a job of several the handler of jax.distributed
-  notes it at any time, and the first `reached` answers it.
+  It is a context, outside of which SIGTERM ends a single process immediately. In a job of several processes the handler
+  of jax.distributed notes the signal at any time, and the first call of `reached` answers it.
   """
 
   def __init__(self) -> None:
@@ -285,7 +278,7 @@ class Preemption:
     self._asked = True
 
   def reached(self) -> bool:
-    """Whether to stop here: the same answer in all processes, which must call it at the same places, and often."""
+    """Whether to stop here. All processes, which must call it at the same places and often, get the same answer."""
     self._calls += 1
     return multihost_utils.reached_preemption_sync_point(self._calls) if _joined else self._asked
 
@@ -300,12 +293,8 @@ def is_process_death(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def in_one_line() -> Iterator[None]:
-  """Reports in one line what JAX raises when another process has died, or memory runs out.
-
-  Raises:
-    RunError: that.
-  """
+def shorten_errors() -> Iterator[None]:
+  """Raises, as a RunError of one line, what JAX raises when another process has died or memory runs out."""
   try:
     yield
   except (jax.errors.JaxRuntimeError, ValueError) as error:

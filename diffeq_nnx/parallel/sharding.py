@@ -42,32 +42,35 @@ Axes = tuple[str | None, ...]
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-  """The mesh over `devices` (None: all of them), each slice split as the config says.
+  """Makes the mesh over `devices` (None: all of them), each slice split as the config says.
 
   Raises:
     UserError: the sizes don't multiply to the number of devices of a slice.
   """
   devices = jax.devices() if devices is None else devices
   slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
-  sizes = _sizes(config, len(devices) // slices)
+  sizes = _fill_sizes(config, len(devices) // slices)
   if slices > 1:
     placed = mesh_utils.create_hybrid_device_mesh(sizes, (slices, 1, 1, 1), devices, allow_split_physical_axes=True)
   else:
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-  return _named_mesh(placed.reshape(slices, *sizes))
+  return _name_axes(placed.reshape(slices, *sizes))
 
 
 def without_fsdp(mesh: Mesh) -> Mesh:
-  """The same devices, those along all axes but `tensor` along `data`: each holds parameters ready for use."""
+  """Returns a mesh of the same devices that keeps `tensor`, and puts all other axes along `data`.
+
+  Each device then holds parameters ready for use.
+  """
   shape = (1, mesh.size // mesh.shape["tensor"], 1, 1, mesh.shape["tensor"])
-  return _named_mesh(mesh.devices.reshape(shape))
+  return _name_axes(mesh.devices.reshape(shape))
 
 
-def _named_mesh(devices: np.ndarray) -> Mesh:
+def _name_axes(devices: np.ndarray) -> Mesh:
   return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
+def _fill_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
   given = config.data, config.fsdp, config.context, config.tensor
   known = math.prod(size for size in given if size != -1)
   sizes = tuple(count // known if size == -1 else size for size in given)
@@ -106,15 +109,15 @@ def check(config: Config, mesh: Mesh) -> None:
 
 
 def describe(mesh: Mesh) -> str:
-  """The mesh as text: "data 1 x fsdp 8 x tensor 1", slices and context only where there are several."""
+  """Describes the mesh as in "data 1 x fsdp 8 x tensor 1", slices and context only where there are several."""
   rare = ("slice", "context")
   return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1 or axis not in rare)
 
 
 def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:
-  """How many parts an axis of this name is split into at most; None: on the surrounding mesh."""
+  """Returns how many parts an axis of this name is split into at most, by default on the surrounding mesh."""
   if mesh_shape is None:
-    mesh = _surrounding()
+    mesh = _get_mesh()
     mesh_shape = {} if mesh is None else mesh.shape
   return math.prod(mesh_shape.get(axis, 1) for axis in RULES[name])
 
@@ -122,7 +125,7 @@ def num_shards(name: str, mesh_shape: dict[str, int] | None = None) -> int:
 def partition(
   axes: Axes, shape: tuple[int, ...], mesh_shape: dict[str, int], only: tuple[str, ...] = MESH_AXES
 ) -> PartitionSpec:
-  """How an array with these axis names is split: by `RULES`, where it divides, over mesh axes in `only`."""
+  """Returns how an array with these axis names is split: by `RULES`, where they divide it, over mesh axes in `only`."""
   used: set[str] = set()
   entries = []
   for name, size in zip(axes, shape, strict=True):
@@ -136,33 +139,33 @@ def partition(
   return PartitionSpec(*entries)
 
 
-def named(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-  """The sharding on `mesh` of an array with these axis names."""
+def make_sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+  """Makes the sharding on `mesh` of an array with these axis names."""
   return NamedSharding(mesh, partition(axes, shape, mesh.shape))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The sharding of an array of which every device has a copy."""
+  """Makes the sharding of an array of which every device has a copy."""
   return NamedSharding(mesh, PartitionSpec())
 
 
-def _surrounding() -> jax.sharding.AbstractMesh | None:
-  """The mesh of the surrounding `jax.set_mesh`, if `make_mesh` made it and it has several devices."""
+def _get_mesh() -> jax.sharding.AbstractMesh | None:
+  """Returns the mesh of the surrounding `jax.set_mesh`, if `make_mesh` made it and it has several devices."""
   mesh = jax.sharding.get_abstract_mesh()
   return mesh if mesh.axis_names == MESH_AXES and mesh.size > 1 else None
 
 
 def constrain(x: jax.Array, *axes: str | None, only: tuple[str, ...] = MESH_AXES) -> jax.Array:
-  """x, split as `partition` says."""
-  mesh = _surrounding()
+  """Returns x, split as `partition` says."""
+  mesh = _get_mesh()
   if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh.shape, only))
 
 
 def gather(x: jax.Array, axes: Axes) -> jax.Array:
-  """A parameter all-gathered for use, except over the tensor axis. Its gradient is reduce-scattered immediately."""
-  return x if _surrounding() is None else _gather(x, axes)
+  """All-gathers a parameter for use, except over the tensor axis. Its gradient is reduce-scattered immediately."""
+  return x if _get_mesh() is None else _gather(x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -182,7 +185,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
-  """function(*arrays), each device applying it to its own part of every array for its own part of the result.
+  """Applies a function on each device to its own part of every array, for its own part of the result.
 
   Args:
     function: of arrays that have axes of these names, or the first few of them; the result is like the first array.
@@ -192,7 +195,7 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
   Raises:
     ValueError: the arrays would be split in different ways.
   """
-  mesh = _surrounding()
+  mesh = _get_mesh()
   if mesh is None:
     return function(*arrays)
   specs = tuple(partition(axes[: x.ndim], x.shape, mesh.shape) for x in arrays)
@@ -202,7 +205,7 @@ def per_device(function: Callable, axes: Axes, *arrays: jax.Array) -> jax.Array:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Of tokens [B, L]; B must be a multiple of `num_shards("batch")`."""
+  """Makes the sharding of tokens [B, L], where B must be a multiple of `num_shards("batch")`."""
   return NamedSharding(mesh, PartitionSpec(RULES["batch"], None))
 
 
@@ -219,7 +222,7 @@ class Share:
     self.rows = np.unique(np.concatenate([self._all[index[0]] for index in indices if index is not None]))
 
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Global arrays [B, L] from this process's rows of them, [rows, L]."""
+    """Makes global arrays [B, L] of this process's rows of them, [rows, L]."""
 
     def one(local: np.ndarray) -> jax.Array:
       at = lambda index: local[np.searchsorted(self.rows, self._all[index[0]])]

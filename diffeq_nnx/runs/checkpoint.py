@@ -239,7 +239,7 @@ class Checkpoints:
 
 def _numbered(folder: str) -> list[str]:
   """Names of checkpoints, finished or not."""
-  return [name for name in files.sizes(folder) if name.isascii() and name.isdigit()]
+  return [name for name in files.list_sizes(folder) if name.isascii() and name.isdigit()]
 
 
 def _bit_sums(tree: Any) -> list[int]:

@@ -43,7 +43,7 @@ class Ours:
     run = Run.open(workdir)
     self.tokenizer = run.tokenizer
     lengths = [f"model.seq_len={LENGTH}", f"train.batch_size={SEQUENCES}", "model.dtype=float32", "train.remat=none"]
-    config = config_lib.changed(run.config, [*lengths, *settings])
+    config = config_lib.apply_settings(run.config, [*lengths, *settings])
     self._params, self._decoder = run.params, make_decoder(run.model, None)
     grid = grids.make_grid(config.model)
     self._gradients = jax.jit(functools.partial(loss_and_gradients, config, grid))

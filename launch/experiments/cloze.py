@@ -107,7 +107,7 @@ def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
   )
   if not os.path.exists(os.path.join(workdir, harness.folder, report.NAME)):
     jobs.run("harness", dataclasses.replace(Run.open(workdir).started, harness=harness), workdir)
-  found = report.estimates(report.read(workdir, harness.folder))
+  found = report.collect_estimates(report.read(workdir, harness.folder))
   return {(key.task, key.metric): one.value for key, one in found.items()}
 
 

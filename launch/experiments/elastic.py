@@ -123,7 +123,7 @@ def _make_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: 
   run(args, source, seed)
   from_workdir = os.path.join(args.workdir, f"{source}_seed{seed}")
   job = jobs.JOBS["continuous"]
-  config = config_lib.changed(job.prepared(Run.open(from_workdir).started), settings)
+  config = config_lib.apply_settings(job.prepared(Run.open(from_workdir).started), settings)
   if not workdir_lib.holds_run(workdir):
     jobs.run("continuous", config, workdir, from_workdir=from_workdir)
   return config

@@ -1,4 +1,4 @@
-"""A directory of prepared shards: who is writing it, whether it is complete, and its unfinished work."""
+"""A directory of prepared shards: locking it, checking that it is complete, and its unfinished work."""
 
 from collections.abc import Iterator
 import contextlib
@@ -56,7 +56,7 @@ def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[st
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
   elif problem is None:
-    if foreign := [name for name in sorted(files.sizes(directory)) if not _OURS.fullmatch(name)]:
+    if foreign := [name for name in sorted(files.list_sizes(directory)) if not _OURS.fullmatch(name)]:
       raise UserError(
         f"{label}: holds {foreign[0]}, which is no part of prepared shards; name an empty or a new directory"
       )
@@ -107,7 +107,7 @@ def claim(directory: str, work: Any, label: str) -> str:
 
 
 def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
-  """Completes the directory: the manifest comes last."""
+  """Completes the directory. The manifest comes last."""
   name = manifest["tokenizer"]["file"]
   os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
   ours = {name, UNFINISHED, *(shard["file"] for split in manifest["splits"].values() for shard in split["shards"])}
@@ -120,7 +120,6 @@ def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
 
 
 def _remove_unfinished(directory: str) -> None:
-  """A bucket holds none."""
   for folder in glob.glob(os.path.join(glob.escape(directory), UNFINISHED, "*")):
     os.rename(folder, f"{folder}.removed")  # so that half of it is never taken for work
   shutil.rmtree(os.path.join(directory, UNFINISHED), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a preparation depends on, and its tasks."""
+"""Prepares text: what the shards depend on, and the tasks that write them."""
 
 from collections.abc import Iterator, Sequence
 import dataclasses
@@ -15,7 +15,7 @@ from diffeq_nnx import files
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, finish, lock, open_complete
-from diffeq_nnx.data.preparation.tokenizing import dtype_of, tokenize
+from diffeq_nnx.data.preparation.tokenizing import choose_dtype, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -28,19 +28,12 @@ _SAMPLE_BYTES = 1 << 30  # that a tokenizer is trained on, about
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Everything that decides what is in the shards.
+  """Everything that decides what is in the shards."""
 
-  Attributes:
-    config: An object with the attributes that `corpus.load` names.
-    vocab_size: The model's number of ids; a tokenizer trained here uses all of them.
-    seed: Chooses the documents held out, unless `config.validation_seed` does.
-    tokenizer: The tokenizer that the config names; None: one is trained.
-  """
-
-  config: Any
-  vocab_size: int
-  seed: int
-  tokenizer: Tokenizer | None
+  config: Any  # has the attributes that `corpus.load` names
+  vocab_size: int  # the model's number of ids, all of which a tokenizer trained here uses
+  seed: int  # chooses the documents held out, unless `config.validation_seed` does
+  tokenizer: Tokenizer | None  # the one that the config names; None: one is trained
 
   @property
   def split_seed(self) -> int:
@@ -49,7 +42,7 @@ class Recipe:
 
   @functools.cached_property
   def opened(self) -> dict[str, Source]:
-    """The sources as they are when they are first used, by their configuration keys."""
+    """The sources by their configuration keys, opened at the first use."""
     config = self.config
     options = sources.Options(config.text_key, config.bad_records, config.tfds_dir, config.download)
     named = {"data.source": config.source, "data.validation": config.validation}
@@ -57,7 +50,7 @@ class Recipe:
 
   @functools.cached_property
   def record(self) -> dict[str, Any]:
-    """The recipe as JSON, with fingerprints of the files."""
+    """The recipe in JSON's types, with fingerprints of the files."""
     config, prints = self.config, {key: source.fingerprint() for key, source in self.opened.items()}
     record = {
       "source": config.source,
@@ -72,14 +65,14 @@ class Recipe:
     return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.split_seed}
 
 
-def recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
-  """The recipe of a config.
+def make_recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
+  """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
 
   Raises:
     UserError: For a tokenizer that can't be used, and a vocabulary larger than the model's.
   """
   if config.tokenizer != "train":
-    tokenizer = tokenizers.of_config(config)
+    tokenizer = tokenizers.load_from_config(config)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
     return Recipe(config, vocab_size, seed, tokenizer)
   if config.begin_mark or config.begin_token or config.end_token:
@@ -100,20 +93,17 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
 
 
 def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool = False) -> dict[str, Any]:
-  """Fills a directory with shards and their manifest, or continues an interrupted call.
+  """Fills a directory with shards and their manifest, or continues an interrupted call; returns the manifest.
 
   In a complete directory the files are compared with their SHA-256, and damaged ones are prepared again. Memory stays
   flat: each process holds a batch of documents and a shard of each split.
 
   Args:
-    directory: A directory of its own; created if it doesn't exist; `~` expands. Shards for a bucket are made in a
+    directory: A directory of its own, created if it doesn't exist; `~` expands. Shards for a bucket are made in a
       folder of `data.cache_dir` and then copied.
     recipe: What is to be in it.
     num_processes: How many processes work at the same time; with 1, this one alone.
     wait: Whether to wait while another process prepares the directory.
-
-  Returns:
-    The manifest.
 
   Raises:
     UserError: For text that can't be used, files that change meanwhile, and a directory in other use.
@@ -122,12 +112,12 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  place = files.place_to_build(directory, recipe.config.cache_dir)
+  place = files.make_place_to_build(directory, recipe.config.cache_dir)
   with lock(place, label, wait):
     manifest = open_complete(directory, recipe.record, label) or open_complete(place, recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
-      manifest = _Preparation(place, unfinished, recipe, num_processes).run()
+      manifest = _write_shards(place, unfinished, recipe, num_processes)
       if dataclasses.replace(recipe).record != recipe.record:
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
@@ -135,80 +125,68 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   return manifest
 
 
-@dataclasses.dataclass(frozen=True)
-class _Preparation:
-  """One call of `prepare`, and where it leaves what it has finished."""
+def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes: int) -> dict[str, Any]:
+  """Writes all shards and returns the manifest. Tasks leave their results in the folder `unfinished`."""
+  opened = recipe.opened
+  limits = {"data.source": holdout.NO_DOCUMENT, "data.validation": holdout.EVERY_DOCUMENT}
+  if "data.validation" not in opened:
+    documents = opened["data.source"].documents()
+    limits["data.source"] = holdout.choose_limit(documents, recipe.config, recipe.split_seed)
+  tokenizer = _write_tokenizer(unfinished, recipe, limits["data.source"])
+  write = functools.partial(
+    tokenize,
+    tokenizer_file=os.path.join(unfinished, tokenizer.file_name),
+    begin_mark=tokenizer.bos_id is not None,
+    seed=recipe.split_seed,
+    directory=directory,
+    shard_bytes=SHARD_BYTES,
+  )
+  tasks: dict[str, workers.Task] = {}
+  keys, sizes = [], files.list_sizes(directory)  # the keys are those of each task
+  for key, source in opened.items():
+    label, limit = f"{key}={source.source}", limits[key]
+    for parts in _group(source.parts):
+      path = os.path.join(unfinished, f"{len(tasks):05}")
+      _remove_unusable_result(f"{path}.json", sizes)
+      tasks[f"{path}.json"] = functools.partial(write, source.read, parts, label=label, limit=limit, path=path)
+      keys.append(key)
+  made = workers.run("tokenizing", tasks, num_processes)
+  counts = {key: Counts() for key in opened}
+  for key, one in zip(keys, made):
+    counts[key].add(Counts(**one["counts"]))
+  for key, source in opened.items():
+    source.check(counts[key])
+  return {
+    "version": shards.VERSION,
+    "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
+    "recipe": recipe.record,
+    "tokenizer": {"hash": tokenizer.hash, "file": tokenizer.file_name}
+    | {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "bos_id")},
+    "dtype": choose_dtype(tokenizer).name,
+    # the only place that says what became of the records that are in neither split
+    "records": {key: dataclasses.asdict(one) for key, one in counts.items()},
+    "splits": {split: _merge([one["splits"][split] for one in made]) for split in shards.SPLITS},
+  }
 
-  directory: str
-  unfinished: str
-  recipe: Recipe
-  num_processes: int
 
-  def _path(self, name: str) -> str:
-    return os.path.join(self.unfinished, name)
+def _remove_unusable_result(path: str, sizes: dict[str, int]) -> None:
+  """Removes the result of a task if a shard of it was lost or cut short, by the `sizes` of the files that are there."""
+  if os.path.exists(path):
+    made = [shard for split in files.read_json(path)["splits"].values() for shard in split["shards"]]
+    if any(sizes.get(shard["file"]) != shard["size"] for shard in made):
+      os.remove(path)
 
-  def run(self) -> dict[str, Any]:
-    """Writes all shards; returns the manifest."""
-    opened = self.recipe.opened
-    limits = {"data.source": holdout.NO_DOCUMENT, "data.validation": holdout.EVERY_DOCUMENT}
-    if "data.validation" not in opened:
-      documents = opened["data.source"].documents()
-      limits["data.source"] = holdout.choose_limit(documents, self.recipe.config, self.recipe.split_seed)
-    tokenizer = self._make_tokenizer(limits["data.source"])
-    write = functools.partial(
-      tokenize,
-      tokenizer_file=self._path(tokenizer.file_name),
-      begin_mark=tokenizer.bos_id is not None,
-      seed=self.recipe.split_seed,
-      directory=self.directory,
-      shard_bytes=SHARD_BYTES,
-    )
-    tasks: dict[str, workers.Task] = {}
-    keys = []  # of each task
-    for key, source in opened.items():
-      label, limit = f"{key}={source.source}", limits[key]
-      for parts in _group(source.parts):
-        path = self._path(f"{len(tasks):05}")
-        self._forget_lost(f"{path}.json")
-        tasks[f"{path}.json"] = functools.partial(write, source.read, parts, label=label, limit=limit, path=path)
-        keys.append(key)
-    made = workers.run("tokenizing", tasks, self.num_processes)
-    counts = {key: Counts() for key in opened}
-    for key, one in zip(keys, made):
-      counts[key].add(Counts(**one["counts"]))
-    for key, source in opened.items():
-      source.check(counts[key])
-    return {
-      "version": shards.VERSION,
-      "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
-      "recipe": self.recipe.record,
-      "tokenizer": {"hash": tokenizer.hash, "file": tokenizer.file_name}
-      | {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "bos_id")},
-      "dtype": dtype_of(tokenizer).name,
-      # the only place that says what became of the records that are in neither split
-      "records": {key: dataclasses.asdict(one) for key, one in counts.items()},
-      "splits": {split: _merge([one["splits"][split] for one in made]) for split in shards.SPLITS},
-    }
 
-  def _forget_lost(self, done: str) -> None:
-    """Removes the result of a task of which a shard was lost or cut short."""
-    if os.path.exists(done):
-      made = [shard for split in files.read_json(done)["splits"].values() for shard in split["shards"]]
-      paths = [(os.path.join(self.directory, shard["file"]), shard["size"]) for shard in made]
-      if not all(os.path.exists(path) and os.path.getsize(path) == size for path, size in paths):
-        os.remove(done)
-
-  def _make_tokenizer(self, limit: int) -> Tokenizer:
-    """The tokenizer, given or trained on documents that are not held out, its file in place."""
-    tokenizer = self.recipe.tokenizer
-    if tokenizer is not None:
-      files.write(self._path(tokenizer.file_name), tokenizer.model_bytes)
-      return tokenizer
-    path = self._path(tokenizers.SentencePieceTokenizer.file_name)
-    if not os.path.exists(path):
-      sample = _sample(self.recipe.opened["data.source"], self.recipe.split_seed, limit)
-      files.write(path, tokenizers.train(sample, self.recipe.vocab_size))
-    return tokenizers.load(path, lossless=True)
+def _write_tokenizer(unfinished: str, recipe: Recipe, limit: int) -> Tokenizer:
+  """Writes the tokenizer's file and returns the tokenizer, given or trained on documents that are not held out."""
+  if recipe.tokenizer is not None:
+    files.write(os.path.join(unfinished, recipe.tokenizer.file_name), recipe.tokenizer.model_bytes)
+    return recipe.tokenizer
+  path = os.path.join(unfinished, tokenizers.SentencePieceTokenizer.file_name)
+  if not os.path.exists(path):
+    sample = _sample(recipe.opened["data.source"], recipe.split_seed, limit)
+    files.write(path, tokenizers.train(sample, recipe.vocab_size))
+  return tokenizers.load(path, lossless=True)
 
 
 def _group(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -225,19 +203,19 @@ def _group(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def _merge(splits: list[dict[str, Any]]) -> dict[str, Any]:
-  """What the manifest says about a split, from what its tasks say."""
+  """Joins what the tasks say about a split to what the manifest says about it."""
   totals = {name: sum(one[name] for one in splits) for name in ("tokens", "bytes", "documents")}
   return {**totals, "shards": [shard for one in splits for shard in one["shards"]]}
 
 
 def _sample(source: Source, seed: int, limit: int) -> Iterator[str]:
-  """Training documents to train a tokenizer on, from parts in a random order until there is enough text."""
+  """Yields training documents to train a tokenizer on, from parts in a random order until there is enough text."""
   parts, size = list(source.parts), 0
   random.Random(0).shuffle(parts)
   for part in parts:
     for text in source.read(part, counts=Counts()):
       document = text.encode()
-      if document and holdout.score(document, seed) >= limit:
+      if document and holdout.compute_score(document, seed) >= limit:
         yield text
         size += len(document)
         if size >= _SAMPLE_BYTES:

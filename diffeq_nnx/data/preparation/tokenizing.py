@@ -1,4 +1,4 @@
-"""The work of one task: the documents of some parts of a source become shards."""
+"""The work of one task, which turns the documents of some parts of a source into shards."""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -19,14 +19,14 @@ _BATCH = 16  # documents that are encoded at a time
 _load = functools.lru_cache(1)(tokenizers.load)
 
 
-def dtype_of(tokenizer: tokenizers.Tokenizer) -> np.dtype:
-  """The type of a token on disk."""
+def choose_dtype(tokenizer: tokenizers.Tokenizer) -> np.dtype:
+  """Returns the type of a token on disk."""
   return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 @dataclasses.dataclass
 class _Writer:
-  """Writes the shards that a task makes of one split; an unfinished one has a name that begins with `temporary`."""
+  """Writes the shards that a task makes of one split. The name of an unfinished shard begins with `temporary`."""
 
   path: str
   temporary: str
@@ -69,26 +69,19 @@ def tokenize(
 ) -> dict[str, Any]:
   """Writes the documents of some parts, in their order, as shards of each split.
 
-  Args:
-    read: As `sources.Source.read`.
-    parts: The parts.
-    tokenizer_file: The tokenizer.
-    begin_mark: Whether documents begin with its begin mark.
-    seed: Chooses, with `limit`, the documents that are held out (see `holdout`).
-    limit: The score below which a document is held out.
-    label: The start of errors about a document.
-    directory: Gets the shards, SPLIT-NAME-NUMBER.tokens, where `path` ends with NAME.
-    path: The start of the path of a shard while it is written.
-    shard_bytes: A shard is written as soon as it has so many bytes of tokens.
+  `read` yields the records of a part (see `sources.Source.read`). A document is held out if its score, which depends
+  on `seed`, is below `limit` (see `holdout`). `label` begins errors about documents. The shards in `directory` are
+  named SPLIT-NAME-NUMBER.tokens, where `path` ends with NAME; `path` begins the name of a shard while it is written. A
+  shard is written as soon as it has `shard_bytes` of tokens.
 
   Returns:
-    "counts", which says what became of the records, and "splits": what the manifest says about these shards, by split.
+    "counts", which says what became of the records, and "splits", what the manifest says about these shards by split.
 
   Raises:
-    UserError: For a document that the tokenizer can't encode, and as `read`.
+    UserError: For a document that the tokenizer can't encode, and what `read` raises.
   """
   tokenizer = _load(tokenizer_file, begin_mark=begin_mark, lossless=True)
-  dtype, marks = dtype_of(tokenizer), (tokenizer.bos_id, tokenizer.eos_id)
+  dtype, marks = choose_dtype(tokenizer), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
   names = {split: os.path.join(directory, f"{split}-{os.path.basename(path)}") for split in shards.SPLITS}
   writers = {split: _Writer(name, path, shard_bytes, dtype) for split, name in names.items()}
@@ -104,7 +97,7 @@ def tokenize(
       raise UserError(f"{label}: {part.name}, record {number}: {error}; {way_out}") from error
     for (_, _, text), one in zip(batch, ids):
       document = text.encode()
-      split = "validation" if holdout.score(document, seed) < limit else "train"
+      split = "validation" if holdout.compute_score(document, seed) < limit else "train"
       writers[split].add(begin + one.astype(dtype).tobytes() + end, len(document))
   for writer in writers.values():
     writer.flush()

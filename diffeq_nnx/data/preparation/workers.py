@@ -24,12 +24,11 @@ Task = Callable[[], Any]  # can be pickled; returns JSON
 
 
 def run(what: str, tasks: dict[str, Task], num_processes: int) -> list[Any]:
-  """Runs the tasks that have no result yet and returns all results.
+  """Runs the tasks that have no result yet and returns all results. A task is named by the file for its result.
 
-  This process works alone for the first `PATIENCE` seconds, and throughout if `num_processes` is 1; after that worker
-  processes do. They end with this call, whatever they are doing, and with this process, even if it is killed.
-
-  `tasks` are named by the files for their results. Raises RunError if a worker process dies, and what a task raises.
+  This process works alone for the first `PATIENCE` seconds, and throughout if `num_processes` is 1. After that worker
+  processes work, which end with this call, whatever they are doing, and with this process, even if it is killed.
+  Raises RunError if a worker process dies, and what a task raises.
   """
   todo = {path: task for path, task in tasks.items() if not os.path.exists(path)}
   with make_bar(what, len(tasks), len(tasks) - len(todo)) as bar:
@@ -76,7 +75,7 @@ def _start_worker(receiver: Connection) -> None:
 
 
 def make_bar(what: str, total: int, done: int) -> tqdm.tqdm:
-  """Shows how many tasks are done: as a bar on a terminal, otherwise as a line a minute."""
+  """Makes a display of how many tasks are done: a bar on a terminal, otherwise a line each minute."""
   options: dict[str, Any] = {"delay": 2, "leave": False}
   if not sys.stderr.isatty():
     line = "{desc}: {n_fmt} of {total_fmt} parts after {elapsed}\n"
@@ -85,5 +84,5 @@ def make_bar(what: str, total: int, done: int) -> tqdm.tqdm:
 
 
 def num_cores() -> int:
-  """How many cores this process may use."""
+  """Returns the number of cores that this process may use."""
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

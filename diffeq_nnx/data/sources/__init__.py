@@ -14,7 +14,7 @@ from diffeq_nnx.data.sources import catalog, files, records
 from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part
 from diffeq_nnx.errors import UserError
 
-__all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "fingerprint", "open_source"]
+__all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "open_source"]
 
 KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "tfds:NAME/CONFIG:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
@@ -25,11 +25,11 @@ class Source:
 
   Attributes:
     source: The source as given by the user.
-    parts: Pieces that any process can read one by one; in order they make up the source. They and their order depend
+    parts: Pieces that any process can read one by one. In order they make up the source. They and their order depend
       on the source alone, and they can be pickled.
     counts: Counts of the latest run of `records` or `documents`, updated as it goes.
-    read: read(part, counts=Counts()) yields each record's text in one part, as `records` does, and counts the records.
-      It can be pickled.
+    read: `read(part, counts=Counts())` yields each record's text in one part, as `records` does, and counts the
+      records. It can be pickled.
   """
 
   def __init__(self, source: str, key: str, options: Options, parts: Sequence[Part], state: list):
@@ -38,10 +38,9 @@ class Source:
     self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
 
   def records(self) -> Iterator[str]:
-    """Yields each record's text in order, "" for one that is empty or was skipped as bad.
+    """Yields each record's text in order, or "" for one that is empty or was skipped as bad.
 
-    A record's index in this order does not depend on other records being bad. One record is held in memory (of a TFDS
-    data set, 64). At the end skipped records are logged in one line.
+    One record is held in memory, or 64 of a TFDS data set. At the end skipped records are logged in one line.
 
     Raises:
       UserError: For a bad record, unless `options.bad_records` is "skip"; for a file that can't be read to
@@ -53,16 +52,16 @@ class Source:
     self.check(counts)
 
   def check(self, counts: Counts) -> None:
-    """Logs the skipped records of the complete source; the same counts are logged once.
+    """Logs the skipped records of the complete source, and the same counts only once.
 
     Raises:
       UserError: If there was no text.
     """
     if not counts.documents:
-      skipped = f" ({counts.line()})" if counts.num_bad else ""
+      skipped = f" ({counts.describe()})" if counts.num_bad else ""
       raise UserError(f"{self._prefix} holds no text{skipped}; give a source with at least one non-empty document")
     if counts.num_bad and counts != self._reported:
-      logging.warning("%s %s", self._prefix, counts.line())
+      logging.warning("%s %s", self._prefix, counts.describe())
       self._reported = counts
 
   def documents(self) -> Iterator[str]:
@@ -70,19 +69,18 @@ class Source:
     return filter(None, self.records())
 
   def fingerprint(self) -> str:
-    """A hash of the source's state and reading options, computed without reading its files.
+    """Returns a hash of the source's state and reading options in hex, without reading its files.
 
-    Returns:
-      The hex SHA-256 of the options that matter and of: for `text` and `jsonl`, each file's name, size
-      (bytes) and modification time (ns), or the version given by a bucket; for `tfds`, the name with its
-      version, the directory, the split, and the size and time of each of its files; for `builtin`, the text.
+    The state is, for `text` and `jsonl`, each file's name, size and modification time, or the version that a bucket
+    gives; for `tfds`, the name with its version, the directory, the split, and the size and time of each of its
+    files; for `builtin`, the text.
     """
     state = [self._state, self._options.text_key, self._options.bad_records]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def open_source(source: str, key: str = "data.source", options: Options = Options()) -> Source:
-  """Finds the files or records of a source, without reading them.
+  """Finds the files or records of a source without reading them.
 
   Args:
     source: One of
@@ -107,20 +105,12 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   if "shards:" in source:
     kinds = ", ".join(KINDS[:-1])
     raise UserError(f"{prefix} prepared shards hold tokens, but text is needed here; use one of {kinds}")
-  raise UserError(f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_nearest(source)}")
+  raise UserError(f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_find_nearest(source)}")
 
 
 def documents(source: str, key: str = "data.source", options: Options = Options()) -> Iterator[str]:
-  """Yields the documents of a source, one at a time, in an order that depends on the source alone.
-
-  Arguments and errors are those of `open_source`, and while iterating also the errors of `Source.documents`.
-  """
+  """Yields the documents of a source in order. Arguments and errors are those of `open_source`, `Source.documents`."""
   return open_source(source, key, options).documents()
-
-
-def fingerprint(source: str, key: str = "data.source", options: Options = Options()) -> str:
-  """`Source.fingerprint` of `open_source`."""
-  return open_source(source, key, options).fingerprint()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +124,17 @@ class _Builtin:
     return (topics[name] for name in sorted(topics))
 
 
-def _resolve_files(kind: str, rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
-  found = files.resolve(kind, rest, prefix, options)
-  states = [file.state() for file in found]
-  return [part for file in found for part in file.cut()], states
-
-
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
   "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
-  "text": functools.partial(_resolve_files, "text"),
-  "jsonl": functools.partial(_resolve_files, "jsonl"),
+  "text": functools.partial(files.resolve, "text"),
+  "jsonl": functools.partial(files.resolve, "jsonl"),
   "tfds": catalog.resolve,
 }
 
 
-def _nearest(source: str) -> str:
-  """The valid source that is most similar."""
+def _find_nearest(source: str) -> str:
+  """Returns the valid source that is most similar."""
   kind, colon, rest = source.partition(":")
   if not colon and (os.sep in source or "." in source) or rest.startswith("//"):
     return f"{'jsonl' if '.json' in source else 'text'}:{source}"

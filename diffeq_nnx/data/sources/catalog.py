@@ -26,25 +26,15 @@ _BUILD = "tfds build {name} --file_format=array_record --data_dir={directory}"
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-  """A range of records of a data set as a part of a source.
+  """A range of records of a data set as a part of a source."""
 
-  Attributes:
-    directory: The directory of the prepared data set.
-    dataset: Name, configuration and version.
-    split: TFDS's split expression.
-    start: Index of the first record in the split.
-    stop: One more than the index of the last record.
-    prefix: The start of error messages.
-    text_key: The feature that holds the text.
-  """
-
-  directory: str
-  dataset: str
-  split: str
-  start: int
-  stop: int
-  prefix: str
-  text_key: str = "text"
+  directory: str  # of the prepared data set
+  dataset: str  # name, configuration and version
+  split: str  # TFDS's split expression
+  start: int  # the index of the first record in the split
+  stop: int  # one more than the index of the last record
+  prefix: str  # the start of error messages
+  text_key: str = "text"  # the feature that holds the text
 
   @property
   def name(self) -> str:
@@ -53,7 +43,7 @@ class Records:
 
   @property
   def size(self) -> int:
-    """See `records.Part`; 2 KiB a record."""
+    """See `records.Part`. A record counts as 2 KiB."""
     return (self.stop - self.start) << 11
 
   def read(self) -> Iterator[str | BadRecord]:
@@ -72,9 +62,9 @@ class Records:
           f"({_reason(error)}): damaged or missing; prepare {self.directory} again"
         ) from error
       for index, example in zip(indices, examples):
-        yield self._text(index, example[self.text_key])
+        yield self._decode(index, example[self.text_key])
 
-  def _text(self, index: int, data: bytes) -> str | BadRecord:
+  def _decode(self, index: int, data: bytes) -> str | BadRecord:
     try:
       return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -84,7 +74,7 @@ class Records:
 
 @functools.cache
 def _tfds() -> Any:
-  """TFDS, which here refuses to import whatever module the features.json of a data set names."""
+  """Returns TFDS, which then refuses to import whatever module the features.json of a data set names."""
   import tensorflow_datasets as tfds
 
   connector = tfds.features.FeatureConnector
@@ -103,8 +93,8 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
   """Finds a data set on disk, or downloads and prepares it where the options allow that.
 
   Args:
-    name: `NAME[/CONFIG][:VERSION][:SPLIT]`; SPLIT is any of TFDS's expressions, like `train[:1%]`, by default `train`.
-      Without VERSION it is the newest version on disk.
+    name: `NAME[/CONFIG][:VERSION][:SPLIT]`, by default the newest version on disk, and the split `train`. SPLIT is any
+      of TFDS's expressions, like `train[:1%]`.
     prefix: The start of error messages.
     options: Directory, permission to download, and the feature that holds the text.
 
@@ -118,9 +108,8 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
   try:
     tfds = _tfds()
   except ImportError as error:
-    raise UserError(
-      f"{prefix} needs {error.name}, which is not installed; run pip install 'diffeq-nnx[tfds]'"
-    ) from error
+    problem = f"needs {error.name}, which is not installed; run pip install 'diffeq-nnx[tfds]'"
+    raise UserError(f"{prefix} {problem}") from error
   dataset, _, split = name.partition(":")
   if _VERSION.fullmatch(split.partition(":")[0]):
     version, _, split = split.partition(":")
@@ -141,7 +130,7 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
       "tfds:wiki40b/en:train"
     ) from error
   _check_feature(tfds, builder, prefix, options)
-  return _parts(builder, dataset, split or "train", prefix, options)
+  return _divide(builder, dataset, split or "train", prefix, options)
 
 
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
@@ -199,11 +188,20 @@ def _check_feature(tfds: Any, builder: Any, prefix: str, options: Options) -> No
     )
 
 
-def _parts(builder: Any, dataset: str, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
-  """Divides a split into parts; returns them, and name, directory, split and files with their sizes and times."""
+def _divide(builder: Any, dataset: str, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+  """Divides a split into parts. Returns them, and name, directory, split and files with their sizes and times."""
   info, directory = builder.info, os.fspath(builder.data_path)
   try:
-    num_records = len(builder.as_data_source(split))
+    num_records = info.splits[split].num_examples
+  except (ValueError, KeyError) as error:
+    raise UserError(
+      f"{prefix} {info.full_name} has no split {split!r} ({_reason(error)}); use one of {', '.join(info.splits)}, or "
+      "parts of them like train[:1%]"
+    ) from error
+  if not num_records:
+    raise UserError(f"{prefix} split {split!r} of {info.full_name} holds no records; name a larger one")
+  try:
+    builder.as_data_source(split)  # raises an error for another format
     shards = [
       (os.path.basename(shard.filename), shard.skip, shard.take, stat.st_size, stat.st_mtime_ns)
       for shard in info.splits[split].file_instructions
@@ -220,29 +218,12 @@ def _parts(builder: Any, dataset: str, split: str, prefix: str, options: Options
       f"{prefix} {info.full_name} in {directory} can't be read ({error.strerror or _reason(error)}); remove it and "
       "prepare it again"
     ) from error
-  except ValueError as error:
-    if not _is_empty(info, split):
-      raise UserError(
-        f"{prefix} {info.full_name} has no split {split!r} ({_reason(error)}); use one of {', '.join(info.splits)}, or "
-        "parts of them like train[:1%]"
-      ) from error
-    num_records = 0
-  if not num_records:
-    raise UserError(f"{prefix} split {split!r} of {info.full_name} holds no records; name a larger one")
   starts = range(0, num_records, RECORDS_PER_PART)
   ranges = [(start, min(start + RECORDS_PER_PART, num_records)) for start in starts]
   parts = [Records(directory, info.full_name, split, *ends, prefix, options.text_key) for ends in ranges]
   return parts, [info.full_name, directory, split, shards]
 
 
-def _is_empty(info: Any, split: str) -> bool:
-  """Whether a split exists and has no records, for which TFDS raises an error about paths."""
-  try:
-    return info.splits[split].num_examples == 0
-  except (ValueError, KeyError):
-    return False
-
-
 def _reason(error: BaseException) -> str:
-  """TFDS appends paragraphs of advice to its errors."""
+  """Returns what an error says, without the paragraphs of advice that TFDS appends."""
   return first_line(error).rstrip(".:")

@@ -1,7 +1,7 @@
-"""Compressed files as a stream of what they hold: every member counts, and bytes that are no member are an error.
+"""Compressed files as a stream of what they hold. Every member counts, and bytes that are no member are an error.
 
-The standard library's readers of xz and bz2 end without an error where a later member is damaged, and those of zstd
-allow windows of 128 MiB only. Its decompressors read one member each; this module goes from member to member.
+The standard library's readers of xz and bz2 end without an error where a later member is damaged. Its decompressors
+read one member each, and this module goes from member to member.
 """
 
 import bz2
@@ -10,61 +10,44 @@ import io
 import lzma
 import os
 import sys
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 if sys.version_info >= (3, 14):
   from compression import zstd
 else:
   from backports import zstd
 
-CHUNK = 2**17  # compressed bytes that are read at a time
-HEADER = 18  # bytes of the longest header of a zstd frame
-MAX_WINDOW = 1 << zstd.DecompressionParameter.window_log_max.bounds()[1]  # 2 GiB where addresses have 64 bits
+ERRORS = (EOFError, OSError, lzma.LZMAError, zstd.ZstdError)  # what reading a damaged file raises
+_CHUNK = 2**17  # compressed bytes that are read at a time
+_WINDOW = zstd.DecompressionParameter.window_log_max
+_MAX_WINDOW_LOG = _WINDOW.bounds()[1]  # 31, which is 2 GiB, where addresses have 64 bits
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+  ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+  ".lzma": lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE),
+  ".bz2": bz2.BZ2Decompressor,
+}
 
 
-class WindowTooLarge(Exception):
-  """A zstd frame needs more memory than the library allows.
-
-  Attributes:
-    gib: the size of its window.
-  """
-
-  def __init__(self, window: int):
-    self.gib = window / 2**30
-    super().__init__(f"its zstd window of {self.gib:g} GiB is larger than {MAX_WINDOW / 2**30:g} GiB")
+def is_supported(name: str) -> bool:
+  """Whether a name ends in .xz, .lzma, .bz2 or .zst. A .gz file is left to `gzip`, which reads all members."""
+  return _suffix(name) == ".zst" or _suffix(name) in _DECOMPRESSORS
 
 
-ERRORS = (EOFError, OSError, lzma.LZMAError, zstd.ZstdError, WindowTooLarge)  # of what `members` returns
-
-
-class _Decompressor(Protocol):
-  """What the standard library's decompressors have in common."""
-
-  @property
-  def eof(self) -> bool: ...
-
-  @property
-  def needs_input(self) -> bool: ...
-
-  @property
-  def unused_data(self) -> bytes: ...
-
-  def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
-def is_read(name: str) -> bool:
-  """Whether a name ends in .xz, .lzma, .bz2 or .zst; .gz is left to `gzip`, which reads all members."""
-  return _suffix(name) in _BEGIN
-
-
-def members(file: BinaryIO, name: str) -> BinaryIO:
-  """What all members of a file hold, one after the other; reading raises one of `ERRORS` for a damaged file.
+def decompress(file: BinaryIO, name: str) -> BinaryIO:
+  """Returns a stream of what all members of a file hold; reading it raises one of `ERRORS` for a damaged file.
 
   Args:
-    file: the compressed bytes; stays open.
-    name: says by its end how they are compressed; `is_read` holds for it.
+    file: the compressed bytes, which stay open.
+    name: its end says how the bytes are compressed; `is_supported` holds for it.
   """
-  return io.BufferedReader(_Members(file, *_BEGIN[_suffix(name)]), CHUNK)
+  if _suffix(name) == ".zst":
+    return io.BufferedReader(zstd.ZstdFile(file, options={_WINDOW: _MAX_WINDOW_LOG}), _CHUNK)
+  return io.BufferedReader(_Members(file, _DECOMPRESSORS[_suffix(name)], padded=_suffix(name) == ".xz"), _CHUNK)
+
+
+def is_window_too_large(error: BaseException) -> bool:
+  """Whether a zstd frame needs more memory than the library allows, which is 2 GiB."""
+  return isinstance(error, zstd.ZstdError) and "too much memory" in str(error)
 
 
 def _suffix(name: str) -> str:
@@ -72,72 +55,38 @@ def _suffix(name: str) -> str:
 
 
 class _Members(io.RawIOBase):
-  def __init__(self, file: BinaryIO, begin: Callable[[bytes], _Decompressor], padding: int):
-    """`begin` makes the decompressor of a member from its first bytes; zeros follow it in multiples of `padding`."""
-    self._file, self._begin, self._padding = file, begin, padding
-    self._member: _Decompressor | None = None
-    self._waiting = b""  # read, but not yet given to the member
+  """The content of all members of a file. Zero bytes in multiples of four may follow a member if it is `padded`."""
+
+  def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padded: bool):
+    self._file, self._make_decompressor, self._padded = file, make_decompressor, padded
+    self._member = make_decompressor()  # None after the last member
 
   def readable(self) -> bool:
     return True
 
   def readinto(self, buffer: Any) -> int:
-    """See `io.RawIOBase`; 0 at the end of the last member."""
     made = b""
-    while not made:
-      if (self._member is None or self._member.eof) and not self._next():
-        return 0
-      assert self._member is not None
+    while self._member is not None and not made:
       data = b""
-      if self._member.needs_input:
-        data, self._waiting = self._waiting or self._file.read(CHUNK), b""
+      if self._member.eof:
+        data = self._read_next_member()
+        self._member = self._make_decompressor() if data else None
+      elif self._member.needs_input:
+        data = self._file.read(_CHUNK)
         if not data:
           raise EOFError("the file ends within compressed data")
-      made = self._member.decompress(data, len(buffer))
+      if self._member is not None:
+        made = self._member.decompress(data, len(buffer))
     buffer[: len(made)] = made
     return len(made)
 
-  def _next(self) -> bool:
-    """Begins a member, if there is one more."""
-    first = self._member is None
-    rest, zeros = b"" if self._member is None else self._member.unused_data, 0
-    while True:
-      if self._padding and not first:
-        kept = rest.lstrip(b"\0")
-        zeros += len(rest) - len(kept)
-        rest = kept
-      if len(rest) >= HEADER or not (more := self._file.read(CHUNK)):
-        break
-      rest += more
-    if self._padding and zeros % self._padding:
-      raise lzma.LZMAError(f"{zeros} zero bytes after compressed data, which are not a multiple of {self._padding}")
-    if not (rest or first):
-      return False
-    self._member, self._waiting = self._begin(rest), rest
-    return True
-
-
-def _zstd_frame(first: bytes) -> _Decompressor:
-  window = _zstd_window(first)
-  if window > MAX_WINDOW:
-    raise WindowTooLarge(window)
-  limit = MAX_WINDOW.bit_length() - 1
-  return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: limit})
-
-
-def _zstd_window(first: bytes) -> int:
-  """The bytes of memory that a frame needs, from its header (RFC 8878, section 3.1.1.1); 0 for what is no frame."""
-  if len(first) < 6 or not first.startswith(b"\x28\xb5\x2f\xfd"):
-    return 0
-  if first[4] & 0x20:  # a single segment: the window is the whole content
-    return zstd.get_frame_info(first).decompressed_size or 0
-  exponent, mantissa = first[5] >> 3, first[5] & 7
-  return (1 << (10 + exponent)) * (8 + mantissa) // 8
-
-
-_BEGIN: dict[str, tuple[Callable[[bytes], _Decompressor], int]] = {
-  ".xz": (lambda first: lzma.LZMADecompressor(lzma.FORMAT_XZ), 4),
-  ".lzma": (lambda first: lzma.LZMADecompressor(lzma.FORMAT_ALONE), 0),
-  ".bz2": (lambda first: bz2.BZ2Decompressor(), 0),
-  ".zst": (_zstd_frame, 0),
-}
+  def _read_next_member(self) -> bytes:
+    """Returns bytes from the beginning of the next member, after any padding; b"" if there is none."""
+    data, num_zeros = self._member.unused_data or self._file.read(_CHUNK), 0
+    while self._padded and data.startswith(b"\0"):
+      rest = data.lstrip(b"\0")
+      num_zeros += len(data) - len(rest)
+      data = rest or self._file.read(_CHUNK)
+    if num_zeros % 4:
+      raise lzma.LZMAError(f"{num_zeros} zero bytes after compressed data, which are not a multiple of 4")
+    return data

@@ -1,7 +1,7 @@
 """The sources `text:` and `jsonl:`: local files and URLs, plain or compressed, opened through fsspec.
 
-Each file is a part, or many: ranges of lines of a local file of JSON lines that is not compressed. etils.epath, the
-other candidate, has no `**`, and reads `gs://` through TensorFlow where that is installed.
+Each file is one part, except that a local file of JSON lines that is not compressed is divided into ranges of lines.
+etils.epath, the other candidate, has no `**`, and reads `gs://` through TensorFlow where that is installed.
 """
 
 from collections.abc import Iterator
@@ -30,25 +30,15 @@ _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c",
 
 @dataclasses.dataclass(frozen=True)
 class File:
-  """A file, or the lines of one that begin in a range of bytes, as a part of a source.
+  """A file, or the lines of one that begin in a range of bytes, as a part of a source."""
 
-  Attributes:
-    kind: "text" (the file is one document) or "jsonl" (each line is one).
-    path: Path or URL.
-    prefix: The start of error messages.
-    text_key: The key that holds a JSON object's text.
-    version: For a URL, its size or None, and fields that identify this version of the file; () for a path.
-    start: The first byte of the range.
-    stop: One more than the last byte.
-  """
-
-  kind: str
-  path: str
-  prefix: str
-  text_key: str = "text"
-  version: tuple = ()
-  start: int = 0
-  stop: int = sys.maxsize
+  kind: str  # "text" (the file is one document) or "jsonl" (each line is one)
+  path: str  # or URL
+  prefix: str  # the start of error messages
+  text_key: str = "text"  # the key that holds a JSON object's text
+  version: tuple = ()  # for a URL, its size or None, and fields that identify this version of the file
+  start: int = 0  # the first byte of the range
+  stop: int = sys.maxsize  # one more than the last byte of the range
 
   @property
   def name(self) -> str:
@@ -57,15 +47,15 @@ class File:
 
   @property
   def size(self) -> int:
-    """See `records.Part`; `PART_BYTES` where a file system does not tell."""
+    """See `records.Part`. It is `PART_BYTES` where a file system does not tell."""
     if is_url(self.path):
       return self.version[0] or PART_BYTES
     return min(os.path.getsize(self.path), self.stop) - self.start
 
-  def cut(self) -> list["File"]:
-    """Divides the file into ranges of `PART_BYTES` if one can be read without what is before it."""
-    compression = fsspec.utils.infer_compression(self.path)
-    if self.kind != "jsonl" or is_url(self.path) or compression or compressed.is_read(self.path):
+  def divide(self) -> list["File"]:
+    """Divides the file into ranges of `PART_BYTES` if each range can be read without what is before it."""
+    compression = fsspec.utils.infer_compression(self.path) or compressed.is_supported(self.path)
+    if self.kind != "jsonl" or is_url(self.path) or compression:
       return [self]
     starts = range(0, os.path.getsize(self.path), PART_BYTES)
     return [dataclasses.replace(self, start=start, stop=start + PART_BYTES) for start in starts] or [self]
@@ -75,20 +65,19 @@ class File:
     errors = Exception if is_url(self.path) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
       # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
-      opener, ours = fsspec.open if is_url(self.path) else LocalFileSystem().open, compressed.is_read(self.path)
+      opener, ours = fsspec.open if is_url(self.path) else LocalFileSystem().open, compressed.is_supported(self.path)
       with opener(self.path, "rb", compression=None if ours or self.path.endswith(".zip") else "infer") as file:
-        content = compressed.members(file, self.path) if ours else file
-        yield from self._text(content) if self.kind == "text" else self._jsonl(content)
+        content = compressed.decompress(file, self.path) if ours else file
+        yield from self._read_text(content) if self.kind == "text" else self._read_lines(content)
     except UserError:
       raise
     except errors as error:
       raise UserError(_unreadable(self.prefix, self.path, error)) from error
 
   def state(self) -> list:
-    """Name, size in bytes and modification time (ns), or for a URL its version.
+    """Returns the name, the size in bytes and the modification time (ns), or for a URL its version.
 
-    Raises:
-      UserError: If a local file can't be accessed.
+    Raises UserError if a local file can't be accessed.
     """
     if is_url(self.path):
       return [self.path, *self.version]
@@ -98,18 +87,18 @@ class File:
       raise UserError(_unreadable(self.prefix, self.path, error)) from error
     return [os.path.abspath(self.path), stat.st_size, stat.st_mtime_ns]
 
-  def _text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
+  def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     data = file.read()
     try:
       text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-      yield self._not_utf8(data.count(b"\n", 0, error.start) + 1, error)
+      yield self._make_not_utf8(data.count(b"\n", 0, error.start) + 1, error)
       return
     empty = not data
     del data  # this frame lives on while the caller works on the text
-    yield self._empty() if empty else text
+    yield self._make_empty() if empty else text
 
-  def _jsonl(self, file: BinaryIO) -> Iterator[str | BadRecord]:
+  def _read_lines(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     at = number = 0
     if self.start:  # the line that holds the byte before the range is of the range before
       file.seek(self.start - 1)
@@ -119,53 +108,53 @@ class File:
         return
       at += len(line)
       if line.strip():
-        yield self._record(number, line)
+        yield self._parse_line(number, line)
     if number == self.start == 0:
-      yield self._empty()
+      yield self._make_empty()
 
-  def _record(self, number: int, line: bytes) -> str | BadRecord:
-    """The text of one line of JSON, the `number`-th of the range."""
+  def _parse_line(self, number: int, line: bytes) -> str | BadRecord:
+    """Returns the text of one line of JSON, which is the `number`-th of the range."""
     key = json.dumps(self.text_key)
     rule = f'each line must be like {{{key}: "..."}}'
     try:
       record = json.loads(line.decode("utf-8-sig" if number == 1 and not self.start else "utf-8"))
     except UnicodeDecodeError as error:
-      return self._not_utf8(number, error)
+      return self._make_not_utf8(number, error)
     except (ValueError, RecursionError) as error:
-      return self._bad("not JSON", number, f"not JSON ({error}); {rule}")
+      return self._make_bad("not JSON", number, f"not JSON ({error}); {rule}")
     if not isinstance(record, dict):
-      return self._bad("not an object", number, f"of type {type(record).__name__}, not an object; {rule}")
+      return self._make_bad("not an object", number, f"of type {type(record).__name__}, not an object; {rule}")
     if self.text_key not in record:
       names = ", ".join(map(repr, list(record)[:10])) or "none"
       detail = f"no key {key} (its keys: {names}); {rule}; data.text_key names the key"
-      return self._bad(f"without key {key}", number, detail)
+      return self._make_bad(f"without key {key}", number, detail)
     text = record[self.text_key]
     if not isinstance(text, str):
       detail = f"{key} is of type {type(text).__name__}, not a string; {rule}"
-      return self._bad(f"where {key} is not a string", number, detail)
+      return self._make_bad(f"where {key} is not a string", number, detail)
     try:
       text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
     except UnicodeEncodeError as error:
       detail = f"{key} holds a lone surrogate at character {error.start}; remove it"
-      return self._bad("with a lone surrogate", number, detail)
+      return self._make_bad("with a lone surrogate", number, detail)
     return text
 
-  def _empty(self) -> BadRecord:
+  def _make_empty(self) -> BadRecord:
     detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
     return BadRecord("empty files", self.path, detail)
 
-  def _not_utf8(self, number: int, error: UnicodeDecodeError) -> BadRecord:
-    return self._bad("not UTF-8", number, f"not UTF-8 ({error.reason}); convert the file, for example with iconv")
+  def _make_not_utf8(self, number: int, error: UnicodeDecodeError) -> BadRecord:
+    return self._make_bad("not UTF-8", number, f"not UTF-8 ({error.reason}); convert the file, for example with iconv")
 
-  def _bad(self, reason: str, number: int, detail: str) -> BadRecord:
-    """A bad record in the `number`-th line of the range."""
+  def _make_bad(self, reason: str, number: int, detail: str) -> BadRecord:
+    """Returns the bad record in the `number`-th line of the range."""
     before = 1 + _count_newlines(self.path, self.start - 1) if self.start else 0
     return BadRecord(reason, f"{self.path} line {before + number}", detail)
 
 
 @functools.lru_cache(1)
 def _count_newlines(path: str, stop: int) -> int:
-  """The newlines before byte `stop` of a file."""
+  """Counts the newlines before byte `stop` of a file."""
   count = 0
   with open(path, "rb") as file:
     while chunk := file.read(min(stop, 1 << 20)):
@@ -173,8 +162,8 @@ def _count_newlines(path: str, stop: int) -> int:
   return count
 
 
-def resolve(kind: str, globs: str, prefix: str, options: Options) -> list[File]:
-  """The files that a source names, one part for each, sorted by name.
+def resolve(kind: str, globs: str, prefix: str, options: Options) -> tuple[list[File], list]:
+  """Finds the files that a source names.
 
   Args:
     kind: "text" or "jsonl".
@@ -182,30 +171,34 @@ def resolve(kind: str, globs: str, prefix: str, options: Options) -> list[File]:
     prefix: The start of error messages.
     options: Names the key that holds a JSON object's text.
 
+  Returns:
+    The parts of the files, sorted by name, and the state of each file (see `File.state`).
+
   Raises:
     UserError: For a glob that matches nothing, or a file system that can't be accessed.
   """
-  files: dict[str, tuple] = {}
+  versions: dict[str, tuple] = {}
   for pattern in filter(None, (part.strip() for part in globs.split(","))):
-    matches = _remote(pattern, prefix) if is_url(pattern) else _local(pattern)
+    matches = _find_remote(pattern, prefix) if is_url(pattern) else dict.fromkeys(_find_local(pattern), ())
     if not matches:
       place = "" if is_url(pattern) else f" (from {os.getcwd()})"
       raise UserError(f"{prefix} no file matches {pattern}{place}; give a path that exists")
-    files |= matches
-  if not files:
+    versions |= matches
+  if not versions:
     raise UserError(f"{prefix} no file matches an empty glob; write for example {kind}:~/corpus/*.{kind}")
-  return [File(kind, name, prefix, options.text_key, files[name]) for name in sorted(files)]
+  found = [File(kind, name, prefix, options.text_key, versions[name]) for name in sorted(versions)]
+  states = [file.state() for file in found]
+  return [part for file in found for part in file.divide()], states
 
 
-def _local(pattern: str) -> dict[str, tuple]:
+def _find_local(pattern: str) -> list[str]:
   path = os.path.expanduser(pattern)
   # an existing name that contains [ or * is taken literally
-  matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-  return dict.fromkeys(matches, ())
+  return [path] if os.path.exists(path) else glob.glob(path, recursive=True)
 
 
-def _remote(pattern: str, prefix: str) -> dict[str, tuple]:
-  """The URLs that match, each with its version."""
+def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
+  """Returns the URLs that match, each with its version."""
   protocol = pattern.partition("://")[0]
   check_url(pattern)
   try:
@@ -227,10 +220,10 @@ def _remote(pattern: str, prefix: str) -> dict[str, tuple]:
   for name, info in found.items():
     if info.get("type") == "directory":
       raise UserError(_unreadable(prefix, fs.unstrip_protocol(name), IsADirectoryError()))
-  return {fs.unstrip_protocol(name): _version(info) for name, info in found.items()}
+  return {fs.unstrip_protocol(name): _read_version(info) for name, info in found.items()}
 
 
-def _version(info: dict[str, Any]) -> tuple:
+def _read_version(info: dict[str, Any]) -> tuple:
   known = (f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field) is not None)
   return (info.get("size"), *known)
 
@@ -244,7 +237,8 @@ def _unreadable(prefix: str, name: str, error: BaseException) -> str:
     return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
-  if isinstance(error, compressed.WindowTooLarge):
-    return f"{prefix} {name} can't be read ({_reason(error)}); compress it again with a smaller window, as --long=27"
+  if compressed.is_window_too_large(error):
+    problem = "its zstd window is larger than 2 GiB"
+    return f"{prefix} {name} can't be read ({problem}); compress it again with a smaller window, as --long=27"
   action = "check the network, or restore the file" if is_url(name) else "it is damaged or truncated: restore it"
   return f"{prefix} {name} can't be read ({_reason(error)}); {action}"

@@ -13,14 +13,7 @@ _SKIP = "or set data.bad_records=skip to skip and count such records"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How the records of a source are read.
-
-  Attributes:
-    text_key: The key of a JSON object, or the feature of a TFDS data set, that holds the text.
-    bad_records: "error": stop at the first record that can't be used; "skip": skip and count it.
-    tfds_dir: The directory of TFDS data sets; None for TFDS's own default, ~/tensorflow_datasets.
-    download: Whether a TFDS data set that is not on disk may be downloaded and prepared.
-  """
+  """How the records of a source are read; the fields are the keys of `config.DataConfig` with these names."""
 
   text_key: str = "text"
   bad_records: str = "error"
@@ -30,21 +23,13 @@ class Options:
 
 @dataclasses.dataclass
 class Counts:
-  """Numbers of records read: `records` is the sum of `documents`, `empty` and `num_bad`.
+  """Numbers of records read: `records` is the sum of `documents`, `empty` and `num_bad`."""
 
-  Attributes:
-    records: All records; blank lines between JSON records don't count.
-    documents: Records with text.
-    empty: Records whose text is the empty string.
-    bad: Records that can't be used and were skipped, by reason.
-    examples: For each reason in `bad`, the location of the first such record.
-  """
-
-  records: int = 0
-  documents: int = 0
-  empty: int = 0
-  bad: dict[str, int] = dataclasses.field(default_factory=dict)
-  examples: dict[str, str] = dataclasses.field(default_factory=dict)
+  records: int = 0  # blank lines between JSON records don't count
+  documents: int = 0  # records with text
+  empty: int = 0  # records whose text is the empty string
+  bad: dict[str, int] = dataclasses.field(default_factory=dict)  # skipped records, by reason
+  examples: dict[str, str] = dataclasses.field(default_factory=dict)  # the place of the first one, by reason
 
   def add(self, other: "Counts") -> None:
     """Adds the counts of a later part."""
@@ -59,25 +44,19 @@ class Counts:
     """Records that can't be used, for any reason."""
     return sum(self.bad.values())
 
-  def line(self) -> str:
-    """The counts as part of a message."""
+  def describe(self) -> str:
+    """Words the counts as part of a message."""
     reasons = [f"{number} {reason} (first: {self.examples[reason]})" for reason, number in self.bad.items()]
     return f"{self.num_bad} of {self.records} records skipped as bad: {'; '.join(reasons) or 'none'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-  """Takes the place of the text of a record that can't be used.
+  """Takes the place of the text of a record that can't be used."""
 
-  Attributes:
-    reason: The kind of problem, worded to follow a number, as in "3 not UTF-8".
-    where: File and line, or data set and index.
-    detail: The problem of this record, the rule, and the way to repair it.
-  """
-
-  reason: str
-  where: str
-  detail: str
+  reason: str  # the kind of problem, worded to follow a number, as in "3 not UTF-8"
+  where: str  # file and line, or data set and index
+  detail: str  # the problem of this record, the rule, and the way to repair it
 
 
 class Part(Protocol):
@@ -100,16 +79,11 @@ class Part(Protocol):
 
 
 def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[str]:
-  """Yields one string for each record of a part, "" for an empty or bad one, and counts the records.
-
-  Args:
-    part: The part to read.
-    prefix: The start of error messages: the key and the source.
-    options: Says whether bad records are errors.
-    counts: Updated with each record.
+  """Yields one string for each record of a part, "" for an empty or bad one, and adds the records to `counts`.
 
   Raises:
-    UserError: For a bad record, unless they are skipped; and as `part.read`.
+    UserError: For a bad record, unless the options say that they are skipped, and what `part.read` raises. The message
+      begins with `prefix`, the key and the source.
   """
   for text in part.read():
     counts.records += 1

@@ -3,7 +3,7 @@
 from diffeq_nnx.data.tokenizers.base import Tokenizer, UnknownByte
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
-from diffeq_nnx.data.tokenizers.loading import load, of_config
+from diffeq_nnx.data.tokenizers.loading import load, load_from_config
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer, train
 
 __all__ = [
@@ -14,6 +14,6 @@ __all__ = [
   "Tokenizer",
   "UnknownByte",
   "load",
-  "of_config",
+  "load_from_config",
   "train",
 ]

@@ -11,26 +11,20 @@ import numpy as np
 from diffeq_nnx.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"  # the end mark of tokenizers trained here, and GPT-2's
-GROUP_CHARS = 1 << 20  # encoded at once: bounds the memory of Python's lists of integers
+GROUP_CHARS = 1 << 20  # encoded at once, which bounds the memory of Python's lists of integers
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-  """The ids of marks.
+  """The ids of marks."""
 
-  Attributes:
-    eos_id: The end mark, which follows each document.
-    bos_id: The begin mark, which precedes each document; None: documents begin without one.
-    more_end_ids: Other tokens at which a generated text ends, such as that of a chat's turn.
-  """
-
-  eos_id: int
-  bos_id: int | None = None
-  more_end_ids: tuple[int, ...] = ()
+  eos_id: int  # the end mark, which follows each document
+  bos_id: int | None = None  # the begin mark, which precedes each document; None if documents begin without one
+  more_end_ids: tuple[int, ...] = ()  # other tokens at which a generated text ends, as that of a chat's turn
 
   @property
   def ids(self) -> set[int]:
-    """Those around a document, whose names in a text are ordinary text."""
+    """The marks around a document, whose names in a text are ordinary text."""
     return {number for number in (self.eos_id, self.bos_id) if number is not None}
 
 
@@ -41,18 +35,11 @@ class UnknownByte(UserError):
     index: The text's place among those that were encoded together.
   """
 
-  index: int
-
-
-def unknown_byte(byte: int, text: str, index: int) -> UnknownByte:
-  """The error for a text that holds such a byte in UTF-8."""
-  at = text.encode().index(byte)
-  char = next(char for char in text if byte in char.encode())
-  error = UnknownByte(
-    f"the tokenizer has no piece for the byte 0x{byte:02X} (byte {at} of the text, in the character {char!a})"
-  )
-  error.index = index
-  return error
+  def __init__(self, byte: int, text: str, index: int):
+    at, char = text.encode().index(byte), next(char for char in text if byte in char.encode())
+    place = f"byte {at} of the text, in the character {char!a}"
+    super().__init__(f"the tokenizer has no piece for the byte 0x{byte:02X} ({place})")
+    self.index = index
 
 
 class Tokenizer(abc.ABC):
@@ -79,27 +66,31 @@ class Tokenizer(abc.ABC):
 
   @property
   def hash(self) -> str:
-    """A hex SHA-256 of everything that decides ids, the marks included."""
+    """The SHA-256, in hex, of everything that decides ids, marks included."""
     return hashlib.sha256(self.model_bytes).hexdigest()
 
-  @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids; marks to nothing, other numbers to a replacement character, bytes that aren't UTF-8 to U+FFFD."""
+    """Decodes ids: marks to nothing, other numbers to a replacement character, bytes that aren't UTF-8 to U+FFFD."""
+    return self._decode(ids, within=False)
 
   def decode_within(self, ids: Iterable[int]) -> str:
-    """Decodes ids that follow others in a text, as `decode`; a space at the beginning stays."""
-    return self.decode(ids)
+    """Decodes ids that follow others in a text. Unlike `decode` it keeps a space at the beginning."""
+    return self._decode(ids, within=True)
 
   @abc.abstractmethod
-  def _cut(self, text: str) -> Iterable[str]:
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    """Decodes ids, with the space at the beginning if they are `within` a text."""
+
+  def _divide(self, text: str) -> Iterable[str]:
     """Divides a text into blocks whose ids, joined, are the text's."""
+    return [text]
 
   @abc.abstractmethod
   def _encode_blocks(self, blocks: list[str]) -> Iterable[np.ndarray]:
     """Encodes blocks, each to int32 ids, shape [num_tokens]."""
 
   def encode(self, text: str) -> np.ndarray:
-    """Encodes one text, as `encode_batch`."""
+    """Encodes one text as `encode_batch` does."""
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -115,7 +106,7 @@ class Tokenizer(abc.ABC):
     for text in texts:
       text.encode()  # the libraries' own complaints about a lone surrogate say nothing
     ids: list[list[np.ndarray]] = [[] for _ in texts]
-    blocks = [(index, block) for index, text in enumerate(texts) for block in self._cut(text)]
+    blocks = [(index, block) for index, text in enumerate(texts) for block in self._divide(text)]
     starts = itertools.accumulate((len(block) for _, block in blocks), initial=0)
     for _, group in itertools.groupby(zip(starts, blocks), key=lambda item: item[0] // GROUP_CHARS):
       indices, group_blocks = zip(*(item for _, item in group))

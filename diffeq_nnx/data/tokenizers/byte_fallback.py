@@ -4,14 +4,12 @@ Hugging Face's `tokenizers` runs it as it stands: its normalizer, and the space 
 that a model reads text as it was trained to. Text may come back changed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import itertools
 from typing import Any
 
-import numpy as np
-
 from diffeq_nnx.data.tokenizers import base, specs
-from diffeq_nnx.data.tokenizers.byte_pairs import steps_of
+from diffeq_nnx.data.tokenizers.byte_pairs import list_steps
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.specs import Spec
 from diffeq_nnx.errors import UserError
@@ -44,7 +42,7 @@ def is_kind(given: Any) -> bool:
     return False
   pre_tokenizer = given.get("pre_tokenizer")
   try:
-    steps = steps_of(pre_tokenizer) if pre_tokenizer else []
+    steps = list_steps(pre_tokenizer) if pre_tokenizer else []
     return all(step.get("type") != "ByteLevel" for step in steps)
   except (TypeError, AttributeError):  # no pre-tokenizer, which the library says in its words
     return True
@@ -57,10 +55,10 @@ def from_tokenizer_json(given: dict[str, Any], label: str) -> tuple[Spec, Stated
     raise UserError(f"{label}: the model sets dropout={model['dropout']!r}, which changes ids at random; remove it")
   spec = {**given, "truncation": None, "padding": None, "added_tokens": added}
   library = specs.load(spec, label)
-  spec["added_tokens"] = specs.canonical_tokens(added)
+  spec["added_tokens"] = specs.normalize_tokens(added)
   if isinstance(model.get("merges"), list):
     spec["model"] = model | {"merges": specs.split_merges(model["merges"])}
-  ids = specs.ids_of(spec)
+  ids = specs.map_ids(spec)
   specs.check_ids(ids, label)
   if missing := [piece for piece in BYTE_PIECES if piece not in ids]:
     problem = f"no piece {missing[0]} ({len(missing)} of 256 are missing), so it would lose text"
@@ -68,21 +66,20 @@ def from_tokenizer_json(given: dict[str, Any], label: str) -> tuple[Spec, Stated
   return spec, specs.read_marks(library, spec, label)
 
 
-class ByteFallbackTokenizer(base.Tokenizer):
-  """Such a vocabulary with its marks; saved as one `tokenizer.json`, whose post-processor writes the marks.
+class ByteFallbackTokenizer(specs.LibraryTokenizer):
+  """Such a vocabulary with its marks, saved as one `tokenizer.json` whose post-processor writes the marks.
 
   The names of marks and of the unknown token are ordinary text. All other added tokens are found in a text, also those
   that are declared special.
   """
 
-  file_name = "tokenizer.json"
   lossless = False
 
   def __init__(self, vocabulary: Spec, marks: base.Marks, label: str = "data.tokenizer"):
     """Adds its marks to a checked vocabulary; raises UserError if text can give a mark."""
     model = {key: value for key, value in vocabulary["model"].items() if key != specs.OURS}
-    spec = specs.with_marks(vocabulary | {"model": model}, marks)
-    names = {number: token for token, number in specs.ids_of(spec).items()}
+    spec = specs.add_marks(vocabulary | {"model": model}, marks)
+    names = {number: token for token, number in specs.map_ids(spec).items()}
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
     self.vocab_size, self.model_bytes = len(names), specs.to_bytes(spec)
     ordinary = {names[number] for number in marks.ids} | {spec["model"].get("unk_token")}
@@ -98,26 +95,10 @@ class ByteFallbackTokenizer(base.Tokenizer):
     ids = self.encode("a")
     self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
 
-  def _cut(self, text: str) -> Iterator[str]:
-    yield text
-
-  def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
-    return (np.array(encoding.ids, np.int32) for encoding in encoded)
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """As `Tokenizer.decode`."""
-    return self._decode(ids, self._encoder)
-
-  def decode_within(self, ids: Iterable[int]) -> str:
-    """As `Tokenizer.decode_within`."""
-    return self._decode(ids, self._within)
-
-  def _decode(self, ids: Iterable[int], first: Any) -> str:
-    """The text of ids, those up to the first number that is no id by the decoder `first`."""
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    first = self._within if within else self._encoder  # decodes the ids up to the first number that is no id
     groups = itertools.groupby(map(int, ids), lambda number: 0 <= number < self.vocab_size)
-    decoders = itertools.chain([first], itertools.repeat(self._within))
-    parts = zip(groups, decoders)
+    parts = zip(groups, itertools.chain([first], itertools.repeat(self._within)))
     return "".join(
       decoder.decode(list(run), skip_special_tokens=True) if known else "\ufffd" * len(list(run))
       for (known, run), decoder in parts

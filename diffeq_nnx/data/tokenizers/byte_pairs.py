@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers import base, specs
-from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes
+from diffeq_nnx.data.tokenizers.files import read_bytes
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.specs import Spec
 from diffeq_nnx.errors import UserError
@@ -42,7 +43,7 @@ def from_pair_of_files(vocab_path: str, merges_path: str, label: str) -> tuple[S
   """Reads `vocab.json` and `merges.txt`; raises UserError as `from_tokenizer_json`."""
   lines = read_bytes(merges_path, label).decode("utf-8-sig", errors="replace").replace("\r\n", "\n").split("\n")
   merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-  vocab = parse_json(read_bytes(vocab_path, label), vocab_path, label)
+  vocab = files.parse_json(read_bytes(vocab_path, label), vocab_path, label)
   given = {"model": {"vocab": vocab, "merges": merges}, "pre_tokenizer": BYTE_LEVEL}
   spec, stated = from_tokenizer_json(given, label)
   return spec, stated | {"otherwise_begins": {}}  # these files have no post-processor
@@ -68,36 +69,36 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   used |= {key: given.get(key) for key in ("pre_tokenizer", "post_processor")}
   specs.load(used, label)
   spec = json.loads(_EMPTY)
-  spec["pre_tokenizer"] = _pre_tokenizer(given.get("pre_tokenizer"), label)
-  spec["added_tokens"] = specs.canonical_tokens(added)
+  spec["pre_tokenizer"] = _convert_pre_tokenizer(given.get("pre_tokenizer"), label)
+  spec["added_tokens"] = specs.normalize_tokens(added)
   spec["model"]["ignore_merges"] = bool(model.get("ignore_merges"))
   spec["model"]["vocab"] = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
   spec["model"]["merges"] = specs.split_merges(model["merges"])
-  ids = specs.ids_of(spec)
+  ids = specs.map_ids(spec)
   specs.check_ids(ids, label)
   unknown = {}
-  if missing_bytes(spec):
+  if find_missing_bytes(spec):
     spec["model"]["fuse_unk"] = bool(model.get("fuse_unk"))
     unknown = {"the model's unk_token": model["unk_token"]} if model.get("unk_token") is not None else {}
-  whole = used | {"model": used["model"] | {"vocab": model["vocab"] | _stand_ins(spec, len(ids))}}
-  if ours := specs.ours_of(model, label):
+  whole = used | {"model": used["model"] | {"vocab": model["vocab"] | _make_stand_ins(spec, len(ids))}}
+  if ours := specs.read_ours(model, label):
     spec["model"][specs.OURS] = ours
   return spec, specs.read_marks(specs.load(whole, label), spec, label) | {"unknown": unknown}
 
 
-def missing_bytes(spec: Spec) -> list[int]:
-  """The bytes for which a vocabulary has no piece."""
+def find_missing_bytes(spec: Spec) -> list[int]:
+  """Returns the bytes for which a vocabulary has no piece."""
   return [byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]]
 
 
-def _stand_ins(spec: Spec, start: int) -> dict[str, int]:
-  """Pieces for the missing bytes, with ids from `start` on: `start` + byte."""
+def _make_stand_ins(spec: Spec, start: int) -> dict[str, int]:
+  """Makes a piece for each missing byte, with the id `start` + byte."""
   return {char: start + byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]}
 
 
-def _pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
-  """The steps that divide text, if they drop nothing and one of them maps bytes to GPT-2's alphabet."""
-  steps = steps_of(given) if given else []
+def _convert_pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
+  """Returns the steps that divide text; raises UserError if they drop text, or none maps bytes to GPT-2's alphabet."""
+  steps = list_steps(given) if given else []
   drops = [step for step in steps if step.get("type") not in _DIVIDING or step.get("behavior") == "Removed"]
   if drops or sum(step["type"] == "ByteLevel" for step in steps) != 1:
     rule = f"must be one ByteLevel and steps that drop no text ({', '.join(_DIVIDING[1:])})"
@@ -107,33 +108,25 @@ def _pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
   return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
 
 
-def steps_of(step: dict[str, Any]) -> list[dict[str, Any]]:
-  """The steps of a pre-tokenizer, those of a Sequence one by one."""
-  return [one for part in step["pretokenizers"] for one in steps_of(part)] if "pretokenizers" in step else [step]
+def list_steps(step: dict[str, Any]) -> list[dict[str, Any]]:
+  """Returns the steps of a pre-tokenizer, those of a Sequence one by one."""
+  return [one for part in step["pretokenizers"] for one in list_steps(part)] if "pretokenizers" in step else [step]
 
 
-class BytePairTokenizer(base.Tokenizer):
-  """A vocabulary with its marks; saved as one `tokenizer.json`, whose post-processor writes the marks."""
-
-  file_name = "tokenizer.json"
+class BytePairTokenizer(specs.LibraryTokenizer):
+  """A vocabulary with its marks, saved as one `tokenizer.json` whose post-processor writes the marks."""
 
   def __init__(self, vocabulary: Spec, marks: base.Marks, label: str = "data.tokenizer", unknown: str | None = None):
-    """Adds its marks to a checked vocabulary.
+    """Adds its marks to a vocabulary from `from_tokenizer_json`.
 
-    Args:
-      vocabulary: From `from_tokenizer_json`.
-      marks: The marks.
-      label: What errors begin with.
-      unknown: The token that stands for a byte without a piece; None: such a byte is an error.
-
-    Raises:
-      UserError: If text can give a mark or doesn't come back.
+    `unknown` is the token that stands for a byte without a piece; if it is None, such a byte is an error. Raises
+    UserError, which begins with `label`, if text can give a mark or doesn't come back.
     """
-    missing = missing_bytes(vocabulary)
+    missing = find_missing_bytes(vocabulary)
     self._unknown = unknown if missing else None
-    spec = specs.with_marks(_with_unknown(vocabulary, self._unknown), marks)
+    spec = specs.add_marks(_set_unknown(vocabulary, self._unknown), marks)
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
-    self.vocab_size, self.lossless = len(specs.ids_of(spec)), self._unknown is None
+    self.vocab_size, self.lossless = len(specs.map_ids(spec)), self._unknown is None
     self.model_bytes = specs.to_bytes(spec)
     special = {token["content"] for token in spec["added_tokens"] if token["special"]}
     merged = {piece for left, right in spec["model"]["merges"] for piece in (left, right, left + right)}
@@ -155,28 +148,28 @@ class BytePairTokenizer(base.Tokenizer):
         vocab[f"\0{token['content']}"] = token["id"]  # no text becomes \0: it isn't in the alphabet
     model = spec["model"] | {"vocab": vocab}
     if self._unknown is not None:
-      self._pieces[specs.ids_of(spec)[self._unknown]] = b"\xff"
+      self._pieces[specs.map_ids(spec)[self._unknown]] = b"\xff"
       model["unk_token"] = f"\0{self._unknown}" if self._unknown in special else self._unknown
     elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
-      model["vocab"] |= _stand_ins(spec, self.vocab_size)
+      model["vocab"] |= _make_stand_ins(spec, self.vocab_size)
     self.missing = set(missing)
     self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
-    self._check_that_text_comes_back([_PROBE, *(f"a {token['content']} b" for token in added)], label)
+    self._check_round_trip([_PROBE, *(f"a {token['content']} b" for token in added)], label)
 
-  def _check_that_text_comes_back(self, texts: list[str], label: str) -> None:
+  def _check_round_trip(self, texts: list[str], label: str) -> None:
     for text in texts:
       known = "".join(char for char in text if not self.missing & set(char.encode()))
       if self.decode(self.encode(known)) != known:
         raise UserError(f"{label}: doesn't give {known!r} back as it was; give a vocabulary like GPT-2's, or 'bytes'")
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """As `Tokenizer.encode_batch`."""
+    """See `Tokenizer.encode_batch`."""
     encoded = super().encode_batch(texts)
     if self.missing and self._unknown is None:
       for index, (text, ids) in enumerate(zip(texts, encoded)):
         if (beyond := ids[ids >= self.vocab_size]).size:
-          raise base.unknown_byte(int(beyond[0]) - self.vocab_size, text, index)
+          raise base.UnknownByte(int(beyond[0]) - self.vocab_size, text, index)
     return encoded
 
   def _divides_at_word_ends(self) -> bool:
@@ -186,35 +179,29 @@ class BytePairTokenizer(base.Tokenizer):
     pieces = [[piece for part in parts for piece, _ in split(part)] for parts in cuts]
     return all(one == pieces[0] for one in pieces)
 
-  def _cut(self, text: str) -> Iterator[str]:
+  def _divide(self, text: str) -> Iterator[str]:
     start = 0
     while self._divides and (found := _WORD_END.search(text, start + _BLOCK_CHARS)):
       yield text[start : found.end()]
       start = found.end()
     yield text[start:]
 
-  def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
-    return (np.array(encoding.ids, np.int32) for encoding in encoded)
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids to text; marks to nothing, numbers that are no id and bytes that aren't UTF-8 to U+FFFD."""
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
     return b"".join(self._pieces.get(int(number), b"\xff") for number in ids).decode(errors="replace")
 
 
 class ByteTokenizer(BytePairTokenizer):
-  """257 ids: the 256 bytes of UTF-8 and the end mark. Saved as the `tokenizer.json` of a vocabulary without merges."""
+  """The 256 bytes of UTF-8 and the end mark, saved as the `tokenizer.json` of a vocabulary without merges."""
 
   def __init__(self):
-    """Builds the tokenizer."""
     super().__init__(from_tokenizer_json(BYTES, "bytes")[0], base.Marks(256))
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
     return (np.frombuffer(block.encode(), np.uint8).astype(np.int32) for block in blocks)
 
 
-def _with_unknown(vocabulary: Spec, unknown: str | None) -> Spec:
-  """A vocabulary whose file says what a byte without a piece becomes."""
+def _set_unknown(vocabulary: Spec, unknown: str | None) -> Spec:
+  """Returns a vocabulary whose file says what a byte without a piece becomes."""
   model = {key: value for key, value in vocabulary["model"].items() if key != specs.OURS}
   if unknown is None:
     return vocabulary | {"model": model | {"unk_token": None, "fuse_unk": False}}

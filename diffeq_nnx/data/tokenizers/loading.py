@@ -5,11 +5,11 @@ import os
 from typing import Any
 
 from diffeq_nnx import files
-from diffeq_nnx.data.tokenizers import beside, byte_fallback, byte_pairs, marks, sentencepieces, specs
+from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, marks, sentencepieces, specs
 from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
-from diffeq_nnx.data.tokenizers.files import parse_json, read_bytes
+from diffeq_nnx.data.tokenizers.files import check_added_tokens, read_added_tokens, read_bytes, read_statements
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer
 from diffeq_nnx.data.tokenizers.specs import Spec
@@ -56,31 +56,32 @@ def load(
     "begins": {"data.begin_mark": begin_mark is not False} if begin_token or begin_mark is not None else {},
   }
   if name == "bytes":
-    return _byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
-  found = _in_directory(path, label) if files.is_folder(path) else [path]
+    return _make_byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
+  found = _choose_files(path, label) if files.is_folder(path) else [path]
   directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
-  said = beside.read(directory, label)
+  said = read_statements(directory, label)
   if len(found) == 2:
     read = byte_pairs.from_pair_of_files(found[0], found[1], label)
-    return _byte_pairs(read, configured, said, unknown_bytes, label)
+    return _make_byte_pairs(read, configured, said, unknown_bytes, label)
   if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
-    return _sentencepieces(content, configured, said, directory, lossless, label)
-  given = parse_json(content, found[0], label)
+    return _make_sentencepieces(content, configured, said, directory, lossless, label)
+  given = files.parse_json(content, found[0], label)
   if byte_fallback.is_kind(given):
     model = os.path.join(directory, SentencePieceTokenizer.file_name)
     if byte_fallback.divides_as_exported(given) and files.exists(model):
-      return _sentencepieces(read_bytes(model, label), configured, said, directory, True, label)
+      return _make_sentencepieces(read_bytes(model, label), configured, said, directory, True, label)
     spec, own = byte_fallback.from_tokenizer_json(given, label)
-    beside.check_added_tokens(directory, specs.ids_of(spec), label)
-    return ByteFallbackTokenizer(spec, _marks(configured, own, said, specs.ids_of(spec), label), label)
+    ids = specs.map_ids(spec)
+    check_added_tokens(directory, ids, label)
+    return ByteFallbackTokenizer(spec, marks.resolve(configured, marks.merge(own, said), ids, label), label)
   read = byte_pairs.from_tokenizer_json(given, label)
   _check_pair_beside(read[0], directory, label)
-  beside.check_added_tokens(directory, specs.ids_of(read[0]), label)
-  return _byte_pairs(read, configured, said, unknown_bytes, label)
+  check_added_tokens(directory, specs.map_ids(read[0]), label)
+  return _make_byte_pairs(read, configured, said, unknown_bytes, label)
 
 
-def of_config(config: Any) -> Tokenizer:
-  """The tokenizer for the text of a config's section `data`, which names one; raises UserError as `load`."""
+def load_from_config(config: Any) -> Tokenizer:
+  """Loads the tokenizer that a config's section `data` names; raises UserError as `load` does."""
   return load(
     config.tokenizer,
     begin_mark=config.begin_mark,
@@ -91,36 +92,32 @@ def of_config(config: Any) -> Tokenizer:
   )
 
 
-def _marks(configured: Stated, own: Stated, said: Stated, ids: dict[str, int], label: str) -> marks.Marks:
-  return marks.resolve(configured, marks.merge(own, said), ids.get, len(ids), label)
-
-
-def _byte_pairs(
+def _make_byte_pairs(
   read: tuple[Spec, Stated], configured: Stated, said: Stated, unknown_bytes: str | None, label: str
 ) -> Tokenizer:
-  (spec, own), ids = read, specs.ids_of(read[0])
-  found = _marks(configured, own, said, ids, label)
+  (spec, own), ids = read, specs.map_ids(read[0])
+  found = marks.resolve(configured, marks.merge(own, said), ids, label)
   unknown = None
   noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
-  if byte_pairs.missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
-    unknown = marks.unknown_token(marks.merge(own, said)["unknown"], found, ids, label)
+  if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
+    unknown = marks.find_unknown_token(marks.merge(own, said)["unknown"], found, ids, label)
   tokenizer = BytePairTokenizer(spec, found, label, unknown)
   plain = ByteTokenizer()
   return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
 
 
-def _sentencepieces(
+def _make_sentencepieces(
   content: bytes, configured: Stated, said: Stated, directory: str, lossless: bool, label: str
 ) -> Tokenizer:
   model_bytes, facts = sentencepieces.split_facts(content, label)
-  model = sentencepieces.processor(model_bytes, label)
-  ids, own_bos = sentencepieces.ids_of(model), {"the model's bos_id": model.bos_id()} if model.bos_id() >= 0 else {}
+  model = sentencepieces.make_processor(model_bytes, label)
+  ids, own_bos = sentencepieces.map_ids(model), {"the model's bos_id": model.bos_id()} if model.bos_id() >= 0 else {}
   if facts is None:
-    added = beside.added_tokens(directory, ids.get, len(ids), label)
+    added = read_added_tokens(directory, ids, label)
     own = {"eos": {"the model's eos_id": model.eos_id()} if model.eos_id() >= 0 else {}, "bos": own_bos}
     own["otherwise_begins"] = {"the model's bos_id": bool(own_bos)}
     for what, tokens in own.items():  # an added token takes the place of the model's own mark
-      if what != "otherwise_begins" and any(marks.name_of(value) in added for value in said[what].values()):
+      if what != "otherwise_begins" and any(marks.read_name(value) in added for value in said[what].values()):
         tokens.clear()
     as_trained = not lossless and not sentencepieces.is_trained_here(model)
   else:
@@ -128,12 +125,12 @@ def _sentencepieces(
     noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}
     own = {"eos": {"its end_ids": facts["end_ids"][0]}, "bos": noted_bos, "ends": {"its end_ids": facts["end_ids"]}}
     own["otherwise_begins"] = {"its bos_id": facts["bos_id"] is not None}
-  found = _marks(configured, own, said, ids | dict(zip(added, itertools.count(len(ids)))), label)
+  found = marks.resolve(configured, marks.merge(own, said), ids | dict(zip(added, itertools.count(len(ids)))), label)
   return SentencePieceTokenizer(model_bytes, label, marks=found, as_trained=as_trained, added=added)
 
 
-def _in_directory(directory: str, label: str) -> list[str]:
-  """The files in a directory that make its tokenizer: one, or a vocabulary and its merges."""
+def _choose_files(directory: str, label: str) -> list[str]:
+  """Returns the files in a directory that make its tokenizer: one, or a vocabulary and its merges."""
   names = [name for kind in _KINDS for name in kind if files.exists(os.path.join(directory, name))]
   chosen = [name for name in names if name.startswith("tokenizer.")][:1] or names  # tokenizer.json comes before all
   if tuple(chosen) not in _KINDS:
@@ -150,6 +147,6 @@ def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
     paths = [os.path.join(directory, name) for name in pair]
     if all(map(files.exists, paths)):
       other, _ = byte_pairs.from_pair_of_files(paths[0], paths[1], label)
-      same = other["model"]["vocab"].items() <= specs.ids_of(spec).items()
+      same = other["model"]["vocab"].items() <= specs.map_ids(spec).items()
       if not same or other["model"]["merges"] != spec["model"]["merges"]:
         raise UserError(f"{label}: tokenizer.json disagrees with {' or '.join(pair)} beside it; remove the wrong ones")

@@ -14,23 +14,23 @@ KINDS = ("eos", "bos", "ends", "begins", "otherwise_begins", "unknown")
 
 
 def merge(*sources: Stated) -> Stated:
-  """The statements of several sources, which are then compared."""
+  """Joins the statements of several sources, which are then compared."""
   return {what: {place: value for one in sources for place, value in one.get(what, {}).items()} for what in KINDS}
 
 
-def name_of(value: Any) -> Any:
-  """The name that a file gives to a token, alone or in an object; a number as it is."""
+def read_name(value: Any) -> Any:
+  """Returns the name that a file gives to a token, alone or in an object, or a number as it is."""
   return value.get("content") if isinstance(value, dict) else value
 
 
-def unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int], label: str) -> str:
-  """The token that stands for what a vocabulary lacks, of the first file that names it.
+def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int], label: str) -> str:
+  """Returns the token that stands for what a vocabulary lacks, from the first file that names it.
 
   Raises:
     UserError: If there is none, or it is a mark.
   """
   place, value = next(iter(stated.items()), ("no file", None))
-  name = name_of(value)
+  name = read_name(value)
   if not isinstance(name, str) or name not in ids:
     problem = "no file names an unk_token" if value is None else f"{place} is {value!r}, not a token of the vocabulary"
     raise UserError(f"{label}: {problem}; set data.unknown_bytes=error, or correct the files")
@@ -40,19 +40,17 @@ def unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int], lab
   return name
 
 
-def token_id(value: Any, id_of: Callable[[str], int | None], vocab_size: int) -> int | None:
-  """The id that a file means by a name, a number, or an object with the name; None if there is no such token."""
+def find_id(value: Any, ids: dict[str, int]) -> int | None:
+  """Returns the id that a file means by a name, a number, or an object with the name; None if no token has it."""
   if isinstance(value, list) and len(value) == 1:
     (value,) = value
-  name = name_of(value)
-  number = id_of(name) if isinstance(name, str) else name
-  return number if type(number) is int and 0 <= number < vocab_size else None
+  name = read_name(value)
+  number = ids.get(name) if isinstance(name, str) else name
+  return number if type(number) is int and 0 <= number < len(ids) else None
 
 
-def resolve(
-  configured: Stated, stated: Stated, id_of: Callable[[str], int | None], vocab_size: int, label: str
-) -> Marks:
-  """The marks. What is configured comes before what files state, and statements of equal rank must agree.
+def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str) -> Marks:
+  """Decides the marks. What is configured comes before what files state, and statements of equal rank must agree.
 
   A list of end marks is no statement about the end of documents unless nothing else is; it must hold the end mark.
 
@@ -71,18 +69,18 @@ def resolve(
       raise complaint(said[what], rule)
     return found.pop()
 
-  id_rule = f"not one token of the vocabulary (ids 0 to {vocab_size - 1}); set"
-  number_of = lambda value: token_id(value, id_of, vocab_size)
+  id_rule = f"not one token of the vocabulary (ids 0 to {len(ids) - 1}); set"
+  number_of = lambda value: find_id(value, ids)
   eos_id = agree("eos", number_of, f"{id_rule} data.end_token")
   lists: dict[str, list[Any]] = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
   if configured.get("eos"):
-    lists = {place: ids for place, ids in lists.items() if eos_id in ids and None not in ids}
+    lists = {place: ends for place, ends in lists.items() if eos_id in ends and None not in ends}
   elif eos_id is None and lists:
-    common = [one for one in next(iter(lists.values())) if all(one in ids for ids in lists.values())]
-    eos_id = id_of(END_OF_TEXT) if id_of(END_OF_TEXT) in common else next(iter(common), None)
-  if any(None in ids or eos_id not in ids for ids in lists.values()):
+    common = [one for one in next(iter(lists.values())) if all(one in ends for ends in lists.values())]
+    eos_id = ids.get(END_OF_TEXT) if ids.get(END_OF_TEXT) in common else next(iter(common), None)
+  if any(None in ends or eos_id not in ends for ends in lists.values()):
     raise complaint(said["eos"] | stated["ends"], f"{id_rule} data.end_token")
-  if eos_id is None and (eos_id := id_of(END_OF_TEXT)) is None:
+  if eos_id is None and (eos_id := ids.get(END_OF_TEXT)) is None:
     raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
 
   unclear = "unclear whether documents begin with the begin mark; set data.begin_mark to True or False"
@@ -94,11 +92,11 @@ def resolve(
     raise UserError(f"{label}: has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
   if begins is None and bos_id not in (None, eos_id):  # GPT-2 names one mark twice: the end mark divides documents
     raise UserError(f"{label}: names a begin mark (id {bos_id}), but it is {unclear}")
-  return Marks(eos_id, bos_id if begins else None, _others(lists, eos_id))
+  return Marks(eos_id, bos_id if begins else None, _find_more_ends(lists, eos_id))
 
 
-def _others(lists: dict[str, list[int]], eos_id: int) -> tuple[int, ...]:
-  """The end marks beside that of documents. As in transformers, generation_config.json comes before config.json."""
+def _find_more_ends(lists: dict[str, list[int]], eos_id: int) -> tuple[int, ...]:
+  """Returns the end marks beside that of documents. As in transformers, generation_config.json decides alone."""
   generation: Iterable[list[int]] = [ids for place, ids in lists.items() if "generation_config.json" in place]
   ids = [one for some in generation or lists.values() for one in some]
   return tuple(dict.fromkeys(one for one in ids if one != eos_id))

@@ -1,4 +1,4 @@
-"""Byte-fallback sentencepiece tokenizers, as Llama's, used without loss or as they were trained, and their training."""
+"""Sentencepiece tokenizers with byte fallback, as Llama's, used without loss or as they were trained."""
 
 from collections.abc import Iterable, Iterator, Sequence
 import hashlib
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
+from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers import base
 from diffeq_nnx.data.tokenizers.byte_fallback import BYTE_PIECES, SPACE
-from diffeq_nnx.data.tokenizers.files import parse_json
 from diffeq_nnx.errors import UserError
 
 _SEPARATORS = re.compile(f"([\n{SPACE}])")  # a literal U+2581 is encoded as bytes, since SPACE stands for a space
@@ -36,16 +36,13 @@ _KIND = {"model_type": "bpe", "byte_fallback": True, "num_threads": 4}  # the th
 def train(
   documents: Iterable[str], vocab_size: int, *, max_bytes: int = 10_000_000, key: str = "model.vocab_size"
 ) -> bytes:
-  """Trains a byte-pair tokenizer in memory; the same text always gives the same bytes.
+  """Trains a byte-pair tokenizer in memory, and returns the serialized model. The same text gives the same bytes.
 
   Args:
     documents: The texts, read once.
     vocab_size: Number of ids: the unknown mark (0), the end-of-text mark (1), 256 bytes, then the pieces.
     max_bytes: A larger corpus is reduced to an evenly spread sample of lines of about this size in UTF-8 bytes.
     key: The configuration key that errors name.
-
-  Returns:
-    The serialized sentencepiece model.
 
   Raises:
     UserError: If the text can't fill so large a vocabulary, or needs a larger one, or there is no text.
@@ -67,7 +64,7 @@ def train(
 
 
 def _sample(documents: Iterable[str], max_bytes: int) -> list[str]:
-  """The lines of the documents, thinned evenly once they pass `max_bytes`."""
+  """Returns the lines of the documents, thinned evenly once they pass `max_bytes`."""
   kept: list[tuple[int, str, int]] = []
   total, limit = 0, 1 << 64
   parts = (part for text in documents for part in re.split(_SEPARATORS, text)[::2] if part)
@@ -97,8 +94,8 @@ def _cut(text: str, limit: int) -> Iterator[str]:
   yield text[start:]
 
 
-def processor(model_bytes: bytes, label: str) -> sentencepiece.SentencePieceProcessor:
-  """The library's processor of a serialized model; raises UserError if it is none, or lacks byte fallback."""
+def make_processor(model_bytes: bytes, label: str) -> sentencepiece.SentencePieceProcessor:
+  """Makes the library's processor of a serialized model; raises UserError if it is none, or lacks byte fallback."""
   try:
     model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     has_bytes = all(model.is_byte(model.piece_to_id(piece)) for piece in BYTE_PIECES)
@@ -109,8 +106,8 @@ def processor(model_bytes: bytes, label: str) -> sentencepiece.SentencePieceProc
   return model
 
 
-def ids_of(model: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-  """Ids by piece."""
+def map_ids(model: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+  """Returns ids by piece."""
   return {model.id_to_piece(number): number for number in range(model.vocab_size())}
 
 
@@ -122,12 +119,12 @@ def is_trained_here(model: sentencepiece.SentencePieceProcessor) -> bool:
 
 
 def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | None]:
-  """A model, and what `SentencePieceTokenizer` noted at its end; None where it noted nothing."""
+  """Splits a file into a model and what `SentencePieceTokenizer` noted at its end, or None if it noted nothing."""
   at = content.rfind(_FACTS_KEY)
   found = _FACTS.fullmatch(content, at) if at >= 0 else None
   if found is None:
     return content, None
-  facts = parse_json(found[1], "the end of the model", label)
+  facts = files.parse_json(found[1], "the end of the model", label)
   types: dict[str, Any] = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
   known = facts.keys() == types.keys() and all(isinstance(facts[key], kind) for key, kind in types.items())
   if not known or not facts["end_ids"] or not all(isinstance(name, str) for name in facts["added"]):
@@ -135,8 +132,8 @@ def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | Non
   return content[:at], facts
 
 
-def _with_facts(model_bytes: bytes, facts: dict[str, Any]) -> bytes:
-  """A model with a field that the sentencepiece library skips."""
+def _append_facts(model_bytes: bytes, facts: dict[str, Any]) -> bytes:
+  """Appends facts to a model, as a field that the sentencepiece library skips."""
   text = json.dumps(facts).encode()
   sizes, left = [], len(text)
   while left:  # a length in protobuf's form: seven bits a byte, the lowest first
@@ -167,17 +164,11 @@ class SentencePieceTokenizer(base.Tokenizer):
   ):
     """Wraps a serialized model.
 
-    Args:
-      model_bytes: The model.
-      label: What errors begin with.
-      marks: The marks; None: the model's own.
-      as_trained: Whether text is normalized as when the model was trained.
-      added: Names of tokens whose ids follow the model's pieces.
-
-    Raises:
-      UserError: If it is no model, lacks byte fallback or an end mark, or text can give a mark.
+    `marks` are its own by default; `as_trained` says whether text is normalized as when the model was trained; `added`
+    are the names of tokens whose ids follow the model's pieces. Raises UserError, which begins with `label`, if it is
+    no model, lacks byte fallback or an end mark, or text can give a mark.
     """
-    own = processor(model_bytes, label)
+    own = make_processor(model_bytes, label)
     if marks is None and own.eos_id() < 0:
       raise UserError(f"{label}: has no end-of-text id; {_WAY_OUT}")
     own_bos = own.bos_id() if own.bos_id() >= 0 else None
@@ -186,10 +177,10 @@ class SentencePieceTokenizer(base.Tokenizer):
     self.lossless, self.published_bytes = not as_trained, bytes(model_bytes)
     self._num_pieces = own.vocab_size()
     self.vocab_size = self._num_pieces + len(self.added)
-    plain = processor(model_bytes + _LOSSLESS, label)
+    plain = make_processor(model_bytes + _LOSSLESS, label)
     self._plain, self._first, self._rest = plain, plain, plain
     if as_trained:
-      self._first, self._rest = own, processor(model_bytes + _NO_PREFIX, label)
+      self._first, self._rest = own, make_processor(model_bytes + _NO_PREFIX, label)
     pieces = [number for number in marks.ids if number < self._num_pieces]
     if reached := [number for number in pieces if not (own.is_control(number) or own.is_unknown(number))]:
       problem = f"the mark {own.id_to_piece(reached[0])!r} is also an ordinary piece, which text can give"
@@ -202,7 +193,7 @@ class SentencePieceTokenizer(base.Tokenizer):
     own_marks = (marks.eos_id, marks.more_end_ids) == (own.eos_id(), ()) and marks.bos_id in (None, own_bos)
     self._noted = as_trained or bool(self.added) or not own_marks
     facts = {"as_trained": as_trained, "added": [*self.added], "end_ids": [*self.end_ids], "bos_id": self.bos_id}
-    self.model_bytes = _with_facts(model_bytes, facts) if self._noted else self.published_bytes
+    self.model_bytes = _append_facts(model_bytes, facts) if self._noted else self.published_bytes
     if as_trained:
       ids = self.encode("a")
       self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
@@ -211,11 +202,11 @@ class SentencePieceTokenizer(base.Tokenizer):
 
   @property
   def hash(self) -> str:
-    """The hex SHA-256 of the file, and of the begin mark where documents begin with it and the file doesn't say so."""
+    """The SHA-256 of the file, and of the begin mark if documents begin with it and the file doesn't say so."""
     begin = b"" if self.bos_id is None or self._noted else f"begin mark {self.bos_id}".encode()
     return hashlib.sha256(self.model_bytes + begin).hexdigest()
 
-  def _cut(self, text: str) -> Iterator[str]:
+  def _divide(self, text: str) -> Iterator[str]:
     if not self.lossless:  # the library's ids are those of the whole
       yield text
       return
@@ -223,26 +214,25 @@ class SentencePieceTokenizer(base.Tokenizer):
       yield from _cut(part, base.GROUP_CHARS)
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    parts_of = self._lines if self.lossless else self._parts
-    split = [list(parts_of(block)) for block in blocks]
+    split = [list((self._split_lines if self.lossless else self._split_added)(block)) for block in blocks]
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
     encoded = {}
-    for model in (self._first, self._rest):
+    for model in {self._first, self._rest}:
       texts = [part for parts in split for one, part in parts if one is model and isinstance(part, str)]
       encoded[id(model)] = iter(model.encode(texts, out_type=int, num_threads=threads) if texts else ())
     for parts in split:
       ids = (next(encoded[id(model)]) if isinstance(part, str) else part for model, part in parts)
       yield np.fromiter(chain.from_iterable(ids), np.int32)
 
-  def _parts(self, text: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
-    """The ids of added tokens, and the texts between them with what encodes them."""
+  def _split_added(self, text: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
+    """Yields the ids of added tokens and the texts between them, each with the processor that encodes it."""
     pieces = self._added_names.split(text) if self._added_names else [text]
     for place, piece in enumerate(pieces):
       if piece:
         yield self._rest if place else self._first, [self.added[piece]] if place % 2 else piece
 
-  def _lines(self, block: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
-    """The lines of a block; newlines, literal U+2581 and added tokens are ids already."""
+  def _split_lines(self, block: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
+    """Yields the lines of a block. Newlines, literal U+2581 and added tokens are ids already."""
     if self._added_names and self._added_names.fullmatch(block):
       yield self._plain, [self.added[block]]
       return
@@ -250,17 +240,9 @@ class SentencePieceTokenizer(base.Tokenizer):
       for piece in _cut(part, _LINE_CHARS):
         yield self._plain, self._separator_ids.get(piece, piece)
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids; marks to nothing, the unknown mark and numbers that are no id to a double question mark."""
-    return self._decode(ids, self._first)
-
-  def decode_within(self, ids: Iterable[int]) -> str:
-    """As `Tokenizer.decode_within`."""
-    return self._decode(ids, self._plain)
-
-  def _decode(self, ids: Iterable[int], first: sentencepiece.SentencePieceProcessor) -> str:
-    """The text of ids, those up to the first added token by the processor `first`."""
-    unknown, texts, model = self._plain.unk_id(), [], first
+  def _decode(self, ids: Iterable[int], within: bool) -> str:
+    unknown, texts = self._plain.unk_id(), []
+    model = self._plain if within else self._first  # decodes the ids up to the first added token
     known = (number if 0 <= number < self.vocab_size else unknown for number in map(int, ids))
     for is_added, group in groupby(known, lambda number: number >= self._num_pieces):
       run = list(group)

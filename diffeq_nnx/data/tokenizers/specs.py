@@ -1,12 +1,14 @@
 """A `tokenizer.json` as nested dicts: what holds for every kind of it."""
 
+from collections.abc import Iterator
 import json
 import re
 from typing import Any
 
+import numpy as np
 import tokenizers as huggingface
 
-from diffeq_nnx.data.tokenizers.base import Marks
+from diffeq_nnx.data.tokenizers.base import Marks, Tokenizer
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.errors import UserError, first_line
 
@@ -14,8 +16,19 @@ Spec = dict[str, Any]  # in the form of tokenizer.json
 OURS = "diffeq_nnx"  # the key of "model" that holds what a tokenizer.json has no place for; the library skips it
 
 
+class LibraryTokenizer(Tokenizer):
+  """A tokenizer that is saved as one `tokenizer.json`, and whose `_encoder` encodes by Hugging Face's library."""
+
+  file_name = "tokenizer.json"
+  _encoder: huggingface.Tokenizer
+
+  def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
+    encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
+    return (np.array(encoding.ids, np.int32) for encoding in encoded)
+
+
 def load(spec: Spec, label: str) -> huggingface.Tokenizer:
-  """The library's tokenizer, which checks types, merges and patterns; raises UserError with what it says."""
+  """Makes the library's tokenizer, which checks types, merges and patterns; raises UserError with what it says."""
   try:
     return huggingface.Tokenizer.from_str(json.dumps(spec))
   except Exception as error:  # the library raises nothing narrower
@@ -23,8 +36,8 @@ def load(spec: Spec, label: str) -> huggingface.Tokenizer:
     raise UserError(f"{label}: the tokenizers library can't use it ({reason}); restore the file") from error
 
 
-def ours_of(model: dict[str, Any], label: str) -> dict[str, Any]:
-  """What this program wrote into "model" (see `with_marks`); {} in a file that it did not write."""
+def read_ours(model: dict[str, Any], label: str) -> dict[str, Any]:
+  """Returns what this program wrote into "model" (see `add_marks`), or {} for a file that it did not write."""
   ours = model.get(OURS, {})
   known = isinstance(ours, dict) and ours.keys() <= {"end_ids", "unknown_bytes"}
   if not known or not isinstance(ours.get("end_ids", []), list):
@@ -33,18 +46,18 @@ def ours_of(model: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def split_merges(merges: list[Any]) -> list[Any]:
-  """Merges as pairs, which a file may give as strings."""
+  """Returns merges as pairs, which a file may give as strings."""
   return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 
 
-def canonical_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Added tokens with the keys that the library knows, in the order of their ids."""
+def normalize_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns added tokens with the keys that the library knows, in the order of their ids."""
   keys = ("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
   return sorted(({key: token[key] for key in keys} for token in added), key=lambda token: token["id"])
 
 
-def ids_of(spec: Spec) -> dict[str, int]:
-  """Ids by token, pieces and added tokens together."""
+def map_ids(spec: Spec) -> dict[str, int]:
+  """Returns ids by token, pieces and added tokens together."""
   vocab = spec["model"]["vocab"]
   if isinstance(vocab, list):  # of a unigram model: pairs of piece and score
     vocab = {piece: number for number, (piece, _) in enumerate(vocab)}
@@ -60,8 +73,8 @@ def check_ids(ids: dict[str, int], label: str) -> None:
 
 
 def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated:
-  """What the post-processor says about marks, which are those that it puts around a text, and what we noted."""
-  encoding, ids = library.encode("a"), ids_of(spec)
+  """Returns which marks the post-processor puts around a text, and what this program noted about marks."""
+  encoding, ids = library.encode("a"), map_ids(spec)
   marks, is_mark = list(zip(encoding.tokens, encoding.ids)), encoding.special_tokens_mask
   before, after = marks[: [*is_mark, 0].index(0)], marks[len(marks) - [*is_mark[::-1], 0].index(0) :]
   known = all(ids.get(token) == number for token, number in before + after)
@@ -70,14 +83,14 @@ def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated
     raise UserError(f"{label}: the post-processor {rule}, not {before} and {after}; use a TemplateProcessing that does")
   eos, bos = ({"the post-processor": side[0][1]} if side else {} for side in (after, before))
   said = {"the post-processor": bool(bos)}
-  ours = ours_of(spec["model"], label)
+  ours = read_ours(spec["model"], label)
   ends = {"its end_ids": ours["end_ids"]} if "end_ids" in ours else {}
   return {"eos": eos, "bos": bos, "ends": ends, "begins": said if eos or bos else {}, "otherwise_begins": said}
 
 
-def with_marks(spec: Spec, marks: Marks) -> Spec:
-  """A vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
-  names = {number: token for token, number in ids_of(spec).items()}
+def add_marks(spec: Spec, marks: Marks) -> Spec:
+  """Returns a vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
+  names = {number: token for token, number in map_ids(spec).items()}
   flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
   added = [token for token in spec["added_tokens"] if token["id"] not in marks.ids]
   added += [{"id": number, "content": names[number]} | flags for number in marks.ids]
@@ -96,7 +109,9 @@ def with_marks(spec: Spec, marks: Marks) -> Spec:
     },
   }
   model = {key: value for key, value in spec["model"].items() if key != OURS}
-  ours = spec["model"].get(OURS, {}) | ({"end_ids": [marks.eos_id, *marks.more_end_ids]} if marks.more_end_ids else {})
+  ours = spec["model"].get(OURS, {})
+  if marks.more_end_ids:
+    ours = ours | {"end_ids": [marks.eos_id, *marks.more_end_ids]}
   return spec | {
     "added_tokens": sorted(added, key=lambda token: token["id"]),
     "post_processor": processor,
@@ -105,5 +120,5 @@ def with_marks(spec: Spec, marks: Marks) -> Spec:
 
 
 def to_bytes(spec: Spec) -> bytes:
-  """The file's content."""
+  """Returns the file's content."""
   return json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
