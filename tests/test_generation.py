@@ -61,7 +61,7 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
 # every row and solver once, each kind of weights with both fields
 @pytest.mark.parametrize("row,field", [*zip(ROWS | SOLVER_ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
-  model = make(small_model(field=field, **(ROWS | SOLVER_ROWS)[row]))
+  model = make(small_model(field=field, num_steps=2, **(ROWS | SOLVER_ROWS)[row]))
   check_greedy(model, model)
 
 
@@ -150,16 +150,6 @@ def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
   assert drawn[0] == drawn[1] != drawn[2]
   assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
-
-
-def test_a_prompt_alone_on_an_accelerator_is_computed_twice_and_given_once(decoder, monkeypatch):
-  expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
-  monkeypatch.setattr(decoder, "platform", "tpu")
-  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
-  monkeypatch.setattr(decoder, "parts", 2)
-  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3, 5)] == [2, 4, 4, 6]
-  monkeypatch.setattr(decoder, "parts", 1)
-  assert [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)] == expected
 
 
 def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
