@@ -61,37 +61,14 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = (
-  "test_compile_ahead.py",
-  "test_buckets.py",
-  "test_demo.py",
-  "test_docs.py",
-  "test_distributed.py",
-  "test_sharding.py",
-  "test_attention.py",
-  "test_run.py",
-  "test_launch.py",
-  "test_analyze_job.py",
-  "test_finetune.py",
-  "test_analysis.py",
-  "test_model.py",
-  "test_prepare.py",
-  "test_resume.py",
-  "test_harness.py",
-  "test_harness_scoring.py",
-  "test_harness_adapter.py",
-  "test_attention_compile.py",
-  "test_export.py",
-  "test_generation.py",
-  "test_context.py",
-  "test_speculation.py",
-  "test_pages.py",
-)
+LONGEST = """compile_ahead buckets demo docs distributed sharding attention run launch analyze_job finetune analysis
+  model prepare resume harness harness_scoring harness_adapter attention_compile export generation context speculation
+  pages""".split()
 
 
 def pytest_collection_modifyitems(items):
   """The longest files first."""
-  place = {name: number for number, name in enumerate(LONGEST)}
+  place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
@@ -282,12 +259,17 @@ def run_config(folder, steps=20, **optimizer) -> Config:
   )
 
 
+def write_documents(folder) -> None:
+  """Twelve text files for `run_config`."""
+  for i in range(12):
+    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
   """(config, work directory) of a run of 20 steps; not to be changed."""
   folder = tmp_path_factory.mktemp("text")
-  for i in range(12):
-    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  write_documents(folder)
   workdir = folder / "run"
   train(run_config(folder), str(workdir))
   return run_config(folder), workdir

@@ -1,18 +1,37 @@
 """Models, requests and tasks that the tests of downstream evaluation share."""
 
 import json
+import os
+import tempfile
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import graph
 from tests.conftest import small_model
 
+QUESTIONS = 60
 WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
+
+
+@pytest.fixture(autouse=True)
+def without_environment(monkeypatch):
+  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
+  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+  """Task files with 60 questions."""
+  return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
 
 
 def random_model(field="gpt", **changes):

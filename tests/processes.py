@@ -75,7 +75,7 @@ class Process:
 
   def wait_for(self, text: str) -> None:
     """Until a line on stderr holds the text; fails where the process ends before."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not any(text in line for line in self.lines):
       assert self._process.is_alive() and time.monotonic() < deadline, "\n".join(self.lines[-20:])
       time.sleep(0.02)
@@ -85,7 +85,7 @@ class Process:
     if self._process.is_alive():
       os.kill(self._process.pid, number)
 
-  def end(self, seconds: float = 120) -> int:
+  def end(self, seconds: float = 300) -> int:
     """Waits for its end, and returns its exit code."""
     self._process.join(seconds)
     assert self._process.exitcode is not None, "\n".join(["still running:", *self.lines[-20:]])

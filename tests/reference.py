@@ -235,17 +235,3 @@ def logits(tokens_BxL, embedding_VxD, positions_LxD, weights_S, field, dts_S, se
   else:
     raise ValueError(f'field is "gpt" or "llama", not {field!r}')
   return x_BxLxD @ _f64(head_VxD).T
-
-
-def cross_entropy(logits_BxLxV, targets_BxL, mask_BxL):
-  """Sum of -log p(target) over the positions of the mask, and their number."""
-  logits_BxLxV, targets_BxL, mask_BxL = _f64(logits_BxLxV), np.asarray(targets_BxL), _f64(mask_BxL)
-  total, count = 0.0, 0.0
-  for b in range(targets_BxL.shape[0]):
-    for position in range(targets_BxL.shape[1]):
-      if mask_BxL[b, position]:
-        row_V = logits_BxLxV[b, position]
-        log_sum = row_V.max() + np.log(np.exp(row_V - row_V.max()).sum())
-        total += mask_BxL[b, position] * (log_sum - row_V[targets_BxL[b, position]])
-        count += mask_BxL[b, position]
-  return float(total), float(count)

@@ -147,17 +147,22 @@ def test_the_job_writes_the_fewest_steps_within_the_tolerance(finished, tmp_path
   assert table[-1][2] == f"{after['loss']:.4f}"
 
 
-def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monkeypatch):
-  """The loss is replaced by one that 2 steps reach if they are uneven."""
-  config, workdir = finished
+def replace_losses(monkeypatch, loss_of):
+  """Lets the search for steps find these losses of models in no time, and errors that grow over depth."""
 
   def loss(self, model):
-    self.known[model] = 1.0 if model.step_sizes or model.num_steps > 2 else 9.0
+    self.known[model] = loss_of(model)
     return self.known[model]
 
   monkeypatch.setattr(discretize._Losses, "__call__", loss)
   monkeypatch.setattr(discretize._Losses, "speed", lambda self, model: 1.0)
   monkeypatch.setattr(discretize._Losses, "errors", lambda self, num_pairs: np.arange(num_pairs) + 1.0)
+
+
+def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monkeypatch):
+  """The loss is replaced by one that 2 steps reach if they are uneven."""
+  config, workdir = finished
+  replace_losses(monkeypatch, lambda model: 1.0 if model.step_sizes or model.num_steps > 2 else 9.0)
   new = str(tmp_path / "new")
   sizes = jobs.run("discretize", config, new, from_workdir=str(workdir), tolerance=0.1)["step_sizes"]
   assert len(sizes) == 2 and sizes[0] != sizes[1]
@@ -170,14 +175,7 @@ def test_uneven_steps_are_written_where_they_are_better(finished, tmp_path, monk
 def test_what_the_job_says_where_there_is_no_limit(finished, tmp_path, monkeypatch, capsys):
   config, workdir = finished
   losses = {2: 1.0, 4: 2.0, 8: 3.0, 16: 4.0}
-
-  def loss(self, model):
-    self.known[model] = losses.get(model.num_steps, 9.0)
-    return self.known[model]
-
-  monkeypatch.setattr(discretize._Losses, "__call__", loss)
-  monkeypatch.setattr(discretize._Losses, "speed", lambda self, model: 1.0)
-  monkeypatch.setattr(discretize._Losses, "errors", lambda self, num_pairs: np.arange(num_pairs) + 1.0)
+  replace_losses(monkeypatch, lambda model: losses.get(model.num_steps, 9.0))
   jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(workdir), tolerance=0.1)
   said = capsys.readouterr().err.splitlines()
   assert sum("did not converge: from 8 to 16 steps the loss changes by 1" in line for line in said) == 1

@@ -57,11 +57,9 @@ def test_the_last_state_gives_the_models_logits(x64, field, row):
 
 
 def test_a_bfloat16_model_is_looked_at_in_float32():
-  model = moved_instance(small_model(dtype="bfloat16"))
-  one = AnalyzedModel(model)
-  wide = moved_instance(small_model())
-  last = one.observe(TOKENS).states[-1]
-  np.testing.assert_allclose(logits_of(one.config, one.rest, last), wide(TOKENS[None]), atol=1e-5)
+  low = AnalyzedModel(moved_instance(small_model(dtype="bfloat16")))
+  last, wide = low.observe(TOKENS).states[-1], moved_instance(small_model())
+  np.testing.assert_allclose(logits_of(low.config, low.rest, last), wide(TOKENS[None]), atol=1e-5)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
@@ -98,37 +96,43 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
   assert np.abs(found.qk.imag).max() > 1e-3  # kept
 
 
-def test_spectra_at_any_times_and_after_discretizing():
+def test_spectra_at_any_times_in_any_order_and_after_discretizing():
   model = moved_instance(small_model())
-  own, asked = spectra(AnalyzedModel(model)), spectra(AnalyzedModel(model), [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
+  one = AnalyzedModel(model)
+  own, asked = spectra(one), spectra(one, [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
   np.testing.assert_allclose(np.abs(asked.qk[[0, 2, 4]]).sum(), np.abs(own.qk).sum(), rtol=1e-5)
   assert asked.ff.shape == (5, 1, 24)
+  times = [1.0, 0.25, 0.5, 0.25]
+  for s, t in enumerate(times):
+    found = jax.tree.map(lambda leaf: leaf[s : s + 1], one.weights_at(times))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, one.weights_at([t]))
+  found = spectra(one, times, feedforward=False)
+  assert found.times.tolist() == times and not np.array_equal(found.qk[0], found.qk[1])
+  np.testing.assert_allclose(found.qk[1], found.qk[3], rtol=0, atol=1e-4)
   stored = spectra(AnalyzedModel(discretize(model)))
   np.testing.assert_allclose(np.sort(np.abs(stored.ov)), np.sort(np.abs(own.ov)), atol=1e-5)
   assert "the weights of this model are stored" in told(lambda: spectra(AnalyzedModel(discretize(model)), [0.5]))
-  assert "times from 0 to 1" in told(lambda: spectra(AnalyzedModel(model), [0.5, 1.5]))
-  assert "times from 0 to 1" in told(lambda: spectra(AnalyzedModel(model), []))
+  for wrong in ([0.5, 1.5], []):
+    assert "times from 0 to 1" in told(lambda: spectra(one, wrong))
 
 
 @pytest.mark.parametrize("row", ["shared", "constant"])
 def test_weights_that_are_constant_have_flat_spectra(row):
-  found = spectra(analyzed(row=row, dtype="float32"))
+  found, moving = (spectra(analyzed(row=name, dtype="float32")) for name in (row, "diffeq"))
   for values in (found.qk, found.ov, found.ff):
     np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
-  moving = spectra(analyzed(dtype="float32"))
   assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
 
 
-def test_weights_and_spectra_keep_the_order_of_the_times():
-  one = AnalyzedModel(moved_instance(small_model()))
-  times = [1.0, 0.25, 0.5, 0.25]
-  alone = [one.weights_at([t]) for t in times]
-  for s, expected in enumerate(alone):
-    found = jax.tree.map(lambda leaf: leaf[s : s + 1], one.weights_at(times))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, expected)
-  found = spectra(one, times, feedforward=False)
-  assert found.times.tolist() == times and not np.array_equal(found.qk[0], found.qk[1])
-  np.testing.assert_allclose(found.qk[1], found.qk[3], rtol=0, atol=1e-4)
+def test_scores_of_known_eigenvalues_and_states():
+  values = np.array([[1, 2, 3], [-1, -2, -3], [1j, -1j, 2], [0, 0, 0]])
+  np.testing.assert_allclose(positive_share(values), [1, 0, 1 / 3, 0])
+  np.testing.assert_allclose(copying_score(values), [1, -1, 0.5, 0])
+  together = np.array([[1.0, 0, 0], [2, 0, 0], [0, 3, 0], [0, 1, 0]])
+  assert clustering.clustered_share(together) == pytest.approx(4 / 12)
+  assert clustering.spread(together) == pytest.approx(8 * 2**0.5 / 12)
+  assert clustering.clustered_share(together[:1].repeat(5, 0)) == 1
+  assert clustering.spread(-together[[0, 0, 2]] * [[1], [-1], [1]]) == pytest.approx((2 + 2 * 2**0.5) / 3)
 
 
 def test_steps_and_tokens_count_from_the_end_and_others_are_told():
@@ -164,12 +168,6 @@ def test_a_step_takes_the_weights_of_its_own_grid_alone():
   np.testing.assert_array_equal(found, other.observe(TOKENS).states)
   assert found.shape == (7, 1, 9, 24)
   np.testing.assert_allclose(logits_of(one.config, one.rest, found[-1]), model(TOKENS[None], 6), atol=1e-4)
-
-
-def test_scores_of_known_eigenvalues():
-  values = np.array([[1, 2, 3], [-1, -2, -3], [1j, -1j, 2], [0, 0, 0]])
-  np.testing.assert_allclose(positive_share(values), [1, 0, 1 / 3, 0])
-  np.testing.assert_allclose(copying_score(values), [1, -1, 0.5, 0])
 
 
 # exponents
@@ -212,20 +210,20 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
 
 # every field and row with both forms
 @pytest.mark.parametrize(
-  "field, row, form, dense",
+  "field, row, form",
   [
-    ("gpt", "diffeq", "exact", dense_jacobian),
-    ("llama", "diffeq", "per_token", dense_per_token),
-    ("gpt", "baseline", "per_token", dense_per_token),
-    ("llama", "baseline", "exact", dense_jacobian),
-    ("gpt", "heun", "exact", dense_jacobian),
-    ("gpt", "leapfrog", "exact", dense_jacobian),
-    ("llama", "leapfrog", "per_token", dense_per_token),
+    ("gpt", "diffeq", "exact"),
+    ("llama", "diffeq", "per_token"),
+    ("gpt", "baseline", "per_token"),
+    ("llama", "baseline", "exact"),
+    ("gpt", "heun", "exact"),
+    ("gpt", "leapfrog", "exact"),
+    ("llama", "leapfrog", "per_token"),
   ],
 )
-def test_exponents_are_those_of_the_dense_product(x64, field, row, form, dense):
+def test_exponents_are_those_of_the_dense_product(x64, field, row, form):
   one = analyzed(field, row)
-  expected = np.linalg.svd(dense(one, TOKENS), compute_uv=False)
+  expected = np.linalg.svd({"exact": dense_jacobian, "per_token": dense_per_token}[form](one, TOKENS), compute_uv=False)
   np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form)), expected, rtol=1e-9, atol=1e-9)
   found = exponents(one, TOKENS, leading=5, form=form)
   np.testing.assert_allclose(found, np.log(expected[:, :5]), atol=1e-6)
@@ -247,11 +245,14 @@ def test_float32_in_chunks_is_near_float64(monkeypatch, form):
   with jax.enable_x64(True):
     params = jax.tree.map(lambda leaf: leaf.astype(np.float64), nnx.to_pure_dict(nnx.state(wide)))
     model = AnalyzedModel(nnx.merge(graph(small_model(dtype="float64")), params))
-    expected = exponents(model, TOKENS, leading=4, form=form)
+    expected = exponents(model, TOKENS, form=form)
   monkeypatch.setattr(sensitivity, "CHUNK_BYTES", 5000)
   monkeypatch.setattr(sensitivity, "JACOBIAN_BYTES", 5000)  # two tokens at a time
-  found = exponents(AnalyzedModel(wide), TOKENS, leading=4, form=form)
-  np.testing.assert_allclose(found, expected, atol=2e-3)
+  narrow = AnalyzedModel(wide)
+  np.testing.assert_allclose(exponents(narrow, TOKENS, leading=4, form=form), expected[:, :4], atol=2e-3)
+  if form == "exact":  # what float32 can't tell from zero is told as zero: a LayerNorm takes one direction out
+    zeros = np.isneginf(exponents(narrow, TOKENS, form=form)[:, -1])
+    assert zeros.sum() >= np.sum(expected[:, -1] < -25) > 0
 
 
 def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
@@ -262,13 +263,6 @@ def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
   moved = (end(x_LxD.at[k].add(eps * directions[0])) - end(x_LxD.at[k].add(-eps * directions[0])))[-1]
   growth = np.log(np.linalg.norm(moved) / (2 * eps))
   assert growth == pytest.approx(exponents(one, TOKENS, leading=1)[k, 0], abs=1e-6)
-
-
-def test_what_the_dtype_cant_tell_from_zero_is_told_as_zero():
-  with jax.enable_x64(True):
-    exact = exponents(analyzed(), TOKENS)  # a LayerNorm takes one direction out
-  found = exponents(analyzed(dtype="float32"), TOKENS)
-  assert np.isneginf(found[:, -1]).sum() >= np.sum(exact[:, -1] < -25) > 0
 
 
 # beside the exponents
@@ -325,14 +319,6 @@ def test_growing_weights_cluster_less_and_the_first_step_that_moves_is_by_the_fo
     np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
 
 
-def test_clustered_share_and_spread_of_known_states():
-  together = np.array([[1.0, 0, 0], [2, 0, 0], [0, 3, 0], [0, 1, 0]])
-  assert clustering.clustered_share(together) == pytest.approx(4 / 12)
-  assert clustering.spread(together) == pytest.approx(8 * 2**0.5 / 12)
-  assert clustering.clustered_share(together[:1].repeat(5, 0)) == 1
-  assert clustering.spread(-together[[0, 0, 2]] * [[1], [-1], [1]]) == pytest.approx((2 + 2 * 2**0.5) / 3)
-
-
 def test_held_weights_are_those_of_one_step_at_all():
   one = analyzed(dtype="float32")
   spread, share = clustering.depth_spread(one, TOKENS)
@@ -384,9 +370,9 @@ def test_figures_show_the_findings():
 # bad input
 
 
-@pytest.mark.parametrize(
-  "tokens, more, says",
-  [
+def test_what_can_t_be_is_told():
+  one, stored = analyzed(dtype="float32"), moved_instance(small_model(weights="stored"))
+  for tokens, more, says in (
     ([], {}, "there are none"),
     ([3, 31], {}, "the id 31"),
     ([-1], {}, "the id -1"),
@@ -399,23 +385,14 @@ def test_figures_show_the_findings():
     ([1.7], {}, "must be a list of ids"),
     ([[1, 2]], {}, "must be a list of ids"),
     ([2**40], {}, "the id 1099511627776"),
-  ],
-)
-def test_what_can_t_be_is_told(tokens, more, says):
-  assert says in told(lambda: exponents(analyzed(dtype="float32"), tokens, **more))
-
-
-def test_weights_that_are_not_finite_are_told():
+  ):
+    assert says in told(lambda: exponents(one, tokens, **more))
+  assert "num_steps=5: the weights of this model are stored" in told(lambda: AnalyzedModel(stored, 5))
+  assert "num_steps=0" in told(lambda: AnalyzedModel(stored, 0))
+  assert "leading=0" in told(lambda: find(one, [1, 2], ["a", "b"], str, leading=0))
   broken = AnalyzedModel(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
   with pytest.raises(RunError, match="the state after step 1 of 3 is not finite"):
     exponents(broken, TOKENS)
-
-
-def test_steps_that_the_model_lacks_are_told():
-  model = moved_instance(small_model(weights="stored"))
-  assert "num_steps=5: the weights of this model are stored" in told(lambda: AnalyzedModel(model, 5))
-  assert "num_steps=0" in told(lambda: AnalyzedModel(model, 0))
-  assert "leading=0" in told(lambda: find(analyzed(dtype="float32"), [1, 2], ["a", "b"], str, leading=0))
 
 
 def test_everything_is_found_of_one_token_and_of_one_step():

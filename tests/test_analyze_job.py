@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from diffeq_nnx.jobs.analyze import analyze, pieces, text_ids
 from diffeq_nnx.runs.run import Run
 from tests.browser import chromium, opened
 from tests.conftest import XLA_FLAGS, mistake, told
+from tests.processes import Process
 
 TEXT = "Document 3 tells"
 PICTURES = {
@@ -76,30 +75,6 @@ def test_pieces_add_up_to_the_text(finished):
     assert len(made) == len(ids) and "".join(made).replace("[begin]", "") == text
 
 
-@pytest.mark.parametrize(
-  "changes, says",
-  [
-    (dict(text=""), "--text='': gives no tokens"),
-    (dict(text="a" * 400), "learned positions"),
-    (dict(text=TEXT, position=40), "position=40: the text has"),
-    (dict(leading=0), "leading=0"),
-    (dict(times=[0.5, 2.0]), "times from 0 to 1"),
-    (dict(num_steps=0), "num_steps=0"),
-  ],
-)
-def test_what_can_t_be_is_told(finished, changes, says):
-  config, workdir = finished
-  assert says in told(lambda: analyze(config, str(workdir), **changes))
-
-
-def test_a_directory_without_a_checkpoint_is_told(finished, tmp_path):
-  config, workdir = finished
-  assert "holds no run" in told(lambda: analyze(config, str(tmp_path)))
-  for name in ("run.json", "tokenizer.model"):
-    (tmp_path / name).write_bytes((workdir / name).read_bytes())
-  assert "holds no checkpoint yet" in told(lambda: analyze(config, str(tmp_path)))
-
-
 def test_a_discretized_run_is_looked_at_too(finished, tmp_path, capsys):
   config, workdir = finished
   stored = str(tmp_path / "stored")
@@ -114,29 +89,29 @@ def test_a_discretized_run_is_looked_at_too(finished, tmp_path, capsys):
 def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
   result, _, numbers = report
   shutil.copytree(finished[1], tmp_path / "run")
-  done = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "diffeq_nnx.main",
-      "--job=analyze",
-      f"--workdir={tmp_path / 'run'}",
-      f"--text={TEXT}",
-      "--leading=3",
-    ],
-    capture_output=True,
-    text=True,
-    check=False,
-    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
-  )
-  assert done.returncode == 0, done.stderr
-  assert json.loads(done.stdout)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
+  words = ["--job=analyze", f"--workdir={tmp_path / 'run'}", f"--text={TEXT}", "--leading=3"]
+  process = Process(words, {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"})
+  assert process.end(240) == 0, process.lines[-20:]
+  assert json.loads(process.out)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
   found = np.load(tmp_path / "run" / "report" / "numbers.npz")
   np.testing.assert_allclose(found["rollout"], numbers["rollout"], atol=1e-5)
 
 
-def test_the_command_takes_its_flags_and_no_config(finished, capsys):
-  _, workdir = finished
+def test_what_can_t_be_is_told(finished, tmp_path, capsys):
+  config, workdir = finished
+  for changes, says in (
+    (dict(text=""), "--text='': gives no tokens"),
+    (dict(text="a" * 400), "learned positions"),
+    (dict(text=TEXT, position=40), "position=40: the text has"),
+    (dict(leading=0), "leading=0"),
+    (dict(times=[0.5, 2.0]), "times from 0 to 1"),
+    (dict(num_steps=0), "num_steps=0"),
+  ):
+    assert says in told(lambda: analyze(config, str(workdir), **changes))
+  assert "holds no run" in told(lambda: analyze(config, str(tmp_path)))
+  for name in ("run.json", "tokenizer.model"):
+    (tmp_path / name).write_bytes((workdir / name).read_bytes())
+  assert "holds no checkpoint yet" in told(lambda: analyze(config, str(tmp_path)))
   for more, says in (
     ("--times=a,b", "--times=a,b: must be numbers"),
     ("--text=", "gives no tokens"),

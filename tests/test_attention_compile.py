@@ -39,29 +39,24 @@ def gpu():
 
 
 def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):
-  """A function for the gradients of q, k and v at a named shape, and the shapes of its arguments."""
+  """A function for the gradients of q, k and v at a named shape, and the shapes of its arguments.
+
+  It runs under shard_map, so that the kernel knows which device it is for.
+  """
   shape = SHAPES[name]
   array = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
   q = array(shape.batch, shape.length, shape.heads, shape.head_dim)
   k = array(shape.batch, shape.length, shape.kv_heads, shape.head_dim)
   segments = (array(shape.batch, shape.length, dtype=jnp.int32),) if shape.documents else ()
+  options = dict(window=shape.window, logits_soft_cap=shape.logits_soft_cap, implementation=implementation)
 
-  def loss(q, k, v, *segments):
-    return (
-      attention(
-        q,
-        k,
-        v,
-        window=shape.window,
-        segment_ids=segments[0] if segments else None,
-        logits_soft_cap=shape.logits_soft_cap,
-        implementation=implementation,
-      )
-      .astype(jnp.float32)
-      .sum()
-    )
+  def loss(q, k, v, segment_ids=None):
+    return attention(q, k, v, segment_ids=segment_ids, **options).astype(jnp.float32).sum()
 
-  return jax.grad(loss, (0, 1, 2)), (q, k, k, *segments)
+  function = jax.shard_map(
+    jax.grad(loss, (0, 1, 2)), mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+  )
+  return jax.jit(function), (q, k, k, *segments)
 
 
 # compiled by default: each chip once, both dtypes, and documents, a window and a wide head with a soft cap
@@ -85,11 +80,9 @@ slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape an
 )
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
   mesh = jax.sharding.Mesh(np.array([tpu(topology)]), ("x",))
-  everywhere = jax.sharding.PartitionSpec()
-  function, inputs = gradients_and_inputs(name, dtype, jax.sharding.NamedSharding(mesh, everywhere), "pallas_tpu")
-  # under shard_map, so that the kernel knows which device it is for
-  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-  compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  function, inputs = gradients_and_inputs(name, dtype, everywhere, "pallas_tpu")
+  compiled = function.trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
   assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
   shape = SHAPES[name]
   if shape.length >= 2048:  # the scores are nowhere whole
@@ -146,14 +139,10 @@ compiles_for_gpus = pytest.mark.skipif(
 @pytest.mark.parametrize("name", SHAPES)
 def test_forward_and_backward_compile_for_an_h100(name, implementation):
   mesh = jax.sharding.Mesh(np.array([gpu()]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-  everywhere = jax.sharding.PartitionSpec()
-  function, inputs = gradients_and_inputs(
-    name, "bfloat16", jax.sharding.NamedSharding(mesh, everywhere), implementation
-  )
-  # under shard_map, so that the kernel knows which device it is for
-  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  function, inputs = gradients_and_inputs(name, "bfloat16", everywhere, implementation)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    compiled = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    compiled = function.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
   one_pass = implementation == "pallas_gpu"
   kernels = 4 if SHAPES[name].head_dim > 128 else 2 if one_pass else 3  # forward, dQ, dK and dV: in wide heads apart
   assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels

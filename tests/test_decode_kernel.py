@@ -15,6 +15,7 @@ from diffeq_nnx.kernels.attention import decode_attention, tpu_decode
 from diffeq_nnx.kernels.attention.decode import decode_reference
 from diffeq_nnx.kernels.attention.tpu_decode import block_of, decode_tpu
 from tests.conftest import moved_instance, small_model
+from tests.test_attention import tpu_races_found
 from tests.test_attention_compile import tpu
 
 pytestmark = pytest.mark.usefixtures("optimizations")
@@ -75,18 +76,10 @@ def test_blocks_that_hold_no_token_are_not_read():
 
 
 def test_the_interpreter_finds_no_race():
-  try:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-
-    races = interpreter.races
-  except (ImportError, AttributeError):
-    races = None  # later versions raise
-  arrays = inputs(2, 2, 1, 64)
-  found = decode_tpu(
-    *arrays, jnp.int32(20), jnp.array([9, 50]), block=16, interpret=pltpu.InterpretParams(detect_races=True)
-  )
+  arrays, params = inputs(2, 2, 1, 64), pltpu.InterpretParams(detect_races=True)
+  found = decode_tpu(*arrays, jnp.int32(20), jnp.array([9, 50]), block=16, interpret=params)
   np.testing.assert_allclose(found, expected(*arrays, 20, [9, 50]), rtol=0, atol=3e-6)
-  assert races is None or not races.races_found
+  assert not tpu_races_found()
 
 
 def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):

@@ -17,7 +17,6 @@ FIGURES = {
   "perplexity by steps": "steps of the solver",
   "fine-tuning": "optimizer step of fine-tuning",
 }
-MAX_BYTES = 1_500_000
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +54,27 @@ def test_the_demo_runs_whole_and_shows_what_the_file_shows(notebook, tmp_path, m
     assert kinds(cell) == kinds(committed), cell.source
 
 
-def test_the_committed_file_was_executed_in_order(notebook):
+def test_the_committed_file_was_executed_in_order_and_shows_its_figures(notebook):
+  """The table of perplexities has a column for each number of steps that the file itself names."""
   nbformat.validate(notebook)
   cells = code_cells(notebook)
   assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
   assert not any(kinds(cell) & {"error", "stderr"} for cell in cells)
-
-
-def test_its_figures_are_kept(notebook):
   for what, label in FIGURES.items():
-    (cell,) = (cell for cell in code_cells(notebook) if label in cell.source and "plt.show()" in cell.source)
+    (cell,) = (cell for cell in cells if label in cell.source and "plt.show()" in cell.source)
     assert "image/png" in kinds(cell), what
-  assert sum("text/html" in kinds(cell) for cell in code_cells(notebook)) == 1  # the colored sentence
+  assert sum("text/html" in kinds(cell) for cell in cells) == 1  # the colored sentence
+  (settings,) = (cell.source for cell in cells if "DEMO_COUNTS" in cell.source)
+  counts = re.search(r'"DEMO_COUNTS", "([\d ]+)"', settings)[1].split()
+  told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+  assert re.search(r"^steps\s+" + r"\s+".join(counts) + "$", told, re.MULTILINE)
 
 
-def test_it_is_small_and_tells_nothing_of_where_it_ran(notebook):
+def test_the_committed_file_is_small_and_tells_nothing_of_where_it_ran(notebook):
   path = ROOT / "demo.ipynb"
-  assert path.stat().st_size < MAX_BYTES
+  assert path.stat().st_size < 1_500_000
   told = re.sub(r'"image/png": "[^"]*"', "", path.read_text(encoding="utf-8"))
   assert not re.search(r"/(tmp|home|root|usr|work|Users|content)/", told)
   assert set(notebook.metadata) <= {"kernelspec", "language_info", "colab"}
   assert notebook.metadata.kernelspec.name == "python3"
   assert not any("execution" in cell.metadata for cell in notebook.cells)
-
-
-def test_what_is_kept_is_of_its_full_length(notebook):
-  """The table of perplexities has a column for each number of steps that the file itself names."""
-  (settings,) = (cell.source for cell in code_cells(notebook) if "DEMO_COUNTS" in cell.source)
-  counts = re.search(r'"DEMO_COUNTS", "([\d ]+)"', settings)[1].split()
-  told = "".join(output.get("text", "") for cell in code_cells(notebook) for output in cell.outputs)
-  assert re.search(r"^steps\s+" + r"\s+".join(counts) + "$", told, re.MULTILINE)

@@ -238,12 +238,14 @@ def test_flags_of_what_is_not_run(page, project):
         check(words, project)
 
 
-@pytest.mark.parametrize(
-  "line",
-  [
-    "python -m diffeq_nnx.main --confg=configs/tiny.py",
-    "python -m diffeq_nnx.main --config=configs/tiny.py:gtp",
-    "python -m diffeq_nnx.main --config=configs/tiny.py --config.model.num_step=3",
+def test_a_wrong_command_and_one_that_fails_are_noticed(project):
+  """The check and the run above can fail; the configs of what is run are short."""
+  project.run(["python", "-c", "from diffeq_nnx import config; assert config.load('configs/tiny.py').train.steps == 2"])
+  main = "python -m diffeq_nnx.main"
+  for line in (
+    f"{main} --confg=configs/tiny.py",
+    f"{main} --config=configs/tiny.py:gtp",
+    f"{main} --config=configs/tiny.py --config.model.num_step=3",
     "python -m launch.nothing",
     "python -m launch.experiments.compare --config=a --wrongs=1",
     "pip install 'diffeq-nnx[nothing]'",
@@ -251,32 +253,13 @@ def test_flags_of_what_is_not_run(page, project):
     "launch/gke.sh begin --name=a",
     "rm a",
     "python -m nothing",
-  ],
-)
-def test_a_wrong_command_is_noticed(line, project):
-  """The check above can fail."""
-  with pytest.raises(AssertionError):
-    check(shlex.split(line), project)
-
-
-@pytest.mark.parametrize(
-  "line",
-  [
-    "curl x",
-    "python -c 'assert False'",
-    "python -c 'exit(3)'",
-    "python -m diffeq_nnx.main --config=configs/tiny.py",
-    "python -m diffeq_nnx.main --workdir=nothing --job=evaluate",
-  ],
-)
-def test_a_command_that_fails_is_noticed(line, project):
-  """The run above can fail."""
-  with pytest.raises(AssertionError):
-    project.run(shlex.split(line))
-
-
-def test_configs_of_the_pages_are_short(project):
-  project.run(["python", "-c", "from diffeq_nnx import config; assert config.load('configs/tiny.py').train.steps == 2"])
+  ):
+    with pytest.raises(AssertionError):
+      check(shlex.split(line), project)
+  failing = ("curl x", "python -c 'assert False'", "python -c 'exit(3)'", f"{main} --workdir=nothing --job=evaluate")
+  for line in failing:
+    with pytest.raises(AssertionError):
+      project.run(shlex.split(line))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -346,23 +329,3 @@ def test_the_floors_are_those_that_the_linter_keeps():
   floors = [set(re.findall(r"diffeq_nnx\.(\w+)", layer)) for layer in contract["layers"]]
   assert [set(line.replace("/", "").replace(".py", "").split()) for line in section_block("Floors")] == floors
   assert set.union(*floors) == {path.stem for path in ROOT.glob("diffeq_nnx/*") if not path.name.startswith("__")}
-
-
-def public(tree: ast.AST, path: str):
-  """(where, node) of each public function, class and method."""
-  for node in ast.iter_child_nodes(tree):
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-      yield f"{path}:{node.lineno} {node.name}", node
-      if isinstance(node, ast.ClassDef):
-        yield from public(node, path)
-
-
-@pytest.mark.parametrize("folder", ["diffeq_nnx", "kernels", "launch", "configs"])
-def test_everything_public_has_a_docstring(folder):
-  for path in sorted(ROOT.glob(f"{folder}/**/*.py")):
-    if "templates" in path.parts or folder == "diffeq_nnx" and "kernels" in path.parts:
-      continue
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree) or not tree.body, path
-    missing = [where for where, node in public(tree, str(path.relative_to(ROOT))) if not ast.get_docstring(node)]
-    assert not missing

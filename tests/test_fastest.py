@@ -12,13 +12,8 @@ from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import fastest
 
 SIZES = [
-  "model.num_steps=2",
-  "model.embed_dim=16",
-  "model.num_heads=2",
-  "model.vocab_size=32",
-  "model.seq_len=8",
-  "train.batch_size=8",
-  "train.loss_chunks=None",
+  *(f"model.{size}" for size in ("num_steps=2", "embed_dim=16", "num_heads=2", "vocab_size=32", "seq_len=8")),
+  *("train.batch_size=8", "train.loss_chunks=None"),
 ]
 
 
@@ -67,16 +62,7 @@ def test_the_fastest_that_fits_is_taken_and_nothing_larger_than_what_does_not_fi
   config = tiny("train.remat=auto", "train.device_batch_size=-1")
   chosen = fastest.autotune(config, str(tmp_path), mesh_of(config))
   assert (chosen.train.remat, chosen.train.device_batch_size) == ("none", 2)
-  assert asked == [
-    ("full", 1),
-    ("full", 2),
-    ("full", 4),
-    ("full", 8),
-    ("dots", 1),
-    ("none", 1),
-    ("none", 2),
-    ("none", 4),
-  ]
+  assert asked == [*(("full", n) for n in (1, 2, 4, 8)), ("dots", 1), *(("none", n) for n in (1, 2, 4))]
   assert told[-1] == "train.remat=none, train.device_batch_size=2: the fastest of 6 that fit, 0.8 s a step"
 
 

@@ -61,7 +61,7 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
 # every row and solver once, each kind of weights with both fields
 @pytest.mark.parametrize("row,field", [*zip(ROWS | SOLVER_ROWS, itertools.cycle(["gpt", "llama"]))])
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
-  model = make(small_model(field=field, **(ROWS | SOLVER_ROWS)[row]))
+  model = make(small_model(field=field, num_steps=2, **(ROWS | SOLVER_ROWS)[row]))
   check_greedy(model, model)
 
 
@@ -144,23 +144,12 @@ def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x6
 
 def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  cold = [{"temperature": temperature} for temperature in (1e-38, 1e-36)]
   draft = {"draft": diffeq_nnx.Decoder(make(small_model(field="llama")), 2)}
-  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}, *cold, *(one | draft for one in cold)):
+  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}, {"temperature": 1e-38} | draft):
     assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, **options) == greedy
   drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
   assert drawn[0] == drawn[1] != drawn[2]
   assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
-
-
-def test_a_prompt_alone_on_an_accelerator_is_computed_twice_and_given_once(decoder, monkeypatch):
-  expected = [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)]
-  monkeypatch.setattr(decoder, "platform", "tpu")
-  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3)] == [2, 2, 3]
-  monkeypatch.setattr(decoder, "parts", 2)
-  assert [decoder.count_rows(prompts) for prompts in (1, 2, 3, 5)] == [2, 4, 4, 6]
-  monkeypatch.setattr(decoder, "parts", 1)
-  assert [diffeq_nnx.generate(decoder, PROMPTS[1:2], max_tokens=8, seed=seed) for seed in (0, 1)] == expected
 
 
 def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
@@ -188,7 +177,7 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   assert ((drawn[shares > 0] - expected) ** 2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-40, 1e-38, 1.2e-38, 1e-37, 1e-30, 1e-20])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1.2e-38, 1e-20])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 1e-300}])
 def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
   """The limit of draws for temperatures that fall to 0, whatever the size and sign of the logits."""
@@ -201,31 +190,16 @@ def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
   np.testing.assert_array_equal(left, np.eye(11)[likeliest])
 
 
-def test_stop_marks_end_a_row_and_no_other(decoder):
+def test_rows_end_at_their_stop_marks_and_where_learned_positions_do(decoder):
   free = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3)
   mark = free[1][4]
   ended = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3, stop_ids=[mark])
   assert ended == [row[: row.index(mark)] if mark in row else row for row in free] and len(ended[1]) <= 4
-
-
-def test_rows_end_where_learned_positions_do_and_rotary_ones_go_on(decoder):
   gpt, prompts = make(small_model()), [[1] * 10, [2] * 12, [3]]
   made = diffeq_nnx.generate(gpt, prompts, max_tokens=8, temperature=0)
   assert [len(row) for row in made] == [3, 1, 8]
-  alone = diffeq_nnx.generate(gpt, prompts[2:], max_tokens=8, temperature=0)
-  assert made[2:] == alone
-  assert [len(row) for row in diffeq_nnx.generate(decoder, [[1] * 13, [2]], max_tokens=70)] == [70, 70]
-
-
-def one_by_one(decoder, prompts, **how):
-  """Each prompt alone, with the random numbers that it has among the others."""
-  found = []
-  for n, prompt in enumerate(prompts):
-    ids = []
-    take = lambda _, token: "mark" if token == how.get("mark") else ids.append(token)
-    list(batching.continue_prompts(decoder, [prompt], GenerationOptions(**how["options"]), take, row_numbers=[n]))
-    found.append(ids)
-  return found
+  assert made[2:] == diffeq_nnx.generate(gpt, prompts[2:], max_tokens=8, temperature=0)
+  assert [len(row) for row in diffeq_nnx.generate(decoder, [[1] * 13, [2]], max_tokens=70)] == [70, 70]  # rotary
 
 
 def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decoder):
@@ -233,15 +207,22 @@ def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decode
   rng = np.random.default_rng(0)
   prompts = [rng.integers(31, size=size).tolist() for size in (3, 30, 1, 9, 40, 2, 5, 17, 1, 33, 4, 8)]
   options = dict(max_tokens=20, seed=4)
-  expected = one_by_one(decoder, prompts, mark=7, options=options)
+
+  def ended_texts(numbers, **more):
+    """(number, why it ended, ids) of the texts of these prompts, as they end."""
+    ids = [[] for _ in numbers]
+    take = lambda n, token: "mark" if token == 7 else ids[n].append(token)
+    found = batching.continue_prompts(
+      decoder, [prompts[n] for n in numbers], GenerationOptions(**more, **options), take, row_numbers=numbers
+    )
+    return [(numbers[n], reason, ids[n]) for n, reason in found]
+
+  alone = [ended_texts([n])[0] for n in range(12)]  # each with the random numbers that it has among the others
+  expected = [ids for _, _, ids in alone]
   assert len({len(ids) for ids in expected}) > 3 and sum(map(len, expected)) > 3 * 40
-  ended = []
-  ids = [[] for _ in prompts]
-  take = lambda n, token: "mark" if token == 7 else ids[n].append(token)
-  for n, reason in batching.continue_prompts(decoder, prompts, GenerationOptions(rows=3, **options), take):
-    ended.append(n)
-    assert (reason, ids[n]) == ("length" if len(expected[n]) == 20 else "mark", expected[n])
-  assert sorted(ended) == list(range(12)) != ended
+  together = ended_texts(list(range(12)), rows=3)
+  assert sorted(together) == alone != together
+  assert {(reason, len(ids) == 20) for _, reason, ids in together} == {("length", True), ("mark", False)}
   assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[7], **options) == expected
 
 

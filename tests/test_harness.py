@@ -6,13 +6,11 @@ from importlib import metadata
 import json
 import os
 import sys
-import tempfile
-
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 
 import numpy as np
 import pytest
+
+from tests.harness_cases import task_folder, without_environment  # noqa: F401  fixtures, and the environment
 
 pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager
@@ -27,29 +25,16 @@ from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from launch import local
-from tests.conftest import run_config, told
-from tests.harness_cases import write_tasks
+from tests.conftest import run_config, told, write_documents
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
-
-
-@pytest.fixture(autouse=True)
-def without_environment(monkeypatch):
-  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
-  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-
-
-@pytest.fixture(scope="module")
-def task_folder(tmp_path_factory):
-  return write_tasks(tmp_path_factory.mktemp("tasks"), questions=12)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """(config, work directory) of a run of 2 steps that reads 96 bytes at a time; not to be changed."""
   folder = tmp_path_factory.mktemp("text")
-  for i in range(12):
-    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  write_documents(folder)
   config = run_config(folder, steps=2)
   config = dataclasses.replace(
     config,
@@ -113,13 +98,8 @@ def test_a_comparison_notes_what_differs(evaluate):
 
 
 def test_the_average_of_a_group_stands_for_its_subtasks():
-  entry = {
-    "alias": "a",
-    "acc,none": 0.5,
-    "acc_stderr,none": 0.1,
-    "perplexity,none": 3.0,
-    "perplexity_stderr,none": "N/A",
-  }
+  entry = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1}
+  entry |= {"perplexity,none": 3.0, "perplexity_stderr,none": "N/A"}
   results = {
     "results": {"a": entry, "b": entry, "c": entry},
     "groups": {"g": {"acc,none": 0.25}, "h": {}},
@@ -196,22 +176,9 @@ def test_the_command_line_of_lm_eval_has_the_model(run, task_folder, tmp_path, m
   _, workdir = run
   monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
+  words = f"lm_eval --model diffeq_nnx --model_args workdir={workdir},begin_mark=always --limit 6"
   monkeypatch.setattr(
-    sys,
-    "argv",
-    [
-      "lm_eval",
-      "--model",
-      "diffeq_nnx",
-      "--model_args",
-      f"workdir={workdir},begin_mark=always",
-      "--tasks",
-      str(task_folder / "choice.yaml"),
-      "--limit",
-      "6",
-      "--output_path",
-      str(tmp_path),
-    ],
+    sys, "argv", [*words.split(), "--tasks", str(task_folder / "choice.yaml"), "--output_path", str(tmp_path)]
   )
   command_line.main()
   assert "|choice|" in capsys.readouterr().out

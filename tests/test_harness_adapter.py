@@ -1,19 +1,15 @@
 """The adapter to lm_eval: its hf backend on the exported weights gives the same results; which tokens are scored."""
 
 import functools
-import json
-import os
 import pathlib
-import tempfile
-
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from tests.harness_cases import QUESTIONS, WORDS, random_model, task_folder, without_environment  # noqa: F401  fixtures, and the environment
 
 pytest.importorskip("lm_eval")
 import lm_eval
@@ -29,14 +25,12 @@ from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Score
 from tests.conftest import told
-from tests.harness_cases import WORDS, random_model, write_tasks
 from tests.test_export import byte_pairs
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import write
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
-QUESTIONS = 60
 LLAMA_TOKENIZER = {
   "tokenizer_class": "LlamaTokenizer",
   "bos_token": "<s>",
@@ -44,17 +38,6 @@ LLAMA_TOKENIZER = {
   "unk_token": "<unk>",
   "add_bos_token": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def without_environment(monkeypatch):
-  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
-  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-
-
-@pytest.fixture(scope="module")
-def task_folder(tmp_path_factory):
-  return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -263,32 +246,6 @@ def test_texts_that_end_at_the_edge_of_a_window_are_scored_whole(model, window):
       expected += float(jax.nn.log_softmax(logits)[np.arange(len(continuation)), np.array(continuation)].sum())
     (found,) = one.loglikelihood_rolling(instances("loglikelihood_rolling", (text[:length],)), disable_tqdm=True)
     assert found == pytest.approx(expected, abs=1e-3)
-
-
-class Hook:
-  """What lm_eval passes results to as they are computed."""
-
-  def __init__(self):
-    self.kept = {}
-
-  def add_partial(self, kind, arguments, result):
-    """Keeps one."""
-    self.kept[kind, json.dumps(arguments)] = result
-
-
-def test_results_go_to_the_request_cache(model):
-  lm = DiffEqLM(model=model, tokenizer=ByteTokenizer())
-  hook = Hook()
-  lm.set_cache_hook(hook)
-  for kind, *arguments in (
-    ("loglikelihood", ("river", " town"), ("river", " hill")),
-    ("loglikelihood_rolling", ("river town",)),
-    ("generate_until", ("river", {"max_gen_toks": 2})),
-  ):
-    asked = instances(kind, *arguments)
-    results = getattr(lm, kind)(asked, disable_tqdm=True)
-    assert results == [hook.kept[kind, json.dumps(one.args)] for one in asked]
-  assert len(hook.kept) == 4
 
 
 def test_mistakes_are_reported_in_one_line(model):

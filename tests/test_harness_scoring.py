@@ -1,15 +1,12 @@
 """Scoring of packed requests: shared beginnings, order, padding and devices change nothing but rounding."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 
 from diffeq_nnx.harness import packing, scoring
 from diffeq_nnx.harness.packing import Request
+from tests.conftest import on_eight_devices
 from tests.harness_cases import by_number, random_model, trees
 
 
@@ -50,17 +47,6 @@ def test_sharing_a_beginning_changes_nothing(field, solver, kv_heads, x64, monke
     assert found[1] == expected[1]
 
 
-def test_a_slot_sees_its_own_path_and_a_beginning_is_held_once():
-  requests = [Request((5, 6), (7, 8)), Request((5, 6), (9,)), Request((5, 6), (7, 1)), Request((5, 6, 7), (2,))]
-  (row,) = packing.make_rows(requests, 64)
-  assert row.tokens == [5, 6, 7] and row.positions == [0, 1, 2] and row.ends == [3, 3, 3] and not row.branches
-  forks = [Request((5, 6, 7), (1, 2)), Request((5, 6, 7), (3, 4)), Request((5, 6, 8), (1, 2))]
-  (row,) = packing.make_rows(forks, 64)
-  assert row.tokens == [5, 6, 7, 1, 3, 8, 1] and row.positions == [0, 1, 2, 3, 3, 2, 3]
-  assert row.ends == [7, 7, 5, 4, 5, 7, 7] and row.branches
-  assert len(packing.make_rows(forks, 6)) == 2  # no room for all
-
-
 def test_order_changes_nothing_and_batches_only_rounding(model, scorer, monkeypatch):
   requests, small = trees(12, longest=20), scoring.Scorer(model, batch_size=1)  # batches of several shapes
   expected = by_number(small, requests)
@@ -72,25 +58,6 @@ def test_order_changes_nothing_and_batches_only_rounding(model, scorer, monkeypa
   assert together[1] == expected[1]
   monkeypatch.setattr(scoring, "LOGITS", 1 << 12)  # logits in many pieces
   np.testing.assert_allclose(by_number(scorer, requests)[0], expected[0], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("branches", [False, True])
-def test_padding_never_leaks(branches, scorer):
-  """Slots that are not used affect no result, whatever tokens and positions they hold."""
-  requests = trees(6) if branches else [Request((1,) * n, (2, 3)) for n in (2, 9, 15, 33)]
-  rows = packing.make_rows(requests, 64, share=branches)
-  (batch, *_) = packing.make_batches(rows, 64 * 64, 1)
-  assert batch.branches == branches
-  unused_BxL = batch.arrays["ends"] == 0
-  assert unused_BxL.sum() > 20
-  before = [np.asarray(one) for one in scorer._score(batch)]
-  batch.arrays["tokens"][unused_BxL] = 123
-  batch.arrays["positions"][unused_BxL] = 77
-  after = [np.asarray(one) for one in scorer._score(batch)]
-  for row, parts in enumerate(batch.parts):
-    count = sum(part[2] for part in parts)
-    for a, b in zip(before, after):
-      assert (a[row, :count] == b[row, :count]).all()
 
 
 def test_few_shapes_are_compiled():
@@ -113,9 +80,7 @@ def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits(model)
   assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.make_rows(many, 96))
 
 
-def test_eight_devices_agree_with_one():
-  """A program of its own, since devices are counted at the start."""
-  code = """
+EIGHT_DEVICES = """
 import jax, numpy as np
 from flax import nnx
 from diffeq_nnx.parallel import sharding
@@ -134,8 +99,8 @@ assert not jax.tree.leaves(scorer.ready.weights)[-1].sharding.is_fully_replicate
 found = by_number(scorer, requests)
 np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
 assert found[1] == expected[1]
-print("the same")
 """
-  env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=240)
-  assert done.stdout.endswith("the same\n"), done.stderr
+
+
+def test_eight_devices_agree_with_one():
+  on_eight_devices(EIGHT_DEVICES)

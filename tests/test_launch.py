@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import RunError, UserError
 from launch import faults
 from launch.benchmarks import analysis as benchmark_analysis
@@ -16,37 +15,30 @@ from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
 from launch.experiments import cloze, compare, finetune_depths, inside, tables
 
-SMALL = [
-  "--set=model.num_steps=2",
-  "--set=model.embed_dim=16",
-  "--set=model.num_heads=2",
-  "--set=model.seq_len=16",
-  "--set=train.loss_chunks=4",
-  "--set=train.batch_size=2",
-]
+SMALL = [f"--set=model.{one}" for one in ("num_steps=2", "embed_dim=16", "num_heads=2", "seq_len=16")]
+SMALL += ["--set=train.loss_chunks=4", "--set=train.batch_size=2"]
+
+
+def read_table(lines: list[str]) -> list[list[str]]:
+  """The cells of each line of a table."""
+  return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_faults_in_what_is_read_are_survived(tmp_path, capsys):
   faults.main([f"--workdir={tmp_path}", "--kinds=configs,run_files,records,tokenizers", "--tries=3", "--seed=1"])
   out, err = capsys.readouterr()
-  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()[2:]]
+  rows = read_table(out.splitlines()[2:])
   assert [int(row[1]) for row in rows] == [30, 9, 9, 30, 9]
   assert all(row[1] == row[2] for row in rows), err
 
 
 @pytest.mark.parametrize("what", ["train_step", "loss_and_gradients"])
 def test_benchmark_prints_a_row_a_config(what, capsys):
-  benchmark.main(
-    [
-      "--configs=configs/benchmark.py:builtin,parallel,configs/benchmark.py:diffeq",
-      f"--what={what}",
-      "--rounds=3",
-      *SMALL,
-    ]
-  )
+  configs = "--configs=configs/benchmark.py:builtin,parallel,configs/benchmark.py:diffeq"
+  benchmark.main([configs, f"--what={what}", "--rounds=3", *SMALL])
   header, _, *table = capsys.readouterr().out.strip().splitlines()
   assert header.startswith(f"{what}, median of 3 interleaved rounds, ")
-  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+  rows = read_table(table[2:])
   assert [row[0] for row in rows] == ["configs/benchmark.py:builtin,parallel", "configs/benchmark.py:diffeq"]
   assert rows[0][-1] == "1.000 (1.000 to 1.000)"
   for row in rows:
@@ -58,7 +50,7 @@ def test_benchmark_prints_a_row_a_config(what, capsys):
 def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   benchmark_attention.main(["--shapes=odd_length", "--batch=1", "--rounds=1"])
   lines = capsys.readouterr().out.splitlines()
-  rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| odd_length")]
+  rows = read_table([line for line in lines if line.startswith("| odd_length")])
   assert {(row[1], row[2]) for row in rows} == {
     (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")
   }
@@ -79,7 +71,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
   header, _, titles, _, first, values = capsys.readouterr().out.strip().splitlines()
   assert header.startswith(f"configs/tiny.py:{row}, rows of 16 slots, median of 2 interleaved rounds of 2, ")
   assert first.startswith("| 1 |") and values.startswith("| 3 |")
-  values = [cell.strip() for cell in values.strip("|").split("|")]
+  (values,) = read_table([values])
   assert len(values) == titles.count("|") - 1 and all(float(value.split()[0].replace(",", "")) >= 0 for value in values)
   with pytest.raises(UserError, match="--slots=17: the model has 16 positions"):
     benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=17", *SMALL])
@@ -116,7 +108,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
 
   runs = f"--runs={tmp_path}/runs/gpt_rate0.03_seed*,{tmp_path}/runs/gpt@*_seed*"
   inside.main([runs, "--texts=2", "--tokens=8", f"--plot={tmp_path}/inside.png"])
-  cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+  cells = read_table(capsys.readouterr().out.splitlines())
   assert cells[0][1] == "gpt_rate0.03" and all("±" in cell for row in cells[2:] for cell in row[1:])
   assert (tmp_path / "inside.png").stat().st_size > 10_000
   arguments = [runs, "--text=builtin", f"--to={tmp_path}/cloze", "--passages=20"]
@@ -181,11 +173,6 @@ def test_runs_by_row_says_what_does_not_fit(tmp_path):
       tables.runs_by_row(f"{tmp_path}/" + pattern.format(tmp_path))
 
 
-def test_a_config_that_is_not_there_is_one_line():
-  with pytest.raises(UserError, match=r"^--config=configs/nope.py:gpt: there is no file 'configs/nope.py'[^\n]*$"):
-    config_lib.load("configs/nope.py:gpt", [])
-
-
 def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished, tmp_path, capsys, monkeypatch):
   arguments = [
     "--config=configs/finetune_small.py:builtin",
@@ -211,8 +198,7 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
   with pytest.raises(RunError, match="is not finished"):
     finetune_depths.main(arguments)
   header, _, *rows = table.splitlines()
-  assert header == "| steps | before | full | over training | lora | over training |" and [
-    row.split(" | ")[0] for row in rows
-  ] == ["| 2", "| 3"]
-  values = [[float(cell.strip("| ")) for cell in row.split(" | ")[1:]] for row in rows]
-  assert all(0 < loss < 10 for before, full, _, lora, _ in values for loss in (before, full, lora))
+  assert header == "| steps | before | full | over training | lora | over training |"
+  values = [[float(cell) for cell in row] for row in read_table(rows)]
+  assert [row[0] for row in values] == [2, 3]
+  assert all(0 < loss < 10 for _, before, full, _, lora, _ in values for loss in (before, full, lora))

@@ -46,7 +46,13 @@ class Host:
 
 
 def test_a_host_starts_detached_refuses_a_second_start_and_stops_with_sigterm(bench):
+  assert bench.script("tpu_pod.sh", "start", *POD, "--", *PROGRAM).returncode == 0
+  done = bench.bash("-c", bench.calls()[0][-1].removeprefix("--command="))
+  assert done.returncode == 127 and "diffeq-nnx/src/launch/tpu_host.sh: No such file" in done.stderr  # not filled
   host = Host(bench)
+  (host.folder / "run.pid").write_text(f"{os.getpid()}\n")  # another process, as after the host started again
+  assert "not running, never started" in host.send("status")[0].stdout
+  assert host.send("stop")[0].returncode == 0
   program = ["--", *PROGRAM, "--config.data.source=text:/runs/it's a/*.txt"]
   idle, started = host.send("start", *program)  # returns, though the program goes on
   assert (idle.returncode, started.returncode) == (0, 0)
@@ -70,13 +76,6 @@ def test_a_host_starts_detached_refuses_a_second_start_and_stops_with_sigterm(be
   with pytest.raises(ProcessLookupError):
     os.kill(process, 0)
   assert host.send("stop")[0].returncode == 0  # nothing to stop is no mistake
-
-
-def test_a_host_takes_no_other_process_for_the_program(bench):
-  host = Host(bench)
-  (host.folder / "run.pid").write_text(f"{os.getpid()}\n")  # as after the host started again
-  assert "not running, never started" in host.send("status")[0].stdout
-  assert host.send("stop")[0].returncode == 0
 
 
 def test_the_status_of_a_host_has_its_exit_code_and_the_newest_health_line_of_this_start(bench):
@@ -112,12 +111,6 @@ def test_a_host_that_shuts_down_leaves_no_exit_code(bench):
     os.kill(told, signal.SIGTERM)
   wait_for(lambda: "told" in host.log)
   wait_for(lambda: "not running, no exit code" in host.send("status")[0].stdout)
-
-
-def test_a_host_that_is_not_filled_says_so(bench):
-  assert bench.script("tpu_pod.sh", "start", *POD, "--", *PROGRAM).returncode == 0
-  done = bench.bash("-c", bench.calls()[0][-1].removeprefix("--command="))
-  assert done.returncode == 127 and "diffeq-nnx/src/launch/tpu_host.sh: No such file" in done.stderr
 
 
 def test_the_manifest_says_what_was_asked_for(bench):

@@ -26,15 +26,10 @@ from tests.launch_bench import (
   write_tool,
 )
 
-
-def remote(worker: str, text: str) -> list[str]:
-  """The call that runs a shell command on TPU VM hosts."""
-  return [*TPUS, "tpu-vm", "ssh", "pod", "--zone=us-east5-a", f"--worker={worker}", ALIVE, f"--command={text}"]
-
-
 NAMES = {
   "pod": shlex.join(POD),
   "gke": shlex.join(GKE),
+  "gke_without_topology": shlex.join(GKE[:-1]),
   "program": shlex.join(PROGRAM),
   "vm": "gcloud compute tpus tpu-vm",
   "queued": "gcloud compute tpus queued-resources",
@@ -49,87 +44,58 @@ def split(text: str) -> list[str]:
   return shlex.split(text.format(**NAMES))
 
 
-# script, arguments, the calls that they lead to; fill is tested by itself
-CASES = [
-  (script, split(arguments), [split(call) for call in calls])
-  for script, arguments, *calls in (
-    (
-      "tpu_pod.sh",
-      "create {pod} --type=v5p-16",
-      "{vm} create pod {zone} --accelerator-type=v5p-16 --version=v2-alpha-tpuv5",
-    ),
-    (
-      "tpu_pod.sh",
-      "create {pod} --type=v6e-32 --queued --spot --project=p",
-      "{queued} create pod {zone} --project=p --accelerator-type=v6e-32 --runtime-version=v2-alpha-tpuv6e "
-      "--node-id=pod --spot",
-    ),
-    (
-      "tpu_pod.sh",
-      "create {pod} --type=v5litepod-16 --queued --num-slices=2",
-      "{queued} create pod {zone} --accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite "
-      "--node-count=2 --node-prefix=pod",
-    ),
-    (
-      "tpu_pod.sh",
-      "create {pod} --type=v9-16 --version=mine",
-      "{vm} create pod {zone} --accelerator-type=v9-16 --version=mine",
-    ),
-    (
-      "tpu_pod.sh",
-      "start {pod} -- {program} '--config.data.source=text:/runs/a b/*.txt'",
-      "{vm} ssh pod {zone} --worker=all {alive} '--command={host} idle'",
-      "{vm} ssh pod {zone} --worker=all {alive} "
-      """"--command={host} start {program} '--config.data.source=text:/runs/a b/*.txt'\"""",
-    ),
-    (
-      "tpu_pod.sh",
-      "start {pod} --queued -- {program}",
-      "{queued} ssh pod {zone} --worker=all --node=all {alive} '--command={host} idle'",
-      "{queued} ssh pod {zone} --worker=all --node=all {alive} '--command={host} start {program}'",
-    ),
-    (
-      "tpu_pod.sh",
-      "follow {pod}",
-      "{vm} ssh pod {zone} --worker=0 {alive} '--command=tail -n 20 -F diffeq-nnx/run.log'",
-    ),
-    (
-      "tpu_pod.sh",
-      "follow {pod} --queued --host=3 --slice=1",
-      "{queued} ssh pod {zone} --worker=3 --node=1 {alive} '--command=tail -n 20 -F diffeq-nnx/run.log'",
-    ),
-    (
-      "tpu_pod.sh",
-      "status {pod}",
-      "{vm} describe pod {zone} '--format=value(state)'",
-      "{vm} ssh pod {zone} --worker=all {alive} '--command={host} status'",
-    ),
-    ("tpu_pod.sh", "stop {pod}", "{vm} ssh pod {zone} --worker=all {alive} '--command={host} stop'"),
-    ("tpu_pod.sh", "delete {pod}", "{vm} delete pod {zone}"),
-    ("tpu_pod.sh", "delete {pod} --queued --project=p", "{queued} delete pod {zone} --project=p --force"),
-    ("gke.sh", "start {gke} -- {program}", "kubectl create --filename=-"),
-    (
-      "gke.sh",
-      "follow --name=llama --namespace=ml --host=3 --slice=1",
-      "kubectl --namespace=ml logs --follow --tail=20 --selector=jobset.sigs.k8s.io/jobset-name=llama,"
-      "jobset.sigs.k8s.io/job-index=1,batch.kubernetes.io/job-completion-index=3",
-    ),
-    (
-      "gke.sh",
-      "status --name=llama",
-      "kubectl get jobset llama",
-      "kubectl get pods --selector=jobset.sigs.k8s.io/jobset-name=llama --output=wide",
-    ),
-    ("gke.sh", "stop --name=llama", "kubectl delete jobset llama --cascade=foreground"),
-    (
-      "slurm.sbatch",
-      "{program} '--config.data.source=text:/runs/a b/*.txt'",
-      "srun --kill-on-bad-exit=1 --cpus-per-task=8 .venv/bin/python -m diffeq_nnx.main {program} "
-      "'--config.data.source=text:/runs/a b/*.txt'",
-    ),
-  )
-]
-IDS = [f"{script}-{index}-{arguments[0].split('=')[0]}" for index, (script, arguments, _) in enumerate(CASES)]
+# command lines, and indented below each the calls that it leads to; fill is tested by itself
+CALLS = r"""
+tpu_pod.sh create {pod} --type=v5p-16
+  {vm} create pod {zone} --accelerator-type=v5p-16 --version=v2-alpha-tpuv5
+tpu_pod.sh create {pod} --type=v6e-32 --queued --spot --project=p
+  {queued} create pod {zone} --project=p --accelerator-type=v6e-32 --runtime-version=v2-alpha-tpuv6e --node-id=pod \
+      --spot
+tpu_pod.sh create {pod} --type=v5litepod-16 --queued --num-slices=2
+  {queued} create pod {zone} --accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --node-count=2 \
+      --node-prefix=pod
+tpu_pod.sh create {pod} --type=v9-16 --version=mine
+  {vm} create pod {zone} --accelerator-type=v9-16 --version=mine
+tpu_pod.sh start {pod} -- {program} '--config.data.source=text:/runs/a b/*.txt'
+  {vm} ssh pod {zone} --worker=all {alive} '--command={host} idle'
+  {vm} ssh pod {zone} --worker=all {alive} \
+      "--command={host} start {program} '--config.data.source=text:/runs/a b/*.txt'"
+tpu_pod.sh start {pod} --queued -- {program}
+  {queued} ssh pod {zone} --worker=all --node=all {alive} '--command={host} idle'
+  {queued} ssh pod {zone} --worker=all --node=all {alive} '--command={host} start {program}'
+tpu_pod.sh follow {pod}
+  {vm} ssh pod {zone} --worker=0 {alive} '--command=tail -n 20 -F diffeq-nnx/run.log'
+tpu_pod.sh follow {pod} --queued --host=3 --slice=1
+  {queued} ssh pod {zone} --worker=3 --node=1 {alive} '--command=tail -n 20 -F diffeq-nnx/run.log'
+tpu_pod.sh status {pod}
+  {vm} describe pod {zone} '--format=value(state)'
+  {vm} ssh pod {zone} --worker=all {alive} '--command={host} status'
+tpu_pod.sh stop {pod}
+  {vm} ssh pod {zone} --worker=all {alive} '--command={host} stop'
+tpu_pod.sh delete {pod}
+  {vm} delete pod {zone}
+tpu_pod.sh delete {pod} --queued --project=p
+  {queued} delete pod {zone} --project=p --force
+gke.sh start {gke} -- {program}
+  kubectl create --filename=-
+gke.sh follow --name=llama --namespace=ml --host=3 --slice=1
+  kubectl --namespace=ml logs --follow --tail=20 --selector=jobset.sigs.k8s.io/jobset-name=llama,\
+jobset.sigs.k8s.io/job-index=1,batch.kubernetes.io/job-completion-index=3
+gke.sh status --name=llama
+  kubectl get jobset llama
+  kubectl get pods --selector=jobset.sigs.k8s.io/jobset-name=llama --output=wide
+gke.sh stop --name=llama
+  kubectl delete jobset llama --cascade=foreground
+slurm.sbatch {program} '--config.data.source=text:/runs/a b/*.txt'
+  srun --kill-on-bad-exit=1 --cpus-per-task=8 .venv/bin/python -m diffeq_nnx.main {program} \
+      '--config.data.source=text:/runs/a b/*.txt'
+""".replace("\\\n", "")
+
+
+def read_cases() -> list[tuple[str, list[list[str]]]]:
+  """(command line, the calls) of each case."""
+  cases = re.findall(r"^(\S.*)\n((?: .*\n)+)", CALLS, re.MULTILINE)
+  return [(command, [split(call) for call in calls.splitlines()]) for command, calls in cases]
 
 
 def said(script: str, arguments: list[str]) -> str:
@@ -137,22 +103,16 @@ def said(script: str, arguments: list[str]) -> str:
   return r"creates: .*\n" if arguments[0] == "create" or (script, arguments[0]) == ("gke.sh", "start") else ""
 
 
-def dry(script: str, arguments: list[str]) -> list[str]:
-  """The arguments with --dry-run where the script takes it."""
-  place = 0 if script == "slurm.sbatch" else 1
-  return [*arguments[:place], "--dry-run", *arguments[place:]]
-
-
-@pytest.mark.parametrize("script,arguments,calls", CASES, ids=IDS)
-def test_a_subcommand_calls_its_tool_a_dry_run_prints_just_that_and_a_failure_is_one_line(
-  script, arguments, calls, bench
-):
+@pytest.mark.parametrize("command,calls", read_cases())
+def test_a_subcommand_calls_its_tool_a_dry_run_prints_just_that_and_a_failure_is_one_line(command, calls, bench):
+  script, *arguments = split(command)
   done = bench.script(script, *arguments, SLURM_JOB_ID="7")
   assert done.returncode == 0 and re.fullmatch(said(script, arguments), done.stderr)
   assert bench.calls() == calls
   stdin = pathlib.Path(f"{bench.record}.stdin")
   manifest = stdin.read_text() if stdin.exists() else None
-  shown = bench.script(script, *dry(script, arguments))
+  place = 0 if script == "slurm.sbatch" else 1
+  shown = bench.script(script, *arguments[:place], "--dry-run", *arguments[place:])
   assert (shown.returncode, shown.stderr) == (0, done.stderr)
   assert bench.calls() == []
   if manifest is None:
@@ -167,27 +127,24 @@ def test_a_subcommand_calls_its_tool_a_dry_run_prints_just_that_and_a_failure_is
 
 
 @pytest.mark.parametrize(
-  "script,arguments,what",
+  "command,what",
   [
-    ("tpu_pod.sh", ["--type=v5p-8"], "TPU pod in us-east5-a: 1 slice of v5p-8, 4 chips on 1 host"),
+    ("tpu_pod.sh create {pod} --type=v5p-8", "TPU pod in us-east5-a: 1 slice of v5p-8, 4 chips on 1 host"),
     (
-      "tpu_pod.sh",
-      ["--type=v4-32", "--queued", "--num-slices=2"],
+      "tpu_pod.sh create {pod} --type=v4-32 --queued --num-slices=2",
       "queued TPU pod in us-east5-a: 2 slices of v4-32, 32 chips on 8 hosts",
     ),
-    ("tpu_pod.sh", ["--type=v6e-256", "--spot"], "TPU pod in us-east5-a, spot: 1 slice of v6e-256, 256 chips"),
-    ("tpu_pod.sh", ["--type=v5litepod-16"], "TPU pod in us-east5-a: 1 slice of v5litepod-16, 16 chips"),
-    ("tpu_pod.sh", ["--type=v9-16", "--version=mine"], "TPU pod in us-east5-a: 1 slice of v9-16"),
+    ("tpu_pod.sh create {pod} --type=v6e-256 --spot", "TPU pod in us-east5-a, spot: 1 slice of v6e-256, 256 chips"),
+    ("tpu_pod.sh create {pod} --type=v5litepod-16", "TPU pod in us-east5-a: 1 slice of v5litepod-16, 16 chips"),
+    ("tpu_pod.sh create {pod} --type=v9-16 --version=mine", "TPU pod in us-east5-a: 1 slice of v9-16"),
     (
-      "gke.sh",
-      ["--num-slices=2", "--spot", "--", *PROGRAM],
+      "gke.sh start {gke} --num-slices=2 --spot -- {program}",
       "JobSet llama, spot: 2 slices of tpu-v5p-slice 2x2x4, 32 chips on 8 hosts",
     ),
   ],
 )
-def test_what_will_be_created_is_said_first(script, arguments, what, bench):
-  subcommand = ["start", *GKE] if script == "gke.sh" else ["create", *POD]
-  first, second = bench.script(script, *subcommand, *arguments, CODE="3").stderr.splitlines()
+def test_what_will_be_created_is_said_first(command, what, bench):
+  first, second = bench.script(*split(command), CODE="3").stderr.splitlines()
   assert re.fullmatch(f"creates: {what}[;,] .+", first) and second.startswith("error: ")
 
 
@@ -200,80 +157,71 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
 
 
 @pytest.mark.parametrize(
-  "script,arguments,part",
+  "command,part",
   [
-    ("tpu_pod.sh", [], "no subcommand: not one of create, fill, "),
-    ("tpu_pod.sh", ["begin", *POD], "begin: not one of create, fill, "),
-    ("tpu_pod.sh", ["stop", "--zone=z"], "--name: missing"),
-    ("tpu_pod.sh", ["stop", "--name=pod"], "--zone: missing"),
-    ("tpu_pod.sh", ["stop", *POD, "--project="], "--project: write --project=VALUE"),
-    ("tpu_pod.sh", ["stop", *POD, "--project", "p"], "--project: write --project=VALUE"),
-    ("tpu_pod.sh", ["stop", *POD, "--queued=yes"], "--queued: takes no value"),
-    ("tpu_pod.sh", ["stop", *POD, "--spot"], "--spot: no option of this subcommand"),
-    ("tpu_pod.sh", ["stop", *POD, "now"], "now: not an option"),
-    ("tpu_pod.sh", ["stop", *POD, "--", "--config=a.py"], "--config=a.py: stop takes none of the program"),
-    ("tpu_pod.sh", ["create", *POD], "--type: missing"),
-    ("tpu_pod.sh", ["create", *POD, "--type=v9-16"], "--type=v9-16: no runtime version known for it"),
-    ("tpu_pod.sh", ["create", *POD, "--type=v5p-16", "--num-slices=2"], "--num-slices=2: needs --queued"),
-    ("tpu_pod.sh", ["create", *POD, "--type=v5p-16", "--num-slices=0", "--queued"], "--num-slices=0: must "),
-    ("tpu_pod.sh", ["follow", *POD, "--host=x"], "--host=x: must be an integer of at least 0"),
-    ("tpu_pod.sh", ["follow", *POD, "--slice=1"], "--slice=1: needs --queued"),
-    ("tpu_pod.sh", ["keep", *POD, "--", *PROGRAM], "--type: missing"),
-    ("tpu_pod.sh", ["keep", *POD, "--type=v5p-16", "--poll-seconds=0", "--", *PROGRAM], "--poll-seconds=0: must "),
-    ("tpu_pod.sh", ["keep", *POD, "--type=v5p-16", "--", *PROGRAM], "--workdir: must be gs://BUCKET/DIR with keep"),
-    ("tpu_pod.sh", ["start", *POD], "--config: missing"),
-    ("tpu_pod.sh", ["start", *POD, "--", "--workdir=/runs/a"], "--config: missing"),
-    ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py"], "--workdir: missing"),
-    ("tpu_pod.sh", ["start", *POD, "--", "--config=a.py", "--workdir=runs/a"], "--workdir: must be gs://BUCKET/DIR, "),
-    ("gke.sh", ["begin"], "begin: not one of start, follow, status, stop"),
-    ("gke.sh", ["stop"], "--name: missing"),
-    ("gke.sh", ["stop", "--name=Llama_1"], "--name=Llama_1: must be up to 40 of a-z"),
-    ("gke.sh", ["start", *GKE[:-1], "--", *PROGRAM], "--topology: missing"),
-    ("gke.sh", ["start", *GKE], "--config: missing"),
-    ("gke.sh", ["start", *GKE, "--topology=2by2", "--", *PROGRAM], "--topology=2by2: must be of the form 4x4"),
-    (
-      "gke.sh",
-      ["start", *GKE, "--topology=3x3", "--", *PROGRAM],
-      "--topology=3x3: its 9 chips are not a multiple of --chips-per-host=4",
-    ),
-    ("gke.sh", ["start", *GKE, "--chips-per-host=none", "--", *PROGRAM], "--chips-per-host=none: must "),
-    ("gke.sh", ["start", *GKE, "--", "--config=a.py", "--workdir=/tmp/a"], "--workdir: must be gs://BUCKET/DIR, "),
-    ("gke.sh", ["start", *GKE, "--", *PROGRAM, "a\nb"], "a line break or tab in an argument"),
-    ("slurm.sbatch", ["--workdir=/runs/a"], "--config: missing"),
-    ("slurm.sbatch", ["--dry-run", "--config=a.py"], "--workdir: missing"),
-    ("slurm.sbatch", PROGRAM, "not a Slurm job"),
+    ("tpu_pod.sh", "no subcommand: not one of create, fill, "),
+    ("tpu_pod.sh begin {pod}", "begin: not one of create, fill, "),
+    ("tpu_pod.sh stop --zone=z", "--name: missing"),
+    ("tpu_pod.sh stop --name=pod", "--zone: missing"),
+    ("tpu_pod.sh stop {pod} --project=", "--project: write --project=VALUE"),
+    ("tpu_pod.sh stop {pod} --project p", "--project: write --project=VALUE"),
+    ("tpu_pod.sh stop {pod} --queued=yes", "--queued: takes no value"),
+    ("tpu_pod.sh stop {pod} --spot", "--spot: no option of this subcommand"),
+    ("tpu_pod.sh stop {pod} now", "now: not an option"),
+    ("tpu_pod.sh stop {pod} -- --config=a.py", "--config=a.py: stop takes none of the program"),
+    ("tpu_pod.sh create {pod}", "--type: missing"),
+    ("tpu_pod.sh create {pod} --type=v9-16", "--type=v9-16: no runtime version known for it"),
+    ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=2", "--num-slices=2: needs --queued"),
+    ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=0 --queued", "--num-slices=0: must "),
+    ("tpu_pod.sh follow {pod} --host=x", "--host=x: must be an integer of at least 0"),
+    ("tpu_pod.sh follow {pod} --slice=1", "--slice=1: needs --queued"),
+    ("tpu_pod.sh keep {pod} -- {program}", "--type: missing"),
+    ("tpu_pod.sh keep {pod} --type=v5p-16 --poll-seconds=0 -- {program}", "--poll-seconds=0: must "),
+    ("tpu_pod.sh keep {pod} --type=v5p-16 -- {program}", "--workdir: must be gs://BUCKET/DIR with keep"),
+    ("tpu_pod.sh start {pod}", "--config: missing"),
+    ("tpu_pod.sh start {pod} -- --workdir=/runs/a", "--config: missing"),
+    ("tpu_pod.sh start {pod} -- --config=a.py", "--workdir: missing"),
+    ("tpu_pod.sh start {pod} -- --config=a.py --workdir=runs/a", "--workdir: must be gs://BUCKET/DIR, "),
+    ("gke.sh begin", "begin: not one of start, follow, status, stop"),
+    ("gke.sh stop", "--name: missing"),
+    ("gke.sh stop --name=Llama_1", "--name=Llama_1: must be up to 40 of a-z"),
+    ("gke.sh start {gke_without_topology} -- {program}", "--topology: missing"),
+    ("gke.sh start {gke}", "--config: missing"),
+    ("gke.sh start {gke} --topology=2by2 -- {program}", "--topology=2by2: must be of the form 4x4"),
+    ("gke.sh start {gke} --topology=3x3 -- {program}", "--topology=3x3: its 9 chips are not a multiple of --chips"),
+    ("gke.sh start {gke} --chips-per-host=none -- {program}", "--chips-per-host=none: must "),
+    ("gke.sh start {gke} -- --config=a.py --workdir=/tmp/a", "--workdir: must be gs://BUCKET/DIR, "),
+    ("gke.sh start {gke} -- {program} 'a\nb'", "a line break or tab in an argument"),
+    ("slurm.sbatch --workdir=/runs/a", "--config: missing"),
+    ("slurm.sbatch --dry-run --config=a.py", "--workdir: missing"),
+    ("slurm.sbatch {program}", "not a Slurm job"),
   ],
 )
-def test_a_mistake_is_one_line_and_calls_nothing(script, arguments, part, bench):
-  done = bench.script(script, *arguments)
+def test_a_mistake_is_one_line_and_calls_nothing(command, part, bench):
+  done = bench.script(*split(command))
   assert (done.returncode, done.stdout) == (2, "")
   assert done.stderr.startswith(f"error: {part}") and done.stderr.count("\n") == 1
   assert bench.calls() == []
 
 
-@pytest.mark.parametrize(
-  "script,arguments,tool", [("tpu_pod.sh", ["stop", *POD], "gcloud"), ("gke.sh", ["stop", "--name=llama"], "kubectl")]
-)
-def test_a_tool_that_is_not_installed_is_a_mistake(script, arguments, tool, bench, tmp_path):
+@pytest.mark.parametrize("command,tool", [("tpu_pod.sh stop {pod}", "gcloud"), ("gke.sh stop --name=llama", "kubectl")])
+def test_a_tool_that_is_not_installed_is_a_mistake(command, tool, bench, tmp_path):
   (tmp_path / "few").mkdir()
   (tmp_path / "few" / "dirname").symlink_to(shutil.which("dirname"))
-  done = bench.script(script, *arguments, PATH=str(tmp_path / "few"))
+  done = bench.script(*split(command), PATH=str(tmp_path / "few"))
   assert (done.returncode, done.stderr.count("\n")) == (2, 1)
   assert done.stderr.startswith(f"error: {tool}: not found; install ")
 
 
-@pytest.mark.parametrize(
-  "script,subcommands",
-  [
+def test_scripts_are_executable_and_help_shows_every_subcommand(bench):
+  for script, subcommands in (
     ("tpu_pod.sh", ["create", "fill", "start", "follow", "status", "stop", "delete", "keep"]),
     ("gke.sh", ["start", "follow", "status", "stop"]),
-  ],
-)
-def test_help_shows_every_subcommand(script, subcommands, bench):
-  done = bench.script(script, "--help")
-  assert (done.returncode, done.stderr) == (0, "")
-  assert done.stdout.startswith("Training on ") and "set -euo" not in done.stdout
-  assert re.findall(rf"^  launch/{script} (\w+)", done.stdout, re.MULTILINE) == subcommands
+  ):
+    done = bench.script(script, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and os.access(LAUNCH / script, os.X_OK)
+    assert done.stdout.startswith("Training on ") and "set -euo" not in done.stdout
+    assert re.findall(rf"^  launch/{script} (\w+)", done.stdout, re.MULTILINE) == subcommands
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -308,12 +256,15 @@ def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench
   archive = bench.repo / "dist" / "pod.tar.gz"
   copy, unpack = calls = bench.calls()
   assert copy == [*TPUS, "tpu-vm", "scp", str(archive), "pod:diffeq-nnx.tar.gz", "--zone=us-east5-a", "--worker=all"]
-  assert unpack[:-1] == remote("all", "")[:-1]
+  assert unpack[:-1] == split("{vm} ssh pod {zone} --worker=all {alive}")
   with tarfile.open(archive) as files:
     names = set(files.getnames())
     assert files.extractfile("changed").read() == b"new"
   assert {"kept", "changed", "launch/tpu_host.sh"} <= names and not {"deleted", "untracked"} & names
   assert (bench.repo / ".git" / "HEAD").read_text() == head and (bench.repo / "changed").read_text() == "new"
+  assert bench.script("tpu_pod.sh", "fill", *POD, "--queued").returncode == 0
+  for call in bench.calls():
+    assert call[3] == "queued-resources" and {"--worker=all", "--node=all"} <= set(call)
   archive.unlink()
   assert bench.bash("-c", shown.stdout).returncode == 0  # pasted
   assert bench.calls() == calls and archive.exists()
@@ -327,15 +278,3 @@ def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench
     assert (folder / "src" / "changed").read_text() == "new"
     assert bench.calls() == [["uv", "venv", "--python=3.12", "venv"]] * first + [install]
     write_tool(folder / "venv" / "bin" / "python", RECORDER)
-
-
-def test_queued_resources_are_filled_on_all_nodes(bench):
-  bench.make_repository()
-  assert bench.script("tpu_pod.sh", "fill", *POD, "--queued").returncode == 0
-  for call in bench.calls():
-    assert call[3] == "queued-resources" and {"--worker=all", "--node=all"} <= set(call)
-
-
-@pytest.mark.parametrize("script", ["tpu_pod.sh", "gke.sh"])
-def test_a_script_can_be_run_as_a_file(script):
-  assert os.access(LAUNCH / script, os.X_OK)

@@ -20,6 +20,9 @@ from tests.conftest import mistake
     (["--config=configs/tiny.py:gtp"], ["'gtp'", "did you mean 'gpt'?"]),
     (["--job=trian"], ["--job=trian"]),
     (["--confg=configs/tiny.py"], ["confg", "config"]),
+    (["--workdir=x", "--num_processes=2"], ["give all three"]),
+    (["--workdir=x", "--coordinator=a", "--num_processes=2", "--process_id=0"], ["must be HOST:PORT"]),
+    (["--workdir=x", "--coordinator=a:80", "--num_processes=2", "--process_id=2"], ["between 0 and --num_processes=2"]),
   ],
 )
 def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -15,31 +13,10 @@ from tests.processes import Process
 
 SMALL = [
   "--config=configs/tiny.py",
-  "--config.model.num_steps=2",
-  "--config.model.embed_dim=32",
-  "--config.model.vocab_size=512",
-  "--config.train.steps=40",
-  "--config.train.log_every=1",
-  "--config.checkpoint.every=20",
-  "--config.eval.every=20",
+  *(f"--config.model.{one}" for one in ("num_steps=2", "embed_dim=32", "vocab_size=512")),
+  *(f"--config.{one}" for one in ("train.steps=40", "train.log_every=1", "checkpoint.every=20", "eval.every=20")),
   "--config.eval.max_batches=1",
 ]
-
-
-FAST = dict(os.environ)  # tests/conftest.py has made compiling fast
-
-
-def command(workdir, *more) -> list[str]:
-  """The main program on a small model, as a user would call it."""
-  return [
-    sys.executable,
-    "-m",
-    "diffeq_nnx.main",
-    *SMALL,
-    f"--config.data.cache_dir={workdir.parent}/cache",
-    f"--workdir={workdir}",
-    *more,
-  ]
 
 
 def records(workdir) -> list[dict]:
@@ -61,19 +38,23 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   return found
 
 
+def start(workdir) -> Process:
+  """The main program on a small model."""
+  return Process([*SMALL, f"--config.data.cache_dir={workdir.parent}/cache", f"--workdir={workdir}"])
+
+
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  uninterrupted = Process(command(whole)[3:])
+  uninterrupted = start(whole)
   assert uninterrupted.end(240) == 0, uninterrupted.lines[-20:]
-  process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=FAST)
-  deadline = time.monotonic() + 200
-  while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline and process.poll() is None:
+  process, deadline = start(broken), time.monotonic() + 200
+  while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline:
     time.sleep(0.005)
-  process.send_signal(signal.SIGKILL)
-  assert process.wait() == -signal.SIGKILL
+  process.send(signal.SIGKILL)
+  assert process.end() == -signal.SIGKILL
   assert max(record["step"] for record in records(broken)) < 40
-  resumed = subprocess.run(command(broken), check=True, capture_output=True, text=True, timeout=240, env=FAST)
-  assert "continuing from the checkpoint of step 20" in resumed.stderr
+  resumed = start(broken)
+  assert resumed.end(240) == 0 and "continuing from the checkpoint of step 20" in "\n".join(resumed.lines)
   assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
   ours, theirs = arrays(broken, 40), arrays(whole, 40)
   assert ours.keys() == theirs.keys() and len(ours) > 20

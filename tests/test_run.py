@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 
-from absl import flags
 from flax import nnx
 import jax
 import matplotlib
@@ -19,7 +18,7 @@ import pytest
 
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import data, jobs
+from diffeq_nnx import jobs
 from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
@@ -88,12 +87,13 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, monkeypatch,
   assert losses[:2] == losses[2:] and losses[0][-1][0] == 25 and losses[1][-1][0] == 28
 
 
-def test_a_checkpoint_is_also_saved_after_minutes(run):
+def test_a_checkpoint_is_also_saved_after_minutes_and_the_attention_is_named(run, capfd):
   """Checked where a step is logged, here every 5."""
   config, workdir = run
-  config = dataclasses.replace(config, checkpoint=config_lib.CheckpointConfig(every=100, minutes=1e-6, keep=9))
+  config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=100, minutes=1e-6, keep=9))
   train(config, str(workdir))
   assert kept(workdir)[-2:] == [25, 28]
+  assert capfd.readouterr().err.count("attention: reference (no kernel for the backend 'cpu')") == 1
 
 
 def test_health_lines_tell_progress_and_a_stall(capfd, monkeypatch):
@@ -141,15 +141,22 @@ def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
   assert b"validation/loss" in log.read_bytes() and b"rivers" in log.read_bytes()
 
 
-def test_a_run_is_loaded_as_it_was_left(finished):
+def test_a_run_is_loaded_and_evaluated_as_it_was_left(finished, capsys):
+  """In a program and by the job, which prints one line of JSON."""
   config, workdir = finished
-  run = diffeq_nnx.load(str(workdir))
-  assert (run.config, run.step) == (portable(config), 20)
-  corpus = load_corpus(config)
-  assert run.tokenizer.hash == corpus.tokenizer.hash
+  last = read_metrics(workdir, "validation")[-1]
+  run, corpus = diffeq_nnx.load(str(workdir)), load_corpus(config)
+  assert (run.config, run.step) == (portable(config), 20) and run.tokenizer.hash == corpus.tokenizer.hash
   with jax.set_mesh(run.mesh):
     values = Evaluator(config, corpus, run.mesh)(nnx.to_pure_dict(nnx.state(run.model, nnx.Param)))
-  assert values["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
+  assert values["loss"] == last["loss"]
+  tokens_a_byte = len(corpus.validation.tokens) / corpus.validation.num_bytes
+  assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * tokens_a_byte)
+  capsys.readouterr()
+  jobs.run("evaluate", config, str(workdir))
+  (line,) = capsys.readouterr().out.splitlines()
+  expected = {"step": 20, "num_steps": 2, **{name: last[name] for name in ("loss", "bits_per_byte")}}
+  assert expected.items() <= json.loads(line).items()
   assert "holds no run" in told(lambda: diffeq_nnx.load(str(workdir.parent)))
 
 
@@ -182,10 +189,11 @@ def test_a_run_that_keeps_documents_apart_stays_one(tmp_path, capsys):
 
 
 def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
-  """The same loss, found again by evaluate with no config named, and a start for training."""
+  """The same loss, found again by evaluate with no config named, and a start for training; at any steps."""
   config, workdir = finished
   new = str(tmp_path / "new")
-  result = jobs.run("discretize", config, new, from_workdir=str(workdir))
+  discretize = lambda to, source=workdir, **how: jobs.run("discretize", config, to, from_workdir=str(source), **how)
+  result = discretize(new)
   assert json.loads(capsys.readouterr().out) == result
   assert result["before"]["loss"] == read_metrics(workdir, "validation")[-1]["loss"]
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
@@ -194,33 +202,21 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
   assert train(stored, new)["loss"] < result["after"]["loss"]  # 20 steps more, of stored weights
-  assert "holds a run already" in told(lambda: jobs.run("discretize", config, new, from_workdir=str(workdir)))
-
-
-@pytest.mark.parametrize("arguments", [{"num_steps": 3}, {"step_sizes": (0.5, 1.0, 0.5)}])
-def test_a_run_is_discretized_at_any_steps(finished, tmp_path, arguments):
-  config, workdir = finished
-  after = jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(workdir), **arguments)["after"]
-  assert after["num_steps"] == 3
-  if "num_steps" in arguments:
-    there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
-    assert after["loss"] == pytest.approx(jobs.run("evaluate", there, str(workdir))["loss"], abs=1e-5)
-    assert after["loss"] == pytest.approx(jobs.run("evaluate", config, str(workdir), num_steps=3)["loss"], abs=1e-5)
-
-
-def test_what_can_t_be_discretized_is_one_line(finished, tmp_path):
-  config, workdir = finished
+  assert discretize(str(tmp_path / "uneven"), step_sizes=(0.5, 1.0, 0.5))["after"]["num_steps"] == 3
+  after = discretize(str(tmp_path / "three"), num_steps=3)["after"]
+  there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
+  for evaluated in (jobs.run("evaluate", there, str(workdir)), jobs.run("evaluate", config, str(workdir), num_steps=3)):
+    assert (after["num_steps"], after["loss"]) == (3, pytest.approx(evaluated["loss"], abs=1e-5))
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
-  for source, arguments, part in (
-    (workdir, {"num_steps": 0}, "num_steps=0: must be 1 or above"),
-    (workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
-    (tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
+  for to, source, how, part in (
+    ("new", workdir, {}, "holds a run already"),
+    ("other", workdir, {"num_steps": 0}, "num_steps=0: must be 1 or above"),
+    ("other", workdir, {"step_sizes": (1.0, 2.0)}, "add up to the model's horizon, 2"),
+    ("other", tmp_path / "empty", {}, f"from_workdir={tmp_path}/empty: holds no checkpoint yet"),
+    ("other", tmp_path, {}, "holds no run"),
   ):
-    assert part in told(
-      lambda: jobs.run("discretize", config, str(tmp_path / "new"), from_workdir=str(source), **arguments)
-    )
-  assert not (tmp_path / "new").exists()
-  assert "holds no run" in told(lambda: Run.open(str(tmp_path), flag="from_workdir"))
+    assert part in told(lambda: discretize(str(tmp_path / to), source, **how)), part
+  assert not (tmp_path / "other").exists()
 
 
 def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, capsys, monkeypatch):
@@ -263,14 +259,6 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   )
 
 
-def test_bits_per_byte_is_the_loss_spread_over_the_bytes(finished):
-  config, workdir = finished
-  split = data.load(config.data, config.model.vocab_size, config.seed).validation
-  record = read_metrics(workdir, "validation")[-1]
-  tokens_a_byte = len(split.tokens) / split.num_bytes
-  assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2) * tokens_a_byte)
-
-
 def test_the_last_checkpoints_and_the_best_are_kept(run):
   config, workdir = run
   losses = {r["step"]: r["loss"] for r in read_metrics(workdir, "validation")}
@@ -281,26 +269,6 @@ def test_the_last_checkpoints_and_the_best_are_kept(run):
   losses = {r["step"]: r["loss"] for r in read_metrics(workdir, "validation")}
   assert min(losses, key=losses.get) == best, losses
   assert kept(workdir) == [best, 24, 28]
-
-
-def test_evaluate_prints_one_json_line_equal_to_the_last_validation(finished, capsys):
-  config, workdir = finished
-  jobs.run("evaluate", config, str(workdir))
-  lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 1
-  result, last = json.loads(lines[0]), read_metrics(workdir, "validation")[-1]
-  assert result["step"] == 20 and result["num_steps"] == 2
-  assert result["loss"] == last["loss"] and result["bits_per_byte"] == last["bits_per_byte"]
-
-
-def test_the_command_line_knows_every_job():
-  assert set(flags.FLAGS["job"].parser.enum_values) == {*jobs.JOBS, *jobs.ALIASES}
-
-
-def test_evaluating_where_nothing_was_trained_is_told(finished, tmp_path):
-  with pytest.raises(UserError, match="holds no run; name the directory of one"):
-    jobs.run("evaluate", finished[0], str(tmp_path / "nothing"))
-  assert not (tmp_path / "nothing").exists()
 
 
 def remove_a_file(checkpoint):
@@ -334,7 +302,7 @@ def empty(checkpoint):
   checkpoint.mkdir()
 
 
-@pytest.mark.parametrize("damage", [remove_a_file, truncate_a_file, change_a_byte, remove_an_item, empty])
+@pytest.mark.parametrize("damage", [truncate_a_file, change_a_byte, remove_an_item, empty])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage, capfd):
   config, workdir = run
   damage(workdir / "checkpoints" / "20")
@@ -365,15 +333,17 @@ def test_a_checkpoint_that_a_kill_left_unfinished_is_not_read(run, suffix):
   assert jobs.run("evaluate", config, str(workdir))["step"] == 20
 
 
-def test_no_checkpoint_that_can_be_read_is_told(run):
+def test_a_work_directory_that_can_t_be_used_is_told(run):
   config, workdir = run
   for step in kept(workdir):
     remove_a_file(workdir / "checkpoints" / str(step))
   with pytest.raises(UserError, match="none of its checkpoints .* can be read"):
     train(config, str(workdir))
+  with pytest.raises(UserError, match=r"workdir=.*can't be written"):
+    train(config, str(workdir / "run.json" / "run"))
 
 
-@pytest.mark.parametrize("name,rate,every", [("adamw", 1e30, 1), ("muon_weights", 1e10, 1), ("lion", 1e30, 4)])
+@pytest.mark.parametrize("name,rate,every", [("adamw", 1e30, 4), ("muon_weights", 1e10, 1)])
 def test_a_run_that_diverges_goes_on_from_a_good_checkpoint_at_a_lower_rate(finished, tmp_path, name, rate, every):
   """Parameters that are not finite, or whose loss isn't, are in no checkpoint that is left."""
   optimizer = OptimizerConfig(name=name, peak_rate=1e-3)
@@ -434,21 +404,9 @@ def test_a_directory_of_another_model_optimizer_or_tokenizer_names_the_keys(run,
 @pytest.mark.parametrize("job", ["train", "evaluate", "finetune"])
 def test_an_attention_that_this_backend_lacks_is_told(finished, tmp_path, job):
   config = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, attention="pallas"))
-  workdir = str(finished[1])
-  options = {"finetune": {"from_workdir": workdir}}.get(job, {})
+  start = {"from_workdir": str(finished[1])} if job == "finetune" else {}
   with pytest.raises(UserError, match="model.attention='pallas': .*the backend is 'cpu'.*use 'auto'"):
-    jobs.run(job, config, str(tmp_path) if "from_workdir" in options else workdir, **options)
-
-
-def test_the_run_says_which_attention_it_uses(run, capfd):
-  train(run[0], str(run[1]))
-  assert capfd.readouterr().err.count("attention: reference (no kernel for the backend 'cpu')") == 1
-
-
-def test_a_directory_that_cannot_be_written_is_told(finished, tmp_path):
-  (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match=r"workdir=.*can't be written"):
-    train(finished[0], str(tmp_path / "file" / "run"))
+    jobs.run(job, config, str(tmp_path if start else finished[1]), **start)
 
 
 FULL = """

@@ -21,23 +21,9 @@ from diffeq_nnx.jobs import generate
 from diffeq_nnx.parallel.console import say
 from tests.attacks import TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
 from tests.conftest import mistake, told
+from tests.prepared_text import config_of, load, prepared, small_tasks, text  # noqa: F401  fixtures
 
 # ---- prepared text and its sources
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-  """A directory of shards."""
-  folder = tmp_path_factory.mktemp("prepared")
-  for i in range(12):
-    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers. " * 20)
-  config = DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, tokenizer="bytes", num_processes=1)
-  data.prepare(str(folder / "shards"), data.make_recipe(config, 257, 0), 1)
-  return folder / "shards"
-
-
-def load_shards(directory):
-  return data.load(DataConfig(source=f"shards:{directory}"), 257, 0)
 
 
 def read_all(corpus):
@@ -70,24 +56,24 @@ def test_a_manifest_names_files_of_its_folder_alone(prepared, tmp_path, outside,
     entry["file"] = str(prepared / name) if outside == "ABSOLUTE" else outside.format(name)
 
   directory = changed_manifest(prepared, tmp_path, change)
-  assert "manifest.json is damaged" in told(lambda: load_shards(directory))
+  assert "manifest.json is damaged" in told(lambda: load(directory))
 
 
-@pytest.mark.parametrize(
-  "change",
-  [
-    lambda one: one["splits"].update(other={}),
-    lambda one: one["splits"].update(other=one["splits"]["train"]),
-    lambda one: one["splits"]["train"]["shards"][0].update(size="x"),
-    lambda one: one["splits"]["train"]["shards"][0].update(sha256=5),
-    lambda one: one["splits"]["train"].update(bytes=-1),
-    lambda one: one["tokenizer"].update(hash=5),
-    lambda one: one["tokenizer"].update(file=5),
-    lambda one: one.update(splits=[]),
-  ],
-)
-def test_a_manifest_of_any_shape_is_one_line(prepared, tmp_path, change):
-  assert "manifest.json is damaged" in told(lambda: load_shards(changed_manifest(prepared, tmp_path, change)))
+def test_a_manifest_of_any_shape_is_one_line(prepared, tmp_path):
+  for number, change in enumerate(
+    (
+      lambda one: one["splits"].update(other={}),
+      lambda one: one["splits"].update(other=one["splits"]["train"]),
+      lambda one: one["splits"]["train"]["shards"][0].update(size="x"),
+      lambda one: one["splits"]["train"]["shards"][0].update(sha256=5),
+      lambda one: one["splits"]["train"].update(bytes=-1),
+      lambda one: one["tokenizer"].update(hash=5),
+      lambda one: one["tokenizer"].update(file=5),
+      lambda one: one.update(splits=[]),
+    )
+  ):
+    directory = changed_manifest(prepared, tmp_path / str(number), change)
+    assert "manifest.json is damaged" in told(lambda: load(directory))
 
 
 def test_no_file_of_prepared_text_is_read_as_a_pickle(prepared, tmp_path, marker):
@@ -96,18 +82,12 @@ def test_no_file_of_prepared_text_is_read_as_a_pickle(prepared, tmp_path, marker
     shutil.copytree(prepared, directory)
     content = (bomb(marker) + bytes((prepared / name).stat().st_size))[: (prepared / name).stat().st_size]
     (directory / name).write_bytes(content)
-    told(lambda: read_all(load_shards(directory)))
+    told(lambda: read_all(load(directory)))
 
 
-def test_what_a_cache_names_outside_it_is_not_read(prepared, tmp_path):
+def test_what_a_cache_names_outside_it_is_not_read(text, tmp_path):
   """An entry of the cache whose manifest leaves its folder is made again."""
-  config = DataConfig(
-    source=f"text:{prepared.parent}/*.txt",
-    validation_fraction=0.3,
-    tokenizer="bytes",
-    num_processes=1,
-    cache_dir=str(tmp_path / "cache"),
-  )
+  config = config_of(text, num_processes=1, cache_dir=str(tmp_path / "cache"))
   before = data.load(config, 257, 0)
   (entry,) = (tmp_path / "cache").iterdir()
   manifest = json.loads((entry / "manifest.json").read_text())

@@ -1,16 +1,16 @@
 """Where arrays live: the table of rules, meshes that can't be, and that the mesh changes no figure."""
 
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from diffeq_nnx.config import MeshConfig
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import init_state, state_shardings
-from tests.conftest import on_eight_devices, small_config, small_model
+from tests.conftest import on_eight_devices, small_config, small_model, told
 
 MESH = {"slice": 1, "data": 2, "fsdp": 2, "context": 2, "tensor": 2}
 
@@ -38,12 +38,11 @@ def test_the_rules(axes, shape, expected):
 def test_every_large_parameter_and_its_moments_are_split_over_all_devices(field, weights):
   config = small_config(small_model(field=field, weights=weights, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=64))
   mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 5)
-  state = state_shardings(config, mesh)
-  shapes = jax.eval_shape(lambda: init_state(config))
+  state, shapes = state_shardings(config, mesh), jax.eval_shape(lambda: init_state(config))
   moments = [part for part in state["opt_state"] if hasattr(part, "mu")]
   assert moments[0].mu == state["params"] == moments[0].nu
-  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["params"]):
-    place = leaf_at(state["params"], path)
+  leaves = jax.tree_util.tree_leaves_with_path(shapes["params"])
+  for (path, leaf), place in zip(leaves, jax.tree.leaves(state["params"]), strict=True):
     name = jax.tree_util.keystr(path)
     if "kernel'" in name or name in ("['embedding']", "['head']"):
       assert np.prod(place.shard_shape(leaf.shape)) == leaf.size / 8, name
@@ -51,64 +50,27 @@ def test_every_large_parameter_and_its_moments_are_split_over_all_devices(field,
       assert place.shard_shape(leaf.shape)[0] == leaf.shape[0], name  # T is whole
 
 
-def leaf_at(tree, path):
-  """The leaf at a path of keys."""
-  for key in path:
-    tree = tree[key.key]
-  return tree
-
-
-@pytest.mark.parametrize(
-  "mesh,part",
-  [
+def test_what_can_t_be_split_is_one_line():
+  """Each mistake is mended before the next one is made."""
+  mesh = types.SimpleNamespace(shape={"slice": 1, "data": 1, "fsdp": 5, "context": 5, "tensor": 3})
+  model, train = {}, {}
+  for mended, part in (
+    ({}, "train.batch_size=4: must be a multiple of the 5 devices"),
+    ({"batch_size": 5}, "mesh.tensor=3: must divide model.num_kv_heads=2"),
+    ({"num_kv_heads": 3, "num_heads": 3}, "mesh.tensor=3: must divide model.mlp_dim=40"),
+    ({"mlp_dim": 42}, "mesh.fsdp=5: must divide model.embed_dim=24"),
+    ({"embed_dim": 30}, "mesh.context=5: twice this must divide model.seq_len=12"),
     (
-      MeshConfig(data=3),
-      "mesh.data=3, mesh.fsdp=-1, mesh.context=1, mesh.tensor=1: don't multiply to the 1 devices of a slice",
-    ),
-    (MeshConfig(data=2, fsdp=1, tensor=1), "don't multiply to the 1 devices"),
-  ],
-)
-def test_a_mesh_that_the_devices_don_t_make_is_one_line(mesh, part):
-  with pytest.raises(UserError) as told:
-    sharding.make_mesh(mesh)
-  assert part in str(told.value)
-
-
-class Sizes:
-  """A mesh as far as `check` looks."""
-
-  shape = {"slice": 1, "data": 1, "fsdp": 5, "context": 5, "tensor": 3}
-
-
-@pytest.mark.parametrize(
-  "config,part",
-  [
-    (small_config(), "train.batch_size=4: must be a multiple of the 5 devices"),
-    (small_config(batch_size=5), "mesh.tensor=3: must divide model.num_kv_heads=2"),
-    (
-      small_config(small_model(num_kv_heads=3, num_heads=3), batch_size=5),
-      "mesh.tensor=3: must divide model.mlp_dim=40",
-    ),
-    (
-      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42), batch_size=5),
-      "mesh.fsdp=5: must divide model.embed_dim=24",
-    ),
-    (
-      small_config(small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=30), batch_size=5),
-      "mesh.context=5: twice this must divide model.seq_len=12",
-    ),
-    (
-      small_config(
-        small_model(num_kv_heads=3, num_heads=3, mlp_dim=42, embed_dim=30, seq_len=30), batch_size=5, loss_chunks=4
-      ),
+      {"seq_len": 30, "loss_chunks": 4},
       "train.loss_chunks=4: must divide the 6 positions of a sequence that a device holds (mesh.context=5)",
     ),
-  ],
-)
-def test_what_can_t_be_split_is_one_line(config, part):
-  with pytest.raises(UserError) as told:
-    sharding.check(config, Sizes())
-  assert part in str(told.value)
+  ):
+    for key, value in mended.items():
+      (train if key in ("batch_size", "loss_chunks") else model)[key] = value
+    assert part in told(lambda: sharding.check(small_config(small_model(**model), **train), mesh))
+  keys = "mesh.data=3, mesh.fsdp=-1, mesh.context=1, mesh.tensor=1: "
+  for sizes, start in ((MeshConfig(data=3), keys), (MeshConfig(data=2, fsdp=1, tensor=1), "")):
+    assert f"{start}don't multiply to the 1 devices of a slice" in told(lambda: sharding.make_mesh(sizes))
 
 
 # Ten steps on eight virtual devices; run apart, since a process has its number of devices for good.
@@ -142,9 +104,8 @@ print(json.dumps([losses("llama", 1), losses("llama", 8, data=2, fsdp=2, tensor=
 reversible = {"solver": "leapfrog", "adjoint": "reversible"}
 print(json.dumps([losses("gpt", 1, **reversible), losses("gpt", 8, data=2, fsdp=2, tensor=2, **reversible)]))
 print(json.dumps([losses("gpt", 1, held=4), losses("gpt", 4, held=1), losses("gpt", 8, held=1)]))  # 2, 2, 1 parts
-for field in ("gpt", "llama"):  # documents apart; the second in two parts
-  print(json.dumps([losses(field, 1, make_batch=packed_batch),
-                    losses(field, 8, held=1, make_batch=packed_batch, data=2, fsdp=2, tensor=2)]))
+apart = {"make_batch": packed_batch}  # documents apart; the second in two parts
+print(json.dumps([losses("llama", 1, **apart), losses("llama", 8, held=1, data=2, fsdp=2, tensor=2, **apart)]))
 """
 
 

@@ -149,6 +149,10 @@ def which(corpus, windows, seq_len):
 def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch(sources):
   corpus = mixture_of(sources, 3, 1)
   assert corpus.train.weights == (0.75, 0.25)
+  spaced = f" 7.5e-1 * shards:{sources}/a  + 0.25*shards:{sources}/b/ "
+  found = data.load(config_lib.DataConfig(source=spaced), 300, seed=0)
+  assert found.train.weights == corpus.train.weights
+  assert found.fingerprint == mixture_of(sources, 0.75, 0.25).fingerprint
   batches = data.train_batches(corpus.train, seq_len=24, batch_size=4, seed=0)
   windows = [row for step in range(100) for row in batches[step]["inputs"].tolist()]
   found = which(corpus, windows, 24)
@@ -209,7 +213,6 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
     ("shards:{}/a + 1*shards:{}/b", "'shards:{}/a' must be a weight"),
     ("0.7*shards:{}/a,0.3*shards:{}/b", "must be a weight"),
     ("1*shards:{}/a + 1*shards:{}/a", "each with another directory"),
-    ("1*shards:{}/a+1*shards:{}/../" + "{}".replace("{}", "sources0") + "/a/", "must be a weight"),
     ("1*shards:{}/a + 1*jsonl:x", "'1*jsonl:x' must be"),
     ("0.5*jsonl:x + 0.5*jsonl:y", "'0.5*jsonl:x' must be"),
     ("nan*shards:{}/a", "must be a weight"),
@@ -222,17 +225,6 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
 def test_mistakes_in_a_mixture_are_one_line(sources, source, part):
   source, part = source.replace("{}", str(sources)), part.replace("{}", str(sources))
   assert part in told(lambda: data.load(config_lib.DataConfig(source=source), 300, seed=0))
-
-
-@pytest.mark.parametrize("form", ["0.7*shards:{}/a+0.3*shards:{}/b", " 7e-1 * shards:{}/a  + .3*shards:{}/b/ "])
-def test_spaces_in_a_mixture_don_t_matter(sources, form):
-  if " ." in form:
-    form = form.replace(" .3", " 0.3")
-  corpus = data.load(config_lib.DataConfig(source=form.replace("{}", str(sources))), 300, seed=0)
-  assert (
-    corpus.train.weights == pytest.approx((0.7, 0.3))
-    and corpus.fingerprint == mixture_of(sources, 0.7, 0.3).fingerprint
-  )
 
 
 def test_the_position_holds_for_another_number_of_processes(sources):

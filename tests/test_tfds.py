@@ -62,41 +62,31 @@ def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
   assert len({first, touched, fingerprint()}) == 3  # the newest version on disk is meant
 
 
-@pytest.mark.parametrize(
-  "name,part",
-  [
-    ("written_text/en:test", "written_text/en/1.0.0 has no split 'test' (Unknown split 'test'. Should be"),
-    ("written_text/en:train[", "has no split 'train[' (Error parsing split"),
-    ("written_text/en:train[:0]", "split 'train[:0]' of written_text/en/1.0.0 holds no records"),
-    ("written_text/en:2.0.0", "written_text/en:2.0.0 is not in {}, and TFDS can't make it"),
-    ("written_text/fr", "written_text/fr is not in {}, and TFDS can't make it"),
-    ("wrtten_text/en", "wrtten_text/en is not in {}, and TFDS can't make it"),
+def test_tfds_errors_name_key_value_and_way_out(tfds_dir):
+  en, absent = "written_text/en", "is not in {}, and TFDS can't make it"
+  offline = "failing_text/offline/1.0.0"
+  for name, part in (
+    (f"{en}:test", f"{en}/1.0.0 has no split 'test' (Unknown split 'test'. Should be"),
+    (f"{en}:train[", "has no split 'train[' (Error parsing split"),
+    (f"{en}:train[:0]", f"split 'train[:0]' of {en}/1.0.0 holds no records"),
+    (f"{en}:2.0.0", f"{en}:2.0.0 {absent}"),
+    ("written_text/fr", f"written_text/fr {absent}"),
+    ("wrtten_text/en", f"wrtten_text/en {absent}"),
+    ("wrtten_text/en", "nearest in the catalog: written_text"),
     ("Written Text", "'Written Text' can't be opened in {} (Parsing builder name string"),
     (
       "failing_text/offline",
-      "failing_text/offline/1.0.0 is not in {}; set data.download=True to download "
-      "failing_text/offline/1.0.0 (of unknown size) and prepare it there, or set data.tfds_dir to the ",
+      f"{offline} is not in {{}}; set data.download=True to download {offline} (of unknown size)",
     ),
-    (
-      "wiki40b/en",
-      "wiki40b/en/1.3.0 (of unknown size) and prepare it there, run tfds "
-      "build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the directory",
-    ),
-  ],
-)
-def test_tfds_errors_name_key_value_and_way_out(tfds_dir, name, part):
-  message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
-  assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
-  if name.startswith("wrt"):
-    assert message.endswith("nearest in the catalog: written_text")
-
-
-def test_tfds_errors_in_options(tfds_dir):
-  name = "tfds:written_text/en"
+    ("failing_text/offline", "and prepare it there, or set data.tfds_dir to the "),
+    ("wiki40b/en", "run tfds build wiki40b/en --file_format=array_record --data_dir={}, or set data.tfds_dir to the"),
+  ):
+    message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
+    assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
   for key in ("length", "body"):
-    message = told(lambda: data.documents(name, options=Options(key, tfds_dir=tfds_dir)))
+    message = told(lambda: data.documents(f"tfds:{en}", options=Options(key, tfds_dir=tfds_dir)))
     assert message.startswith(f"data.text_key={key}: ") and message.endswith("use one of text, title")
-  message = told(lambda: data.documents(name, options=Options(tfds_dir="gs://bucket")))
+  message = told(lambda: data.documents(f"tfds:{en}", options=Options(tfds_dir="gs://bucket")))
   assert message.startswith("data.tfds_dir=gs://bucket: ") and "gcsfuse" in message
 
 

@@ -12,7 +12,7 @@ import tokenizers as huggingface
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
-from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, base, byte_pairs, sentencepieces
+from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, base, byte_pairs
 from diffeq_nnx.runs import workdir as workdir_lib
 from tests.test_data import config_of, prose, told, write_jsonl
 
@@ -160,13 +160,9 @@ def test_nothing_is_lost_and_no_text_gives_a_mark(kinds, kind):
     assert ids.max(initial=0) < tokenizer.vocab_size and tokenizer.decode(ids) == text
   for text, ids in list(zip(texts, batch))[:200]:
     np.testing.assert_array_equal(tokenizer.encode(text), ids)
-
-
-@pytest.mark.parametrize("changes", [{}, {"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}])
-def test_sentencepiece_models_trained_elsewhere_lose_nothing(changes):
-  other = SentencePieceTokenizer(sentencepiece_model(**changes))
-  for text in [*EDGE_TEXTS, *random_texts(300)]:
-    assert other.decode(other.encode(text)) == text
+  for changes in ({"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}) if kind == "trained" else ():
+    elsewhere = SentencePieceTokenizer(sentencepiece_model(**changes))
+    assert all(elsewhere.decode(elsewhere.encode(text)) == text for text in texts[:300])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,6 +185,7 @@ def test_sizes_and_marks_of_each_kind(kinds):
     "bytes": (257, 256, None),
   }
   np.testing.assert_array_equal(kinds["bytes"].encode("h\u00e9"), [0x68, 0xC3, 0xA9])
+  assert len({tokenizer.hash for tokenizer in kinds.values()}) == len(kinds)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
@@ -212,16 +209,22 @@ def test_ids_are_the_bare_librarys(kinds, kind):
   assert saved.decode(marked) == "the cat"
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "bytes"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "bytes", "trained"])
 def test_long_texts_have_the_ids_of_the_whole(kinds, kind, monkeypatch):
-  rng = random.Random(1)
+  """Those of sentencepiece, which may differ where it is cut, lose nothing, and are those of lines where it ends."""
+  tokenizer, rng = kinds[kind], random.Random(1)
   text = "".join(rng.choice([" ", "\n", "  ", "\r\n", "ab", "7", "don't", "!", "\u5b57", "_"]) for _ in range(4000))
-  whole = kinds[kind].encode(text)
+  whole = tokenizer.encode(text)
   monkeypatch.setattr(byte_pairs, "_BLOCK_CHARS", 30)
   monkeypatch.setattr(base, "GROUP_CHARS", 700)
-  np.testing.assert_array_equal(kinds[kind].encode(text), whole)
-  if kind != "bytes":
-    assert len(list(kinds[kind]._divide(text))) > 50
+  if kind == "trained":
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    lines = tokenizer.encode("a short line\n" * 500)
+    np.testing.assert_array_equal(lines, np.tile(tokenizer.encode("a short line\n"), 500))
+  else:
+    np.testing.assert_array_equal(tokenizer.encode(text), whole)
+  if kind in ("gpt2", "llama3"):
+    assert len(list(tokenizer._divide(text))) > 50
 
 
 def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeypatch):
@@ -235,27 +238,10 @@ def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeyp
   assert 300 in tokenizer.encode("oh a dog ran") and tokenizer.decode([300]) == "a dog"
 
 
-def test_long_texts_survive_the_cuts_of_sentencepiece(kinds, monkeypatch):
-  tokenizer = kinds["trained"]
-  text = "".join(random_texts(300)) + "word " * 500
-  monkeypatch.setattr(base, "GROUP_CHARS", 700)
-  assert tokenizer.decode(tokenizer.encode(text)) == text
-  lines = "a short line\n" * 500
-  np.testing.assert_array_equal(tokenizer.encode(lines), np.tile(tokenizer.encode("a short line\n"), 500))
-
-
 def test_training_is_deterministic_and_fills_the_vocabulary(kinds):
   tokenizer = kinds["trained"]
   assert data.train(data.documents("builtin"), 1024) == tokenizer.model_bytes
   assert len(tokenizer.hash) == 64 and len(tokenizer.encode("the end of the statement")) < 12
-
-
-def test_training_sample_is_bounded_and_evenly_spread():
-  lines = [f"{index:07d}" for index in range(20_000)]
-  sample = sentencepieces._sample(["\n".join(lines[:5000]), *lines[5000:]], 20_000)
-  assert 17_000 <= sum(map(len, sample)) <= 20_000 and sample == sorted(sample)
-  gaps = np.diff([int(line) for line in sample])
-  assert gaps.max() < 3 * gaps.mean()
 
 
 @pytest.mark.parametrize(("vocab_size", "part"), [(100_000, "at most"), (100, "at least"), (0, "from 512")])
@@ -309,7 +295,6 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
   assert data.load_tokenizer(str(path), lossless=True).hash == kinds["llama"].hash
   assert data.load_tokenizer(str(path), lossless=True, begin_mark=False).hash != kinds["llama"].hash
   assert SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash != kinds["llama"].hash
-  assert len({tokenizer.hash for tokenizer in kinds.values()}) == len(kinds)
 
 
 def test_begin_mark_overrides_the_files(kinds, tmp_path):
