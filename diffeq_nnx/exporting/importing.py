@@ -265,8 +265,8 @@ def _checked_len(kind: str, config: _Values, most: int, seq_len: int | None) -> 
   window = values.get("sliding_window", 4096) if slides else None
   if kind != "gpt2" and window is not None and window < chosen:
     raise config.folder.error(
-      f"attention is limited to the last {window} positions (sliding_window), which is not supported; in Python, "
-      f"import_hf(..., seq_len={window}) gives a model with model.seq_len={window}, for which it is no limit"
+      f"attention is limited to the last {window} positions (sliding_window), which is not supported; with "
+      f"--config.model.seq_len={window}, or import_hf(..., seq_len={window}) in Python, that is no limit"
     )
   return chosen
 

@@ -95,7 +95,7 @@ def generate_texts(
     prompts: texts.
     stop: strings that end a text; they are left out.
     num_steps: as for `generate`.
-    draft: likewise.
+    draft: as for `generate`.
     on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
     **options: as for `generate`.
 

@@ -80,7 +80,7 @@ class Sampler:
   Attributes:
     key_B: the random key of each row.
     temperature: as in `GenerationOptions`, [].
-    top_p: likewise.
+    top_p: as in `GenerationOptions`, [].
     greedy: whether the likeliest token is always taken.
     top_k: as in `GenerationOptions`.
     nucleus: whether top_p applies.

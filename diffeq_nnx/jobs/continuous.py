@@ -14,21 +14,24 @@ from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training.step import place_state
 
-PART = 4  # the new run is to train for 1/PART of the source's steps, with 1/PART of its peak rate
+CONTINUATION_DIVISOR = 4  # divides the train steps and the peak rate of the source
 
 
 def config_from(source: Config) -> Config:
   """The config of the new run: generated weights, as of `continuation.continuous_config`, to be trained elastically.
 
   That is for half to twice the source's number of solver steps, for which muon_weights, at one number, becomes muon.
-  docs/depth.md has the measurements behind `PART`, which are of AdamW.
+  docs/depth.md has the measurements behind `CONTINUATION_DIVISOR`, which are of AdamW.
   """
-  steps = max(1, source.train.steps // PART)
+  steps = max(1, source.train.steps // CONTINUATION_DIVISOR)
+  peak_rate = source.optimizer.peak_rate / CONTINUATION_DIVISOR
   name = "muon" if source.optimizer.name == "muon_weights" else source.optimizer.name
   return dataclasses.replace(
     source,
     model=continuous_config(source.model),
-    optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=source.optimizer.peak_rate / PART),
+    optimizer=dataclasses.replace(
+      source.optimizer, name=name, peak_rate=source.optimizer.peak_rate / CONTINUATION_DIVISOR
+    ),
     train=dataclasses.replace(
       source.train, steps=steps, step_counts=presets.around(source.model.num_steps), remat_every=1
     ),

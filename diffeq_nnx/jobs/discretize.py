@@ -28,7 +28,7 @@ from diffeq_nnx.training.step import place_state
 
 FINEST = 8  # times the model's own number of steps: the most that the fine limit is measured with
 GRADINGS = (0.5, 1.0)  # of uneven steps, as for `adaptive.graded_sizes`
-LOOSER = (10, 3, 1)  # times the tolerance: the rows of the table
+TOLERANCE_FACTORS = (10, 3, 1)  # times the tolerance: the rows of the table
 
 
 def discretize(
@@ -50,7 +50,7 @@ def discretize(
     workdir: the new run's directory.
     from_workdir: the run's.
     num_steps: as for `discretization.discretize`.
-    step_sizes: likewise.
+    step_sizes: as for `discretization.discretize`.
     tolerance: nats per token; the steps are then the fewest whose validation loss exceeds the limit of many steps by
       no more, and a table on stderr has what was found.
 
@@ -178,7 +178,7 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
     return min(losses(adaptive.on_grid(own, steps)) for steps in candidates) <= limit + tolerance
 
   fewest_that_fit(fits, finest.num_steps)  # measures what the rows choose from
-  rows = {f"{factor * tolerance:g}": losses.fewest(limit + factor * tolerance) for factor in LOOSER}
+  rows = {f"{factor * tolerance:g}": losses.fewest(limit + factor * tolerance) for factor in TOLERANCE_FACTORS}
   _print_table(losses, {"own steps": own, "fine limit": finest, **rows})
   if losses(own) < limit - tolerance:
     say(

@@ -40,7 +40,7 @@ def finetune(
     workdir: the new run's directory.
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
-    step_sizes: likewise.
+    step_sizes: as for `discretization.discretize`.
 
   Returns:
     The last validation values, as `train`.
