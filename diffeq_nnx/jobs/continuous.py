@@ -29,9 +29,7 @@ def config_from(source: Config) -> Config:
   return dataclasses.replace(
     source,
     model=continuous_config(source.model),
-    optimizer=dataclasses.replace(
-      source.optimizer, name=name, peak_rate=source.optimizer.peak_rate / CONTINUATION_DIVISOR
-    ),
+    optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=peak_rate),
     train=dataclasses.replace(
       source.train, steps=steps, step_counts=presets.around(source.model.num_steps), remat_every=1
     ),
