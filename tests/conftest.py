@@ -61,9 +61,9 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = """compile_ahead buckets demo docs distributed sharding attention run launch analyze_job finetune analysis
-  model prepare resume harness harness_scoring harness_adapter attention_compile export generation context speculation
-  pages""".split()
+LONGEST = """compile_ahead buckets demo real docs distributed sharding attention run launch analyze_job finetune
+  analysis model prepare resume harness harness_scoring harness_adapter attention_compile export generation context
+  speculation pages""".split()
 
 
 def pytest_collection_modifyitems(items):

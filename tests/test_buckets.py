@@ -260,17 +260,17 @@ def test_jobs_that_read_write_nothing_even_beside_a_damaged_checkpoint(store, fi
 def test_of_two_processes_on_a_bucket_one_is_killed_and_another_mesh_goes_on(store, tmp_path):
   """With the losses of a run that was never interrupted, on a disk."""
   server, root = store
-  more = ("--config.checkpoint.every=4",)
+  more = ("--config.checkpoint.every=4", "--config.train.steps=20")
   with job(tmp_path / "cache", tmp_path / "whole", 1, more=more) as (alone,):
     assert alone.end() == 0, alone.lines[-20:]
   environment = lambda process: server.environment
   with job(tmp_path / "cache", root, 2, more=more, environment=environment) as (first, second):
-    first.wait_for("step 6/12")
+    first.wait_for("step 10/20")  # the checkpoint of step 4 was written before that of step 8 began
     second.send(signal.SIGKILL)
     assert first.end() != 0
   with job(tmp_path / "cache", root, 1, devices=2, more=more, environment=environment) as (alone,):
     assert alone.end() == 0, alone.lines[-20:]
     assert any(line.startswith("continuing from the checkpoint of step ") for line in alone.lines)
   here, there = ([r["loss"] for r in read_metrics(place, "train")] for place in (root, str(tmp_path / "whole")))
-  assert len(here) == len(there) == 12
+  assert len(here) == len(there) == 20
   np.testing.assert_allclose(here, there, rtol=2e-6)
