@@ -237,7 +237,8 @@ def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus |
 
 
 def _lacks_text(known: dict[str, Any]) -> bool:
-  return known["config"].get("data", {}).get("source") == NO_TEXT
+  section = known["config"].get("data")
+  return isinstance(section, dict) and section.get("source") == NO_TEXT
 
 
 def _read_run(workdir: str, flag: str = "workdir") -> dict[str, Any]:
