@@ -196,16 +196,21 @@ def told(call) -> str:
   return message
 
 
+def run_command(*arguments: str) -> int:
+  """The exit code of a command line, run in this process as in a new one."""
+  flags.FLAGS.unparse_flags()
+  for name in flags.FLAGS:
+    flags.FLAGS[name].unparse()
+  try:
+    return main.main(main.parse(["main", *arguments]))
+  except SystemExit as stop:
+    return stop.code
+
+
 def mistake(arguments: list[str], capsys) -> tuple[int, str]:
   """(exit code, the one line on stderr) of a command line that holds a mistake, run in this process."""
-  flags.FLAGS.unparse_flags()
-  for name in flags.FLAGS:  # as in a new process
-    flags.FLAGS[name].unparse()
   capsys.readouterr()
-  try:
-    code = main.main(main.parse(["main", *arguments]))
-  except SystemExit as stop:
-    code = stop.code
+  code = run_command(*arguments)
   (line,) = capsys.readouterr().err.splitlines()
   return code, line
 

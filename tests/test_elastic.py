@@ -26,7 +26,15 @@ from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, make_train_step
 from launch.experiments.elastic import RECIPES
-from tests.conftest import moved_instance, random_batch, run_config, small_config, small_instance, small_model
+from tests.conftest import (
+  moved_instance,
+  random_batch,
+  run_config,
+  small_config,
+  small_instance,
+  small_model,
+  write_documents,
+)
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
@@ -81,8 +89,7 @@ def test_depths_are_drawn_late_from_seed_and_step_alone():
 
 def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   """Stopped after the depths began to be drawn, against not stopped."""
-  for i in range(12):
-    (tmp_path / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+  write_documents(tmp_path)
   config = run_config(tmp_path, steps=16)
   config = dataclasses.replace(
     config,

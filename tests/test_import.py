@@ -1,35 +1,25 @@
 """Imported models give the logits of transformers' own; what can't be held is told; export and import are inverse."""
 
-import dataclasses
 import json
-import math
 import os
-import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from absl import flags
 from flax import nnx
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import sentencepiece
 import torch
 import transformers
 
 import diffeq_nnx
-from diffeq_nnx import data, jobs, main
-from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, RopeConfig, TrainConfig
+from diffeq_nnx import data
+from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.loop import train
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import make
-from tests.test_published_tokenizers import model as published_model
-from tests.test_tokenizer import write as write_files
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
 LLAMA = dict(
@@ -289,186 +279,3 @@ def test_the_folder_s_tokenizer(tmp_path):
   model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=257))
   diffeq_nnx.export_hf(model, str(tmp_path / "out"), tokenizer=ours)
   assert importing.read_tokenizer(str(tmp_path / "out")).hash == ours.hash
-
-
-# as jobs
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  """(config, work directory) of a sequential run of 4 steps with generated weights."""
-  folder = tmp_path_factory.mktemp("text")
-  for i in range(12):
-    (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
-  config = Config(
-    model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
-    data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-    train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
-    eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-    checkpoint=CheckpointConfig(every=4),
-  )
-  train(config, str(folder / "run"))
-  return config, str(folder / "run")
-
-
-def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsys):
-  config, workdir = finished
-  out, new = str(tmp_path / "out"), str(tmp_path / "new")
-  result = jobs.run("export", config, workdir, out=out)
-  assert json.loads(capsys.readouterr().out) == result
-  assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 4, False)
-  assert result["logit_difference"] < 1e-5
-  jobs.run("import", dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
-  assert json.loads(capsys.readouterr().out)["num_steps"] == 2
-  imported = Run.open(new).started
-  assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
-    "stored",
-    "sequential",
-    os.path.join(new, "tokenizer.model"),
-  )
-  before, after = jobs.run("evaluate", config, workdir), jobs.run("evaluate", imported, new)
-  assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
-  assert "holds a run already" in told(lambda: jobs.run("import", config, new, from_hf=out))
-  assert "holds something already" in told(lambda: jobs.run("export", config, workdir, out=out))
-  loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
-  prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
-  assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
-
-
-def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_path, capsys):
-  """Its directory says how, without the folder; text that is prepared with its file fits it."""
-  config, out, new = finished[0], tmp_path / "out", str(tmp_path / "new")
-  trained = published_model()
-  theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
-  foreign("llama", vocab_size=theirs.vocab_size() + 1).save_pretrained(out)
-  marks = {"bos_token_id": 1, "eos_token_id": [2, 9]}
-  files = {"tokenizer__model": trained, "added_tokens__json": {"<|im_start|>": theirs.vocab_size()}}
-  config_json = json.loads((out / "config.json").read_text()) | marks
-  write_files(out, **files, generation_config__json=marks, config__json=config_json)
-  jobs.run("import", config, new, from_hf=str(out))
-  shutil.rmtree(out)
-  imported = Run.open(new).started
-  tokenizer = Run.open(new).tokenizer
-  assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 9), 1)
-  assert tokenizer.encode("Hello  world\nx").tolist() == theirs.encode("Hello  world\nx")
-  assert tokenizer.encode("<|im_start|>").tolist() == [theirs.vocab_size()]
-  assert math.isfinite(jobs.run("evaluate", imported, new)["loss"])
-  again = str(tmp_path / "again")
-  jobs.run("export", imported, new, out=again)
-  assert importing.read_tokenizer(again).end_ids == (2, 9)
-  assert transformers.AutoTokenizer.from_pretrained(again)("a  b\n")["input_ids"] == [1, *theirs.encode("a  b\n")]
-  own = dataclasses.replace(config.data, tokenizer=os.path.join(new, "tokenizer.model"))
-  assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
-
-
-def test_other_formats_and_mistakes(finished, tmp_path):
-  config, workdir = finished
-  out = str(tmp_path / "out")
-  result = jobs.run("export", config, workdir, out=out, format="stablehlo", num_steps=3)
-  assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
-  assert "num_steps=0: must be 1 or above" in told(
-    lambda: jobs.run("export", config, workdir, out=str(tmp_path / "other"), num_steps=0)
-  )
-  grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
-  assert "GPT-2 has no grouped-query heads" in told(
-    lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
-  )
-  (tmp_path / "empty").mkdir()
-  workdir_lib.claim(str(tmp_path / "empty"), config, importing.read_tokenizer(workdir), None)
-  assert "holds no checkpoint yet" in told(
-    lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
-  )
-  assert not (tmp_path / "other").exists()
-
-
-# a run without text, by command lines
-
-
-def run_command(*arguments: str, code: int = 0) -> None:
-  """Runs a command line in this process and checks its exit code."""
-  flags.FLAGS.unparse_flags()
-  for name in flags.FLAGS:  # as in a new process
-    flags.FLAGS[name].unparse()
-  assert main.main(main.parse(["main", "--num_processes=1", *arguments])) == code
-
-
-def command(capsys, *arguments: str) -> dict:
-  """The line of JSON that a command line prints, if any."""
-  capsys.readouterr()
-  run_command(*arguments)
-  out = capsys.readouterr().out
-  return json.loads(out) if out.strip() else {}
-
-
-def refused(capsys, *arguments: str) -> str:
-  """The last line of what a command line prints that holds a mistake."""
-  run_command(*arguments, code=2)
-  return capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.fixture(scope="module")
-def textless(finished, tmp_path_factory):
-  """(the settings that name text and a short training, a work directory) of an import without text."""
-  config, workdir = finished
-  folder = tmp_path_factory.mktemp("textless")
-  jobs.run("export", config, workdir, out=str(folder / "out"))
-  arguments = (f"--from_hf={folder}/out", f"--workdir={folder}/run", "--set=model.seq_len=8")
-  run_command("--job=import", *arguments)
-  text = dict(source=config.data.source, cache_dir=config.data.cache_dir, validation_fraction=0.3)
-  settings = [f"--config.data.{key}={value}" for key, value in text.items()]
-  short = ("train.steps=2", "train.batch_size=4", "eval.max_batches=2", "train.peak_tflops=0.1")
-  return [*settings, *(f"--config.{setting}" for setting in short)], f"{folder}/run"
-
-
-def test_a_run_without_text_generates_and_says_what_needs_text(textless, capsys):
-  text, workdir = textless
-  run = Run.open(workdir)
-  assert run.started.model.seq_len == 8 and run.params["positions"].shape[0] == 8
-  run_command("--job=generate", f"--workdir={workdir}", "--prompt=a", "--max_tokens=2")
-  for job in ("--job=evaluate", "--job=train"):
-    assert "data.source=none: the run has no text yet; name it" in refused(capsys, job, f"--workdir={workdir}")
-  assert math.isfinite(command(capsys, "--job=evaluate", f"--workdir={workdir}", *text)["loss"])
-  assert Run.open(workdir).started.data.source == "none"
-
-
-def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path, capsys):
-  text, workdir = textless
-  source = f"--from_workdir={workdir}"
-  values = {}
-  for job in ("continuous", "discretize"):
-    bare = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}")
-    assert bare["before"] == bare["after"] == {"num_steps": 2}
-    made = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}_text", *text)
-    assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5)
-    values[job] = made["before"]["loss"]
-    run = Run.open(f"{tmp_path}/{job}_text")
-    assert run.started.data.source.startswith("text:") and run.started.train.steps == 2
-    assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/{job}_text"
-  assert values["continuous"] == values["discretize"]
-  other = ("--job=continuous", source, f"--workdir={tmp_path}/x", "--config.model.embed_dim=32")
-  assert "only model.time, model.dropout, model.attention may differ" in refused(capsys, *other)
-  other = ("--job=discretize", source, f"--workdir={tmp_path}/x", *text, "--config.data.tokenizer=bytes")
-  assert "was trained with another tokenizer" in refused(capsys, *other) and not (tmp_path / "x").exists()
-  tuned = f"{tmp_path}/tuned"
-  command(capsys, "--job=finetune", source, f"--workdir={tuned}", *text)
-  assert Run.open(tuned).step == 2 and Run.open(workdir).step == 0
-
-
-def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_path, capsys):
-  text, workdir = textless
-  copy, tuned = f"{tmp_path}/copy", f"{tmp_path}/tuned"
-  shutil.copytree(workdir, copy)
-  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}", *text)
-  command(capsys, f"--workdir={copy}", *text)
-  run = Run.open(copy)
-  assert run.step == 2 and run.started.data.source.startswith("text:") and run.corpus
-  command(capsys, f"--workdir={copy}")  # is finished
-  assert "belongs to another run: data.source" in refused(capsys, f"--workdir={copy}", "--config.data.source=builtin")
-  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}")  # its source is still the same run
-
-
-def test_an_import_is_not_longer_than_its_checkpoint_and_changes_no_other_model_key(textless, tmp_path, capsys):
-  folder = os.path.dirname(textless[1]) + "/out"
-  for setting, part in (("seq_len=17", "17"), ("num_heads=2", "only model.seq_len, model.dropout, model.attention")):
-    arguments = ("--job=import", f"--from_hf={folder}", f"--workdir={tmp_path}/new", f"--config.model.{setting}")
-    assert part in refused(capsys, *arguments) and not (tmp_path / "new").exists()
