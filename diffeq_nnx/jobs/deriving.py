@@ -1,4 +1,4 @@
-"""What the jobs share that make a run from another model: its config, its text, its stored parameters."""
+"""Parts of the jobs that make a run from another model: its config, its text, its stored parameters."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from diffeq_nnx.training.step import all_params, init_state, state_shardings
 
 
 def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
-  """The config with a model of stored weights, and with other keys changed where they must fit the model.
+  """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
   Raises:
     UserError: two keys that don't fit.
@@ -62,27 +62,28 @@ def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
     )
 
 
-def own_tokenizer(data_config: DataConfig, tokenizer: Tokenizer, workdir: str) -> DataConfig:
-  """The data keys with a run's own copy of its tokenizer, which is there as soon as `workdir.clear` was called."""
+def name_own_tokenizer(data_config: DataConfig, tokenizer: Tokenizer, workdir: str) -> DataConfig:
+  """Returns data keys that name a run's own copy of its tokenizer, which `workdir.clear` writes."""
   path = os.path.join(files.absolute(workdir), tokenizer.file_name)
   return dataclasses.replace(data_config, tokenizer=path, begin_mark=tokenizer.bos_id is not None)
 
 
 def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
-  """The config of a run made from `source`, which keeps its own copy of that tokenizer unless the text has another.
+  """Returns the config of a run that is made from `source`, with that run's tokenizer, of which it keeps a copy.
 
-  Only shards, and a data.tokenizer other than the source's, are left as they are; `load_text` checks those.
+  A config with the text of `source`, with shards, or with another tokenizer than that of `source` stays as it is. What
+  doesn't fit there is found by `load_text`.
   """
   known = (source.started.data.tokenizer, "train")
   unchanged = config.data == source.started.data
   if unchanged or "shards:" in config.data.source or config.data.tokenizer not in known:
     return config
   distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
-  return dataclasses.replace(config, data=own_tokenizer(config.data, source.tokenizer, workdir))
+  return dataclasses.replace(config, data=name_own_tokenizer(config.data, source.tokenizer, workdir))
 
 
 def load_text(config: Config, source: Run) -> Corpus | None:
-  """The text of a run that is made from `source`; None: it has none yet.
+  """Loads the text of a run that is made from `source`, or returns None if it has none yet.
 
   Raises:
     UserError: text that can't be read, or that has the tokens of another tokenizer.
@@ -103,13 +104,13 @@ def load_text(config: Config, source: Run) -> Corpus | None:
 
 
 def validate(config: Config, corpus: Corpus | None, mesh: Mesh, params: Params) -> dict[str, Any]:
-  """The model's own number of steps and, where there is text, its validation values at that number."""
+  """Returns the model's own number of steps and, if there is text, its validation values at that number."""
   num_steps = config.model.num_steps
   return {"num_steps": num_steps, **(Evaluator(config, corpus, mesh, num_steps)(params) if corpus else {})}
 
 
 def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
-  """Parameters of the discretized model `stored`, from those of `source`; adapters, where it has them, are new."""
+  """Makes the parameters of the discretized model `stored` from those of `source`. Adapters, if it has any, are new."""
   without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
   made = discretized_params(source.model, without_adapters, params)
   if not stored.model.lora.rank:

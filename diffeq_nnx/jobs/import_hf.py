@@ -10,7 +10,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import NO_TEXT, Config
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.exporting.hub import open_folder
-from diffeq_nnx.jobs.deriving import check_model, derive_config, own_tokenizer
+from diffeq_nnx.jobs.deriving import check_model, derive_config, name_own_tokenizer
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
@@ -18,35 +18,35 @@ from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.step import place_state
 
 
-def without_text(config: Config) -> Config:
-  """The config of an import that names none: its text is named when training starts."""
+def remove_text(config: Config) -> Config:
+  """Returns the config of a run whose text is named when training starts."""
   return dataclasses.replace(config, data=dataclasses.replace(config.data, source=NO_TEXT))
 
 
-def import_run(config: Config, workdir: str, *, from_hf: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Sequence[str] = ()) -> dict[str, Any]:
   """Writes a published checkpoint as a run at step 0 and prints one JSON line on stdout.
 
   Args:
-    config: what the run is to be but for its model and tokenizer, which are the checkpoint's. With `without_text` the
-      run has no text until a job names it.
+    config: what the run is to be but for its model and tokenizer, which are the checkpoint's. That of `remove_text`
+      makes a run that has no text until a job names it.
     workdir: the new run's directory.
     from_hf: a Hugging Face folder, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
-    settings: `key=value` on top of the whole; of the model, a shorter `model.seq_len`, dropout and attention.
+    model_settings: `key=value` that change the checkpoint's model: model.dropout, model.attention, and model.seq_len
+      where it becomes shorter.
 
   Raises:
     UserError: a checkpoint that can't be held (see `importing.import_hf`), other settings of the model, or a directory
       that holds a run.
   """
   workdir_lib.require_none(workdir)
-  shorter = [setting for setting in settings if setting.startswith("model.seq_len=")]
+  shorter = [setting for setting in model_settings if setting.startswith("model.seq_len=")]
   seq_len = config_lib.apply_settings(Config(), shorter).model.seq_len if shorter else None
   with open_folder(from_hf) as folder:
     model, params = importing.read(folder, seq_len)
     tokenizer = importing.read_tokenizer(folder, config.data)
   model = dataclasses.replace(model, attention=config.model.attention)
-  config = config_lib.apply_settings(
-    derive_config(config, model, own_tokenizer(config.data, tokenizer, workdir)), settings
-  )
+  config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir))
+  config = config_lib.apply_settings(config, model_settings)
   check_model(config.model, model, "seq_len")
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
