@@ -10,7 +10,7 @@
                    end marks don't end a text, and the weights of the run are prepared once, before
   gradients        loss and gradients of 4 sequences of 512 tokens, without the optimizer
 
-The tokens are of the text that Python's documentation of its expressions is. Each side runs once to warm up (ours
+The tokens are of the documentation that comes with Python. Each side runs once to warm up (ours
 compiles then) and then once in each round, in turn. Printed are medians of tokens/s over rounds, the median of the
 rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or both losses.
 """
