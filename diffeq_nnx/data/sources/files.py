@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.sources import compressed
-from diffeq_nnx.data.sources.records import BadRecord, Options
+from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, make_rule, read_document
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
@@ -35,7 +35,7 @@ class File:
   kind: str  # "text" (the file is one document) or "jsonl" (each line is one)
   path: str  # or URL
   prefix: str  # the start of error messages
-  text_key: str = "text"  # the key that holds a JSON object's text
+  options: Options = Options()  # how a JSON object is read
   version: tuple = ()  # for a URL, its size or None, and fields that identify this version of the file
   start: int = 0  # the first byte of the range
   stop: int = sys.maxsize  # one more than the last byte of the range
@@ -114,8 +114,7 @@ class File:
 
   def _parse_line(self, number: int, line: bytes) -> str | BadRecord:
     """Returns the text of one line of JSON, which is the `number`-th of the range."""
-    key = json.dumps(self.text_key)
-    rule = f'each line must be like {{{key}: "..."}}'
+    rule = make_rule(self.options)
     try:
       record = json.loads(line.decode("utf-8-sig" if number == 1 and not self.start else "utf-8"))
     except UnicodeDecodeError as error:
@@ -124,20 +123,8 @@ class File:
       return self._make_bad("not JSON", number, f"not JSON ({error}); {rule}")
     if not isinstance(record, dict):
       return self._make_bad("not an object", number, f"of type {type(record).__name__}, not an object; {rule}")
-    if self.text_key not in record:
-      names = ", ".join(map(repr, list(record)[:10])) or "none"
-      detail = f"no key {key} (its keys: {names}); {rule}; data.text_key names the key"
-      return self._make_bad(f"without key {key}", number, detail)
-    text = record[self.text_key]
-    if not isinstance(text, str):
-      detail = f"{key} is of type {type(text).__name__}, not a string; {rule}"
-      return self._make_bad(f"where {key} is not a string", number, detail)
-    try:
-      text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
-    except UnicodeEncodeError as error:
-      detail = f"{key} holds a lone surrogate at character {error.start}; remove it"
-      return self._make_bad("with a lone surrogate", number, detail)
-    return text
+    document = read_document(record, self.options)
+    return self._make_bad(document.reason, number, document.detail) if isinstance(document, Problem) else document
 
   def _make_empty(self) -> BadRecord:
     detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
@@ -186,7 +173,7 @@ def resolve(kind: str, globs: str, prefix: str, options: Options) -> tuple[list[
     versions |= matches
   if not versions:
     raise UserError(f"{prefix} no file matches an empty glob; write for example {kind}:~/corpus/*.{kind}")
-  found = [File(kind, name, prefix, options.text_key, versions[name]) for name in sorted(versions)]
+  found = [File(kind, name, prefix, options, versions[name]) for name in sorted(versions)]
   states = [file.state() for file in found]
   return [part for file in found for part in file.divide()], states
 

@@ -1,9 +1,10 @@
 """What the kinds of source share: options, records that can't be used, and counts of all records."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
-from typing import Protocol
+import json
+from typing import Any, Protocol
 
 from diffeq_nnx.errors import UserError
 
@@ -57,6 +58,36 @@ class BadRecord:
   reason: str  # the kind of problem, worded to follow a number, as in "3 not UTF-8"
   where: str  # file and line, or data set and index
   detail: str  # the problem of this record, the rule, and the way to repair it
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """Why the fields of a record give no document; the parts of a `BadRecord` without the place."""
+
+  reason: str
+  detail: str
+
+
+def read_document(record: Mapping[str, Any], options: Options) -> str | Problem:
+  """Returns the document that a record of named fields holds, as every kind of source with such records does."""
+  key = json.dumps(options.text_key)
+  rule = make_rule(options)
+  if options.text_key not in record:
+    names = ", ".join(map(repr, list(record)[:10])) or "none"
+    return Problem(f"without key {key}", f"no key {key} (its keys: {names}); {rule}; data.text_key names the key")
+  text = record[options.text_key]
+  if not isinstance(text, str):
+    return Problem(f"where {key} is not a string", f"{key} is of type {type(text).__name__}, not a string; {rule}")
+  try:
+    text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
+  except UnicodeEncodeError as error:
+    return Problem("with a lone surrogate", f"{key} holds a lone surrogate at character {error.start}; remove it")
+  return text
+
+
+def make_rule(options: Options) -> str:
+  """Returns the rule for a record's fields, as a part of messages."""
+  return f'each record must be like {{{json.dumps(options.text_key)}: "..."}}'
 
 
 class Part(Protocol):
