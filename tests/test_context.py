@@ -14,9 +14,8 @@ jax.config.update("jax_enable_x64", True)
 L, rng = 48, np.random.default_rng(0)
 q, k, v, cotangent = (jnp.asarray(rng.normal(size=(2, L, heads, 8))) for heads in (4, 2, 2, 4))
 segments = jnp.asarray(np.sort(rng.integers(0, 4, size=(2, L)), 1))
-cases = ((2, segments, None, None), (3, None, 3.0, None), (8, segments, None, None))
-windows = ((2, None, None, 24), (3, segments, 3.0, 19), (8, None, None, 7))  # chunks have 12, 8 and 3 positions
-for n, of, cap, window in (*cases, *windows):
+# chunks have 12, 8 and 3 positions
+for n, of, cap, window in ((2, segments, None, None), (3, segments, 3.0, 19), (8, None, None, 7)):
   mesh = sharding.make_mesh(MeshConfig(context=n), jax.devices()[:n])
   split = PartitionSpec(None, "context")
 

@@ -20,7 +20,7 @@ from tests.conftest import small_config
 from tests.processes import Process
 from tests.test_resume import records
 
-MODEL = ("num_steps=2", "embed_dim=32", "num_heads=4", "vocab_size=512", "dropout=0.1")
+MODEL = ("num_steps=2", "embed_dim=32", "num_heads=4", "vocab_size=512", "dropout=0.0")
 RUN = ("train.batch_size=8", "train.log_every=1", "train.steps=12", "checkpoint.every=12", "eval.every=12")
 SMALL = ["--config=configs/tiny.py", *(f"--config.model.{one}" for one in MODEL), *(f"--config.{one}" for one in RUN)]
 SMALL.append("--config.eval.max_batches=2")
@@ -76,8 +76,9 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert not any(line.startswith(("step", "error", "mesh")) for line in second.lines)  # process 0 speaks
   stopped = int(re.search(r"step (\d+);", told)[1])
   assert 5 <= stopped <= 12
-  with job(cache, tmp_path / "many", 4, more=("--config.mesh.tensor=2",)) as running:
+  with job(cache, tmp_path / "many", 4, more=("--config.mesh.context=2",)) as running:  # halves of each sequence
     assert [process.end() for process in running] == [0] * 4, running[0].lines[-20:]
+    assert any("context 2" in line for line in running[0].lines)
     assert f"continuing from the checkpoint of step {stopped}" in "\n".join(running[0].lines)
   one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
   assert len(one) == len(many) == 12 and one[-1] < one[0]
@@ -90,19 +91,6 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert (first.end(), second.end()) == (0, 0)
     assert json.loads(first.out)["loss"] == pytest.approx(last[1]["loss"], rel=2e-6)
     assert second.out == ""
-
-
-def test_two_processes_with_a_half_of_each_sequence_train_as_one(cache, tmp_path):
-  """Within 2e-6 in float32, validation included."""
-  more = ("--config.model.dropout=0.0", *(f"--config.{key}=5" for key in ("train.steps", "eval.every")))
-  with job(cache, tmp_path / "one", 1, more=more) as (alone,):
-    assert alone.end() == 0, alone.lines[-20:]
-  with job(cache, tmp_path / "two", 2, more=(*more, "--config.mesh.context=2")) as running:
-    assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
-    assert any("context 2" in line for line in running[0].lines)
-  one, two = ([record["loss"] for record in records(tmp_path / run)] for run in ("one", "two"))
-  assert len(one) == 6 and one[-2] < one[0]
-  np.testing.assert_allclose(two, one, rtol=2e-6)
 
 
 FAILS_ALONE = """
@@ -120,7 +108,7 @@ app.run(main.main, flags_parser=main.parse)
 """
 
 
-@pytest.mark.parametrize("trouble", ["process 1 is killed", "process 1 fails alone", "process 0 is killed"])
+@pytest.mark.parametrize("trouble", ["process 1 fails alone", "process 0 is killed"])
 def test_when_one_goes_the_other_ends_with_one_line(trouble, cache, tmp_path):
   """With ours, or with that of JAX's service, which process 0 takes with it: whichever comes first."""
   program = lambda process: FAILS_ALONE if process and "fails" in trouble else None
@@ -200,9 +188,8 @@ def test_hosts_with_different_text_are_told(cache, tmp_path):
     assert "gives process 1 other tokens than process 0" in first.errors[0] and second.errors == []
 
 
-@pytest.mark.parametrize("present", [0, 1])
-def test_too_few_processes_end_with_one_line(present, cache, tmp_path):
-  line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[present]
+def test_too_few_processes_end_with_one_line(tmp_path):
+  line = local.commands(2, local.free_port(), [*SMALL, f"--workdir={tmp_path}", "--join_seconds=4"])[1]
   process = Process(line[3:], local.environment(1))
   assert process.end() == 1
   assert process.errors == [process.lines[-1]] and "not all processes joined within 4 s" in process.lines[-1]

@@ -58,8 +58,11 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
   return decoding.DecodeState([], jnp.int32(0), jnp.asarray(next_B, jnp.int32), sampler)
 
 
-# every row and solver once, each kind of weights with both fields
-@pytest.mark.parametrize("row,field", [*zip(ROWS | SOLVER_ROWS, itertools.cycle(["gpt", "llama"]))])
+# each kind of weights, and each solver but those that differ by their tableau alone
+@pytest.mark.parametrize(
+  "row,field",
+  [*zip(["diffeq", "baseline", "shared_sequential", "strang", "rk4", "leapfrog"], itertools.cycle(["gpt", "llama"]))],
+)
 def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   model = make(small_model(field=field, num_steps=2, **(ROWS | SOLVER_ROWS)[row]))
   check_greedy(model, model)

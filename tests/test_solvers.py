@@ -134,7 +134,7 @@ def test_a_step_is_the_formula_written_out(name, x64):
   assert np.abs(stepped - solver.step(field, x, weights, jnp.asarray(0.7, "float64"), jax.random.key(4))).max() > 0.1
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", ["strang", "rk4", "leapfrog"])  # each kind of solver
 def test_a_step_takes_its_size_as_any_number(name):
   model = moved_instance(smooth(solver=name, dtype="bfloat16", num_steps=1))
   solver, field = model.solver, vector_fields.BoundField(model.field)
@@ -202,8 +202,7 @@ def test_the_generator_runs_once_whatever_the_solver(solver):
   assert sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) == 2  # the MLPs' layers
 
 
-@pytest.mark.parametrize("scale", [3.0, 1000.0])
-@pytest.mark.parametrize("embedding", ["fixed", "learned"])
+@pytest.mark.parametrize("embedding, scale", [("fixed", 1000.0), ("learned", 3.0)])
 def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(scale, embedding, x64):
   config = smooth("mean", scale, dtype="float64")
   model = moved_instance(
@@ -233,7 +232,8 @@ def logits(model: Model, num_steps=None):
 
 
 @pytest.mark.parametrize(
-  "solver, weights_at", [*((solver, "nodes") for solver in SOLVERS), ("euler", "mean"), ("rk4", "mean")]
+  "solver, weights_at",
+  [*((solver, "nodes") for solver in ("sequential", "strang", "heun", "rk4", "leapfrog")), ("euler", "mean")],
 )
 def test_discretized_equals_continuous(solver, weights_at):
   scale = 3000.0 if weights_at == "mean" else 3.0  # above the default, which a stored model's config has
@@ -246,7 +246,7 @@ def test_discretized_equals_continuous(solver, weights_at):
   np.testing.assert_allclose(logits(uneven), logits(again), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun", "leapfrog"])
+@pytest.mark.parametrize("solver", ["heun", "leapfrog"])
 def test_held_time_equals_one_shared_set(solver):
   held = dataclasses.replace(small_model().time, constant=True)
   model = moved_instance(small_model(solver=solver, time=held))
@@ -326,8 +326,7 @@ def test_solvers_that_cannot_be_are_told():
 # with the compiler as users have it, from here on
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dtype, even", [("float32", False), ("bfloat16", True)])
 def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizations):
   """48 steps from a small state; what a state lacks in its dtype is carried beside it, so nearly all bits agree."""
   model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.2), scale=0.05)
@@ -350,15 +349,13 @@ def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizati
     assert error < 1e-7 if dtype == "float32" else error < 1e-4
 
 
-@pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 1e-2)])
-def test_reversible_gradients_are_those_through_stored_states(dtype, bound, optimizations):
-  """At 48 steps; bfloat16 rounds states and gradients to 8 bits, in programs that may order sums differently."""
-  model = moved_instance(smooth(solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.1), scale=0.05)
+def test_reversible_gradients_are_those_through_stored_states(optimizations):
+  model = moved_instance(smooth(solver="leapfrog", num_steps=48, horizon=None, dropout=0.1), scale=0.05)
   results = []
   for adjoint in (integration.Checkpointed(), integration.Reversible()):
     run, arguments = gradients(model, adjoint)
     results.append(run(*arguments))
-  assert relative(results[1], results[0]) < bound
+  assert relative(results[1], results[0]) < 1e-6
 
 
 def test_reversible_memory_does_not_grow_with_the_number_of_steps(optimizations):
@@ -367,7 +364,7 @@ def test_reversible_memory_does_not_grow_with_the_number_of_steps(optimizations)
     run, arguments = gradients(model, adjoint)
     return run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
-  sizes = [temporaries(integration.Reversible(), n) for n in (4, 12, 48)]
+  sizes = [temporaries(integration.Reversible(), n) for n in (4, 48)]
   assert max(sizes) < 1.05 * min(sizes)
   stored = [temporaries(integration.Checkpointed("full"), n) for n in (4, 48)]
   assert stored[1] > 2 * stored[0]

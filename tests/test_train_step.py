@@ -35,8 +35,7 @@ def gradients_of(config, batch, dtype="float32"):
 
 
 @pytest.mark.parametrize(
-  "row,held,make_batch",
-  [*itertools.product(("diffeq", "baseline", "shared"), (2, 1), (random_batch,)), ("diffeq", 2, packed_batch)],
+  "row,held,make_batch", [("diffeq", 1, random_batch), ("diffeq", 2, packed_batch), ("baseline", 2, random_batch)]
 )
 def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   """Dropout included."""
@@ -47,10 +46,9 @@ def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), whole, parts)
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(field, x64):
+def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(x64):
   """In training and in validation."""
-  config = small_config(small_model(field=field, dtype="float64"), batch_size=2)
+  config = small_config(small_model(field="llama", dtype="float64"), batch_size=2)
   batch = packed_batch(config)
   alone = {"inputs": [], "targets": [], "mask": []}  # a row a document, filled up with zeros
   for row in range(2):
@@ -101,8 +99,9 @@ def test_what_decays():
   def shrunk(row, **more):
     optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0, **more), 10)
     shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
-    params = jax.tree.map(lambda a: jnp.ones(a.shape), shapes)
-    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    params = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), shapes)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = jax.jit(lambda params: optimizer.update(zeros, optimizer.init(params), params))(params)
     return {
       jax.tree_util.keystr(path, simple=True, separator="/")
       for path, u in jax.tree_util.tree_leaves_with_path(updates)
@@ -140,7 +139,8 @@ def test_the_gradient_is_clipped_before_adam():
 
 def random_like(shapes):
   """Random arrays of these shapes."""
-  return jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), shapes)
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), shapes)
 
 
 def check_orthogonal(matrices):
@@ -150,11 +150,7 @@ def check_orthogonal(matrices):
   np.testing.assert_allclose(jnp.sqrt(jnp.square(matrices).mean((-2, -1))), MUON_RMS, rtol=0.2)
 
 
-# every pair of values once
-@pytest.mark.parametrize(
-  "field,row,by_head",
-  [("gpt", "diffeq", False), ("gpt", "baseline", True), ("llama", "diffeq", True), ("llama", "baseline", False)],
-)
+@pytest.mark.parametrize("field,row,by_head", [("gpt", "baseline", True), ("llama", "diffeq", False)])
 def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_adam(field, row, by_head):
   """Queries, keys and values apart, as the block reads them, with grouped heads."""
   model = small_model(field=field, num_heads=4, num_kv_heads=2, embed_dim=32, **ROWS[row])
@@ -164,7 +160,8 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
   for name in ("muon", "adamw"):
     config = OptimizerConfig(name=name, peak_rate=1.0, weight_decay=0.0, clip_norm=1e9, muon_by_head=by_head)
     optimizer = make_optimizer(config, 1, block.specs(model))
-    updates[name], _ = jax.jit(optimizer.update)(gradients, optimizer.init(gradients), gradients)
+    update = lambda gradients, optimizer=optimizer: optimizer.update(gradients, optimizer.init(gradients), gradients)
+    updates[name], _ = jax.jit(update)(gradients)
   weights = updates["muon"]["weight_source"][source]
   kernels = block.head_kernels(weights)
   for update in kernels.query, kernels.key, kernels.value:
@@ -194,15 +191,16 @@ def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix()
   np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_time_embedding_learns_at_its_own_rate(name):
+def test_the_time_embedding_learns_at_its_own_rate():
   """With muon_weights it stays unless a rate is set."""
-  params = init_state(small_config(small_model(time=TimeConfig(embedding="learned", sinusoidal_dim=6))))["params"]
-  gradients = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), params)
+  config = small_config(small_model(time=TimeConfig(embedding="learned", sinusoidal_dim=6)))
+  params = jax.jit(init_state, static_argnums=0)(config)["params"]
+  gradients = jax.tree.map(lambda leaf: np.sin(np.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), params)
   updates = []
   for factor in (1.0, 0.25):
-    optimizer = make_optimizer(OptimizerConfig(name=name, time_rate=factor, warmup_fraction=0.0), 10)
-    updates.append(jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[0])
+    optimizer = make_optimizer(OptimizerConfig(name="muon", time_rate=factor, warmup_fraction=0.0), 10)
+    update = lambda params, optimizer=optimizer: optimizer.update(gradients, optimizer.init(params), params)[0]
+    updates.append(jax.device_get(jax.jit(update)(params)))
   ratios = {
     jax.tree_util.keystr(path): float(slow.ravel()[1] / fast.ravel()[1])
     for (path, fast), slow in zip(jax.tree_util.tree_leaves_with_path(updates[0]), jax.tree.leaves(updates[1]))
@@ -232,7 +230,7 @@ def test_moments_are_split_over_devices_like_their_parameters(name):
 
 
 @pytest.mark.parametrize(
-  "row,name", [("baseline", "adamw"), *itertools.product(["diffeq"], ["adamw", "muon", "muon_weights", "lion"])]
+  "row,name", [("baseline", "muon"), ("diffeq", "adamw"), ("diffeq", "muon_weights"), ("diffeq", "lion")]
 )
 def test_a_batch_is_learnt(row, name):
   rate = 5e-3 if name == "lion" else 1e-2

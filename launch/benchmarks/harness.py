@@ -1,113 +1,124 @@
-"""lm_eval requests per second: ours against lm_eval's hf backend with the same weights, in turn, in one process.
+"""lm_eval's results and requests per second: a run here against the same weights in lm_eval's hf backend.
 
-  python -m launch.benchmarks.harness --config=configs/gpt_small.py:builtin,gpt [--items=40] [--rounds=3]
-      [--batch_size=16] [--kinds=choice,letters,five_shot,last_word,text] [--set=model.num_steps=4]
+  python -m diffeq_nnx.main --job=export --workdir=runs/smol --out=exported/smol
+  python -m launch.benchmarks.harness --workdir=runs/smol --folder=exported/smol --out=harness/smol \\
+      --include_path=docs/tasks --tasks=everyday [--limit=0] [--num_fewshot=0] [--batch_size=16]
+      [--text=FILE --windows=512,2048]
 
-Weights have their initial values, in float32 on both sides, and are exported with `diffeq_nnx.export_hf`; a token is a
-byte, and the vocabulary is the config's. `--batch_size` is that of the hf backend. Kinds of request:
+`--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU. Each task
+is done here and then by the hf backend, with `--batch_size` sequences there, over its first `--limit` questions (0: all
+of them). Results are kept in `--out`, by task and side, and what is there is not computed again. Seconds are those of
+the calls for log-likelihoods, the compilation here included.
 
-  choice     `--items` questions of 100 to 180 tokens with four answers of 12 to 40: four requests an item
-  letters    the questions with the letters A to D as answers; the hf backend, too, reads each question once
-  five_shot  the same after five examples of such a question and its letter, common to all
-  last_word  `--items` passages of 80 to 160 tokens, of which the last word is scored: nothing is shared
-  text       a quarter of `--items` texts of 200 to 900 tokens, every token scored
-
-Each side computes all requests of a kind once to warm up (ours compiles then), which is timed separately, and then once
-in each round, in turn; reported are medians over rounds, and the largest difference of the log-likelihoods. The last
-line is JSON.
+With `--text` the perplexity of a file, as one text, is computed in windows of each length, side by side and sliding by
+half of it. There transformers computes the same windows one by one.
 """
 
 import functools
-import json
 import os
-import statistics
-import tempfile
+import time
+from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
-from lm_eval.api.instance import Instance
+from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 import numpy as np
+import torch
 
-import diffeq_nnx
-from diffeq_nnx import config as config_lib
-from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.harness.adapter import DiffEqLM
 from launch import programs
-
-WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat".split()
-
-
-def requests_of(kind: str, items: int) -> list[Instance]:
-  """Deterministic requests of one kind."""
-  rng = np.random.default_rng(0)
-
-  def text(least: int, most: int) -> str:
-    return " ".join(rng.choice(WORDS, most))[: int(rng.integers(least, most))].rstrip()
-
-  if kind == "choice":
-    questions = [text(100, 180) for _ in range(items)]
-    pairs = [(question, f" {text(12, 40)} {n}") for question in questions for n in range(4)]
-  elif kind in ("letters", "five_shot"):
-    examples = "".join(f"{text(90, 120)} {letter}\n" for letter in "ABCDA") if kind == "five_shot" else ""
-    questions = [examples + text(100, 180) for _ in range(items)]
-    pairs = [(question, f" {letter}") for question in questions for letter in "ABCD"]
-  elif kind == "last_word":
-    pairs = [(text(80, 160), f" {rng.choice(WORDS)}") for _ in range(items)]
-  else:
-    return [Instance("loglikelihood_rolling", {}, (text(200, 900),), i) for i in range(max(items // 4, 1))]
-  return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+from launch.experiments import tables
 
 
-def measure(sides: dict, requests: list[Instance], rounds: int) -> dict[str, float]:
-  """Requests per second of both sides, their ratio, and the largest difference of their log-likelihoods."""
-  found: dict[str, np.ndarray] = {}
+def evaluate(lm: Any, task: str, manager: TaskManager, arguments: Any) -> dict[str, Any]:
+  """lm_eval's figures of a task, the log-likelihood of each request, and seconds."""
+  seconds, compute = [0.0], lm.loglikelihood
 
-  def answer(name: str) -> None:
-    results = getattr(sides[name], requests[0].request_type)(requests, disable_tqdm=True)
-    found[name] = np.array([one[0] if isinstance(one, tuple) else one for one in results])
+  def timed(requests, **keywords):
+    start = time.perf_counter()
+    found = compute(requests, **keywords)
+    seconds[0] += time.perf_counter() - start
+    return found
 
-  calls = {name: functools.partial(answer, name) for name in sides}
-  first, seconds = programs.time_rounds(calls, 1), programs.time_rounds(calls, rounds)
-  rates = {name: len(requests) / statistics.median(some) for name, some in seconds.items()}
-  ratios = (seconds["hf"] / seconds["ours"]).tolist()
-  return {
-    "requests": len(requests),
-    "ours_per_second": round(float(rates["ours"]), 2),
-    "hf_per_second": round(float(rates["hf"]), 2),
-    "ratio": round(statistics.median(ratios), 2),
-    "ratios": [round(one, 2) for one in ratios],
-    "first_seconds_ours": round(float(first["ours"][0]), 2),
-    "first_seconds_hf": round(float(first["hf"][0]), 2),
-    "largest_difference": float(np.abs(found["ours"] - found["hf"]).max()),
+  lm.loglikelihood = timed
+  few, limit = arguments.num_fewshot or None, arguments.limit or None
+  found = simple_evaluate(lm, tasks=[task], num_fewshot=few, limit=limit, task_manager=manager, bootstrap_iters=100)
+  lm.loglikelihood = compute
+  samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+  scores = [answer[0][0] for sample in samples for answer in sample["resps"]]
+  metrics = {
+    name.removesuffix(",none"): value for name, value in found["results"][task].items() if name.endswith(",none")
   }
+  return {"metrics": metrics, "questions": len(samples), "scores": scores, "seconds": seconds[0]}
+
+
+def compare(task: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+  """A row of the table."""
+  cells = []
+  for side in (ours, theirs):
+    metrics = side["metrics"]
+    shown = f"{metrics['acc']:.4f} ± {metrics['acc_stderr']:.4f}"
+    cells.append(f"{shown}, perplexity {metrics['perplexity']:.3f}" if "perplexity" in metrics else shown)
+  difference = float(np.abs(np.subtract(ours["scores"], theirs["scores"])).max())
+  rates = [len(side["scores"]) / side["seconds"] for side in (ours, theirs)]
+  return [
+    task,
+    f"{ours['questions']:,}",
+    *cells,
+    f"{difference:.1e}",
+    *(f"{rate:.1f}" for rate in rates),
+    f"{rates[0] / rates[1]:.2f}",
+  ]
+
+
+def measure_text(lm: DiffEqLM, model: Any, text: str) -> dict[str, Any]:
+  """Nats of a text on both sides, and the numbers of its words and bytes."""
+  ((ours, _),) = lm.score_texts([text], disable_tqdm=True)
+  theirs = 0.0
+  for context, continuation in lm.make_windows(text):
+    with torch.no_grad():
+      logits = model(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
+    theirs += (
+      torch.log_softmax(logits, -1).gather(1, torch.tensor(continuation)[:, None]).sum(dtype=torch.float64).item()
+    )
+  return {"ours": -ours, "theirs": -theirs, "words": len(text.split()), "bytes": len(text.encode())}
 
 
 def main() -> None:
-  """Exports the weights and measures each kind of request."""
-  kinds = ["choice", "letters", "five_shot", "last_word", "text"]
-  arguments = programs.make_parser(__doc__, config=str, items=40, rounds=3, batch_size=16, kinds=kinds).parse_args()
-  config = config_lib.load(arguments.config, [*arguments.set, "model.dtype=float32", "model.dropout=0.0"])
-  model = programs.init_model(config)
-  with tempfile.TemporaryDirectory() as folder:
-    path = os.path.join(folder, "hf")
-    exported = diffeq_nnx.export_hf(model, path, tokenizer=ByteTokenizer())
-    sides = {
-      "ours": DiffEqLM(model=model, tokenizer=ByteTokenizer(), batch_size=2),
-      "hf": HFLM(
-        pretrained=path,
-        device="cpu",
-        dtype="float32",
-        batch_size=arguments.batch_size,
-        trust_remote_code=exported["trust_remote_code"],
-      ),
-    }
-    found = {}
-    for kind in arguments.kinds:
-      found[kind] = measure(sides, requests_of(kind, arguments.items), arguments.rounds)
-      print(f"{kind}: {found[kind]}", flush=True)
-  print(json.dumps({"config": arguments.config, "hf_batch_size": arguments.batch_size, **found}))
+  """Evaluates what is not in the folder yet, and prints the tables."""
+  names = dict(workdir=str, folder=str, out=str, include_path="docs/tasks", tasks=["everyday"], text=None)
+  parser = programs.make_parser(__doc__, **names, windows=[512], limit=0, num_fewshot=0, batch_size=16)
+  arguments = parser.parse_args()
+  hf = HFLM(pretrained=arguments.folder, device="cpu", dtype="float32", batch_size=arguments.batch_size)
+  ours = DiffEqLM(arguments.workdir, dtype="float32")
+  manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
+  os.makedirs(arguments.out, exist_ok=True)
+  rows = []
+  for task in filter(None, arguments.tasks):
+    found = []
+    for name, side in (("ours", ours), ("hf", hf)):
+      path = os.path.join(arguments.out, f"{task}_{name}.json")
+      found.append(tables.remember(path, functools.partial(evaluate, side, task, manager, arguments)))
+    rows.append(compare(task, *found))
+  head = ["task", "questions", "ours: acc", "hf: acc", "largest difference", "ours, requests/s", "hf, requests/s"]
+  print(f"{programs.describe_device()}, torch {torch.__version__}\n\n{tables.markdown([*head, 'ratio'], rows)}\n")
+  if arguments.text is None:
+    return
+  with open(arguments.text, encoding="utf-8") as file:
+    text = file.read()
+  rows = []
+  for length in arguments.windows:
+    for window in ("disjoint", "sliding"):
+      lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
+      path = os.path.join(arguments.out, f"text_{window}{length}.json")
+      found = tables.remember(path, functools.partial(measure_text, lm, hf.model, text))
+      per = [[np.exp(found[side] / found[unit]) for side in ("ours", "theirs")] for unit in ("words", "bytes")]
+      rows.append([window, str(length), *(f"{value:.4f}" for pair in per for value in pair)])
+  units = [f"{side}, a {unit}" for unit in ("word", "byte") for side in ("ours", "transformers")]
+  print(tables.markdown(["windows", "length", *units], rows))
 
 
 if __name__ == "__main__":
-  main()
+  programs.start(main)
