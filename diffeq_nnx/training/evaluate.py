@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.training.step import Batch, make_eval_step, make_generate
+from diffeq_nnx.training.step import Batch, has_mask, make_eval_step, make_generate
 
 
 class Evaluator:
@@ -47,7 +48,11 @@ class Evaluator:
     """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds; {} if `stop` before a batch.
 
     Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
-    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
+    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token; where not all tokens of the
+    text count, there is none.
+
+    Raises:
+      UserError: no token counts.
     """
     start = time.perf_counter()
     weights = self._generate(params)
@@ -60,10 +65,16 @@ class Evaluator:
       average = part if average is None else average.merge(part)
     assert average is not None  # a split has at least one batch
     loss, tokens = jax.device_get((average.compute(), average.count))
+    if not tokens:
+      raise UserError(
+        f"eval.max_batches={self._config.eval.max_batches}: no token of the validation text counts here; raise it, or "
+        "name another text with data.validation"
+      )
+    whole = not has_mask(self._config)
     return {
       "loss": float(loss),
       "perplexity": perplexity(loss),
-      "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token),
+      **({"bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token)} if whole else {}),
       "tokens": int(tokens),
       "seconds": time.perf_counter() - start,
     }
