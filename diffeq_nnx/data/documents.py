@@ -43,14 +43,14 @@ def divide(text: str, spans: Iterable[tuple[int, int]]) -> tuple[Piece, ...]:
   return (*pieces, Piece(text[at:], False))
 
 
-def encode(document: tuple[Piece, ...], tokenizer: Tokenizer, rendered: bool) -> np.ndarray:
+def encode(document: Document, tokenizer: Tokenizer, rendered: bool) -> np.ndarray:
   """Encodes the whole text, and notes which tokens count.
 
   A token counts if it overlaps a piece that counts, as in transformers. The first token of a document never counts.
 
   Args:
-    document: The pieces.
-    tokenizer: Encodes them.
+    document: The text.
+    tokenizer: Encodes it.
     rendered: Whether the text is one that a chat template made: then the names of special tokens are these tokens, and
       no marks are added. Else the document gets the tokenizer's marks, and the end mark counts.
 
@@ -60,10 +60,11 @@ def encode(document: tuple[Piece, ...], tokenizer: Tokenizer, rendered: bool) ->
   Raises:
     UnknownByte: As `Tokenizer.encode`.
   """
+  pieces = [Piece(document, True)] if isinstance(document, str) else document
   ids, spans_Nx2 = tokenizer.encode_spans(text_of(document), rendered)
   counts = np.zeros(len(ids), bool)
-  ends = list(itertools.accumulate(len(piece.text) for piece in document))
-  for piece, end in zip(document, ends):
+  ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
+  for piece, end in zip(pieces, ends):
     if piece.counts:
       counts |= (spans_Nx2[:, 1] > end - len(piece.text)) & (spans_Nx2[:, 0] < end)
   tokens = ids.astype(np.uint32) | np.where(counts, np.uint32(0), NOT_COUNTED)
