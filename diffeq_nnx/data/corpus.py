@@ -31,8 +31,10 @@ class Mixture:
 
   @property
   def bytes_per_token(self) -> float:
-    """UTF-8 bytes of text per token of the mixture, marks counted as tokens."""
-    return sum(weight * split.bytes_per_token for weight, split in zip(self.weights, self.splits))
+    """UTF-8 bytes of text per target of the mixture, marks counted as tokens."""
+    rows = [split.num_documents if split.padding else len(split.tokens) for split in self.splits]  # or as many each
+    targets = [weight * (split.num_targets / count) for weight, split, count in zip(self.weights, self.splits, rows)]
+    return sum(share * split.bytes_per_token for share, split in zip(targets, self.splits)) / sum(targets)
 
 
 @dataclasses.dataclass(frozen=True)

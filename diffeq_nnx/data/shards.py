@@ -68,8 +68,15 @@ class Split:
 
   @property
   def bytes_per_token(self) -> float:
-    """UTF-8 bytes of text per token, of what counts, marks counted as tokens."""
-    return self.num_bytes / (len(self.tokens) if self.num_counted is None else self.num_counted)
+    """UTF-8 bytes of text per target, of what counts, marks counted as tokens."""
+    return self.num_bytes / self.num_targets
+
+  @property
+  def num_targets(self) -> int:
+    """Tokens that count as targets; of windows all do."""
+    if self.num_counted is not None:
+      return self.num_counted
+    return len(self.tokens) - (self.num_documents if self.padding else 0)  # the first of a row is none
 
 
 class Tokens:

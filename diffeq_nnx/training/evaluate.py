@@ -13,7 +13,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.training.step import Batch, has_mask, make_eval_step, make_generate
+from diffeq_nnx.training.step import Batch, make_eval_step, make_generate
 
 
 class Evaluator:
@@ -47,9 +47,8 @@ class Evaluator:
   def __call__(self, params: Params, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
     """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds; {} if `stop` before a batch.
 
-    Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
-    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token; where not all tokens of the
-    text count, there is none.
+    Every token of the split that counts, but its first, is predicted once, in windows of seq_len that don't overlap, or
+    in padded rows; eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
 
     Raises:
       UserError: no token counts.
@@ -70,11 +69,10 @@ class Evaluator:
         f"eval.max_batches={self._config.eval.max_batches}: no token of the validation text counts here; raise it, or "
         "name another text with data.validation"
       )
-    whole = not has_mask(self._config)
     return {
       "loss": float(loss),
       "perplexity": perplexity(loss),
-      **({"bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token)} if whole else {}),
+      "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token),
       "tokens": int(tokens),
       "seconds": time.perf_counter() - start,
     }

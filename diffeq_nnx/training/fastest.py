@@ -25,6 +25,7 @@ from diffeq_nnx.training.step import (
   has_mask,
   init_state,
   make_train_step,
+  packs_documents,
   state_shardings,
 )
 from diffeq_nnx.training.teacher import Teacher
@@ -140,7 +141,7 @@ def _random_batch(config: Config) -> dict[str, jax.Array]:
   shape = (config.train.batch_size, config.model.seq_len)
   inputs, targets = jax.random.randint(jax.random.key(0), (2, *shape), 0, config.model.vocab_size)
   batch = {"inputs": inputs, "targets": targets}
-  if not config.data.attend_across_documents:
+  if packs_documents(config):
     places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     batch |= {"segment_ids": jnp.zeros(shape, jnp.int32), "positions": places}
   return {**batch, "mask": jnp.ones(shape)} if has_mask(config) else batch
@@ -159,5 +160,5 @@ def _describe(config: Config, mesh: Mesh, teacher: Teacher | None) -> str:
   """What the time of a step depends on."""
   devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
   train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)
-  shapes = (config.model, train, config.data.attend_across_documents, has_mask(config), teacher and teacher.config)
+  shapes = (config.model, train, packs_documents(config), has_mask(config), teacher and teacher.config)
   return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"

@@ -57,11 +57,11 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       corpus = load_corpus(config)
     with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
-    run = find_teacher(config, corpus.tokenizer, mesh)
+    of_teacher = find_teacher(config, corpus.tokenizer, mesh)
     workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
     with goodput.spending("starting"):
-      teacher = run and load_teacher(run)
-    del run  # which would keep its parameters in memory
+      teacher = None if of_teacher is None else load_teacher(of_teacher)
+    del of_teacher  # which would keep its parameters in memory
     with goodput.spending("compiling"):
       config = fastest.autotune(config, workdir, mesh, teacher)
     share = sharding.Share(mesh, config.train.batch_size)
@@ -70,7 +70,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       state, position = start_state(config, checkpoints, mesh)
       say_untrained(config, config.train.steps, config.eval.num_steps)
       _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
-      _say_another_teacher(teacher and teacher.origin, position, int(state["step"]))
+      _say_another_teacher(teacher, position, int(state["step"]))
     with distributed.sync_errors():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
@@ -155,8 +155,9 @@ def _say_another_schedule(config: Config, before: int | None, step: int) -> None
   )
 
 
-def _say_another_teacher(now: str | None, position: dict[str, Any], step: int) -> None:
+def _say_another_teacher(teacher: Teacher | None, position: dict[str, Any], step: int) -> None:
   """Says so where the run had another teacher, or its teacher another model, before a step where it goes on."""
+  now = None if teacher is None else teacher.origin
   before = position.get("teacher", now)
   if before != now:
     say(f"train.teacher: was {before} until step {step}, and is {now} now")
@@ -341,8 +342,6 @@ class _Watch:
     if self._run.teacher is not None:
       operations += self._steps * flops.teacher_flops(self._config, self._run.teacher.config)
       found["utilization_with_teacher"] = utilization(operations)
-    if "counted_tokens" in values:  # the text has more bytes than those of the tokens that count
-      del found["bits_per_byte"]
     self._run.report.train(step, found)
     self._restart_clock()
 

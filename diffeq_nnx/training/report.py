@@ -71,9 +71,9 @@ class Reporter:
   def validation(self, step: int, values: dict[str, float]) -> None:
     """Records and shows validation values after `step`."""
     self._record(step, "validation", values)
-    last = f"{values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else _count(values["tokens"])
     say(
-      f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, {last}"
+      f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
+      f"{values['bits_per_byte']:.4f} bits per byte, {values['tokens']:,} tokens"
     )
 
   def goodput(self, step: int, shares: dict[str, float]) -> None:
@@ -127,12 +127,8 @@ class Reporter:
 def _details(values: dict[str, float]) -> str:
   """What a training loss is made of, in brackets, where that needs saying."""
   parts = [f"{name.replace('_', '-')} {values[name]:.4f}" for name in ("cross_entropy", "divergence") if name in values]
-  parts += [_count(values["counted_tokens"])] if "counted_tokens" in values else []
+  parts += [f"{values['counted_tokens']:,} counted tokens"] if "counted_tokens" in values else []
   return f" ({', '.join(parts)})" if parts else ""
-
-
-def _count(tokens: float) -> str:
-  return f"{tokens:,.0f} counted tokens"
 
 
 def _wandb_run(project: str, workdir: str, folder: str) -> Any:

@@ -157,7 +157,7 @@ def loss_and_gradients(
 
 def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.GridWeights, **more) -> jax.Array:
   """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
-  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
+  get = batch.__getitem__ if packs_documents(config) else batch.get  # then the batch must have them
   return model.hidden(
     batch["inputs"], weights, segment_ids_BxL=get("segment_ids"), positions_BxL=get("positions"), **more
   )
@@ -224,14 +224,19 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
   tokens = jax.ShapeDtypeStruct(
     (config.train.batch_size, config.model.seq_len), jnp.int32, sharding=sharding.batch_sharding(mesh)
   )
-  packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
+  packing = ("segment_ids", "positions") if packs_documents(config) else ()
   batch = dict.fromkeys(("inputs", "targets", *packing), tokens)
   return {**batch, "mask": tokens.update(dtype=jnp.float32)} if has_mask(config) else batch
 
 
 def has_mask(config: Config) -> bool:
   """Whether training batches say which targets count."""
-  return getattr(config.data, "records", "text") != "text" or getattr(config.data, "rows", "packed") == "padded"
+  return config.data.records != "text" or config.data.rows == "padded"
+
+
+def packs_documents(config: Config) -> bool:
+  """Whether rows hold several documents that are kept apart."""
+  return not config.data.attend_across_documents and config.data.rows == "packed"
 
 
 @functools.lru_cache(maxsize=32)
