@@ -179,6 +179,9 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(folder, tmp_path, kind):
   assert kept.chat_template == tokenizer.chat_template is not None
   assert chat.template_of(kept).render(TURNS) == chat.template_of(tokenizer).render(TURNS)
   assert data.load_tokenizer(run).chat_template == kept.chat_template
+  (tmp_path / "other.jinja").write_text("{{ eos_token }}!")
+  given = data.load_tokenizer(run, chat_template=str(tmp_path / "other.jinja"))  # beside which nothing names marks
+  assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "!"
 
 
 def test_an_exported_folder_has_the_template(folder, tmp_path):
@@ -210,6 +213,7 @@ def test_characters_of_tokens_join_to_the_text(folder):
       assert (joins | (spans_Nx2[1:] == spans_Nx2[:-1]).all(1)).all()  # bytes of one character share it
       if not rendered:
         assert ids.tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.name_token(tokenizer.eos_id) in text
     assert tokenizer.eos_id in ids and tokenizer.eos_id not in tokenizer.encode(text)
 
 
