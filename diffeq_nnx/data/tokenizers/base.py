@@ -70,6 +70,10 @@ class Tokenizer(abc.ABC):
     """The SHA-256, in hex, of everything that decides ids, marks included."""
     return hashlib.sha256(self.model_bytes).hexdigest()
 
+  @abc.abstractmethod
+  def name_token(self, number: int) -> str:
+    """Returns the name of a token, as vocabularies have it."""
+
   def hash_chat_template(self) -> str | None:
     """The SHA-256 of the chat template, in hex, or None if there is none."""
     return None if self.chat_template is None else hashlib.sha256(self.chat_template.encode()).hexdigest()

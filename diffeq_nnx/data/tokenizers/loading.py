@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from diffeq_nnx import files
-from diffeq_nnx.data.tokenizers import base, byte_fallback, byte_pairs, marks, sentencepieces, specs
+from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, marks, sentencepieces, specs
 from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
@@ -62,10 +62,12 @@ def load(
   label, path = f"{key}={name}", os.path.expanduser(name)
   directory = path if files.is_folder(path) else os.path.dirname(path)
   tokenizer = _load(name, begin_mark, begin_token, end_token, unknown_bytes, lossless, label)
-  given = {"bos_token": begin_token, "eos_token": end_token}
-  template, names = (None, {"eos_token": base.END_OF_TEXT}) if name == "bytes" else read_chat_template(directory, label)
+  template, names = (None, {}) if name == "bytes" else read_chat_template(directory, label)
   if chat_template is not None:
     template = read_template_file(chat_template)
+    own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
+  given = {"bos_token": begin_token, "eos_token": end_token}
   names |= {variable: token for variable, token in given.items() if token}
   tokenizer.chat_template = None if template is None else name_marks(template, names)
   return tokenizer

@@ -236,6 +236,10 @@ class SentencePieceTokenizer(base.Tokenizer):
       ids = (next(encoded[id(model)]) if isinstance(part, str) else part for model, part in parts)
       yield np.fromiter(chain.from_iterable(ids), np.int32)
 
+  def name_token(self, number: int) -> str:
+    """See `Tokenizer.name_token`."""
+    return self._own.id_to_piece(number) if number < self._num_pieces else [*self.added][number - self._num_pieces]
+
   def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """See `Tokenizer.encode_spans`."""
     text.encode()

@@ -27,6 +27,10 @@ class LibraryTokenizer(Tokenizer):
     encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
     return (np.array(encoding.ids, np.int32) for encoding in encoded)
 
+  def name_token(self, number: int) -> str:
+    """See `Tokenizer.name_token`."""
+    return {one: name for name, one in map_ids(json.loads(self.model_bytes)).items()}[number]
+
   def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """See `Tokenizer.encode_spans`."""
     text.encode()
