@@ -149,6 +149,13 @@ def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarr
   return {"inputs": tokens[0], "targets": tokens[1]}
 
 
+def masked_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+  """The same, where the first 12, 0, 1, 5, 0, 0, 4, 0 targets of eight rows count, and so on."""
+  batch = random_batch(config, seed)
+  counts_Bx1 = np.resize([12, 0, 1, 5, 0, 0, 4, 0], (config.train.batch_size, 1))
+  return {**batch, "mask": (np.arange(config.model.seq_len) < counts_Bx1).astype(np.float32)}
+
+
 def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
   """The same, with documents kept apart: token 0 ends each, at two random places of a row."""
   batch = random_batch(config, seed)

@@ -93,6 +93,35 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
     assert second.out == ""
 
 
+def test_two_processes_have_the_masked_losses_of_one_beside_a_teacher(cache, tmp_path):
+  """Within 2e-6 in float32, and as many tokens count; the teacher computes in bfloat16 and its tables are cast."""
+  completions = [{"prompt": "ab " * (n % 11), "completion": "rivers " * (1 + n % 4 * (n % 3))} for n in range(80)]
+  (tmp_path / "all.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in completions))
+  keys = (f"data.source=jsonl:{tmp_path}/all.jsonl", "data.records=completion", "data.tokenizer=bytes")
+  keys += (
+    "data.attend_across_documents=False",
+    "model.seq_len=64",
+    "train.steps=4",
+    "eval.every=4",
+    "model.dropout=0.0",
+  )
+  more = tuple(f"--config.{key}" for key in keys)
+  taught = (*more, f"--config.train.teacher={tmp_path}/teacher")
+  for name, processes, settings in (
+    ("teacher", 1, (*more, "--config.model.dtype=bfloat16", "--config.model.embed_dim=16")),
+    ("one", 1, (*taught, "--config.train.device_batch_size=2")),
+    ("two", 2, taught),
+  ):
+    with job(cache, tmp_path / name, processes, more=settings) as running:
+      assert [process.end() for process in running] == [0] * processes, running[0].lines[-20:]
+  one, two = ([record for record in records(tmp_path / run) if record["split"] != "time"] for run in ("one", "two"))
+  assert len(one) == len(two) == 5 and len({record["counted_tokens"] for record in one[:-1]}) > 1
+  for found, expected in zip(two, one):
+    names = {"loss", "cross_entropy", "divergence", "counted_tokens", "gradient_norm", "tokens"} & expected.keys()
+    assert len(names) >= 2
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, 2e-6, 1e-7)
+
+
 FAILS_ALONE = """
 from absl import app
 from diffeq_nnx import main

@@ -38,7 +38,7 @@ def clock(monkeypatch):
   """Seconds by choice, None where it does not fit, and the choices that were asked for."""
   times, asked = {}, []
 
-  def time_step(config, mesh):
+  def time_step(config, mesh, teacher):
     choice = config.train.remat, config.train.device_batch_size
     asked.append(choice)
     return times.get(choice, 1.0)

@@ -114,3 +114,46 @@ def test_one_device_and_eight_in_several_meshes_give_the_same_ten_losses():
     assert one[-1] != one[0]
     for other in others:
       np.testing.assert_allclose(other, one, rtol=2e-6)
+
+
+MASKED = """
+import jax, numpy as np
+from diffeq_nnx.config import MeshConfig
+from diffeq_nnx.model.grids import make_grid
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.training.step import init_state, loss_and_gradients, state_shardings
+from diffeq_nnx.training.teacher import make_teacher
+from tests.conftest import masked_batch, moved_instance, small_config, small_model
+from diffeq_nnx.model.parameters import param_shardings, params_of
+
+SIZES = dict(num_heads=4, num_kv_heads=2, vocab_size=40)
+teaching = small_model(field="llama", weights="stored", embed_dim=16, mlp_dim=32, num_steps=2, seq_len=16, **SIZES)
+
+def found(held, taught, devices, **sizes):
+  config = small_config(small_model(embed_dim=32, mlp_dim=64, **SIZES), batch_size=8, device_batch_size=held,
+                        remat="full")
+  mesh = sharding.make_mesh(MeshConfig(**sizes), jax.devices()[:devices])
+  with jax.set_mesh(mesh):
+    state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
+    batch = sharding.Share(mesh, config.train.batch_size).place(masked_batch(config))
+    params = jax.device_put(params_of(moved_instance(teaching)), param_shardings(teaching, mesh))
+    teacher = make_teacher(teaching, params) if taught else None
+    if taught and devices > 1:
+      assert all(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(teacher.weights) if leaf.ndim > 2)
+    grid = make_grid(config.model)
+    step = jax.jit(lambda params, batch, teacher: loss_and_gradients(config, grid, params, batch, state["key"], None,
+                                                                     teacher))
+    return jax.device_get(step(state["params"], batch, teacher))
+
+for taught in (False, True):
+  one = found(None, taught, 1)
+  for held, sizes in ((None, dict(fsdp=8)), (1, dict(data=2, fsdp=2, context=2)), (1, dict(data=2, tensor=2, fsdp=2))):
+    eight = found(held, taught, 8, **sizes)
+    assert eight[0].keys() == one[0].keys() and len(one[0]) == (3 if taught else 1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * np.abs(a).max()), one, eight)
+"""
+
+
+def test_uneven_masks_have_the_same_loss_and_gradients_on_one_device_and_eight_with_a_teacher_or_without():
+  """In float32, with micro-batches, a sequence over devices, and the teacher's weights split like a model's."""
+  on_eight_devices(MASKED)

@@ -24,7 +24,7 @@ from diffeq_nnx.training.step import (
   make_train_step,
   state_shardings,
 )
-from tests.conftest import ROWS, packed_batch, perturb, random_batch, small_config, small_model
+from tests.conftest import ROWS, masked_batch, packed_batch, perturb, random_batch, small_config, small_model
 
 
 def gradients_of(config, batch, dtype="float32"):
@@ -46,28 +46,81 @@ def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), whole, parts)
 
 
+def documents_alone(batch):
+  """The documents of a packed batch, a row each, filled up with zeros; the mask counts what counts there."""
+  alone = {"inputs": [], "targets": [], "mask": []}
+  mask = batch.get("mask", np.ones(batch["inputs"].shape, np.float32))
+  for row, ids in enumerate(batch["segment_ids"]):
+    for number in np.unique(ids):
+      where = ids == number
+      fill = lambda values: np.pad(values[row, where], (0, len(ids) - where.sum()))
+      for name, values in (("inputs", batch["inputs"]), ("targets", batch["targets"]), ("mask", mask)):
+        alone[name].append(fill(values))
+  return {name: np.stack(rows) for name, rows in alone.items()}
+
+
 def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(x64):
   """In training and in validation."""
   config = small_config(small_model(field="llama", dtype="float64"), batch_size=2)
   batch = packed_batch(config)
-  alone = {"inputs": [], "targets": [], "mask": []}  # a row a document, filled up with zeros
-  for row in range(2):
-    for number in np.unique(batch["segment_ids"][row]):
-      where = batch["segment_ids"][row] == number
-      fill = lambda values: np.pad(values, (0, 12 - where.sum()))
-      alone["inputs"].append(fill(batch["inputs"][row, where]))
-      alone["targets"].append(fill(batch["targets"][row, where]))
-      alone["mask"].append(fill(np.ones(where.sum())))
+  alone = documents_alone(batch)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
   weights, evaluate = make_generate(config, 3)(params), make_eval_step(config)
-  total, count = evaluate(params, weights, jax.tree.map(np.stack, alone, is_leaf=lambda x: isinstance(x, list)))
+  total, count = evaluate(params, weights, alone)
   assert len(alone["inputs"]) > 4 and count == 24
   packed_total, _ = evaluate(params, weights, {**batch, "mask": np.ones((2, 12))})
   across = {key: batch[key] for key in ("inputs", "targets")}
   across_total, _ = evaluate(params, weights, {**across, "mask": np.ones((2, 12))})
   np.testing.assert_allclose(packed_total, total, rtol=1e-10)
-  np.testing.assert_allclose(gradients_of(config, batch)[0], total / count, rtol=1e-6)  # a float32 mask
+  np.testing.assert_allclose(gradients_of(config, batch)[0]["loss"], total / count, rtol=1e-6)  # a float32 mask
   assert abs(across_total - total) > 1e-3
+
+
+def check_equal(found, expected, tolerance=1e-5):
+  """Losses and gradients agree, relative to the largest element of each array."""
+  check = lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+  jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("field,row", [("gpt", "diffeq"), ("llama", "baseline")])
+def test_a_masked_loss_is_the_mean_over_counted_targets_for_any_number_of_micro_batches(field, row):
+  """However unevenly they lie; a mask of ones is no mask."""
+  config = small_config(small_model(field=field, **ROWS[row]), batch_size=8)
+  batch = masked_batch(config)
+  whole = gradients_of(config, batch)
+  params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
+  total, count = make_eval_step(config)(params, make_generate(config, 3)(params), batch)
+  assert count == batch["mask"].sum() == 22
+  np.testing.assert_allclose(whole[0]["loss"], total / count, rtol=1e-6)
+  for held in (4, 2):  # 2 and 4 micro-batches, one of which has no counted target
+    parts = dataclasses.replace(config, train=dataclasses.replace(config.train, device_batch_size=held))
+    check_equal(gradients_of(parts, batch), whole)
+  ones = gradients_of(config, {**batch, "mask": np.ones_like(batch["mask"])})
+  check_equal(ones, gradients_of(config, random_batch(config)), 1e-6)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_masked_documents_have_the_same_loss_and_gradients_packed_and_padded(field):
+  config = small_config(small_model(field=field), batch_size=4)
+  batch = packed_batch(config)
+  batch["mask"] = (np.random.default_rng(1).random(batch["inputs"].shape) < 0.3).astype(np.float32)
+  alone = documents_alone(batch)
+  rows = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=len(alone["inputs"])))
+  check_equal(gradients_of(rows, alone), gradients_of(config, batch))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "muon_weights", "lion"])
+def test_a_batch_without_counted_targets_has_no_loss_and_no_gradient(name):
+  config = dataclasses.replace(small_config(device_batch_size=2), optimizer=OptimizerConfig(name=name))
+  batch = masked_batch(config)
+  batch["mask"][:] = 0
+  state = jax.jit(init_state, static_argnums=0)(config)
+  for _ in range(2):
+    state, metrics = make_train_step(config)(state, batch, 3)
+    assert (metrics["loss"], metrics["gradient_norm"], metrics["counted_tokens"]) == (0, 0, 0)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+  _, metrics = make_train_step(config)(state, masked_batch(config), 3)
+  assert metrics["counted_tokens"] == 18 and metrics["loss"] > 1
 
 
 def test_under_accumulation_the_generator_runs_once():

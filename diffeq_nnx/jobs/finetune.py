@@ -20,6 +20,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import place_state
+from diffeq_nnx.training.teacher import find_teacher
 
 
 def finetune(
@@ -65,6 +66,7 @@ def finetune(
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, run, workdir)
     corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
+    find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     say_untrained(source, run.step, config.model.num_steps, config.model.step_sizes)
     params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
     del run  # which would keep its parameters in memory

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import Batch, make_eval_step, make_generate
@@ -46,8 +47,11 @@ class Evaluator:
   def __call__(self, params: Params, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
     """loss (nats per token), perplexity (e^loss), bits_per_byte, tokens and seconds; {} if `stop` before a batch.
 
-    Every token of the split but its first is predicted once, in windows of seq_len that don't overlap;
-    eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
+    Every token of the split that counts, but its first, is predicted once, in windows of seq_len that don't overlap, or
+    in padded rows; eval.max_batches cuts that short. Bits per byte takes the whole split's bytes per token.
+
+    Raises:
+      UserError: no token counts.
     """
     start = time.perf_counter()
     weights = self._generate(params)
@@ -60,6 +64,11 @@ class Evaluator:
       average = part if average is None else average.merge(part)
     assert average is not None  # a split has at least one batch
     loss, tokens = jax.device_get((average.compute(), average.count))
+    if not tokens:
+      raise UserError(
+        f"eval.max_batches={self._config.eval.max_batches}: no token of the validation text counts here; raise it, or "
+        "name another text with data.validation"
+      )
     return {
       "loss": float(loss),
       "perplexity": perplexity(loss),

@@ -19,7 +19,16 @@ from diffeq_nnx.depth.trained import list_num_steps
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.training.step import abstract_batch, abstract_state, init_state, make_train_step, state_shardings
+from diffeq_nnx.training.step import (
+  abstract_batch,
+  abstract_state,
+  has_mask,
+  init_state,
+  make_train_step,
+  packs_documents,
+  state_shardings,
+)
+from diffeq_nnx.training.teacher import Teacher
 
 FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them
 SPARE = 0.05  # of a device's memory must stay free
@@ -29,7 +38,7 @@ SIZES = 4  # how many numbers of sequences are tried: all that a device holds, a
 Choice = tuple[str, int | None]  # train.remat, train.device_batch_size
 
 
-def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
+def autotune(config: Config, workdir: str, mesh: Mesh, teacher: Teacher | None = None) -> Config:
   """The config with the fastest values in place of train.remat=auto and train.device_batch_size=-1.
 
   Every choice is compiled, and run for a few steps from the initial state on random tokens. What was found is kept in
@@ -40,14 +49,14 @@ def autotune(config: Config, workdir: str, mesh: Mesh) -> Config:
   """
   if not _remat_is_open(config) and config.train.device_batch_size != -1:
     return config
-  asked = _describe(config, mesh)
+  asked = _describe(config, mesh, teacher)
   path = os.path.join(workdir, FILE)
   tried = list_candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
   place = distributed.on_main_process(_recorded_place, path, asked, tried)
   if place >= 0:
     say(f"{_format_choice(tried[place])}: was the fastest on these devices ({FILE})")
     return _choose(config, tried[place])
-  found = measure(config, tried, mesh)
+  found = measure(config, tried, mesh, teacher)
   if not found:
     raise UserError(
       "train.remat=auto, train.device_batch_size=-1: no choice fits these devices; use more of them, or see the advice "
@@ -73,12 +82,12 @@ def list_candidates(config: Config, held: int) -> list[Choice]:
   return list(itertools.product(remats, sizes))
 
 
-def measure(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, float]:
+def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher | None = None) -> dict[Choice, float]:
   """Seconds of a train step with each of these choices that fits."""
   found: dict[Choice, float] = {}
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
   for choice in choices:
-    seconds = None if choice[0] in too_large else time_step(_choose(config, choice), mesh)
+    seconds = None if choice[0] in too_large else time_step(_choose(config, choice), mesh, teacher)
     slowest = [json.loads(text) for text in distributed.exchange(json.dumps(seconds))]  # of all processes
     if None in slowest:
       too_large.add(choice[0])
@@ -89,12 +98,12 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh) -> dict[Choice, f
   return found
 
 
-def time_step(config: Config, mesh: Mesh) -> float | None:
+def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
   most = list_num_steps(config)[0]
   try:
-    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh), most)
-    compiled = step.compile()
+    step = make_train_step(config, mesh)
+    compiled = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), most, teacher).compile()
     memory = compiled.memory_analysis()
     if memory and memory.peak_memory_in_bytes > (1 - SPARE) * memory_limit(mesh.local_devices[0]):
       return None
@@ -103,7 +112,7 @@ def time_step(config: Config, mesh: Mesh) -> float | None:
     seconds = []
     for _ in range(1 + TIMED):
       start = time.perf_counter()
-      state, metrics = compiled(state, batch)
+      state, metrics = compiled(state, batch, teacher)
       jax.block_until_ready((state, metrics))
       seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
@@ -132,10 +141,10 @@ def _random_batch(config: Config) -> dict[str, jax.Array]:
   shape = (config.train.batch_size, config.model.seq_len)
   inputs, targets = jax.random.randint(jax.random.key(0), (2, *shape), 0, config.model.vocab_size)
   batch = {"inputs": inputs, "targets": targets}
-  if not config.data.attend_across_documents:
+  if packs_documents(config):
     places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     batch |= {"segment_ids": jnp.zeros(shape, jnp.int32), "positions": places}
-  return batch
+  return {**batch, "mask": jnp.ones(shape)} if has_mask(config) else batch
 
 
 def _choose(config: Config, choice: Choice) -> Config:
@@ -147,9 +156,9 @@ def _format_choice(choice: Choice) -> str:
   return f"train.remat={choice[0]}, train.device_batch_size={choice[1]}"
 
 
-def _describe(config: Config, mesh: Mesh) -> str:
+def _describe(config: Config, mesh: Mesh, teacher: Teacher | None) -> str:
   """What the time of a step depends on."""
   devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
-  train = dataclasses.replace(config.train, steps=1, log_every=1)
-  shapes = (config.model, train, config.data.attend_across_documents)
+  train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)
+  shapes = (config.model, train, packs_documents(config), has_mask(config), teacher and teacher.config)
   return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"

@@ -6,9 +6,11 @@ et al. 2022, appendix B), for each evaluation of a branch by the solver, and tho
 embeddings, norms, activations, the softmax or the optimizer. The backward pass counts twice the forward
 pass; what rematerialization computes again, or undoes, is not counted. Generating the weights counts apart:
 2 (T + 1) operations an element of the block's kernels for each time whose weights the solver uses, and the
-time MLPs' own products, also times three; it happens once an optimizer step.
+time MLPs' own products, also times three; it happens once an optimizer step. The forward pass of a
+teacher counts apart too.
 """
 
+import dataclasses
 import time
 
 import jax
@@ -43,6 +45,12 @@ PEAK_TFLOPS = {
 def model_flops(config: Config, num_steps: int) -> float:
   """FLOPs of one optimizer step at a number of solver steps, without those of the generator."""
   return 3.0 * config.train.batch_size * config.model.seq_len * forward_flops(config.model, num_steps)
+
+
+def teacher_flops(config: Config, teacher: ModelConfig) -> float:
+  """FLOPs of a teacher's forward pass over the batch of an optimizer step; its weights were made before."""
+  model = dataclasses.replace(teacher, seq_len=config.model.seq_len)
+  return config.train.batch_size * config.model.seq_len * forward_flops(model, model.num_steps)
 
 
 def forward_flops(model: ModelConfig, num_steps: int) -> float:

@@ -29,6 +29,7 @@ from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
+from diffeq_nnx.training.teacher import Teacher, find_teacher, load_teacher
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
@@ -43,7 +44,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     seconds; {} where SIGTERM ended the run before the first validation.
 
   Raises:
-    UserError: the text, the work directory, the checkpoints, the devices or this backend don't fit the config.
+    UserError: the text, the work directory, the checkpoints, the teacher, the devices or this backend don't fit the
+      config.
     Diverged: a loss, a gradient or parameters that are not finite; the newest checkpoint is of before.
     RunError: a file that can't be written.
   """
@@ -55,15 +57,20 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       corpus = load_corpus(config)
     with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
+    of_teacher = find_teacher(config, corpus.tokenizer, mesh)
     workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
+    with goodput.spending("starting"):
+      teacher = None if of_teacher is None else load_teacher(of_teacher)
+    del of_teacher  # which would keep its parameters in memory
     with goodput.spending("compiling"):
-      config = fastest.autotune(config, workdir, mesh)
+      config = fastest.autotune(config, workdir, mesh, teacher)
     share = sharding.Share(mesh, config.train.batch_size)
     checkpoints = Checkpoints(workdir, config, corpus.tokenizer.hash)
     with goodput.spending("starting"):
       state, position = start_state(config, checkpoints, mesh)
       say_untrained(config, config.train.steps, config.eval.num_steps)
       _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
+      _say_another_teacher(teacher, position, int(state["step"]))
     with distributed.sync_errors():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
@@ -74,7 +81,10 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         goodput.watched(),
       ):
         return _loop(
-          _Run(config, mesh, corpus, share, batches, start, position, checkpoints, report, preemption, goodput), state
+          _Run(
+            config, mesh, corpus, share, batches, start, position, checkpoints, report, preemption, goodput, teacher
+          ),
+          state,
         )
     except Diverged as error:
       raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
@@ -145,6 +155,14 @@ def _say_another_schedule(config: Config, before: int | None, step: int) -> None
   )
 
 
+def _say_another_teacher(teacher: Teacher | None, position: dict[str, Any], step: int) -> None:
+  """Says so where the run had another teacher, or its teacher another model, before a step where it goes on."""
+  now = None if teacher is None else teacher.origin
+  before = position.get("teacher", now)
+  if before != now:
+    say(f"train.teacher: was {before} until step {step}, and is {now} now")
+
+
 def _way_back(checkpoints: Checkpoints, workdir: str, step: int) -> str:
   """What to do after a run diverged, whose parameters were still finite after `step`; the end of an error line."""
   stay = checkpoints.without(step)
@@ -182,6 +200,7 @@ class _Run:
   report: Reporter
   preemption: distributed.Preemption
   goodput: Goodput
+  teacher: Teacher | None
   saved: float = dataclasses.field(default_factory=time.monotonic)  # when the last checkpoint was, or this run began
 
   def must_save(self, step: int) -> bool:
@@ -201,7 +220,9 @@ class _Run:
       self.report.upload()
       windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
       length = self.config.optimizer.schedule_steps or self.config.train.steps
-      self.checkpoints.save(state, {"windows": windows, "validate": validate, "schedule_steps": length}, loss)
+      position = {"windows": windows, "validate": validate, "schedule_steps": length}
+      position["teacher"] = self.teacher and self.teacher.origin
+      self.checkpoints.save(state, position, loss)
     self.saved = time.monotonic()
 
 
@@ -228,7 +249,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     batch = run.share.place(rows)
     compiles = run.goodput.spending("compiling") if num_steps not in compiled else contextlib.nullcontext()
     with jax.transfer_guard("disallow"), compiles:
-      state, metrics = train_step(state, batch, num_steps)
+      state, metrics = train_step(state, batch, num_steps, run.teacher)
     compiled.add(num_steps)
     watch.after(step + 1, num_steps, metrics)
     run.goodput.mark_step(step + 1)
@@ -292,7 +313,7 @@ class _Watch:
     if self._pending is None:
       return
     (step, metrics), self._pending = self._pending, None
-    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     for name in ("loss", "gradient_norm"):
       if not math.isfinite(values[name]):
         raise Diverged(f"step {step}: the {name.replace('_', ' ')} is {values[name]}", step - 1)
@@ -306,18 +327,22 @@ class _Watch:
     train = self._config.train
     elapsed, waited, paused = (now - before for now, before in zip(self._clocks(), self._before))
     seconds = max(elapsed - paused, 1e-9)
-    self._run.report.train(
-      step,
-      {
-        **values,
-        "perplexity": perplexity(values["loss"]),
-        "bits_per_byte": bits_per_byte(values["loss"], self._run.corpus.train.bytes_per_token),
-        "waiting_for_data": waited / seconds,
-        "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
-        "utilization": self._flops / seconds / self._peak,
-        "utilization_with_generator": (self._flops + self._generator_flops) / seconds / self._peak,
-      },
-    )
+    loss = values.get("cross_entropy", values["loss"])
+    utilization = lambda operations: operations / seconds / self._peak
+    operations = self._flops + self._generator_flops
+    found = {
+      **values,
+      "perplexity": perplexity(loss),
+      "bits_per_byte": bits_per_byte(loss, self._run.corpus.train.bytes_per_token),
+      "waiting_for_data": waited / seconds,
+      "tokens_per_second": self._steps * train.batch_size * self._config.model.seq_len / seconds,
+      "utilization": utilization(self._flops),
+      "utilization_with_generator": utilization(operations),
+    }
+    if self._run.teacher is not None:
+      operations += self._steps * flops.teacher_flops(self._config, self._run.teacher.config)
+      found["utilization_with_teacher"] = utilization(operations)
+    self._run.report.train(step, found)
     self._restart_clock()
 
   def _clocks(self) -> tuple[float, float, float]:

@@ -1,8 +1,9 @@
-"""Cross-entropy that never holds the logits of all positions at one time.
+"""The losses, which never hold the logits of all positions at one time.
 
-B batch, L positions, N chunks, C positions a chunk, D embed_dim, V vocab_size. The batch is taken as R = P X
-parts, one to a device: P parts of b sequences, each in X stretches where positions are split over devices. Each part
-adds up its own loss and gradient of the head over the chunks, and they are added across devices once, at the end.
+B batch, L positions, N chunks, C positions a chunk, D embed_dim, E a teacher's embed_dim, V vocab_size. The batch is
+taken as R = P X parts, one to a device: P parts of b sequences, each in X stretches where positions are split over
+devices. Each part adds up its own loss and gradient of the head over the chunks, and they are added across devices
+once, at the end.
 """
 
 import functools
@@ -12,10 +13,9 @@ import jax.numpy as jnp
 
 from diffeq_nnx.parallel import sharding
 
-LOGITS_BYTES = 2**30  # of a chunk in float32
+LOGITS_BYTES = 2**30  # of a chunk in float32, a teacher's included
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_cross_entropy(
   hidden_BxLxD: jax.Array,
   head_VxD: jax.Array,
@@ -41,14 +41,31 @@ def chunked_cross_entropy(
   Raises:
     ValueError: num_chunks does not divide it.
   """
-  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks, len(head_VxD))
+  return chunked_losses(hidden_BxLxD, head_VxD, (), targets_BxL, mask_BxL, num_chunks, 0.0)[0]
 
-  def chunk(total_R, args):
-    loss_R, _, _ = _chunk_loss(head_VxD, *args)
-    return total_R + loss_R, None
 
-  total_R, _ = jax.lax.scan(chunk, _zeros(chunks[0], ()), chunks)
-  return total_R.sum()
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def chunked_losses(hidden_BxLxD, head_VxD, teacher, targets_BxL, mask_BxL, num_chunks, weight):
+  """The cross-entropy alone, or beside a teacher.
+
+  Args:
+    hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks: as for `chunked_cross_entropy`.
+    teacher: () or a teacher's last hidden state [B, L, E] and its head [V, E]; not differentiated.
+    weight: the share of the divergence.
+
+  Returns:
+    (cross-entropy,) or ((1 - weight) * cross-entropy + weight * divergence, cross-entropy, divergence), where
+    the divergence is mask * KL(teacher || model) in nats; only the first of them may be differentiated.
+  """
+  heads = (head_VxD, *teacher[1:])
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL, *teacher[:1]), num_chunks, sum(map(len, heads)))
+
+  def chunk(totals_R, args):
+    losses_R, *_ = _chunk_losses(heads, weight, *args)
+    return jax.tree.map(jnp.add, totals_R, losses_R), None
+
+  zeros_R = (_zeros(chunks[0], ()),) * (3 if teacher else 1)
+  return jax.tree.map(jnp.sum, jax.lax.scan(chunk, zeros_R, chunks)[0])
 
 
 def _zeros(hidden_NxRxbxCxD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -83,40 +100,58 @@ def _parts(a_BxL: jax.Array) -> tuple[int, int]:
   return P if B % P == 0 else 1, X if L % X == 0 else 1
 
 
-def _chunk_loss(head_VxD, hidden_RxbxCxD, targets_RxbxC, mask_RxbxC):
-  wide = jnp.promote_types(hidden_RxbxCxD.dtype, jnp.float32)
-  logits_RxbxCxV = jnp.einsum("rbcd,vd->rbcv", hidden_RxbxCxD, head_VxD, preferred_element_type=wide)
+def _chunk_losses(heads, weight, hidden_RxbxCxD, targets_RxbxC, mask_RxbxC, teacher_RxbxCxE=None):
+  """(losses, logits, their normalizer, probabilities of the teacher) of a chunk."""
+  logits_RxbxCxV = _logits(hidden_RxbxCxD, heads[0])
   normalizer_RxbxC = jax.nn.logsumexp(logits_RxbxCxV, axis=-1)
   picked_RxbxC = jnp.take_along_axis(logits_RxbxCxV, targets_RxbxC[..., None], axis=-1)[..., 0]
-  loss_R = jnp.sum(mask_RxbxC * (normalizer_RxbxC - picked_RxbxC), axis=(1, 2))
-  return loss_R, logits_RxbxCxV, normalizer_RxbxC
+  cross_entropy_R = jnp.sum(mask_RxbxC * (normalizer_RxbxC - picked_RxbxC), axis=(1, 2))
+  if teacher_RxbxCxE is None:
+    return (cross_entropy_R,), logits_RxbxCxV, normalizer_RxbxC, None
+  teacher_RxbxCxV = _logits(teacher_RxbxCxE, heads[1]).astype(logits_RxbxCxV.dtype)
+  # by the same operations as for the student, so that between equal models the divergence is exactly 0
+  log_RxbxCxV = teacher_RxbxCxV - jax.nn.logsumexp(teacher_RxbxCxV, axis=-1)[..., None]
+  probability_RxbxCxV = jnp.exp(log_RxbxCxV)
+  ratio_RxbxCxV = log_RxbxCxV - (logits_RxbxCxV - normalizer_RxbxC[..., None])
+  divergence_R = jnp.sum(mask_RxbxC * jnp.sum(probability_RxbxCxV * ratio_RxbxCxV, axis=-1), axis=(1, 2))
+  loss_R = (1 - weight) * cross_entropy_R + weight * divergence_R
+  return (loss_R, cross_entropy_R, divergence_R), logits_RxbxCxV, normalizer_RxbxC, probability_RxbxCxV
 
 
-def _forward(hidden_BxLxD, head_VxD, targets_BxL, mask_BxL, num_chunks):
+def _logits(hidden_RxbxCxD, head_VxD):
+  wide = jnp.promote_types(hidden_RxbxCxD.dtype, jnp.float32)
+  return jnp.einsum("rbcd,vd->rbcv", hidden_RxbxCxD, head_VxD, preferred_element_type=wide)
+
+
+def _forward(hidden_BxLxD, head_VxD, teacher, targets_BxL, mask_BxL, num_chunks, weight):
   wide = jnp.promote_types(hidden_BxLxD.dtype, jnp.float32)
-  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL), num_chunks, len(head_VxD))
+  heads = (head_VxD, *teacher[1:])
+  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL, *teacher[:1]), num_chunks, sum(map(len, heads)))
 
   def chunk(carry, args):
-    total_R, head_gradient_RxVxD = carry
-    hidden_RxbxCxD, targets_RxbxC, mask_RxbxC = args
-    loss_R, logits_RxbxCxV, normalizer_RxbxC = _chunk_loss(head_VxD, *args)
-    hits_RxbxCxV = targets_RxbxC[..., None] == jnp.arange(head_VxD.shape[0])[None, None, None]
-    delta_RxbxCxV = (jnp.exp(logits_RxbxCxV - normalizer_RxbxC[..., None]) - hits_RxbxCxV) * mask_RxbxC[..., None]
+    totals_R, head_gradient_RxVxD = carry
+    hidden_RxbxCxD, targets_RxbxC, mask_RxbxC = args[:3]
+    losses_R, logits_RxbxCxV, normalizer_RxbxC, probability_RxbxCxV = _chunk_losses(heads, weight, *args)
+    wanted_RxbxCxV = targets_RxbxC[..., None] == jnp.arange(head_VxD.shape[0])[None, None, None]
+    if probability_RxbxCxV is not None:
+      wanted_RxbxCxV = (1 - weight) * wanted_RxbxCxV + weight * probability_RxbxCxV
+    delta_RxbxCxV = (jnp.exp(logits_RxbxCxV - normalizer_RxbxC[..., None]) - wanted_RxbxCxV) * mask_RxbxC[..., None]
     delta_RxbxCxV = delta_RxbxCxV.astype(hidden_BxLxD.dtype)
     hidden_gradient = jnp.einsum("rbcv,vd->rbcd", delta_RxbxCxV, head_VxD, preferred_element_type=wide)
     head_gradient_RxVxD += jnp.einsum("rbcv,rbcd->rvd", delta_RxbxCxV, hidden_RxbxCxD, preferred_element_type=wide)
-    return (total_R + loss_R, head_gradient_RxVxD), hidden_gradient.astype(hidden_BxLxD.dtype)
+    return (jax.tree.map(jnp.add, totals_R, losses_R), head_gradient_RxVxD), hidden_gradient.astype(hidden_BxLxD.dtype)
 
-  start = (_zeros(chunks[0], ()), _zeros(chunks[0], head_VxD.shape))
-  (total_R, head_gradient_RxVxD), hidden_gradient_NxRxbxCxD = jax.lax.scan(chunk, start, chunks)
+  start = ((_zeros(chunks[0], ()),) * (3 if teacher else 1), _zeros(chunks[0], head_VxD.shape))
+  (totals_R, head_gradient_RxVxD), hidden_gradient_NxRxbxCxD = jax.lax.scan(chunk, start, chunks)
   split = hidden_gradient_NxRxbxCxD.reshape(-1, *_parts(hidden_BxLxD), *hidden_gradient_NxRxbxCxD.shape[2:])
   hidden_gradient_BxLxD = jnp.moveaxis(split, (0, 2), (3, 2)).reshape(hidden_BxLxD.shape)
-  return total_R.sum(), (hidden_gradient_BxLxD, head_gradient_RxVxD.sum(0).astype(head_VxD.dtype))
+  gradients = hidden_gradient_BxLxD, head_gradient_RxVxD.sum(0).astype(head_VxD.dtype)
+  return jax.tree.map(jnp.sum, totals_R), gradients
 
 
-def _backward(num_chunks, gradients, upstream):
-  del num_chunks
-  return tuple((upstream * g).astype(g.dtype) for g in gradients) + (None, None)
+def _backward(num_chunks, weight, gradients, upstream):
+  del num_chunks, weight
+  return tuple((upstream[0] * g).astype(g.dtype) for g in gradients) + (None, None, None)
 
 
-chunked_cross_entropy.defvjp(_forward, _backward)
+chunked_losses.defvjp(_forward, _backward)

@@ -56,9 +56,11 @@ class Reporter:
     """Records and shows training values after `step`: loss, tokens_per_second and utilization among them."""
     self._record(step, "train", values)
     text = (
-      f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s, "
+      f"loss {values['loss']:.4f}{_details(values)}, {values['tokens_per_second']:,.0f} tokens/s, "
       f"utilization {100 * values['utilization']:.1f} %"
     )
+    if "utilization_with_teacher" in values:
+      text += f" ({100 * values['utilization_with_teacher']:.1f} % with the teacher)"
     if self._bar is not None:
       self._bar.set_postfix_str(text)
       self._bar.update(step - self._bar.n)
@@ -71,7 +73,7 @@ class Reporter:
     self._record(step, "validation", values)
     say(
       f"step {step}/{self._steps}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
-      f"{values['bits_per_byte']:.4f} bits per byte"
+      f"{values['bits_per_byte']:.4f} bits per byte, {values['tokens']:,} tokens"
     )
 
   def goodput(self, step: int, shares: dict[str, float]) -> None:
@@ -120,6 +122,13 @@ class Reporter:
     if self._is_main:
       self._tensorboard.flush()
       self._growing.upload()
+
+
+def _details(values: dict[str, float]) -> str:
+  """What a training loss is made of, in brackets, where that needs saying."""
+  parts = [f"{name.replace('_', '-')} {values[name]:.4f}" for name in ("cross_entropy", "divergence") if name in values]
+  parts += [f"{values['counted_tokens']:,} counted tokens"] if "counted_tokens" in values else []
+  return f" ({', '.join(parts)})" if parts else ""
 
 
 def _wandb_run(project: str, workdir: str, folder: str) -> Any:

@@ -21,11 +21,14 @@ from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.training import optimizer as optimizer_lib
-from diffeq_nnx.training.loss import chunked_cross_entropy
+from diffeq_nnx.training.loss import chunked_cross_entropy, chunked_losses
+from diffeq_nnx.training.teacher import Teacher
 
 # params (those that learn), opt_state, step [], key: what a checkpoint holds; frozen: the parameters that don't learn
 State = dict[str, Any]
-Batch = dict[str, jax.Array]  # inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart
+# inputs, targets [B, L]; segment_ids, positions [B, L] where documents are kept apart; mask [B, L], 1 where the target
+# counts and else 0, where not all do
+Batch = dict[str, jax.Array]
 
 # the TPU compiler may cut a product whose result is reduce-scattered into one for each device, to hide communication:
 # these are small and take longer than what they hide
@@ -89,9 +92,19 @@ def all_params(state: State) -> Params:
 
 
 def loss_and_gradients(
-  config: Config, grid: grids.Grid, params: Params, batch: Batch, key: jax.Array, frozen: Params | None = None
-) -> tuple[jax.Array, Params]:
-  """Mean loss in nats per token, and its gradient with respect to `params`.
+  config: Config,
+  grid: grids.Grid,
+  params: Params,
+  batch: Batch,
+  key: jax.Array,
+  frozen: Params | None = None,
+  teacher: Teacher | None = None,
+) -> tuple[dict[str, jax.Array], Params]:
+  """Mean losses in nats per counted token of the whole batch, and the gradient of "loss" with respect to `params`.
+
+  With a mask the sums over counted targets are divided by their number in all micro-batches, devices and processes; if
+  no target counts, losses and gradients are 0. With a teacher there are "cross_entropy" and "divergence" too, of which
+  the loss is made.
 
   The weights are generated in one call, whatever the number of micro-batches; gradients with respect to them add up
   over micro-batches, and the generator is differentiated once.
@@ -103,6 +116,7 @@ def loss_and_gradients(
     batch: the sequences.
     key: of dropout.
     frozen: the parameters that don't learn.
+    teacher: the model to imitate with train.teacher_weight; None: none.
   """
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
@@ -115,24 +129,35 @@ def loss_and_gradients(
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
     hidden_BxLxD = _hidden(config, model, batch, block_weights, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint)
-    targets_BxL = batch["targets"]
-    mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
-    return chunked_cross_entropy(hidden_BxLxD, model.unembedding(), targets_BxL, mask_BxL, config.train.loss_chunks)
+    targets_BxL, mask_BxL = batch["targets"], batch.get("mask")
+    if mask_BxL is None:
+      mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
+    wanted: tuple[jax.Array, ...] = ()
+    if teacher is not None:
+      guide = teacher.make_model()
+      wanted = _hidden(config, guide, batch, teacher.weights), guide.unembedding()
+    train = config.train
+    loss, *parts = chunked_losses(
+      hidden_BxLxD, model.unembedding(), wanted, targets_BxL, mask_BxL, train.loss_chunks, train.teacher_weight
+    )
+    return loss, dict(zip(("cross_entropy", "divergence"), parts))
 
-  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
-  loss, (weight_gradients, rest_gradients) = _mean_over_microbatches(
-    num_microbatches(config),
-    functools.partial(gradient, block_weights, rest),
-    {**batch, "rows": jnp.arange(len(batch["inputs"]))},
+  gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1), has_aux=True)
+  count = num_microbatches(config)
+  batch = {**batch, "rows": jnp.arange(len(batch["inputs"]))}
+  if "mask" in batch:  # a micro-batch's share of the mean over the whole batch, times their number
+    batch["mask"] = batch["mask"] * (count / jnp.maximum(batch["mask"].sum(), 1))
+  (loss, parts), (weight_gradients, rest_gradients) = _mean_over_microbatches(
+    count, functools.partial(gradient, block_weights, rest), batch
   )
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
-  return loss, {**rest_gradients, "weight_source": source_gradients}
+  return {"loss": loss, **parts}, {**rest_gradients, "weight_source": source_gradients}
 
 
 def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.GridWeights, **more) -> jax.Array:
   """The model's last hidden state on a batch; documents are kept apart where the batch has segment ids."""
-  get = batch.get if config.data.attend_across_documents else batch.__getitem__  # then the batch must have them
+  get = batch.__getitem__ if packs_documents(config) else batch.get  # then the batch must have them
   return model.hidden(
     batch["inputs"], weights, segment_ids_BxL=get("segment_ids"), positions_BxL=get("positions"), **more
   )
@@ -152,7 +177,7 @@ def num_microbatches(config: Config) -> int:
 
 
 def _mean_over_microbatches(count: int, gradient: Callable, batch: Batch):
-  """(loss, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
+  """(losses, gradients) of the whole batch, `batch_size / count` sequences at a time, summed in float32.
 
   A micro-batch takes every count-th sequence, so that no sequence moves between devices.
   """
@@ -199,17 +224,29 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
   tokens = jax.ShapeDtypeStruct(
     (config.train.batch_size, config.model.seq_len), jnp.int32, sharding=sharding.batch_sharding(mesh)
   )
-  packing = () if config.data.attend_across_documents else ("segment_ids", "positions")
-  return dict.fromkeys(("inputs", "targets", *packing), tokens)
+  packing = ("segment_ids", "positions") if packs_documents(config) else ()
+  batch = dict.fromkeys(("inputs", "targets", *packing), tokens)
+  return {**batch, "mask": tokens.update(dtype=jnp.float32)} if has_mask(config) else batch
+
+
+def has_mask(config: Config) -> bool:
+  """Whether training batches say which targets count."""
+  return config.data.records != "text" or config.data.rows == "padded"
+
+
+def packs_documents(config: Config) -> bool:
+  """Whether rows hold several documents that are kept apart."""
+  return not config.data.attend_across_documents and config.data.rows == "packed"
 
 
 @functools.lru_cache(maxsize=32)
 def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
-  """A jitted `step(state, batch, num_steps) -> (state, metrics)`; the old state's buffers are donated.
+  """A jitted `step(state, batch, num_steps, teacher) -> (state, metrics)`; the old state's buffers are donated.
 
   `num_steps`, of the solver, is a static argument: each number is compiled once. Equal configs and meshes share the
-  compiled step. Metrics are scalars on the device: loss (nats per token), gradient_norm (before clipping),
-  learning_rate. Call it inside `jax.set_mesh(mesh)`; without a mesh, it is for one device.
+  compiled step. The teacher may be left out. Metrics are scalars on the device: those of `loss_and_gradients`,
+  gradient_norm (before clipping), learning_rate, and counted_tokens where the batch has a mask. Call it inside
+  `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
   optimizer = _optimizer(config)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
@@ -224,16 +261,18 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     out_shardings=places,
     compiler_options=known_options(mesh) if on_tpu else None,
   )
-  def train_step(state: State, batch: Batch, num_steps: int):
+  def train_step(state: State, batch: Batch, num_steps: int, teacher: Teacher | None = None):
     grid = grids.make_grid(config.model, num_steps)
     key = jax.random.fold_in(state["key"], state["step"])
-    loss, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"])
+    losses, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"], teacher)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
-      "loss": loss,
+      **losses,
       "gradient_norm": optax.tree.norm(gradients),
       "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
+    if "mask" in batch:
+      metrics["counted_tokens"] = batch["mask"].sum().astype(jnp.int32)
     return {
       "params": optax.apply_updates(state["params"], updates),
       "opt_state": opt_state,

@@ -55,7 +55,7 @@ class Ours:
   def loss(self, tokens: np.ndarray) -> float:
     """The loss, when its gradients are there too."""
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "rows": np.arange(len(tokens), dtype=np.int32)}
-    return float(jax.block_until_ready(self._gradients(self._params, batch, jax.random.key(0)))[0])
+    return float(jax.block_until_ready(self._gradients(self._params, batch, jax.random.key(0)))[0]["loss"])
 
 
 class Theirs:

@@ -1,0 +1,87 @@
+"""Distillation: another run's newest model, whose predictions the model in training learns to imitate."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.parameters import TABLES, Params, build, partial_model
+from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.runs.run import Run
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """An argument of the train step, on the devices of the model in training.
+
+  Attributes:
+    config: of its model.
+    origin: its run and the step of its model.
+    weights: of its blocks at its own number of steps, made once.
+    rest: its other parameters.
+  """
+
+  config: ModelConfig = dataclasses.field(metadata={"static": True})
+  origin: str = dataclasses.field(metadata={"static": True})
+  weights: GridWeights
+  rest: Params
+
+  def make_model(self) -> Model:
+    """The model, without what its weights are made of."""
+    return partial_model(self.config, self.rest)
+
+
+def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None:
+  """The run in train.teacher, after the checks that need no parameters; None: the config names none.
+
+  Raises:
+    UserError: there is no run, its tokenizer, vocabulary or length doesn't fit, or the mesh doesn't fit its model.
+  """
+  if config.train.teacher is None:
+    return None
+  run = Run.open(config.train.teacher, mesh=mesh, flag="config.train.teacher")
+  model, key = run.config.model, f"train.teacher={config.train.teacher}"
+  with distributed.sync_errors():
+    if run.tokenizer.hash != tokenizer.hash:
+      raise UserError(
+        f"{key}: has another tokenizer ({run.tokenizer.hash[:12]}) than the run that it teaches "
+        f"({tokenizer.hash[:12]}); name a run with the same one, or train with the tokenizer in its directory"
+      )
+    if model.vocab_size != config.model.vocab_size:
+      raise UserError(
+        f"{key}: has model.vocab_size={model.vocab_size}, and the run that it teaches {config.model.vocab_size}; name "
+        "a run with the same vocabulary"
+      )
+    if model.seq_len < config.model.seq_len:
+      raise UserError(
+        f"{key}: has model.seq_len={model.seq_len}, less than the {config.model.seq_len} of the run that it teaches; "
+        "lower model.seq_len, or name another run"
+      )
+    try:
+      sharding.check(dataclasses.replace(config, model=dataclasses.replace(model, seq_len=config.model.seq_len)), mesh)
+    except UserError as error:
+      raise UserError(f"{key}: its model doesn't fit the mesh; {error}") from error
+  return run
+
+
+def load_teacher(run: Run) -> Teacher:
+  """The newest model of the teacher's run; call it inside `jax.set_mesh(run.mesh)`.
+
+  Raises:
+    UserError: no checkpoint can be read.
+  """
+  return make_teacher(run.config.model, run.params, f"{run.hash[:12]} at step {run.step}")
+
+
+def make_teacher(config: ModelConfig, params: Params, origin: str = "") -> Teacher:
+  """Generates the weights of a model, and casts its tables to the dtype that it computes in."""
+  weights = jax.jit(lambda params: build(config, params).block_weights())(params)
+  rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
+  tables = {name: rest[name].astype(config.dtype) for name in TABLES if rest.get(name) is not None}
+  return Teacher(config, origin, weights, rest | tables)

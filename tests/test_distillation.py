@@ -1,0 +1,173 @@
+"""Distillation: the loss against a plain one, what reaches the teacher, and runs with a teacher."""
+
+import dataclasses
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeq_nnx import jobs
+from diffeq_nnx.model.grids import make_grid
+from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training import fastest, flops
+from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.loss import chunked_losses
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import loss_and_gradients
+from diffeq_nnx.training.teacher import make_teacher
+from tests.conftest import masked_batch, moved_instance, run_config, small_config, small_model, told
+from tests.test_loss import example
+
+
+def with_train(config, **changes):
+  return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def with_model(config, **changes):
+  return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+def make_states(dtype):
+  """(hidden, head, teacher, targets, mask), the teacher of another width."""
+  hidden, head, targets, mask = example(dtype)
+  rng = np.random.default_rng(1)
+  teacher = jnp.asarray(rng.normal(size=(2, 12, 5)), dtype), jnp.asarray(rng.normal(size=(17, 5)), dtype)
+  return hidden, head, teacher, targets, mask
+
+
+def plain_losses(hidden, head, teacher, targets, mask, weight):
+  """All logits at one time."""
+  log_p, log_q = (jax.nn.log_softmax(jnp.einsum("bld,vd->blv", *one)) for one in (teacher, (hidden, head)))
+  cross_entropy = -jnp.sum(mask * jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0])
+  divergence = jnp.sum(mask[..., None] * jnp.exp(log_p) * (log_p - log_q))
+  return (1 - weight) * cross_entropy + weight * divergence, (cross_entropy, divergence)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_chunks", [1, 4, None])
+def test_value_and_gradient_are_those_of_the_plain_divergence(weight, num_chunks, x64):
+  """In float64."""
+  hidden, head, teacher, targets, mask = make_states(jnp.float64)
+
+  def chunked(hidden, head):
+    loss, *parts = chunked_losses(hidden, head, teacher, targets, mask, num_chunks, weight)
+    return loss, tuple(parts)
+
+  plain = lambda hidden, head: plain_losses(hidden, head, teacher, targets, mask, weight)
+  found, expected = (jax.value_and_grad(one, (0, 1), has_aux=True)(hidden, head) for one in (chunked, plain))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), chunked(hidden, head), expected[0])
+
+
+def test_from_bfloat16_the_divergence_is_computed_in_float32():
+  hidden, head, teacher, targets, mask = make_states(jnp.bfloat16)
+  found = chunked_losses(hidden, head, teacher, targets, mask, 3, 0.5)
+  wide = jax.tree.map(lambda a: a.astype(jnp.float32), (hidden, head, teacher))
+  loss, parts = plain_losses(*wide, targets, mask, 0.5)
+  for one, other in zip(found, (loss, *parts), strict=True):
+    assert one.dtype == jnp.float32
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_no_gradient_reaches_the_teacher_and_no_array_has_the_logits_of_all_positions():
+  hidden, head, teacher, targets, mask = make_states(jnp.float32)
+  loss = lambda hidden, head, teacher: chunked_losses(hidden, head, teacher, targets, mask, 4, 0.5)[0]
+  gradients = jax.grad(loss, (0, 1, 2))(hidden, head, teacher)
+  assert all(np.any(leaf) for leaf in gradients[:2]) and not any(np.any(leaf) for leaf in gradients[2])
+  written = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head, teacher))
+  sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in re.findall(r"f32\[([\d,]+)\]", written)]
+  assert 2 * 3 * 17 in sizes and max(sizes) < targets.size * 17
+
+
+def test_a_teacher_equal_to_the_student_changes_nothing_and_weight_0_is_training_without():
+  """Of a model; with weight 1 no gradient is left."""
+  config = small_config(device_batch_size=2)
+  params, batch = params_of(moved_instance(config.model)), masked_batch(config)
+  grid, key, same = make_grid(config.model), jax.random.key(0), make_teacher(config.model, params)
+
+  def found(weight, teacher):
+    function = lambda p, t: loss_and_gradients(with_train(config, teacher_weight=weight), grid, p, batch, key, None, t)
+    return jax.jit(function)(params, teacher)
+
+  largest = lambda tree: max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+  losses, gradients = found(1.0, same)
+  without, plain = found(0.5, None)
+  assert abs(losses["divergence"]) < 1e-6 and losses["loss"] == losses["divergence"]
+  assert largest(gradients) < 1e-5 * largest(plain)
+  np.testing.assert_allclose(losses["cross_entropy"], without["loss"], rtol=1e-6)
+  other = small_model(weights="stored", field="llama", embed_dim=16, num_steps=2, seq_len=20)
+  losses, gradients = found(0.0, make_teacher(other, params_of(moved_instance(other))))
+  assert losses["divergence"] > 0.01
+  np.testing.assert_allclose(losses["loss"], without["loss"], rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradients, plain)
+
+
+@pytest.fixture
+def student(finished):
+  """The config of a narrower run of stored weights on the text of `finished`, which is its teacher."""
+  config = with_train(run_config(finished[1].parent, steps=20), teacher=str(finished[1]), teacher_weight=0.75)
+  return with_model(config, weights="stored", embed_dim=8, num_steps=1, seq_len=8)
+
+
+def test_a_run_learns_from_its_teacher_and_says_so(student, finished, tmp_path, capsys):
+  """It goes on with another teacher, which is said, and not without the one that its config names."""
+  teacher, workdir = str(tmp_path / "teacher"), str(tmp_path / "student")
+  shutil.copytree(finished[1], teacher)
+  last = train(with_train(student, teacher=teacher), workdir)
+  records = read_metrics(workdir, "train")
+  for record in records:
+    assert record["loss"] == pytest.approx(0.25 * record["cross_entropy"] + 0.75 * record["divergence"], rel=1e-5)
+    assert record["perplexity"] == pytest.approx(np.exp(record["cross_entropy"]))
+    operations = flops.model_flops(student, 1) + flops.teacher_flops(student, finished[0].model)
+    assert record["utilization_with_teacher"] / record["utilization"] == pytest.approx(
+      operations / flops.model_flops(student, 1)
+    )
+  assert records[-1]["divergence"] < records[0]["divergence"]
+  assert last["loss"] == jobs.run("evaluate", Run.open(workdir).started, workdir)["loss"]  # plain cross-entropy
+  told_lines = capsys.readouterr().err
+  assert re.search(
+    r"loss \d\.\d{4} \(cross-entropy \d\.\d{4}, divergence \d\.\d{4}\), .* % with the teacher\)", told_lines
+  )
+  assert "train.teacher: was" not in told_lines
+  longer = with_train(student, teacher=workdir, steps=24)
+  train(longer, workdir)  # its own model of step 20
+  assert re.search(
+    r"train.teacher: was \w{12} at step 20 until step 20, and is \w{12} at step 20 now", capsys.readouterr().err
+  )
+  shutil.rmtree(teacher)
+  message = told(lambda: train(with_train(longer, teacher=teacher), workdir))
+  assert message.startswith(f"--config.train.teacher={teacher}: holds no run")
+
+
+def test_fine_tuning_begins_at_a_divergence_of_0_from_its_own_source(finished, tmp_path):
+  config = with_train(run_config(finished[1].parent, steps=4), teacher=str(finished[1]), log_every=1)
+  jobs.run("finetune", config, str(tmp_path / "tuned"), from_workdir=str(finished[1]))
+  found = [record["divergence"] for record in read_metrics(tmp_path / "tuned", "train")]
+  assert abs(found[0]) < 1e-6 < found[-1]
+
+
+def test_a_teacher_that_does_not_fit_is_one_line_and_nothing_is_written(student, finished, tmp_path):
+  tokens = dataclasses.replace(student, data=dataclasses.replace(student.data, tokenizer="bytes"))
+  for config, part in (
+    (with_train(student, teacher=str(tmp_path)), "holds no run"),
+    (tokens, f"train.teacher={finished[1]}: has another tokenizer ("),
+    (with_model(student, seq_len=32), "has model.seq_len=16, less than the 32 of the run that it teaches"),
+  ):
+    assert part in told(lambda: train(config, str(tmp_path / "new")))
+    assert not (tmp_path / "new").exists()
+  bad = with_train(finished[0], teacher=str(tmp_path))
+  assert "holds no run" in told(lambda: jobs.run("finetune", bad, str(tmp_path / "new"), from_workdir=str(finished[1])))
+  assert not (tmp_path / "new" / "run.json").exists()
+
+
+def test_the_fastest_settings_are_measured_with_the_teacher(finished, student):
+  run = Run.open(str(finished[1]))
+  mesh, teacher = run.mesh, make_teacher(run.config.model, run.params)
+  with jax.set_mesh(mesh):
+    assert 0 < fastest.time_step(student, mesh, teacher) < 60
+  describe = lambda teacher: fastest._describe(student, mesh, teacher)
+  assert describe(teacher) == describe(dataclasses.replace(teacher, origin="elsewhere")) != describe(None)
