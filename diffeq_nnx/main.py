@@ -50,10 +50,11 @@ flags.DEFINE_string("out", None, "For export: the folder to make. For generate: 
 flags.DEFINE_enum(
   "format",
   None,
-  ["hf", "hf_code", "stablehlo"],
-  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file) "
-  "or stablehlo.",
+  ["hf", "hf_code", "stablehlo", "peft", "hf_base"],
+  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file), "
+  "stablehlo, peft (the adapters alone) or hf_base (hf without the adapters).",
 )
+flags.DEFINE_string("base", None, "For export with --format=peft: the base model, a folder or a name on the hub.")
 flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder, a model's name on the hub, or a GGUF file.")
 flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
 flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")

@@ -84,7 +84,7 @@ JOBS = {
   ),
   "export": Job(
     "jobs.export:export_run",
-    ("out", "format", "num_steps"),
+    ("out", "format", "num_steps", "base"),
     ("out",),
     "--workdir=runs/tiny --out=exported/tiny",
     one_process=True,
