@@ -34,6 +34,12 @@ flags.DEFINE_float(
 )
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_string("prompts", None, "For generate: a file of JSON lines with the key `prompt`, in place of --prompt.")
+flags.DEFINE_bool(
+  "chat",
+  None,
+  "For generate: prompts are messages of a user, or conversations under the key `messages` of --prompts, and the run's "
+  "chat template writes them; the text is the assistant's turn.",
+)
 flags.DEFINE_integer("rows", None, "For generate: prompts that are continued at a time; default: all, up to 64.")
 flags.DEFINE_integer("draft_steps", None, "For generate: number of solver steps that draft tokens; default: no drafts.")
 flags.DEFINE_integer("draft_tokens", None, "For generate: tokens drafted at a time; default: 4.")

@@ -77,7 +77,7 @@ JOBS = {
     "jobs.generate:generate",
     (
       *("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "seed"),
-      *("num_steps", "draft_steps", "draft_tokens"),
+      *("num_steps", "draft_steps", "draft_tokens", "chat"),
     ),
     (("prompt", "prompts"),),
     "--workdir=runs/tiny --prompt='The river'",
