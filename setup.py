@@ -84,6 +84,7 @@ setuptools.setup(
       "nbclient",
       "nbconvert",
       "pdoc",
+      "peft>=0.18",
       "playwright",
       "pytest",
       "pytest-timeout",

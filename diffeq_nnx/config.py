@@ -189,6 +189,8 @@ class HarnessConfig(Section, prefix="harness."):
   default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
   batch_size: int = number(8, above=0)  # sequences of model.seq_len tokens on a device at a time (more where shorter)
   dtype: str = one_of("model", "bfloat16", "float32")  # of the computation; model: as the model says
+  apply_chat_template: bool = False  # whether the tokenizer's chat template writes contexts as messages of a user
+  fewshot_as_multiturn: bool = True  # whether examples are turns there; else they are in the last message
   begin_mark: str = one_of("auto", "none", "always")  # before contexts; auto: the tokenizer's begin mark if it has one;
   # always: that, or else the end mark
   window: str = one_of("disjoint", "sliding")  # over long texts

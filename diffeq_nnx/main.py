@@ -34,6 +34,12 @@ flags.DEFINE_float(
 )
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_string("prompts", None, "For generate: a file of JSON lines with the key `prompt`, in place of --prompt.")
+flags.DEFINE_bool(
+  "chat",
+  None,
+  "For generate: prompts are messages of a user, or conversations under the key `messages` of --prompts, and the run's "
+  "chat template writes them; the text is the assistant's turn.",
+)
 flags.DEFINE_integer("rows", None, "For generate: prompts that are continued at a time; default: all, up to 64.")
 flags.DEFINE_integer("draft_steps", None, "For generate: number of solver steps that draft tokens; default: no drafts.")
 flags.DEFINE_integer("draft_tokens", None, "For generate: tokens drafted at a time; default: 4.")
@@ -50,10 +56,11 @@ flags.DEFINE_string("out", None, "For export: the folder to make. For generate: 
 flags.DEFINE_enum(
   "format",
   None,
-  ["hf", "hf_code", "stablehlo"],
-  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file) "
-  "or stablehlo.",
+  ["hf", "hf_code", "stablehlo", "peft", "hf_base"],
+  "For export: hf (the default: GPT-2, Llama or Qwen where they can hold the model), hf_code (our own modeling file), "
+  "stablehlo, peft (the adapters alone) or hf_base (hf without the adapters).",
 )
+flags.DEFINE_string("base", None, "For export with --format=peft: the base model, a folder or a name on the hub.")
 flags.DEFINE_string("from_hf", None, "For import: a Hugging Face folder, a model's name on the hub, or a GGUF file.")
 flags.DEFINE_string("text", None, "For analyze: the text whose sensitivity is measured; default: an English sentence.")
 flags.DEFINE_integer("position", None, "For analyze: the output token, from 0; negative: from the end; default: -1.")

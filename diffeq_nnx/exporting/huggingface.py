@@ -106,8 +106,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
-    factors = make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
-    tensors = layouts.to_tensors(architecture, stored, params, factors)
+    tensors = layouts.to_tensors(architecture, stored, params, folded_factors(stored))
     folders.write_json(place, "config.json", {**settings, **marks})
     folders.write_json(place, "generation_config.json", marks)
     if architecture == layouts.OWN:
@@ -145,6 +144,11 @@ def _explain_own(stored: ModelConfig, form: str) -> str:
   elif form == "hf_code":
     reason = "as requested"
   return f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only"
+
+
+def folded_factors(stored: ModelConfig) -> tuple[float, ...] | None:
+  """The dt of each weight set where it is folded into the projections `layouts.WRITING`."""
+  return make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
 
 
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:

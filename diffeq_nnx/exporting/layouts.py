@@ -108,12 +108,34 @@ def to_tensors(
   """Converts parameters with stored weights to the arrays of a file, in float32; a dt for each set is folded in."""
   tensors, leaves = {}, traverse_util.flatten_dict(params)
   for entry in entries(architecture, model):
-    array = leaves[entry.path]
-    if entry.weight_set is not None:
-      array = np.asarray(array[entry.weight_set], np.float64)
-      array = array * factors_U[entry.weight_set] if factors_U and entry.path[2] in WRITING else array
+    array = _of_set(leaves[entry.path], entry, factors_U)
     tensors[entry.name] = np.ascontiguousarray(_convert(array, entry.kind, model), np.float32)
   return tensors
+
+
+def to_adapters(
+  architecture: str, model: ModelConfig, lora: Params, factors_U: Sequence[float] | None = None
+) -> Tensors:
+  """Converts adapters to the arrays of PEFT, whose names begin with those of the kernels' modules, in float32.
+
+  A is [rank, in] there and B [out, rank], as torch's Linear has them, also where the kernel is GPT-2's Conv1D.
+  """
+  tensors = {}
+  for entry in entries(architecture, model):
+    if entry.weight_set is not None and entry.path[2] in lora and entry.path[3] == "kernel":
+      module, adapter = entry.name.removesuffix("weight"), lora[entry.path[2]]
+      b_RxO = _convert(_of_set(adapter["b"], entry, factors_U), "qkv" if entry.kind == "qkv" else "same", model)
+      for name, array in (("lora_A", adapter["a"][entry.weight_set]), ("lora_B", b_RxO)):
+        tensors[f"{module}{name}.weight"] = np.ascontiguousarray(array.T, np.float32)
+  return tensors
+
+
+def _of_set(leaf: np.ndarray, entry: Entry, factors_U: Sequence[float] | None) -> np.ndarray:
+  """An entry's part of a leaf: that of its weight set in float64, with dt folded in where there are factors."""
+  if entry.weight_set is None:
+    return leaf
+  array = np.asarray(leaf[entry.weight_set], np.float64)
+  return array * factors_U[entry.weight_set] if factors_U and entry.path[2] in WRITING else array
 
 
 def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params:

@@ -24,8 +24,10 @@ from tqdm import tqdm
 
 from diffeq_nnx.config import Config, HarnessConfig, nearest
 from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data.chat import template_of
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.harness.conversations import Rendered, render
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
 from diffeq_nnx.inference.batching import continue_prompts
@@ -194,9 +196,21 @@ class DiffEqLM(TemplateLM):
       "merged_requests": self.merged,
     }
 
-  def apply_chat_template(self, *arguments, **keywords) -> str:
-    """Raises UserError, since runs have no chat templates."""
-    raise UserError("--apply_chat_template: runs have no chat template; leave it out")
+  @property
+  def tokenizer_name(self) -> str:
+    """What lm_eval's cache of requests that a chat template wrote depends on."""
+    return f"{self._tokenizer.hash[:12]}-{zlib.crc32((self._tokenizer.chat_template or '').encode()):08x}"
+
+  def chat_template(self, chat_template: bool | str = False) -> str | None:
+    """Returns the tokenizer's template, or None for False; raises UserError for the name of one among several."""
+    if isinstance(chat_template, str):
+      raise UserError(f"--apply_chat_template={chat_template}: a run has one chat template; leave the name out")
+    return self._tokenizer.chat_template if chat_template else None
+
+  def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """As `conversations.render`; raises UserError if the run has no template, or it refuses the messages."""
+    template = template_of(self._tokenizer, f"--apply_chat_template: workdir={self._workdir}")
+    return render(template, chat_history, add_generation_prompt)
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
     """Encodes a context with the mark before it or, with `add_special_tokens=False`, a text without a context.
@@ -207,10 +221,14 @@ class DiffEqLM(TemplateLM):
     ids = self._known_ids[string] if string in self._known_ids else self._encode([string])[0]
     if add_special_tokens is False:
       return ids or [self.prefix_token_id]  # TemplateLM takes this mark for the context, and nothing is left to score
-    return ids if self._context_mark is None else [self._context_mark, *ids]
+    mark = self._context_mark
+    return ids if mark is None or ids[:1] == [mark] else [mark, *ids]  # a chat template may have written it
 
   def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-    return encode_texts(self._tokenizer, texts, "a request's text")
+    encode = functools.partial(encode_texts, self._tokenizer, name="a request's text")
+    if any(isinstance(text, Rendered) for text in texts):
+      return [encode([text], rendered=isinstance(text, Rendered))[0] for text in texts]
+    return encode(texts)
 
   def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Encodes both together, and cuts where the context's ids end, as TemplateLM does.
@@ -229,9 +247,8 @@ class DiffEqLM(TemplateLM):
   def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
     """Returns, for each (context, continuation), the log-probability in nats and whether it is the likeliest."""
     pairs = [request.args for request in requests]
-    texts = list(
-      dict.fromkeys(text for context, continuation in pairs for text in (context.rstrip(), context + continuation))
-    )
+    halves = ((type(context), half) for context, after in pairs for half in (context.rstrip(), context + after))
+    texts = list(dict.fromkeys(kind(half) for kind, half in halves))
     self._known_ids = dict(zip(texts, self._encode(texts)))  # at once: TemplateLM encodes one text after another
     try:
       return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not distributed.is_main_process())

@@ -12,7 +12,8 @@ from diffeq_nnx import files
 from diffeq_nnx.errors import UserError, printable
 
 NAME = "results.json"
-CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows")  # of results, in lm_eval's `config`
+# of results, in lm_eval's `config`
+CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows", "chat_template")
 
 Results = dict[str, Any]  # what lm_eval returns
 

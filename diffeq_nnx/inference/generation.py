@@ -143,30 +143,31 @@ def continue_texts(
     yield row, Continuation(prompts[row], texts[row].text, ids[row], reason)
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], name: str) -> list[list[int]]:
-  """The ids of texts, without marks.
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], name: str, rendered: bool = False) -> list[list[int]]:
+  """The ids of texts, without marks but those that a chat template wrote into texts that are `rendered`.
 
   Raises:
     UserError: invalid Unicode, or a byte that the tokenizer lacks; the line begins with `name`.
   """
   try:
-    return [ids.tolist() for ids in tokenizer.encode_batch(list(texts))]
+    encoded = map(tokenizer.encode_rendered, texts) if rendered else tokenizer.encode_batch(list(texts))
+    return [ids.tolist() for ids in encoded]
   except UnicodeEncodeError as error:
     raise UserError(f"{name}: not Unicode text ({error.reason}); give valid UTF-8") from error
   except UnknownByte as error:
     raise UserError(f"{name}: {error}; leave the character out") from error
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-  """The ids of documents that begin with these texts.
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], rendered: bool = False) -> list[list[int]]:
+  """The ids of documents that begin with these texts; `rendered` as for `encode_texts`.
 
   Raises:
     UserError: no prompts, or one without tokens or with invalid Unicode.
   """
   if not prompts:
     raise UserError("prompts: none given; give one or more")
-  begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-  ids = [begin + one for one in encode_texts(tokenizer, prompts, "prompts")]
+  begin = [] if rendered or tokenizer.bos_id is None else [tokenizer.bos_id]
+  ids = [begin + one for one in encode_texts(tokenizer, prompts, "prompts", rendered)]
   if [] in ids:
     raise UserError(
       f"prompts[{ids.index([])}]={prompts[ids.index([])]!r}: gives no tokens, and this tokenizer has no "

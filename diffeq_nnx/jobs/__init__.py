@@ -77,14 +77,14 @@ JOBS = {
     "jobs.generate:generate",
     (
       *("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "seed"),
-      *("num_steps", "draft_steps", "draft_tokens"),
+      *("num_steps", "draft_steps", "draft_tokens", "chat"),
     ),
     (("prompt", "prompts"),),
     "--workdir=runs/tiny --prompt='The river'",
   ),
   "export": Job(
     "jobs.export:export_run",
-    ("out", "format", "num_steps"),
+    ("out", "format", "num_steps", "base"),
     ("out",),
     "--workdir=runs/tiny --out=exported/tiny",
     one_process=True,

@@ -7,7 +7,8 @@ import jax
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.discretization import discretized_config, discretized_params
 from diffeq_nnx.depth.trained import say_untrained
-from diffeq_nnx.exporting import folders, huggingface, stablehlo
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.exporting import adapters, folders, huggingface, stablehlo
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs.run import Run
@@ -20,6 +21,7 @@ def export_run(
   out: str,
   format: str = "hf",  # pylint: disable=redefined-builtin
   num_steps: int | None = None,
+  base: str | None = None,
 ) -> dict[str, Any]:
   """Writes the newest model of a run for other libraries, with stored weights, and prints one JSON line on stdout.
 
@@ -27,23 +29,35 @@ def export_run(
     config: of the run.
     workdir: the run's directory.
     out: the folder to make.
-    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always) or
-      stablehlo.
+    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always),
+      stablehlo, peft (the adapters alone) or hf_base (hf without the adapters).
     num_steps: as for `discretization.discretize`.
+    base: with peft, the base model that its user loads, a folder or a name on the hub.
 
   Raises:
     UserError: a model that the format can't hold, a folder that holds something, no checkpoint.
   """
-  model = discretized_config(config.model, num_steps)
+  model, of_adapters = discretized_config(config.model, num_steps), format in ("peft", "hf_base")
+  if base is not None and format != "peft":
+    raise UserError(f"--base={base}: is for --format=peft, and this is --format={format}; leave it out")
+  if of_adapters and not config.model.lora.rank:
+    raise UserError(
+      f"format={format}: this run has no adapters (model.lora.rank=0); fine-tune it with --config.model.lora.rank=8, "
+      "or use --format=hf"
+    )
   folders.check_new(out)
   if format != "stablehlo":
-    huggingface.choose_architecture(model, format)
+    huggingface.choose_architecture(model, "hf" if of_adapters else format)
   run = Run.open(workdir, config)
   say_untrained(config, run.step, num_steps)
   with jax.set_mesh(run.mesh):
-    params = jax.device_get(discretized_params(run.config.model, model, params_of(run.model)))
+    params = params_of(run.model)
+    params = jax.device_get(params if of_adapters else discretized_params(run.config.model, model, params))
   if format == "stablehlo":
     result = stablehlo.write(model, params, out, run.tokenizer)
+  elif format == "peft":
+    result = adapters.write(run.config.model, params, out, base)
   else:
-    result = huggingface.write(model, params, out, run.tokenizer, format)
+    params["weight_source"].pop("lora", None)  # of hf_base
+    result = huggingface.write(model, params, out, run.tokenizer, "hf" if of_adapters else format)
   return print_result({"job": "export", "workdir": workdir, "step": run.step, "format": format, **result})

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.data.chat import BadConversation, ChatTemplate, template_of
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import Continuation, continue_texts, encode_prompts, generate_texts
+from diffeq_nnx.inference.generation import Continuation, continue_texts, encode_prompts
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
@@ -28,21 +29,24 @@ def generate(
   out: str | None = None,
   num_steps: int | None = None,
   draft_steps: int | None = None,
+  chat: bool = False,
   **options: Any,
 ) -> list[dict]:
   """Continues prompts with the newest model of a run, on all devices.
 
   Without files it prints on stdout: for one prompt its text, on a terminal as it comes and with control characters
-  escaped; for several a JSON line each: prompt, text, tokens, stopped (eos or length).
+  escaped; for several a JSON line each: prompt, text, tokens, stopped (eos, length, or with `chat` stop).
 
   Args:
     config: of the run; `mesh.tensor` splits the weights.
     workdir: the run's directory; the text that it was trained on need not be there.
     prompt: texts.
-    prompts: JSON lines with the key `prompt`, in place of `prompt`.
+    prompts: JSON lines with the key `prompt`, or with `chat` also `messages`, in place of `prompt`.
     out: the file for the answers to `prompts`; see `jobs.prompt_files`.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
     draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
+    chat: whether prompts are what a user says, and the texts one turn of the assistant; the run's chat template writes
+      the conversation, which is then called the prompt.
     **options: max_tokens, temperature, top_k, top_p, seed, rows, draft_tokens; see `sampling.GenerationOptions`.
 
   Returns:
@@ -64,8 +68,11 @@ def generate(
   run = Run.open(workdir, config)
   config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
+  template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
+  stop = () if template is None else _find_end_of_turn(template)
   if prompt is not None:
-    encode_prompts(tokenizer, prompt)
+    prompt = [prompt_files.write_prompt(one, template) for one in prompt]
+    prompt_ids = encode_prompts(tokenizer, prompt, chat)
   steps = config.eval.num_steps if num_steps is None else num_steps
   for count in (steps, draft_steps):
     say_untrained(config, run.step, count)
@@ -81,9 +88,12 @@ def generate(
     depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None}
     # No text depends on the number of rows.
     drawn = {name: value for name, value in options.items() if name != "rows"}
-    texts, ids, numbers = answers.open(tokenizer, decoder, {"workdir": workdir, "step": step, **depths, **drawn})
+    drawn |= {"chat": tokenizer.chat_template} if chat else {}
+    identity = {"workdir": workdir, "step": step, **depths, **drawn}
+    texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
     if texts:
-      for n, one in continue_texts(decoder, tokenizer, texts, ids, settings, row_numbers=numbers, draft=draft):
+      continued = continue_texts(decoder, tokenizer, texts, ids, settings, stop=stop, row_numbers=numbers, draft=draft)
+      for n, one in continued:
         answers.add(numbers[n], _to_record(one))
     with distributed.sync_errors():  # no process leaves while another still continues prompts
       return answers.close()
@@ -96,14 +106,25 @@ def generate(
     else None
   )
   try:
-    found = generate_texts(decoder, tokenizer, prompt, on_text=show, draft=draft, **options)
+    found = dict(continue_texts(decoder, tokenizer, prompt, prompt_ids, settings, stop=stop, on_text=show, draft=draft))
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None
-  results = [_to_record(one) for one in found]
+  results = [_to_record(found[n]) for n in range(len(prompt))]
   for result in results if distributed.is_main_process() else ():
     print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
   return results
+
+
+def _find_end_of_turn(template: ChatTemplate) -> tuple[str, ...]:
+  """What the template writes after an assistant's turn, which need not be an end mark of the tokenizer."""
+  answer = "An answer."
+  try:
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    _, found, after = template.render(turns).rpartition(answer)
+  except BadConversation:
+    return ()
+  return tuple(after.split()[:1]) if found else ()
 
 
 def _to_record(one: Continuation) -> dict[str, Any]:

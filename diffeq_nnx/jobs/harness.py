@@ -161,12 +161,17 @@ def _evaluate(
           num_fewshot=count,
           limit=settings.limit,
           batch_size=settings.batch_size,
+          apply_chat_template=settings.apply_chat_template,
+          fewshot_as_multiturn=settings.fewshot_as_multiturn,
           task_manager=manager,
           log_samples=False,
           bootstrap_iters=BOOTSTRAP,
         )
       )
     found[-1]["config"]["model"] = "diffeq_nnx"
+    if settings.apply_chat_template:
+      form = "examples are turns" if settings.fewshot_as_multiturn else "examples are part of the question"
+      found[-1]["config"]["chat_template"] = form
   return found
 
 
@@ -196,6 +201,8 @@ def _notes(
     notes.append(
       f"requests that lost the beginning of their context: {truncated}; continuations that merged into it: {merged}"
     )
+    if settings.apply_chat_template:
+      notes.append(f"the run's chat template writes the contexts: {ours[0]['config']['chat_template']}")
   notes += report.note_differences(ours, theirs)
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not comparable with published results")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from diffeq_nnx import files
 from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data.chat import ChatTemplate
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
@@ -48,7 +49,7 @@ class Answers:
     self._tokens = 0
 
   def open(
-    self, tokenizer: Tokenizer, decoder: Decoder, identity: dict[str, Any]
+    self, tokenizer: Tokenizer, decoder: Decoder, identity: dict[str, Any], template: ChatTemplate | None = None
   ) -> tuple[list[str], list[list[int]], list[int]]:
     """(prompts, their ids, their lines) that are to be answered; prompts that can't be have their error already.
 
@@ -56,6 +57,7 @@ class Answers:
       tokenizer: the model's.
       decoder: the model.
       identity: what the answers depend on beside the prompts, in JSON's types.
+      template: writes messages and prompts as conversations; None: the prompts are texts.
 
     Raises:
       UserError: answers that other settings made, or processes that read different prompts.
@@ -72,14 +74,14 @@ class Answers:
     self._bar = tqdm(
       total=len(self._lines), initial=len(self._answers), desc="prompts", disable=not distributed.is_main_process()
     )
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    begin = [] if template is not None or tokenizer.bos_id is None else [tokenizer.bos_id]
     texts, ids, numbers = [], [], []
     for n, line in self._lines.items():
       if n in self._answers:
         continue
       try:
-        text = parse_prompt(line)
-        one = begin + encode_texts(tokenizer, [text], "prompt")[0]
+        text = parse_prompt(line, template)
+        one = begin + encode_texts(tokenizer, [text], "prompt", template is not None)[0]
         if problem := decoder.find_problem(one):
           raise UserError(f"prompt: {problem}")
       except UserError as error:
@@ -136,9 +138,16 @@ def split_lines(content: bytes) -> dict[int, bytes]:
   return {n: line for n, line in enumerate(content.split(b"\n"), 1) if line.strip()}
 
 
-def parse_prompt(line: bytes) -> str:
-  """The prompt of a JSON line; raises UserError."""
+def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
+  """The prompt of a JSON line, or its conversation as a template writes it; raises UserError."""
   value = files.parse_json(line, "the line", "prompt")
+  if template is not None and isinstance(value, dict) and "messages" in value:
+    return template.render(value["messages"], add_generation_prompt=True)
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-    raise UserError("prompt: the line must be an object whose key `prompt` is a text")
-  return value["prompt"]
+    raise UserError("prompt: the line must be an object whose key `prompt` is a text, or `messages` with --chat a list")
+  return write_prompt(value["prompt"], template)
+
+
+def write_prompt(text: str, template: ChatTemplate | None) -> str:
+  """A prompt as it is, or as a template writes it as the only message of a user; raises UserError."""
+  return text if template is None else template.render([{"role": "user", "content": text}], add_generation_prompt=True)

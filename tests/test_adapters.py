@@ -1,0 +1,173 @@
+"""Adapters alone, as a PEFT folder: `peft` loads them onto the exported base model, with our logits."""
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # where transformers copies a folder's own code
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import safetensors.numpy
+import sentencepiece
+import torch
+import transformers
+
+import diffeq_nnx
+from diffeq_nnx.config import LoraConfig
+from diffeq_nnx.exporting import adapters, huggingface
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.runs.run import Run
+from tests.conftest import moved_instance, run_command, small_model, told, write_documents
+from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_import import foreign
+from tests.test_published_tokenizers import model as published_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
+
+
+def with_adapters(model, learned=0.0, **lora):
+  """The config and parameters of a stored model with random adapters, and tables that moved by `learned`."""
+  config = dataclasses.replace(model.config, lora=LoraConfig(**{"rank": 3, "alpha": 5.0, "embeddings": False, **lora}))
+  rng, params = np.random.default_rng(1), jax.device_get(params_of(model))
+  noise = lambda shape, scale=0.3: np.asarray(scale * rng.normal(size=shape), np.float32)
+  shapes = jax.eval_shape(lambda: params_of(diffeq_nnx.Model(config, rngs=nnx.Rngs(0))))
+  params["weight_source"]["lora"] = jax.tree.map(lambda leaf: noise(leaf.shape), shapes["weight_source"]["lora"])
+  for name in {"embedding", "positions", "head"} & params.keys():
+    params[name] = params[name] + noise(params[name].shape, learned)
+  return config, params
+
+
+def our_logits(config, params):
+  return logits(build(config, jax.tree.map(jnp.asarray, params)))
+
+
+def peft_model(base, folder, own=False):
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(base, trust_remote_code=own)
+  return peft.PeftModel.from_pretrained(loaded, folder).eval()
+
+
+def check_peft(base, folder, config, params, own=False):
+  """PEFT's logits are ours, adapters change them, and merging keeps them."""
+  expected, model, tokens = our_logits(config, params), peft_model(base, folder, own), torch.tensor(TOKENS_2x12)
+  with torch.no_grad():
+    np.testing.assert_allclose(model(tokens).logits.numpy(), expected, rtol=0, atol=1e-5)
+    with model.disable_adapter():
+      assert np.abs(model(tokens).logits.numpy() - expected).max() > 1e-2
+    merged = model.merge_and_unload()
+    np.testing.assert_allclose(merged(tokens).logits.numpy(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize(
+  "kind,changes",
+  [
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False}),
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": None, "head_dim": 8}),
+    ("qwen2", {}),
+    ("qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+  ],
+)
+def test_peft_gives_our_logits_on_the_imported_folder_itself(kind, changes, embeddings, tmp_path):
+  """So that adapters for a published checkpoint need no export of it."""
+  theirs, base, out = foreign(kind, **changes), str(tmp_path / "base"), str(tmp_path / "out")
+  theirs.save_pretrained(base)
+  config, params = with_adapters(diffeq_nnx.import_hf(base), 0.1 * embeddings, embeddings=embeddings)
+  result = adapters.write(config, params, out, base)
+  assert not result["trust_remote_code"] and ("modules_to_save" in result) == embeddings
+  check_peft(base, out, config, params)
+
+
+@pytest.mark.parametrize(
+  "field,solver,changes,lora",
+  [
+    ("gpt", "sequential", {"num_kv_heads": None}, {"targets": "qkv|out"}),
+    ("gpt", "euler", {}, {"targets": "qkv|down", "embeddings": True}),
+    ("llama", "sequential", {"norm_eps": 1e-6, "final_norm_eps": 1e-6}, {"rank": 1, "alpha": 0.5, "targets": "out"}),
+    ("llama", "euler", {"tied_head": True, "qkv_bias": True, "qk_norm": True}, {"embeddings": True}),
+    ("llama", "rk4", {}, {"dropout": 0.5}),
+  ],
+)
+def test_peft_gives_our_logits_on_generated_weights_that_were_discretized(field, solver, changes, lora, tmp_path):
+  """Steps are not 1, so that their sizes are folded into B, but for solvers that use a layer several times."""
+  model = diffeq_nnx.discretize(moved_instance(small_model(field=field, solver=solver, horizon=1.7, **changes)), 2)
+  base, out = str(tmp_path / "base"), str(tmp_path / "out")
+  own = huggingface.export_hf(model, base)["trust_remote_code"]
+  assert own == (solver != "sequential")
+  config, params = with_adapters(model, 0.1 * lora.get("embeddings", False), **lora)
+  result = adapters.write(config, params, out)
+  assert result["trust_remote_code"] == own
+  check_peft(base, out, config, params, own)
+
+
+def test_the_config_names_what_was_asked_for(tmp_path):
+  foreign("gpt2").save_pretrained(tmp_path / "base")
+  config, params = with_adapters(
+    diffeq_nnx.import_hf(str(tmp_path / "base")), rank=2, alpha=7.0, targets="qkv|down", dropout=0.25
+  )
+  adapters.write(config, params, str(tmp_path / "out"), "openai-community/gpt2")
+  read = peft.PeftConfig.from_pretrained(str(tmp_path / "out"))
+  assert isinstance(read, peft.LoraConfig) and read.base_model_name_or_path == "openai-community/gpt2"
+  assert (read.r, read.lora_alpha, read.lora_dropout, read.fan_in_fan_out) == (2, 7.0, 0.25, True)
+  assert set(read.target_modules) == {"attn.c_attn", "mlp.c_proj"} and read.modules_to_save is None
+  arrays = safetensors.numpy.load_file(tmp_path / "out" / "adapter_model.safetensors")
+  assert len(arrays) == 2 * 2 * 2 and all(np.isfinite(array).all() for array in arrays.values())
+
+
+def test_a_run_s_adapters_and_its_base_without_the_run_that_it_came_from(tmp_path, capsys):
+  """By command lines: import, fine-tuning of adapters and tables, and the three exports of it."""
+  place = lambda name: str(tmp_path / name)
+  command = lambda *arguments: run_command("--num_processes=1", *arguments)
+  export = lambda form, *more: command("--job=export", f"--workdir={place('run')}", f"--out={place(form)}", *more)
+  write_documents(tmp_path)
+  trained = published_model()
+  size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
+  foreign("qwen2", vocab_size=size, tie_word_embeddings=True, eos_token_id=2).save_pretrained(place("there"))
+  (tmp_path / "there" / "tokenizer.model").write_bytes(trained)
+  assert command("--job=import", f"--from_hf={place('there')}", f"--workdir={place('source')}") == 0
+  assert command("--job=export", f"--workdir={place('source')}", f"--out={place('x')}", "--format=peft") == 2
+  assert "format=peft: this run has no adapters (model.lora.rank=0)" in capsys.readouterr().err
+  keys = dict(data__source=f"text:{tmp_path}/*.txt", data__cache_dir=place("cache"), data__validation_fraction=0.3)
+  keys |= dict(train__steps=3, train__batch_size=4, eval__max_batches=1, train__peak_tflops=0.1, model__lora__rank=2)
+  settings = [f"--config.{key.replace('__', '.')}={value}" for key, value in keys.items()]
+  settings.append("--config.optimizer.peak_rate=0.05")
+  assert command("--job=finetune", f"--from_workdir={place('source')}", f"--workdir={place('run')}", *settings) == 0
+  shutil.rmtree(place("source"))
+  capsys.readouterr()
+  assert export("peft", "--format=peft", f"--base={place('there')}") == 0
+  assert json.loads(capsys.readouterr().out)["modules_to_save"] == ["embed_tokens", "lm_head"]
+  assert export("base", "--format=hf_base") == export("merged") == 0
+  assert export("y", f"--base={place('there')}") == 2
+  assert "is for --format=peft, and this is --format=hf" in capsys.readouterr().err
+  run = Run.open(place("run"))
+  for base in ("there", "base"):
+    check_peft(place(base), place("peft"), run.config.model, jax.device_get(run.params))
+  found, expected = (
+    peft.AutoPeftModelForCausalLM.from_pretrained(place("peft")).eval(),
+    transformers.Qwen2ForCausalLM.from_pretrained(place("merged")).eval(),
+  )
+  with torch.no_grad():
+    np.testing.assert_allclose(
+      found(torch.tensor(TOKENS_2x12)).logits, expected(torch.tensor(TOKENS_2x12)).logits, rtol=0, atol=1e-5
+    )
+
+
+def test_models_that_no_folder_of_this_form_holds_are_told(tmp_path):
+  model = diffeq_nnx.discretize(moved_instance(small_model(field="gpt", solver="sequential", num_kv_heads=2)))
+  config, params = with_adapters(model)
+  line = told(lambda: adapters.write(config, params, str(tmp_path / "out")))
+  assert "GPT-2 has no grouped-query heads" in line and not (tmp_path / "out").exists()
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out" / "mine").write_text("x")
+  config, params = with_adapters(diffeq_nnx.discretize(moved_instance(small_model(solver="euler"))))
+  assert "holds something already" in told(lambda: adapters.write(config, params, str(tmp_path / "out")))

@@ -1,0 +1,208 @@
+"""Conversations in jobs: generation of an assistant's turn, and downstream evaluation with a chat template."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from tests.harness_cases import WORDS, random_model, task_folder, without_environment  # noqa: F401  fixtures, and the environment
+
+pytest.importorskip("lm_eval")
+from lm_eval.tasks import TaskManager
+import transformers
+
+import diffeq_nnx
+from diffeq_nnx import jobs
+from diffeq_nnx.config import Config
+from diffeq_nnx.data import load_tokenizer
+from diffeq_nnx.data.chat import ChatTemplate
+from diffeq_nnx.harness import __main__ as command_line
+from diffeq_nnx.harness import conversations
+from diffeq_nnx.harness.adapter import DiffEqLM
+from diffeq_nnx.jobs.generate import _find_end_of_turn
+from diffeq_nnx.jobs.harness import evaluate_downstream
+from diffeq_nnx.runs.run import Run
+from tests.conftest import run_command, told
+from tests.test_export import byte_pairs
+from tests.test_harness_adapter import evaluated, responses
+
+pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
+
+CHAT = (
+  "{% for one in messages %}[{{ one.role }}] {{ one.content }}<|endoftext|>\n{% endfor %}"
+  "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+ASKED = [{"role": "user", "content": "Tell of rivers."}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """(a folder of Hugging Face, a run imported from it), both with the chat template."""
+  folder = tmp_path_factory.mktemp("folders")
+  (folder / "chat_template.jinja").write_text("{{ bos_token }}" + CHAT)
+  tokenizer = load_tokenizer(byte_pairs(folder, " ".join(WORDS)))
+  model = random_model("llama", vocab_size=tokenizer.vocab_size, seq_len=320)
+  diffeq_nnx.export_hf(model, str(folder / "hf"), tokenizer=tokenizer)
+  jobs.run("import", jobs.JOBS["import"].prepared(Config()), str(folder / "run"), from_hf=str(folder / "hf"))
+  return folder / "hf", folder / "run"
+
+
+@pytest.fixture
+def talking(folders, tmp_path):
+  """(config, work directory) of the run, whose chat template may be changed."""
+  workdir = shutil.copytree(folders[1], tmp_path / "run")
+  (workdir / "chat_template.jinja").write_text(CHAT)
+  return Run.open(str(workdir)).started, workdir
+
+
+def test_the_assistant_s_turn_follows_the_tokens_of_the_conversation(talking, capsys):
+  """One text is one message of the user; marks that the template writes are marks, and no other is added."""
+  config, workdir = talking
+  run = Run.open(str(workdir))
+  text = ChatTemplate(CHAT).render(ASKED, add_generation_prompt=True)
+  ids = run.tokenizer.encode_rendered(text).tolist()
+  assert ids.count(run.tokenizer.eos_id) == 1
+  options = {"max_tokens": 12, "temperature": 0.0}
+  (expected,) = diffeq_nnx.generate(run.model, [ids], stop_ids=run.tokenizer.end_ids, **options)
+  (one,) = jobs.run("generate", config, str(workdir), prompt=["Tell of rivers."], chat=True, **options)
+  assert (one["prompt"], one["text"]) == (text, run.tokenizer.decode_within(expected)) and len(expected) == one[
+    "tokens"
+  ]
+  capsys.readouterr()
+  arguments = ("--job=generate", f"--workdir={workdir}", "--prompt=Tell of rivers.", "--max_tokens=12")
+  assert run_command("--num_processes=1", *arguments, "--temperature=0", "--chat") == 0
+  assert capsys.readouterr().out == one["text"] + "\n"
+
+
+def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
+  config, workdir = talking
+  options = {"prompt": ["Tell of rivers."], "chat": True, "max_tokens": 24, "temperature": 0.0}
+  (whole,) = jobs.run("generate", config, str(workdir), **options)
+  word = re.findall("[a-z]{2,}", whole["text"])[-1]
+  end = (
+    "{% if one.role == 'user' %}<|endoftext|>{% else %} " + word + "{% endif %}{{ '' }}"
+  )  # what is asked stays the same
+  (workdir / "chat_template.jinja").write_text(CHAT.replace("<|endoftext|>", end))
+  (cut,) = jobs.run("generate", config, str(workdir), **options)
+  assert (cut["text"], cut["stopped"]) == (whole["text"][: whole["text"].find(word)], "stop")
+
+
+@pytest.mark.parametrize(
+  "text,end",
+  [
+    ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}", ("<|im_end|>",)),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ()),
+    ("{{ raise_exception('no') }}", ()),
+    ("{{ messages[0].content }}", ()),
+  ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
+  assert _find_end_of_turn(ChatTemplate(text)) == end
+
+
+def test_a_file_holds_conversations_and_a_line_that_is_none_is_told(talking, tmp_path, capsys):
+  config, workdir = talking
+  longer = [{"role": "system", "content": "Be short."}, *ASKED, {"role": "assistant", "content": "No."}, *ASKED]
+  lines = [{"messages": longer}, {"prompt": "Tell of rivers."}, {"messages": [{"role": "user"}]}, {"messages": "x"}, {}]
+  prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+  prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  options = {"prompts": str(prompts), "chat": True, "max_tokens": 5, "temperature": 0.0}
+  found = jobs.run("generate", config, str(workdir), out=str(out), **options)
+  (alone,) = jobs.run("generate", config, str(workdir), prompt=["Tell of rivers."], **{**options, "prompts": None})
+  assert found[0]["prompt"] == ChatTemplate(CHAT).render(longer, add_generation_prompt=True)
+  assert found[1] == {"line": 2, **alone}
+  assert "message 0 has no 'content'" in found[2]["error"] and "type str, not a list" in found[3]["error"]
+  assert "whose key `prompt` is a text" in found[4]["error"]
+  plain = jobs.run("generate", config, str(workdir), out=str(tmp_path / "plain"), **{**options, "chat": False})
+  assert "with --chat" in plain[0]["error"] and plain[1]["prompt"] == "Tell of rivers."
+
+
+def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talking, capsys):
+  _, workdir = talking
+  arguments = ["--num_processes=1", "--job=generate", f"--workdir={workdir}", "--prompt=x", "--chat"]
+  (workdir / "chat_template.jinja").write_text("{{ raise_exception('only of ships') }}")
+  assert run_command(*arguments) == 2
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert "the chat template refuses the messages (only of ships)" in line
+  (workdir / "chat_template.jinja").unlink()
+  assert run_command(*arguments) == 2
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert line.startswith(f"error: --chat: workdir={workdir}: has no chat template")
+
+
+# lm_eval
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_the_hf_backend_gives_the_same_with_a_chat_template(turns, folders, task_folder):
+  """Examples as turns and in one message; the template writes the begin mark, and no second one is added."""
+  from lm_eval.models.huggingface import HFLM
+
+  folder, run = str(folders[0]), Run.open(str(folders[1]))
+  tokenizer = run.tokenizer
+  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  ids = theirs.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
+  lm = DiffEqLM(model=run.model, tokenizer=tokenizer)
+  assert lm.tok_encode(lm.apply_chat_template(ASKED)) == ids and ids.count(tokenizer.bos_id) == 1
+  settings = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": turns, "limit": 20}
+  names = ("choice", "last", "continuing")
+  found = evaluated(lm, task_folder, *names, **settings)
+  expected = evaluated(
+    HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=32), task_folder, *names, **settings
+  )
+  for name in names[:2]:
+    ours, hf = (np.array([one[0] for one in responses(each, name)]) for each in (found, expected))
+    assert len(ours) >= 20 and np.ptp(hf) > 1
+    np.testing.assert_allclose(ours, hf, rtol=0, atol=1e-3)
+  assert responses(found, "continuing") == responses(expected, "continuing")
+  context = found["samples"]["choice"][0]["arguments"][0][0]
+  assert context.count("[user]") == 1 + turns and context.startswith("<s>") and lm.truncated == 0
+  plain = evaluated(lm, task_folder, "choice", num_fewshot=1, limit=5)
+  assert "[user]" not in plain["samples"]["choice"][0]["arguments"][0][0]
+
+
+@pytest.mark.parametrize("content", ["The answer is", "The answer is ", " The answer\n"])
+@pytest.mark.parametrize("trim", ["", "| trim"])
+def test_an_open_message_ends_the_text_as_in_transformers(content, trim, tmp_path):
+  text = CHAT.replace("one.content", f"one.content {trim}")
+  (tmp_path / "chat_template.jinja").write_text(text)
+  theirs = transformers.AutoTokenizer.from_pretrained(byte_pairs(tmp_path, " ".join(WORDS)))
+  messages = [*ASKED, {"role": "assistant", "content": content}]
+  expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+  assert conversations.render(ChatTemplate(text), messages, False) == expected
+
+
+def test_system_messages_are_left_out_where_the_template_refuses_them():
+  refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+  system = {"role": "system", "content": "Be short."}
+  found = conversations.render(ChatTemplate(refusing), [system, *ASKED], True)
+  assert found == ChatTemplate(CHAT).render(ASKED, True) and isinstance(found, conversations.Rendered)
+  line = told(lambda: conversations.render(ChatTemplate("{{ raise_exception('never') }}"), [system, *ASKED], True))
+  assert "never" in line
+
+
+def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_folder, tmp_path, monkeypatch, capsys):
+  config, workdir = talking
+  keys = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 4, "num_fewshot": (1,)}
+  settings = dataclasses.replace(config.harness, **keys, apply_chat_template=True)
+  changed = dataclasses.replace(config, harness=settings)
+  evaluate_downstream(changed, str(workdir))
+  table = (workdir / "harness" / "table.md").read_text()
+  assert "the run's chat template writes the contexts: examples are turns" in table
+  monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
+  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
+  words = f"lm_eval --model diffeq_nnx --model_args workdir={workdir} --limit 4 --num_fewshot 1 --apply_chat_template"
+  more = ["--fewshot_as_multiturn", "True", "--tasks", str(task_folder / "choice.yaml"), "--output_path", str(tmp_path)]
+  monkeypatch.setattr(sys, "argv", [*words.split(), *more])
+  command_line.main()
+  (path,) = tmp_path.rglob("results_2*.json")
+  there, here = json.loads(path.read_text()), json.loads((workdir / "harness" / "results_1shot.json").read_text())
+  assert there["chat_template"] == CHAT
+  assert there["results"]["choice"]["acc,none"] == here["results"]["choice"]["acc,none"]
+  (workdir / "chat_template.jinja").unlink()
+  assert "--apply_chat_template" in told(lambda: evaluate_downstream(changed, str(workdir)))
