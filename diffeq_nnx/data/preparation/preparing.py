@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import files
-from diffeq_nnx.data import chat, holdout, shards, sources, tokenizers
+from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, finish, lock, open_complete
@@ -105,6 +105,8 @@ def _check_template(recipe: Recipe) -> Recipe:
     if recipe.chat_template is None:
       problem = f"data.tokenizer={recipe.config.tokenizer} has no chat template"
       raise UserError(f"data.records=chat: {problem}; set data.chat_template to the path of one")
+    from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
+
     chat.compile_template(recipe.chat_template)
   return recipe
 

@@ -7,7 +7,6 @@ import json
 from typing import Any, Protocol
 
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data import chat
 from diffeq_nnx.data.documents import Document, Piece
 from diffeq_nnx.errors import UserError
 
@@ -115,6 +114,8 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Pro
       return Problem("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
     return Piece(record[options.prompt_key], False), Piece(text, True)
   assert options.chat_template is not None  # which `make_recipe` checks
+  from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
+
   try:
     return chat.compile_template(options.chat_template).divide(text)
   except chat.BadConversation as error:
