@@ -164,7 +164,7 @@ def test_the_folder_decides_about_the_template(folder, theirs, tmp_path):
   write(chat_template=None)
   (tmp_path / "chat_template.jinja").unlink()
   message = told(lambda: chat.template_of(load()))
-  assert message == "data.tokenizer: has no chat template; set data.chat_template to the path of one"
+  assert message.startswith("data.tokenizer: has no chat template; set data.chat_template to the path of one")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "folder"])

@@ -36,8 +36,8 @@ def finetune(
   With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
 
   Args:
-    config: what to train on and how; of `config.model` only dropout, attention and lora are read, the rest is the
-      run's.
+    config: what to train on and how; of `config.model` only dropout, attention, lora and a seq_len that is shorter than
+      the run's are read, the rest is the run's.
     workdir: the new run's directory.
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
@@ -59,6 +59,7 @@ def finetune(
     dropout=config.model.dropout,
     attention=config.model.attention,
     lora=config.model.lora,
+    seq_len=min(config.model.seq_len, source.model.seq_len),
   )
   config = derive_config(config, model)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
@@ -69,6 +70,8 @@ def finetune(
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     say_untrained(source, run.step, config.model.num_steps, config.model.step_sizes)
     params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
+    if "positions" in params:
+      params = {**params, "positions": params["positions"][: model.seq_len]}
     del run  # which would keep its parameters in memory
     before = Evaluator(config, corpus, mesh)(params)
     distributed.on_main_process(files.make_folder, workdir)
