@@ -42,10 +42,11 @@ class DataConfig(Section, prefix="data."):
   checked against the shards, and the other keys are ignored.
   """
 
-  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR | several of the last with
-  # weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose text is named later
+  # builtin | text:GLOB | jsonl:GLOB | parquet:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | hf:NAME:CONFIG:SPLIT |
+  # shards:DIR | several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose
+  # text is named later
   source: str = "builtin"
-  text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
+  text_key: str = "text"  # the key of a JSON object, the feature or the column that holds the text
   bad_records: str = one_of("error", "skip")  # at a record that can't be used: stop, or skip and count it
   tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
   download: bool = False  # download and prepare a TFDS data set that is not there

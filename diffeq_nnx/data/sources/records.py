@@ -68,6 +68,11 @@ class Problem:
   detail: str
 
 
+def columns(options: Options) -> list[str]:
+  """Returns the fields that `read_document` looks at, which are the columns that a table needs to have."""
+  return [options.text_key]
+
+
 def read_document(record: Mapping[str, Any], options: Options) -> str | Problem:
   """Returns the document that a record of named fields holds, as every kind of source with such records does."""
   key = json.dumps(options.text_key)

@@ -1,0 +1,109 @@
+"""The source `parquet:GLOB`: Parquet files, local or by URL. A part is one row group of one file.
+
+`check_columns` and `read_rows` are for every source that holds tables of Arrow.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+from diffeq_nnx.data.sources import files
+from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, columns, make_rule, read_document
+from diffeq_nnx.errors import UserError
+
+BATCH_ROWS = 64  # rows that are decoded at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+  """A row group of a file as a part of a source, of which only the needed columns are read."""
+
+  path: str  # or URL
+  index: int  # of the row group in the file
+  start: int  # the number of rows in the row groups before it
+  size: int  # bytes of the row group before compression, all columns
+  prefix: str  # the start of error messages
+  options: Options
+
+  @property
+  def name(self) -> str:
+    """See `records.Part`."""
+    return f"{self.path} row group {self.index}"
+
+  def read(self) -> Iterator[str | BadRecord]:
+    """See `records.Part.read`."""
+    with _open(self.path, self.prefix) as file:
+      batches = file.iter_batches(BATCH_ROWS, [self.index], columns(self.options))
+      yield from read_rows(batches, self.path, self.start, self.options)
+
+
+def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], list]:
+  """Finds the files that a source names, as `files.resolve` does, and reads the footer of each.
+
+  Raises:
+    ImportError: If pyarrow isn't installed.
+    UserError: For what `files.resolve` refuses, and a file that isn't Parquet, is damaged, or lacks a column.
+  """
+  found, state = files.resolve("parquet", globs, prefix, options)
+  parts = []
+  for path in (one.path for one in found):
+    with _open(path, prefix) as file:
+      check_columns(file.schema_arrow.names, path, prefix, options)
+      start = 0
+      for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        parts.append(RowGroup(path, index, start, group.total_byte_size, prefix, options))
+        start += group.num_rows
+  return parts, state
+
+
+@contextlib.contextmanager
+def _open(path: str, prefix: str) -> Iterator[Any]:
+  """Yields a `pyarrow.parquet.ParquetFile`; what goes wrong with it is a UserError."""
+  import pyarrow.parquet
+
+  try:
+    with files.open_bytes(path) as content:
+      if content.read(4) != b"PAR1":
+        raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
+      with pyarrow.parquet.ParquetFile(content) as file:
+        yield file
+  except UserError:
+    raise
+  except Exception as error:  # each file system has errors of its own
+    raise UserError(files.describe_unreadable(prefix, path, error)) from error
+
+
+def check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
+  """Raises UserError if a table, that `where` names, lacks a column that a document is made of."""
+  for column in columns(options):
+    if column not in names:
+      there = ", ".join(map(repr, names[:30])) or "none"
+      problem = f"no column {json.dumps(column)} (its columns: {there}); {make_rule(options)}"
+      raise UserError(f"{prefix} {where} has {problem}; data.text_key names the column")
+
+
+def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -> Iterator[str | BadRecord]:
+  """Yields the document, or a `BadRecord`, of each row of Arrow's tables, before which `where` has `start` rows."""
+  for table in tables:
+    arrays = {column: table[column] for column in columns(options)}
+    for row in range(table.num_rows):
+      start += 1
+      try:
+        record = {name: _without_nulls(array[row].as_py()) for name, array in arrays.items()}
+        document = read_document(record, options)
+      except UnicodeDecodeError as error:  # any bytes can be in a column of text
+        document = Problem("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
+      place = f"{where} row {start}"
+      yield BadRecord(document.reason, place, document.detail) if isinstance(document, Problem) else document
+
+
+def _without_nulls(value: Any) -> Any:
+  """Drops fields of structs that are null: a column has each field in each row, where JSON leaves them out."""
+  if isinstance(value, list):
+    return [_without_nulls(one) for one in value]
+  if isinstance(value, dict):
+    return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+  return value
