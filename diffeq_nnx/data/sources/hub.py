@@ -1,9 +1,10 @@
 """The source `hf:NAME[@REVISION][:CONFIG][:SPLIT]`: data sets of the Hugging Face hub, streamed, or in local folders.
 
-They are read through the package `datasets`, whose releases from 4.0 on run no code of a data set.
+They are read through the package `datasets`, whose releases from 4.0 on run no code of a data set. Their Parquet files
+are read by `parquet`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import os
@@ -12,8 +13,8 @@ import posixpath
 from typing import Any
 
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.parquet import BATCH_ROWS, check_columns, read_rows
-from diffeq_nnx.data.sources.records import BadRecord, Options, columns
+from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, check_columns, read_rows
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import absolute
 
@@ -42,7 +43,7 @@ class Shard:
   def read(self) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
     try:
-      splits = _open(self.path, self.revision, self.config, self.prefix, tuple(columns(self.options)))
+      splits = _open(self.path, self.revision, self.config, self.prefix)
       shard = splits[self.split].shard(self.num_shards, self.index)
       yield from read_rows(self._check(shard.with_format("arrow").iter(BATCH_ROWS)), self.name, 0, self.options)
     except UserError:
@@ -57,7 +58,7 @@ class Shard:
       yield table
 
 
-def resolve(rest: str, prefix: str, options: Options) -> tuple[list[Shard], list]:
+def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
   """Finds a data set in a local folder, or else on the hub.
 
   Args:
@@ -112,6 +113,8 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[list[Shard], list
     remedy = "correct the source, or check the network"
     raise UserError(f"{prefix} {path} can't be opened ({files.reason(error)[:500]}); {remedy}") from error
   data, place = splits[split], (path, revision, config, split)
+  if isinstance(data, list):
+    return [RowGroup(file, None, 0, files.PART_BYTES, prefix, options) for file in data], [*place, state]
   if data.column_names is not None:  # else the first rows tell
     check_columns(data.column_names, f"{path}:{split}", prefix, options)
   num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
@@ -119,9 +122,10 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[list[Shard], list
 
 
 @functools.lru_cache(2)
-def _open(path: str, revision: str | None, config: str | None, prefix: str, names: tuple = ()) -> Mapping[str, Any]:
-  """Returns the splits by name; those of Parquet files read the columns `names`, if any, alone."""
+def _open(path: str, revision: str | None, config: str | None, prefix: str) -> Mapping[str, Any]:
+  """Returns the splits by name: data sets of `datasets`, or lists of Parquet files."""
   import datasets
+  from datasets.packaged_modules.parquet.parquet import Parquet
 
   if _is_saved(path):
     found = datasets.load_from_disk(path)
@@ -131,8 +135,8 @@ def _open(path: str, revision: str | None, config: str | None, prefix: str, name
   for file in (file for some in (builder.config.data_files or {}).values() for file in some):
     if not posixpath.normpath(file).startswith(base):  # a README.md can name any file of this machine
       raise UserError(f"{prefix} its README.md names {file}, which is outside of {base}; name files of the data set")
-  if names and hasattr(builder.config, "columns"):
-    builder.config.columns = list(names)
+  if isinstance(builder, Parquet):
+    return {str(split): list(found) for split, found in builder.config.data_files.items()}
   return builder.as_streaming_dataset()
 
 

@@ -1,11 +1,14 @@
 """The source `parquet:GLOB`: Parquet files, local or by URL. A part is one row group of one file.
 
+The package `datasets` reads Parquet too, but a process that stops reading before the end may then hang when it exits.
+
 `check_columns` and `read_rows` are for every source that holds tables of Arrow.
 """
 
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -18,10 +21,10 @@ BATCH_ROWS = 64  # rows that are decoded at a time
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-  """A row group of a file as a part of a source, of which only the needed columns are read."""
+  """A row group of a file, or all of them in order, as a part of a source. Only the needed columns are read."""
 
   path: str  # or URL
-  index: int  # of the row group in the file
+  index: int | None  # of the row group in the file; None: all
   start: int  # the number of rows in the row groups before it
   size: int  # bytes of the row group before compression, all columns
   prefix: str  # the start of error messages
@@ -30,12 +33,15 @@ class RowGroup:
   @property
   def name(self) -> str:
     """See `records.Part`."""
-    return f"{self.path} row group {self.index}"
+    return self.path if self.index is None else f"{self.path} row group {self.index}"
 
   def read(self) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
-    with _open(self.path, self.prefix) as file:
-      batches = file.iter_batches(BATCH_ROWS, [self.index], columns(self.options))
+    with _open(self.path, self.prefix, self.options) as file:
+      # threads of Arrow might still use the file when Python ends
+      read = functools.partial(file.iter_batches, BATCH_ROWS, columns=columns(self.options), use_threads=False)
+      groups = range(file.num_row_groups) if self.index is None else [self.index]
+      batches = (batch for index in groups for batch in read(row_groups=[index]))
       yield from read_rows(batches, self.path, self.start, self.options)
 
 
@@ -49,8 +55,7 @@ def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], 
   found, state = files.resolve("parquet", globs, prefix, options)
   parts = []
   for path in (one.path for one in found):
-    with _open(path, prefix) as file:
-      check_columns(file.schema_arrow.names, path, prefix, options)
+    with _open(path, prefix, options) as file:
       start = 0
       for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
@@ -60,7 +65,7 @@ def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], 
 
 
 @contextlib.contextmanager
-def _open(path: str, prefix: str) -> Iterator[Any]:
+def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
   """Yields a `pyarrow.parquet.ParquetFile`; what goes wrong with it is a UserError."""
   import pyarrow.parquet
 
@@ -69,6 +74,7 @@ def _open(path: str, prefix: str) -> Iterator[Any]:
       if content.read(4) != b"PAR1":
         raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
       with pyarrow.parquet.ParquetFile(content) as file:
+        check_columns(file.schema_arrow.names, path, prefix, options)
         yield file
   except UserError:
     raise
@@ -92,7 +98,7 @@ def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -
     for row in range(table.num_rows):
       start += 1
       try:
-        record = {name: _without_nulls(array[row].as_py()) for name, array in arrays.items()}
+        record = {name: _decode(array[row].as_py(), array.type) for name, array in arrays.items()}
         document = read_document(record, options)
       except UnicodeDecodeError as error:  # any bytes can be in a column of text
         document = Problem("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
@@ -100,10 +106,16 @@ def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -
       yield BadRecord(document.reason, place, document.detail) if isinstance(document, Problem) else document
 
 
-def _without_nulls(value: Any) -> Any:
-  """Drops fields of structs that are null: a column has each field in each row, where JSON leaves them out."""
-  if isinstance(value, list):
-    return [_without_nulls(one) for one in value]
+def _decode(value: Any, kind: Any) -> Any:
+  """Returns a value of Arrow's type `kind` as the record had it, which was written to a column of this type.
+
+  A field of a struct that is null is left out, since a column has each field in each row. Values of several types are
+  in a column as JSON.
+  """
+  if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+    return json.loads(value)
+  if isinstance(value, list) and hasattr(kind, "value_type"):  # a map is a list of pairs
+    return [_decode(one, kind.value_type) for one in value]
   if isinstance(value, dict):
-    return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return {name: _decode(one, kind.field(name).type) for name, one in value.items() if one is not None}
   return value
