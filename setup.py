@@ -51,7 +51,7 @@ setuptools.setup(
     "fsspec",
     "grain>=0.2.18",
     "jax>=0.10.2",
-    "jinja2>=3.1",  # with plotly: the page of --job=analyze
+    "jinja2>=3.1.6",  # chat templates, in the sandbox of that release; with plotly: the page of --job=analyze
     "matplotlib",
     "ml_collections>=1.0",
     "numpy",

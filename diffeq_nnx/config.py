@@ -25,6 +25,7 @@ from diffeq_nnx.config_model import TimeConfig as TimeConfig
 from diffeq_nnx.errors import UserError
 
 NO_TEXT = "none"  # the data.source of an imported run until its text is named
+KEYS_OF_ROWS = ("attend_across_documents", "rows", "too_long")  # of data, for prepared text too
 RUN_FILE = "run.json"  # of a work directory, as the folders below
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
@@ -38,15 +39,22 @@ RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, 
 class DataConfig(Section, prefix="data."):
   """Which text, and how it becomes tokens.
 
-  With prepared shards only source, validation and attend_across_documents choose anything; tokenizer and marks are
-  checked against the shards, and the other keys are ignored.
+  With prepared shards only source, validation, attend_across_documents, rows and too_long choose anything; tokenizer
+  and marks are checked against the shards, and the other keys are ignored.
   """
 
   # builtin | text:GLOB | jsonl:GLOB | parquet:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | hf:NAME:CONFIG:SPLIT |
   # shards:DIR | several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose
   # text is named later
   source: str = "builtin"
+  # text: a document under text_key | completion: a prompt and a completion, which alone counts | chat: messages, of
+  # which the assistant's count
+  records: str = one_of("text", "completion", "chat")
   text_key: str = "text"  # the key of a JSON object, the feature or the column that holds the text
+  prompt_key: str = "prompt"  # with records=completion, as completion_key
+  completion_key: str = "completion"
+  messages_key: str = "messages"  # with records=chat
+  chat_template: str | None = None  # the path of a Jinja file; None: the tokenizer's own
   bad_records: str = one_of("error", "skip")  # at a record that can't be used: stop, or skip and count it
   tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
   download: bool = False  # download and prepare a TFDS data set that is not there
@@ -62,7 +70,21 @@ class DataConfig(Section, prefix="data."):
   unknown_bytes: str | None = one_of(None, "error", "unknown")
   num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
   attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
+  rows: str = one_of("packed", "padded")  # packed: windows of all tokens in order | padded: a document a row
+  too_long: str = one_of("cut", "drop")  # what becomes of a document that is longer than a padded row
   cache_dir: str = "~/.cache/diffeq_nnx"
+
+  def _check_together(self) -> None:
+    uses = {"text_key": "text", "prompt_key": "completion", "completion_key": "completion", "messages_key": "chat"}
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for key, records in uses.items():
+      if getattr(self, key) != defaults[key] and self.records != records:
+        raise UserError(
+          f"data.{key}={getattr(self, key)}: is for data.records={records}, not {self.records}; leave it out, or set "
+          "data.records"
+        )
+    if self.too_long != "cut" and self.rows != "padded":
+      raise UserError(f"data.too_long={self.too_long}: is for data.rows=padded; leave it out, or set data.rows=padded")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Parquet files, and data sets of the Hugging Face hub and of folders: the records of JSON lines, in columns."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from diffeq_nnx import data
 from diffeq_nnx.data import sources
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.sources import Counts, Options, hub, parquet
+from tests import test_masks
 from tests.conftest import told
 from tests.hub_server import COMMIT, Hub
 from tests.prepared_text import config_of, digest, prepare, small_tasks  # noqa: F401
@@ -139,23 +141,55 @@ def test_one_row_group_is_read_at_a_time_and_of_it_the_needed_columns(tmp_path, 
     assert inside and all(first <= start and stop <= first + chunk.total_compressed_size for start, stop in inside)
 
 
-CHAT = [
-  {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "name": "a"}], "id": 1},
-  {"messages": [{"role": "user", "content": "Bye", "weight": 0.5}], "id": 2},
-]
+def forms_of(records, folder):
+  """Sources with these records: a folder of Parquet by two ways, one of JSON lines, and a saved data set."""
+  write_parquet(folder / "parquet" / "a.parquet", records)
+  (folder / "lines").mkdir()
+  (folder / "lines" / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+  datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
+  return [f"parquet:{folder}/parquet/*", *(f"hf:{folder}/{name}" for name in ("parquet", "lines", "saved"))]
 
 
-def test_nested_columns_are_lists_of_dicts_without_the_fields_that_a_record_lacks(tmp_path, monkeypatch):
-  """So that a record is the one that JSON lines hold."""
+def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypatch):
+  """Without the fields of a struct that it lacks, and with values of several types where `datasets` writes JSON."""
+  texts = [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": "Hello", "weight": 0.5}]
+  records = [{"messages": texts, "id": 1}, {"messages": texts[:1], "id": 2}]
+  mixed = [{"messages": [{"role": "user", "content": value}], "id": 1} for value in ("x", ["y"], {"z": 1}, 2)]
   seen = []
-  monkeypatch.setattr(parquet, "columns", lambda options: ["messages"])
   monkeypatch.setattr(parquet, "read_document", lambda record, options: str(seen.append(record)))
-  write_parquet(tmp_path / "p" / "a.parquet", CHAT)
-  datasets.Dataset.from_list(CHAT).save_to_disk(tmp_path / "saved")
-  for name in (f"parquet:{tmp_path}/p/*", f"hf:{tmp_path}/p", f"hf:{tmp_path}/saved"):
+  options = Options(records="chat", chat_template="")
+  for source in forms_of(records, tmp_path / "plain"):
     seen.clear()
-    assert len(list(data.documents(name))) == 2
-    assert seen == [{"messages": record["messages"]} for record in CHAT]
+    assert len(list(data.documents(source, options=options))) == 2
+    lacking = [[{key: value for key, value in one.items() if value is not None} for one in texts[:n]] for n in (2, 1)]
+    assert seen == [{"messages": messages} for messages in lacking]
+  (tmp_path / "mixed").mkdir()
+  (tmp_path / "mixed" / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in mixed))
+  datasets.load_dataset(str(tmp_path / "mixed"), split="train").to_parquet(tmp_path / "json.parquet")
+  for source in (f"hf:{tmp_path}/mixed", f"parquet:{tmp_path}/json.parquet"):
+    seen.clear()
+    list(data.documents(source, options=options))
+    assert seen == [{"messages": one["messages"]} for one in mixed]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_records_in_columns_keep_their_masks(tmp_path, kind):
+  """The tokens on disk, which hold the masks, are those of JSON lines."""
+  config = test_masks.config_of(tmp_path, kind, tokenizer="bytes")
+  tokens = {}
+  for source in (config.source, *forms_of(test_masks.RECORDS[kind], tmp_path / "columns")):
+    corpus = data.load(dataclasses.replace(config, source=source), 257, seed=0)
+    tokens[source] = [split.tokens[:].tolist() for split in (corpus.train.splits[0], corpus.validation)]
+    batch = data.train_batches(corpus.train, seq_len=400, batch_size=4, seed=0)[0]
+    assert 0 < batch["mask"].mean() < 1
+  assert len(tokens) == 5 and all(one == tokens[config.source] for one in tokens.values())
+
+
+def test_a_missing_column_of_another_key_is_named_with_its_key(corpus):
+  for form in ("parquet", "folder of parquet", "folder of lines", "saved"):
+    for kind, key in (("completion", "prompt_key"), ("chat", "messages_key")):
+      options = Options(records=kind, chat_template="")
+      assert told(lambda: list(data.documents(corpus[form], options=options))).endswith(f"data.{key} names the column")
 
 
 def bad_text():

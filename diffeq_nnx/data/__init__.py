@@ -7,6 +7,7 @@ from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, UnknownByte, train
 from diffeq_nnx.data.tokenizers import load as load_tokenizer
+from diffeq_nnx.data.tokenizers import save as save_tokenizer
 
 __all__ = [
   "Corpus",
@@ -26,6 +27,7 @@ __all__ = [
   "num_cores",
   "open_source",
   "prepare",
+  "save_tokenizer",
   "train",
   "train_batches",
 ]

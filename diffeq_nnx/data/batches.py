@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data.corpus import Mixture
+from diffeq_nnx.data.corpus import SAME_MARKS, Mixture
+from diffeq_nnx.data.documents import FIRST, NOT_COUNTED, read_ids
+from diffeq_nnx.data.rows import Rows
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class _Batches:
-  """Random access to batches of windows, limited to the rows that this process reads.
+  """Random access to batches, limited to the rows that this process reads.
 
-  Windows of `seq_len + 1` tokens start every `seq_len` tokens of a split. Grain orders the window numbers; tokens are
-  read here, since as elements of Grain's own they would cost twice the time.
+  Grain orders the numbers of rows; tokens are read here, since as elements of Grain's own they would cost twice the
+  time.
   """
 
   def __init__(
@@ -30,10 +32,11 @@ class _Batches:
   ):
     import grain
 
-    self._tokens = [split.tokens for split in train.splits]
+    self._splits = train.splits
+    self._places = [Rows(split, seq_len) for split in train.splits]
     self._orders = [
-      grain.MapDataset.range((len(tokens) - 1) // seq_len).seed((seed + number) % 2**32).shuffle().repeat()
-      for number, tokens in enumerate(self._tokens)
+      grain.MapDataset.range(places.count_whole()).seed((seed + number) % 2**32).shuffle().repeat()
+      for number, places in enumerate(self._places)
     ]
     self._shares = make_integer_shares(train.weights)
     self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
@@ -44,23 +47,44 @@ class _Batches:
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     start = self._start + int(index) * self._batch_size
-    tokens_BxL1 = self._read_windows([start + row for row in self._rows])
-    inputs_BxL, targets_BxL = tokens_BxL1[:, :-1], tokens_BxL1[:, 1:]
-    return {"inputs": inputs_BxL, "targets": targets_BxL, **find_documents(inputs_BxL, self._eos_id)}
+    found = self._read([start + row for row in self._rows])
+    first = self._splits[0]
+    return _make_batch(found, first, self._seq_len, self._eos_id, first.masked or first.padding is not None)
 
-  def _read_windows(self, indices: list[int]) -> np.ndarray:
-    """Reads windows, [len(indices), seq_len + 1] int32, those of one split at the same time."""
+  def _read(self, indices: list[int]) -> list[np.ndarray]:
+    """Reads rows, those of one split at the same time."""
     turns = [take_turns(index, self._shares) for index in indices]
-    windows = np.empty((len(indices), self._seq_len + 1), np.int32)
-    for split, tokens in enumerate(self._tokens):
-      places = [place for place, (its, _) in enumerate(turns) if its == split]
-      starts = [self._orders[split][turns[place][1]] * self._seq_len for place in places]
-      for place, window in zip(places, tokens.read([slice(start, start + self._seq_len + 1) for start in starts])):
-        windows[place] = window
-    return windows
+    found = [np.zeros(0)] * len(indices)
+    for number, split in enumerate(self._splits):
+      places = [place for place, (its, _) in enumerate(turns) if its == number]
+      parts = [self._places[number][self._orders[number][turns[place][1]]] for place in places]
+      for place, tokens in zip(places, split.tokens.read(parts)):
+        found[place] = tokens
+    return found
 
   def __repr__(self) -> str:
-    return f"Batches(splits={len(self._tokens)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
+    return f"Batches(splits={len(self._splits)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
+
+
+def _make_batch(
+  found: list[np.ndarray], split: Split, seq_len: int, eos_id: int | None, with_mask: bool
+) -> dict[str, np.ndarray]:
+  """Makes a batch of the tokens of rows, which are of splits with the masks and the padding of `split`."""
+  tokens_BxL1 = np.zeros((len(found), seq_len + 1), np.uint32 if split.masked else np.int32)
+  for place, tokens in enumerate(found):
+    tokens_BxL1[place, : len(tokens)] = tokens
+  ids_BxL1 = read_ids(tokens_BxL1) if split.masked else tokens_BxL1
+  batch = {"inputs": ids_BxL1[:, :-1], "targets": ids_BxL1[:, 1:]}
+  if with_mask:
+    counts_B = np.array([len(tokens) - 1 for tokens in found])
+    exists_BxL = np.arange(seq_len) < counts_B[:, None]
+    counted_BxL = exists_BxL & (tokens_BxL1[:, 1:] & NOT_COUNTED == 0) if split.masked else exists_BxL
+    batch |= {"inputs": np.where(exists_BxL, batch["inputs"], 0), "mask": counted_BxL.astype(np.float32)}
+  if eos_id is None or split.padding is not None:
+    return batch
+  if split.masked:
+    return batch | _number_documents(tokens_BxL1[:, 1:-1] & FIRST != 0)
+  return batch | find_documents(batch["inputs"], eos_id)
 
 
 def make_integer_shares(weights: Sequence[float]) -> list[int]:
@@ -94,10 +118,7 @@ def choose_document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
   if config.attend_across_documents:
     return None
   if tokenizer.bos_id == tokenizer.eos_id:
-    raise UserError(
-      "data.attend_across_documents=False: the tokenizer's begin and end marks are the same, so the end of a document "
-      "can't be found; set data.begin_mark=False, or data.attend_across_documents=True"
-    )
+    raise UserError(f"data.attend_across_documents=False: {SAME_MARKS}, or data.attend_across_documents=True")
   return tokenizer.eos_id
 
 
@@ -109,9 +130,14 @@ def find_documents(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.n
   """
   if eos_id is None:
     return {}
-  index_L = np.arange(inputs_BxL.shape[1], dtype=np.int32)
-  segment_ids_BxL, starts_BxL = np.zeros((2, *inputs_BxL.shape), np.int32)
-  begins_BxL = inputs_BxL[:, :-1] == eos_id  # whether the next token begins a document
+  return _number_documents(inputs_BxL[:, :-1] == eos_id)
+
+
+def _number_documents(begins_BxL: np.ndarray) -> dict[str, np.ndarray]:
+  """Returns what `find_documents` does; `begins_BxL`, [B, L - 1], says whether the next token begins a document."""
+  num_rows, L = begins_BxL.shape[0], begins_BxL.shape[1] + 1
+  index_L = np.arange(L, dtype=np.int32)
+  segment_ids_BxL, starts_BxL = np.zeros((2, num_rows, L), np.int32)
   np.cumsum(begins_BxL, axis=1, out=segment_ids_BxL[:, 1:])
   np.maximum.accumulate(begins_BxL * index_L[1:], axis=1, out=starts_BxL[:, 1:])
   return {"segment_ids": segment_ids_BxL, "positions": index_L - starts_BxL}
@@ -131,7 +157,8 @@ def train_batches(
 
   Windows of `seq_len + 1` tokens, one every `seq_len` tokens, are shuffled anew for each epoch of their split. Every
   window appears once in an epoch, and a batch may span two epochs. An incomplete last window is dropped. Windows of
-  several splits take turns (`take_turns`).
+  several splits take turns (`take_turns`). Where documents are padded rows of their own (`Split.padding`), these take
+  the place of windows.
 
   Args:
     train: The tokens.
@@ -144,15 +171,16 @@ def train_batches(
 
   Returns:
     A dataset whose n-th element is the batch of step n: "inputs" and "targets", int32 [rows, L], where the
-    targets are the inputs one token later, and with `eos_id` the result of `find_documents`.
+    targets are the inputs one token later, and with `eos_id` what `find_documents` finds, unless rows are documents. If
+    they are, or the splits are masked, also "mask", float32 [rows, L], which is 1 where the target counts.
 
   Raises:
-    UserError: If the split is shorter than one window.
+    UserError: If the split is shorter than one window, or no document can be a row.
   """
   import grain
 
   for split in train.splits:
-    if len(split.tokens) < seq_len + 1:
+    if split.padding is None and len(split.tokens) < seq_len + 1:
       raise UserError(
         f"model.seq_len={seq_len}: needs {seq_len + 1} tokens, but the training part of a source has "
         f"{len(split.tokens)}; use at most {len(split.tokens) - 1}, or more text"
@@ -163,8 +191,7 @@ def train_batches(
 
 def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
   """Counts the batches of `eval_batches` without `max_batches`."""
-  num_windows = -(-(len(split.tokens) - 1) // seq_len)
-  return -(-num_windows // batch_size)
+  return -(-len(Rows(split, seq_len)) // batch_size)
 
 
 def eval_batches(
@@ -176,7 +203,7 @@ def eval_batches(
   rows: np.ndarray | None = None,
   eos_id: int | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the split in order; each token but the first is a target exactly once.
+  """Yields the split in order; each token that counts, but the first of all, is a target exactly once.
 
   Args:
     split: The tokens.
@@ -185,18 +212,12 @@ def eval_batches(
     rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
 
   Yields:
-    "inputs" and "targets", int32 [rows, L], and "mask", float32 [rows, L], which is 1 where the target counts, and 0 in
-    the padding of the last window and in the rows that fill the last batch. With `eos_id` also the result of
-    `find_documents`, meaningless in the padding. All batches have this shape.
+    What `train_batches` gives, and always "mask", which is 0 also in the padding of the last window and in the rows
+    that fill the last batch. The result of `find_documents` is meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
-  total = count_eval_batches(split, seq_len, batch_size)
+  places = Rows(split, seq_len)
+  total = -(-len(places) // batch_size)
   for number in range(total if max_batches is None else min(total, max_batches)):
-    inputs_BxL, targets_BxL, mask_BxL = np.zeros((3, len(rows), seq_len), np.int32)
-    starts = [(number * batch_size + int(row)) * seq_len if row < batch_size else len(split.tokens) for row in rows]
-    for place, tokens in enumerate(split.tokens.read([slice(start, start + seq_len + 1) for start in starts])):
-      count = len(tokens) - 1
-      if count > 0:
-        inputs_BxL[place, :count], targets_BxL[place, :count], mask_BxL[place, :count] = tokens[:-1], tokens[1:], 1
-    mask_BxL = mask_BxL.astype(np.float32)
-    yield {"inputs": inputs_BxL, "targets": targets_BxL, "mask": mask_BxL, **find_documents(inputs_BxL, eos_id)}
+    numbers = [number * batch_size + int(row) if row < batch_size else len(places) for row in rows]
+    yield _make_batch(split.tokens.read([places[one] for one in numbers]), split, seq_len, eos_id, True)

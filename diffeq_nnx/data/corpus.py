@@ -14,6 +14,9 @@ from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
+SAME_MARKS = (
+  "the tokenizer's begin and end marks are the same, so the end of a document can't be found; set data.begin_mark=False"
+)
 _NUMBER = r"\d[\d.]*(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"({_NUMBER})\s*\*\s*(\w+:.+)")
 _NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
@@ -128,17 +131,30 @@ def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -
   _check_tokenizer(config, tokenizer, f"shards:{first}")
   preparation.check_vocabulary(tokenizer, vocab_size, f"shards:{first}")
   total = sum(terms.values())
-  return _make_corpus([opened[name] for name in terms], [weight / total for weight in terms.values()], validated)
+  trained = [opened[name] for name in terms]
+  for those in (trained, validated):
+    if len({one.splits["train"].masked for one in those}) > 1:
+      plain = next(name for name, one in opened.items() if one in those and not one.splits["train"].masked)
+      raise UserError(
+        f"data.source={config.source}: shards:{plain} has no masks (data.records=text), and others do; mix one kind "
+        "alone, or prepare that text as completions with empty prompts"
+      )
+  return _make_corpus(config, trained, [weight / total for weight in terms.values()], validated)
 
 
-def _make_corpus(trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]) -> Corpus:
+def _make_corpus(
+  config: DataConfig, trained: list[shards.Directory], weights: list[float], validated: list[shards.Directory]
+) -> Corpus:
   """Makes a corpus of the training splits of some directories, with weights, and the validation splits of others."""
+  tokenizer = trained[0].tokenizer
+  padding = shards.Padding(config.too_long, tokenizer.eos_id) if config.rows == "padded" else None
+  splits = [one.splits["train"] for one in trained] + [shards.join([one.splits["validation"] for one in validated])]
+  if padding is not None and tokenizer.bos_id == tokenizer.eos_id and not all(split.masked for split in splits):
+    raise UserError(f"data.rows=padded: {SAME_MARKS}, or data.rows=packed")
+  *train, validation = (dataclasses.replace(split, padding=padding) for split in splits)
   facts = [[one.hash_tokens("train") for one in trained], weights, [one.hash_tokens("validation") for one in validated]]
   return Corpus(
-    trained[0].tokenizer,
-    Mixture(tuple(one.splits["train"] for one in trained), tuple(weights)),
-    shards.join([one.splits["validation"] for one in validated]),
-    hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+    tokenizer, Mixture(tuple(train), tuple(weights)), validation, hashlib.sha256(json.dumps(facts).encode()).hexdigest()
   )
 
 
@@ -182,7 +198,9 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
 
   def open_entry() -> Corpus:
     found = [_open_directory(folder, "data.cache_dir")]
-    return _make_corpus(found, [1.0], found)
+    corpus = _make_corpus(config, found, [1.0], found)
+    corpus.tokenizer.chat_template = recipe.chat_template  # which may have changed since
+    return corpus
 
   with contextlib.suppress(UserError):  # it is missing or damaged
     return open_entry()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import hashlib
 
 from diffeq_nnx.config import DataConfig
+from diffeq_nnx.data.documents import Document, text_of
 from diffeq_nnx.errors import UserError
 
 NO_DOCUMENT, EVERY_DOCUMENT = 0, 1 << 64  # limits that hold out none and all
@@ -18,7 +19,7 @@ def compute_score(document: bytes, seed: int) -> int:
   return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest(), "little")
 
 
-def choose_limit(documents: Iterable[str], config: DataConfig, seed: int) -> int:
+def choose_limit(documents: Iterable[Document], config: DataConfig, seed: int) -> int:
   """Chooses the score below which a document is held out.
 
   It is the fraction that the config asks for, unless all documents would be on one side. Then the document with the
@@ -30,7 +31,7 @@ def choose_limit(documents: Iterable[str], config: DataConfig, seed: int) -> int
   limit = round(config.validation_fraction * EVERY_DOCUMENT)
   lowest, highest, count = EVERY_DOCUMENT, -1, 0
   for document in documents:
-    one = compute_score(document.encode(), seed)
+    one = compute_score(text_of(document).encode(), seed)
     lowest, highest, count = min(lowest, one), max(highest, one), count + 1
     if lowest < limit <= highest:
       return limit

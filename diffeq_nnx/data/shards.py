@@ -41,17 +41,35 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Padding:
+  """That each document is a row of its own, padded (data.rows=padded)."""
+
+  too_long: str  # what becomes of a document that is longer than a row: cut | drop
+  end_mark: int  # which ends the documents of a split that has no masks
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
-  """One side of a corpus: documents, each between the tokenizer's begin mark, if it has one, and its end mark."""
+  """One side of a corpus: documents, each between the tokenizer's begin mark, if it has one, and its end mark.
+
+  If it is masked, a token on disk has the bits of `documents.encode`, and conversations have no marks around them.
+  """
 
   tokens: "Tokens"  # [num_tokens] uint16 or uint32
-  num_bytes: int  # UTF-8 bytes of the text, marks excluded
+  num_bytes: int  # UTF-8 bytes of the text that counts, marks excluded
   num_documents: int
+  num_counted: int | None = None  # tokens that count as targets; None: all do, and the split has no masks
+  padding: Padding | None = None  # None: rows are windows of all tokens
+
+  @property
+  def masked(self) -> bool:
+    """Whether the split says which tokens count."""
+    return self.num_counted is not None
 
   @property
   def bytes_per_token(self) -> float:
-    """UTF-8 bytes of text per token, marks counted as tokens."""
-    return self.num_bytes / len(self.tokens)
+    """UTF-8 bytes of text per token, of what counts, marks counted as tokens."""
+    return self.num_bytes / (len(self.tokens) if self.num_counted is None else self.num_counted)
 
 
 class Tokens:
@@ -143,14 +161,17 @@ class Tokens:
 
 
 def join(splits: Sequence[Split]) -> Split:
-  """Concatenates splits whose tokens have one dtype."""
+  """Concatenates splits whose tokens have one dtype, and which are all masked or all without masks."""
   first = splits[0]
   if len(splits) == 1:
     return first
   paths = [path for split in splits for path in split.tokens.paths]
   sizes = [size for split in splits for size in split.tokens.sizes]
   tokens = Tokens(paths, sizes, first.tokens.dtype)
-  return Split(tokens, sum(split.num_bytes for split in splits), sum(split.num_documents for split in splits))
+  num_bytes, num_documents, num_counted = (
+    sum(getattr(split, field) or 0 for split in splits) for field in ("num_bytes", "num_documents", "num_counted")
+  )
+  return Split(tokens, num_bytes, num_documents, num_counted if first.masked else None, first.padding)
 
 
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
@@ -201,9 +222,12 @@ def _check_fields(manifest: dict[str, Any]) -> None:
   every = [shard for some in shards.values() for shard in some]
   tokenizer["bos_id"]
   counts = [one for shard in every for one in (shard.tokens, shard.size)]
-  counts += [info[key] for info in splits.values() for key in ("tokens", "bytes", "documents")]
+  masked = manifest.get("masked", False)
+  keys = ("tokens", "bytes", "documents", *(["counted"] if masked else []))
+  counts += [info[key] for info in splits.values() for key in keys]
   fits = (
-    manifest["dtype"] in ("uint16", "uint32"),
+    manifest["dtype"] in (("uint32",) if masked else ("uint16", "uint32")),
+    not masked or all(info["counted"] for info in splits.values()),
     shards.keys() == set(SPLITS),
     all(type(count) is int and count >= 0 for count in counts),
     all(splits[name]["tokens"] == sum(shard.tokens for shard in some) for name, some in shards.items()),
@@ -244,7 +268,8 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
       if found[shard.file] != shard.size:
         raise UserError(f"{label}: {path} has {found[shard.file]} bytes, expected {shard.size}: damaged; {_RESTORE}")
     tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
-    splits[name] = Split(tokens, info["bytes"], info["documents"])
+    counted = info["counted"] if manifest.get("masked") else None
+    splits[name] = Split(tokens, info["bytes"], info["documents"], counted)
   info = manifest["tokenizer"]
   path = os.path.join(directory, info["file"])
   tokenizer = tokenizers.load(path, begin_mark=info["bos_id"] is not None, lossless=True, key=f"{label}: tokenizer")
@@ -253,4 +278,6 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
       f"{label}: {path} is another tokenizer ({tokenizer.hash[:12]}) than that of {MANIFEST} ({info['hash'][:12]}); "
       f"{_RESTORE}"
     )
+  if tokenizer.hash_chat_template() != info.get("chat_template"):
+    raise UserError(f"{label}: {tokenizers.CHAT_TEMPLATE} there is not that of {MANIFEST}; {_RESTORE}")
   return Directory(tokenizer, splits, manifest)

@@ -100,6 +100,7 @@ def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
     begin_token=config.begin_token,
     end_token=config.end_token,
     unknown_bytes=config.unknown_bytes,
+    chat_template=config.chat_template,
     key="from_hf",
   )
 

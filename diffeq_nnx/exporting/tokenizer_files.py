@@ -8,7 +8,8 @@ import json
 import os
 from typing import Any
 
-from diffeq_nnx.data.tokenizers import BytePairTokenizer, SentencePieceTokenizer, Tokenizer, specs
+from diffeq_nnx import files
+from diffeq_nnx.data.tokenizers import CHAT_TEMPLATE, BytePairTokenizer, SentencePieceTokenizer, Tokenizer, specs
 from diffeq_nnx.data.tokenizers.byte_fallback import EXPORTED, SPACE, WITHIN
 from diffeq_nnx.exporting import folders
 
@@ -38,7 +39,7 @@ def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None]:
 
 
 def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
-  """Writes tokenizer_config.json, tokenizer.json and, of a sentencepiece model, tokenizer.model.
+  """Writes tokenizer_config.json, tokenizer.json, the chat template, and tokenizer.model of a sentencepiece model.
 
   AutoTokenizer then writes the begin mark before a text, where there is one, and no end mark: texts are prompts.
 
@@ -63,6 +64,8 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
     noted = spec["model"].pop(specs.OURS, {})  # generation_config.json has the end marks
     if isinstance(tokenizer, BytePairTokenizer) and tokenizer.missing and "unknown_bytes" not in noted:
       notes.append("tokenizer: bytes that the vocabulary lacks are an error here, and left out by AutoTokenizer")
+  if tokenizer.chat_template is not None:
+    files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
   marks = {"eos_token": names[tokenizer.eos_id]}
   if tokenizer.bos_id is not None:
     marks["bos_token"] = names[tokenizer.bos_id]

@@ -100,6 +100,7 @@ def load_text(config: Config, source: Run) -> Corpus | None:
       f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
       f"data.begin_mark={tokenizer.bos_id is not None}"
     )
+  tokenizer.chat_template = corpus.tokenizer.chat_template or tokenizer.chat_template  # as data.chat_template says
   return corpus
 
 

@@ -14,6 +14,7 @@ import jax
 from diffeq_nnx import files
 from diffeq_nnx.config import Config, HarnessConfig
 from diffeq_nnx.data import sources
+from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
@@ -79,7 +80,7 @@ def evaluate_downstream(
     num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
   ours = _evaluate(lm, names, manager, shots, settings) if names else []
-  text = None if texts is None else lm.measure_perplexity(texts.documents(), settings.limit)
+  text = None if texts is None else lm.measure_perplexity(map(text_of, texts.documents()), settings.limit)
   found = report.collect_estimates(ours)
   if theirs and ours and not found.keys() & report.collect_estimates(theirs).keys():
     raise UserError(

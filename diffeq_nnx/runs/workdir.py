@@ -14,8 +14,8 @@ from absl import logging
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, NO_TEXT, RUN_FILE, Config, DataConfig
-from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer
+from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, KEYS_OF_ROWS, NO_TEXT, RUN_FILE, Config, DataConfig
+from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.parallel import distributed
 
@@ -31,11 +31,11 @@ def identity(config: Config) -> dict[str, Any]:
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   flat["optimizer.name"] = config.optimizer.name  # of which checkpoints hold moments
   # the tokenizer is identified by its hash, and the others say where and how, not what
-  of_tokenizer = {"tokenizer", "begin_mark", "begin_token", "end_token", "unknown_bytes"}
+  of_tokenizer = {"tokenizer", "chat_template", "begin_mark", "begin_token", "end_token", "unknown_bytes"}
   ignored = {f"data.{key}" for key in of_tokenizer | {"cache_dir", "tfds_dir", "download", "num_processes"}}
   ignored.add("model.attention")
   if "shards:" in config.data.source:
-    ignored |= {key for key in flat if key.startswith("data.")} - {"data.attend_across_documents"}
+    ignored |= {key for key in flat if key.startswith("data.")} - {f"data.{key}" for key in KEYS_OF_ROWS}
   return {key: value for key, value in flat.items() if key not in ignored}
 
 
@@ -83,7 +83,7 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
     if known is not None and identifier is None:
       files.check_writable(workdir)
       return
-    files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+    save_tokenizer(tokenizer, workdir)
     record = {
       "config": config_lib.to_dict(config),
       "tokenizer_hash": tokenizer.hash,
@@ -114,7 +114,7 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
     files.write(mark, b"")
     for folder in folders:
       files.remove(folder)
-    files.write(os.path.join(workdir, tokenizer.file_name), tokenizer.model_bytes)
+    save_tokenizer(tokenizer, workdir)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 

@@ -14,11 +14,13 @@ from typing import Any
 from absl import logging
 
 from diffeq_nnx import files
-from diffeq_nnx.data import shards
+from diffeq_nnx.data import shards, tokenizers
 from diffeq_nnx.errors import UserError
 
 UNFINISHED = ".unfinished"
-_OURS = re.compile(r"manifest\.json|tokenizer\.(model|json)|(train|validation)-\d+-\d+\.tokens|\..*")
+_OURS = re.compile(
+  r"manifest\.json|tokenizer\.(model|json)|chat_template\.jinja|(train|validation)-\d+-\d+\.tokens|\..*"
+)
 
 
 @contextlib.contextmanager
@@ -108,9 +110,11 @@ def claim(directory: str, work: Any, label: str) -> str:
 
 def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
   """Completes the directory. The manifest comes last."""
-  name = manifest["tokenizer"]["file"]
-  os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
-  ours = {name, UNFINISHED, *(shard["file"] for split in manifest["splits"].values() for shard in split["shards"])}
+  template = {tokenizers.CHAT_TEMPLATE} if "chat_template" in manifest["tokenizer"] else set()
+  names = {manifest["tokenizer"]["file"], *template}
+  for name in names:
+    os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
+  ours = {*names, UNFINISHED, *(shard["file"] for split in manifest["splits"].values() for shard in split["shards"])}
   for other in set(os.listdir(directory)) - ours:
     if _OURS.fullmatch(other):  # of an earlier state of the files
       path = os.path.join(directory, other)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import os
 import random
@@ -12,12 +13,14 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import files
-from diffeq_nnx.data import holdout, shards, sources, tokenizers
+from diffeq_nnx.data import chat, holdout, shards, sources, tokenizers
+from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, finish, lock, open_complete
 from diffeq_nnx.data.preparation.tokenizing import choose_dtype, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
+from diffeq_nnx.data.tokenizers.base import END_OF_TEXT
 from diffeq_nnx.errors import UserError
 
 TASK_BYTES = 32 << 20  # stored bytes of a task, which is what a kill loses; parts that are larger are a task each
@@ -41,10 +44,19 @@ class Recipe:
     return self.seed if self.config.validation_seed is None else self.config.validation_seed
 
   @functools.cached_property
+  def chat_template(self) -> str | None:
+    """The chat template of conversations, with the names of the marks that it uses."""
+    if self.tokenizer is not None or self.config.chat_template is None:
+      return None if self.tokenizer is None else self.tokenizer.chat_template
+    template = tokenizers.read_template_file(self.config.chat_template)
+    return tokenizers.name_marks(template, {"eos_token": END_OF_TEXT})
+
+  @functools.cached_property
   def opened(self) -> dict[str, Source]:
     """The sources by their configuration keys, opened at the first use."""
     config = self.config
-    options = sources.Options(config.text_key, config.bad_records, config.tfds_dir, config.download)
+    names = [field.name for field in dataclasses.fields(sources.Options)]
+    options = sources.Options(**{name: getattr(config, name) for name in names} | {"chat_template": self.chat_template})
     named = {"data.source": config.source, "data.validation": config.validation}
     return {key: sources.open_source(name, key, options) for key, name in named.items() if name is not None}
 
@@ -60,6 +72,10 @@ class Recipe:
       "tokenizer": self.tokenizer.hash if self.tokenizer else f"train {self.vocab_size}",
       "libraries": {"sentencepiece": sentencepiece.__version__, "tokenizers": huggingface.__version__},
     }
+    if config.records != "text":
+      record |= {"records": config.records, **sources.name_columns(config)}
+    if config.records == "chat":
+      record["chat_template"] = hashlib.sha256((self.chat_template or "").encode()).hexdigest()
     if config.validation is not None:
       return record | {"validation": config.validation, "validation_fingerprint": prints["data.validation"]}
     return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.split_seed}
@@ -74,13 +90,23 @@ def make_recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
   if config.tokenizer != "train":
     tokenizer = tokenizers.load_from_config(config)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
-    return Recipe(config, vocab_size, seed, tokenizer)
+    return _check_template(Recipe(config, vocab_size, seed, tokenizer))
   if config.begin_mark or config.begin_token or config.end_token:
     raise UserError(
       f"data.begin_mark={config.begin_mark}, data.begin_token={config.begin_token}, data.end_token="
       f"{config.end_token}: data.tokenizer=train makes a tokenizer with an end mark alone; set them to None"
     )
-  return Recipe(config, vocab_size, seed, None)
+  return _check_template(Recipe(config, vocab_size, seed, None))
+
+
+def _check_template(recipe: Recipe) -> Recipe:
+  """Returns the recipe; raises UserError if it needs a chat template and has none that can be used."""
+  if recipe.config.records == "chat":
+    if recipe.chat_template is None:
+      problem = f"data.tokenizer={recipe.config.tokenizer} has no chat template"
+      raise UserError(f"data.records=chat: {problem}; set data.chat_template to the path of one")
+    chat.compile_template(recipe.chat_template)
+  return recipe
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
@@ -137,6 +163,7 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
     tokenize,
     tokenizer_file=os.path.join(unfinished, tokenizer.file_name),
     begin_mark=tokenizer.bos_id is not None,
+    records=recipe.config.records,
     seed=recipe.split_seed,
     directory=directory,
     shard_bytes=SHARD_BYTES,
@@ -156,13 +183,16 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
     counts[key].add(Counts(**one["counts"]))
   for key, source in opened.items():
     source.check(counts[key])
+  masked = recipe.config.records != "text"
   return {
     "version": shards.VERSION,
     "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
     "recipe": recipe.record,
     "tokenizer": {"hash": tokenizer.hash, "file": tokenizer.file_name}
-    | {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "bos_id")},
-    "dtype": choose_dtype(tokenizer).name,
+    | {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "bos_id")}
+    | ({} if tokenizer.chat_template is None else {"chat_template": tokenizer.hash_chat_template()}),
+    "dtype": choose_dtype(tokenizer, masked).name,
+    **({"masked": True} if masked else {}),
     # the only place that says what became of the records that are in neither split
     "records": {key: dataclasses.asdict(one) for key, one in counts.items()},
     "splits": {split: _merge([one["splits"][split] for one in made]) for split in shards.SPLITS},
@@ -180,13 +210,16 @@ def _remove_unusable_result(path: str, sizes: dict[str, int]) -> None:
 def _write_tokenizer(unfinished: str, recipe: Recipe, limit: int) -> Tokenizer:
   """Writes the tokenizer's file and returns the tokenizer, given or trained on documents that are not held out."""
   if recipe.tokenizer is not None:
-    files.write(os.path.join(unfinished, recipe.tokenizer.file_name), recipe.tokenizer.model_bytes)
+    tokenizers.save(recipe.tokenizer, unfinished)
     return recipe.tokenizer
   path = os.path.join(unfinished, tokenizers.SentencePieceTokenizer.file_name)
   if not os.path.exists(path):
     sample = _sample(recipe.opened["data.source"], recipe.split_seed, limit)
     files.write(path, tokenizers.train(sample, recipe.vocab_size))
-  return tokenizers.load(path, lossless=True)
+  tokenizer = tokenizers.load(path, lossless=True)
+  tokenizer.chat_template = recipe.chat_template
+  tokenizers.save(tokenizer, unfinished)
+  return tokenizer
 
 
 def _group(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -204,7 +237,7 @@ def _group(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 def _merge(splits: list[dict[str, Any]]) -> dict[str, Any]:
   """Joins what the tasks say about a split to what the manifest says about it."""
-  totals = {name: sum(one[name] for one in splits) for name in ("tokens", "bytes", "documents")}
+  totals = {name: sum(one[name] for one in splits) for name in splits[0] if name != "shards"}
   return {**totals, "shards": [shard for one in splits for shard in one["shards"]]}
 
 
@@ -213,10 +246,10 @@ def _sample(source: Source, seed: int, limit: int) -> Iterator[str]:
   parts, size = list(source.parts), 0
   random.Random(0).shuffle(parts)
   for part in parts:
-    for text in source.read(part, counts=Counts()):
-      document = text.encode()
-      if document and holdout.compute_score(document, seed) >= limit:
+    for document in source.read(part, counts=Counts()):
+      text = text_of(document)
+      if text and holdout.compute_score(text.encode(), seed) >= limit:
         yield text
-        size += len(document)
+        size += len(text.encode())
         if size >= _SAMPLE_BYTES:
           return

@@ -1,5 +1,6 @@
 """The work of one task, which turns the documents of some parts of a source into shards."""
 
+import collections
 from collections.abc import Callable, Iterator
 import dataclasses
 import functools
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from diffeq_nnx.data import holdout, shards, tokenizers
+from diffeq_nnx.data.documents import NOT_COUNTED, Document, count_bytes, encode, text_of
 from diffeq_nnx.data.sources import Counts, Part
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing
@@ -19,9 +21,9 @@ _BATCH = 16  # documents that are encoded at a time
 _load = functools.lru_cache(1)(tokenizers.load)
 
 
-def choose_dtype(tokenizer: tokenizers.Tokenizer) -> np.dtype:
-  """Returns the type of a token on disk."""
-  return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+def choose_dtype(tokenizer: tokenizers.Tokenizer, masked: bool) -> np.dtype:
+  """Returns the type of a token on disk, which has room for the bits of `documents.encode` if they are `masked`."""
+  return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 and not masked else np.uint32)
 
 
 @dataclasses.dataclass
@@ -32,15 +34,14 @@ class _Writer:
   temporary: str
   shard_bytes: int
   dtype: np.dtype
+  totals: collections.Counter[str]
   shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  totals: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(("tokens", "bytes", "documents"), 0))
   waiting: bytearray = dataclasses.field(default_factory=bytearray)
 
-  def add(self, tokens: bytes, num_bytes: int) -> None:
-    """Adds a document, whose text has so many bytes."""
+  def add(self, tokens: bytes, num_bytes: int, **more: int) -> None:
+    """Adds a document, whose text that counts has so many bytes; `more` are other numbers to be summed."""
     self.waiting += tokens
-    for key, more in (("tokens", len(tokens) // self.dtype.itemsize), ("bytes", num_bytes), ("documents", 1)):
-      self.totals[key] += more
+    self.totals.update(tokens=len(tokens) // self.dtype.itemsize, bytes=num_bytes, documents=1, **more)
     if len(self.waiting) >= self.shard_bytes:
       self.flush()
 
@@ -55,11 +56,12 @@ class _Writer:
 
 
 def tokenize(
-  read: Callable[..., Iterator[str]],
+  read: Callable[..., Iterator[Document]],
   parts: list[Part],
   *,
   tokenizer_file: str,
   begin_mark: bool,
+  records: str,
   seed: int,
   limit: int,
   label: str,
@@ -69,10 +71,11 @@ def tokenize(
 ) -> dict[str, Any]:
   """Writes the documents of some parts, in their order, as shards of each split.
 
-  `read` yields the records of a part (see `sources.Source.read`). A document is held out if its score, which depends
-  on `seed`, is below `limit` (see `holdout`). `label` begins errors about documents. The shards in `directory` are
-  named SPLIT-NAME-NUMBER.tokens, where `path` ends with NAME; `path` begins the name of a shard while it is written. A
-  shard is written as soon as it has `shard_bytes` of tokens.
+  `read` yields the records of a part (see `sources.Source.read`), and `records` says of which kind they are
+  (`data.records`). A document is held out if its score, which depends on `seed`, is below `limit` (see `holdout`).
+  `label` begins errors about documents. The shards in `directory` are named SPLIT-NAME-NUMBER.tokens, where `path` ends
+  with NAME; `path` begins the name of a shard while it is written. A shard is written as soon as it has `shard_bytes`
+  of tokens.
 
   Returns:
     "counts", which says what became of the records, and "splits", what the manifest says about these shards by split.
@@ -81,24 +84,33 @@ def tokenize(
     UserError: For a document that the tokenizer can't encode, and what `read` raises.
   """
   tokenizer = _load(tokenizer_file, begin_mark=begin_mark, lossless=True)
-  dtype, marks = choose_dtype(tokenizer), (tokenizer.bos_id, tokenizer.eos_id)
+  masked = records != "text"
+  dtype, marks = choose_dtype(tokenizer, masked), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
   names = {split: os.path.join(directory, f"{split}-{os.path.basename(path)}") for split in shards.SPLITS}
-  writers = {split: _Writer(name, path, shard_bytes, dtype) for split, name in names.items()}
+  totals = dict.fromkeys(("tokens", "bytes", "documents", *(["counted"] if masked else [])), 0)
+  writers = {
+    split: _Writer(name, path, shard_bytes, dtype, collections.Counter(totals)) for split, name in names.items()
+  }
   counts = Counts()
-  records = ((part, *record) for part in parts for record in enumerate(read(part, counts=counts), 1))
-  documents = (record for record in records if record[2])
-  while batch := list(itertools.islice(documents, _BATCH)):
+  found = ((part, *record) for part in parts for record in enumerate(read(part, counts=counts), 1))
+  documents = (record for record in found if record[2])
+  while batch := list(itertools.islice(documents, 1 if masked else _BATCH)):
     try:
-      ids = tokenizer.encode_batch([text for _, _, text in batch])
+      if masked:
+        ids = [encode(batch[0][2], tokenizer, records == "chat")]
+      else:
+        ids = tokenizer.encode_batch([text_of(document) for _, _, document in batch])
     except tokenizers.UnknownByte as error:
       part, number, _ = batch[error.index]
       way_out = "set data.unknown_bytes=unknown to replace such bytes by the unknown token, or change the document"
       raise UserError(f"{label}: {part.name}, record {number}: {error}; {way_out}") from error
-    for (_, _, text), one in zip(batch, ids):
-      document = text.encode()
-      split = "validation" if holdout.compute_score(document, seed) < limit else "train"
-      writers[split].add(begin + one.astype(dtype).tobytes() + end, len(document))
+    for (_, _, document), one in zip(batch, ids):
+      split = "validation" if holdout.compute_score(text_of(document).encode(), seed) < limit else "train"
+      if masked:
+        writers[split].add(one.tobytes(), count_bytes(document), counted=int(np.sum(one & NOT_COUNTED == 0)))
+      else:
+        writers[split].add(begin + one.astype(dtype).tobytes() + end, count_bytes(document))
   for writer in writers.values():
     writer.flush()
   splits = {split: {**writer.totals, "shards": writer.shards} for split, writer in writers.items()}

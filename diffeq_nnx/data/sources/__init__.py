@@ -10,11 +10,12 @@ import os
 
 from absl import logging
 
+from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
-from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part
+from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part, name_columns
 from diffeq_nnx.errors import UserError
 
-__all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "open_source"]
+__all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "name_columns", "open_source"]
 
 KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "parquet:GLOB", "tfds:NAME/CONFIG:SPLIT", "hf:NAME:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
@@ -29,7 +30,7 @@ class Source:
     parts: Pieces that any process can read one by one. In order they make up the source. They and their order depend
       on the source alone, and they can be pickled.
     counts: Counts of the latest run of `records` or `documents`, updated as it goes.
-    read: `read(part, counts=Counts())` yields each record's text in one part, as `records` does, and counts the
+    read: `read(part, counts=Counts())` yields each record's document in one part, as `records` does, and counts the
       records. It can be pickled.
   """
 
@@ -38,8 +39,8 @@ class Source:
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
 
-  def records(self) -> Iterator[str]:
-    """Yields each record's text in order, or "" for one that is empty or was skipped as bad.
+  def records(self) -> Iterator[Document]:
+    """Yields each record's document in order, or "" for one that is empty or was skipped as bad.
 
     One record is held in memory, or 64 of a TFDS data set, or the needed columns of a row group of a Parquet file. At
     the end skipped records are logged in one line.
@@ -66,8 +67,8 @@ class Source:
       logging.warning("%s %s", self._prefix, counts.describe())
       self._reported = counts
 
-  def documents(self) -> Iterator[str]:
-    """Yields the texts of `records` that aren't empty; raises as `records`."""
+  def documents(self) -> Iterator[Document]:
+    """Yields those of `records` that aren't empty; raises as `records`."""
     return filter(None, self.records())
 
   def fingerprint(self) -> str:
@@ -78,6 +79,8 @@ class Source:
     its files; for `hf`, the commit or the same of each file in a folder, and the split; for `builtin`, the text.
     """
     state = [self._state, self._options.text_key, self._options.bad_records]
+    if (options := self._options).records != "text":
+      state = [*state, options.records, records.columns(options), options.chat_template]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
@@ -104,6 +107,9 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   prefix = f"{key}={source}:"
   kind, colon, rest = source.partition(":")
   if kind in RESOLVERS and bool(colon) == (kind != "builtin") and (rest or kind not in ("tfds", "hf")):
+    if options.records != "text" and kind in ("builtin", "text", "tfds"):
+      problem = f"data.records={options.records} reads records with keys, which this kind of source does not have"
+      raise UserError(f"{prefix} {problem}; use jsonl:GLOB, parquet:GLOB or hf:NAME")
     try:
       parts, state = RESOLVERS[kind](rest, prefix, options)
     except ImportError as error:
@@ -116,7 +122,7 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   raise UserError(f"{prefix} unknown kind of source; use one of {', '.join(KINDS)}; nearest: {_find_nearest(source)}")
 
 
-def documents(source: str, key: str = "data.source", options: Options = Options()) -> Iterator[str]:
+def documents(source: str, key: str = "data.source", options: Options = Options()) -> Iterator[Document]:
   """Yields the documents of a source in order. Arguments and errors are those of `open_source`, `Source.documents`."""
   return open_source(source, key, options).documents()
 

@@ -17,6 +17,7 @@ import zlib
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import compressed
 from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, make_rule, read_document
 from diffeq_nnx.errors import UserError
@@ -60,7 +61,7 @@ class File:
     starts = range(0, os.path.getsize(self.path), PART_BYTES)
     return [dataclasses.replace(self, start=start, stop=start + PART_BYTES) for start in starts] or [self]
 
-  def read(self) -> Iterator[str | BadRecord]:
+  def read(self) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
     errors = Exception if is_url(self.path) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
@@ -98,7 +99,7 @@ class File:
     del data  # this frame lives on while the caller works on the text
     yield self._make_empty() if empty else text
 
-  def _read_lines(self, file: BinaryIO) -> Iterator[str | BadRecord]:
+  def _read_lines(self, file: BinaryIO) -> Iterator[Document | BadRecord]:
     at = number = 0
     if self.start:  # the line that holds the byte before the range is of the range before
       file.seek(self.start - 1)
@@ -112,8 +113,8 @@ class File:
     if number == self.start == 0:
       yield self._make_empty()
 
-  def _parse_line(self, number: int, line: bytes) -> str | BadRecord:
-    """Returns the text of one line of JSON, which is the `number`-th of the range."""
+  def _parse_line(self, number: int, line: bytes) -> Document | BadRecord:
+    """Returns the document of one line of JSON, which is the `number`-th of the range."""
     rule = make_rule(self.options)
     try:
       record = json.loads(line.decode("utf-8-sig" if number == 1 and not self.start else "utf-8"))

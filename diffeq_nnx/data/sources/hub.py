@@ -12,6 +12,7 @@ import pathlib
 import posixpath
 from typing import Any
 
+from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
 from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, check_columns, read_rows
 from diffeq_nnx.data.sources.records import BadRecord, Options, Part
@@ -40,7 +41,7 @@ class Shard:
     """See `records.Part`."""
     return f"{self.path}:{self.split} shard {self.index}"
 
-  def read(self) -> Iterator[str | BadRecord]:
+  def read(self) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
     try:
       splits = _open(self.path, self.revision, self.config, self.prefix)

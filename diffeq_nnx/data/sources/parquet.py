@@ -12,8 +12,9 @@ import functools
 import json
 from typing import Any
 
+from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, columns, make_rule, read_document
+from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, columns, make_rule, name_columns, read_document
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
@@ -35,7 +36,7 @@ class RowGroup:
     """See `records.Part`."""
     return self.path if self.index is None else f"{self.path} row group {self.index}"
 
-  def read(self) -> Iterator[str | BadRecord]:
+  def read(self) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
     with _open(self.path, self.prefix, self.options) as file:
       # threads of Arrow might still use the file when Python ends
@@ -84,14 +85,14 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
 
 def check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
   """Raises UserError if a table, that `where` names, lacks a column that a document is made of."""
-  for column in columns(options):
+  for key, column in name_columns(options).items():
     if column not in names:
       there = ", ".join(map(repr, names[:30])) or "none"
       problem = f"no column {json.dumps(column)} (its columns: {there}); {make_rule(options)}"
-      raise UserError(f"{prefix} {where} has {problem}; data.text_key names the column")
+      raise UserError(f"{prefix} {where} has {problem}; data.{key} names the column")
 
 
-def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -> Iterator[str | BadRecord]:
+def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -> Iterator[Document | BadRecord]:
   """Yields the document, or a `BadRecord`, of each row of Arrow's tables, before which `where` has `start` rows."""
   for table in tables:
     arrays = {column: table[column] for column in columns(options)}

@@ -6,6 +6,9 @@ import dataclasses
 import json
 from typing import Any, Protocol
 
+from diffeq_nnx.config import DataConfig
+from diffeq_nnx.data import chat
+from diffeq_nnx.data.documents import Document, Piece
 from diffeq_nnx.errors import UserError
 
 # Added to errors in records, which have two ways out: repair the data, or do without the record.
@@ -14,12 +17,20 @@ _SKIP = "or set data.bad_records=skip to skip and count such records"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How the records of a source are read; the fields are the keys of `config.DataConfig` with these names."""
+  """How the records of a source are read; the fields are the keys of `config.DataConfig` with these names.
+
+  But `chat_template` is the template itself.
+  """
 
   text_key: str = "text"
   bad_records: str = "error"
   tfds_dir: str | None = None
   download: bool = False
+  records: str = "text"
+  prompt_key: str = "prompt"
+  completion_key: str = "completion"
+  messages_key: str = "messages"
+  chat_template: str | None = None
 
 
 @dataclasses.dataclass
@@ -68,31 +79,52 @@ class Problem:
   detail: str
 
 
+def name_columns(options: Options | DataConfig) -> dict[str, str]:
+  """Returns the fields of a record that `read_document` reads, by the configuration keys that name them."""
+  if options.records == "completion":
+    return {"prompt_key": options.prompt_key, "completion_key": options.completion_key}
+  return {"messages_key": options.messages_key} if options.records == "chat" else {"text_key": options.text_key}
+
+
 def columns(options: Options) -> list[str]:
-  """Returns the fields that `read_document` looks at, which are the columns that a table needs to have."""
-  return [options.text_key]
+  """Returns the fields of a record that `read_document` reads."""
+  return list(name_columns(options).values())
 
 
-def read_document(record: Mapping[str, Any], options: Options) -> str | Problem:
+def read_document(record: Mapping[str, Any], options: Options) -> Document | Problem:
   """Returns the document that a record of named fields holds, as every kind of source with such records does."""
-  key = json.dumps(options.text_key)
   rule = make_rule(options)
-  if options.text_key not in record:
-    names = ", ".join(map(repr, list(record)[:10])) or "none"
-    return Problem(f"without key {key}", f"no key {key} (its keys: {names}); {rule}; data.text_key names the key")
-  text = record[options.text_key]
-  if not isinstance(text, str):
-    return Problem(f"where {key} is not a string", f"{key} is of type {type(text).__name__}, not a string; {rule}")
+  for name, field in name_columns(options).items():
+    key = json.dumps(field)
+    if field not in record:
+      names = ", ".join(map(repr, list(record)[:10])) or "none"
+      return Problem(f"without key {key}", f"no key {key} (its keys: {names}); {rule}; data.{name} names the key")
+    text = record[field]
+    if options.records == "chat":
+      break
+    if not isinstance(text, str):
+      return Problem(f"where {key} is not a string", f"{key} is of type {type(text).__name__}, not a string; {rule}")
+    try:
+      text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
+    except UnicodeEncodeError as error:
+      return Problem("with a lone surrogate", f"{key} holds a lone surrogate at character {error.start}; remove it")
+  if options.records == "text":
+    return text
+  if options.records == "completion":
+    if not text:
+      return Problem("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
+    return Piece(record[options.prompt_key], False), Piece(text, True)
+  assert options.chat_template is not None  # which `make_recipe` checks
   try:
-    text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
-  except UnicodeEncodeError as error:
-    return Problem("with a lone surrogate", f"{key} holds a lone surrogate at character {error.start}; remove it")
-  return text
+    return chat.compile_template(options.chat_template).divide(text)
+  except chat.BadConversation as error:
+    return Problem(error.reason, str(error))
 
 
 def make_rule(options: Options) -> str:
   """Returns the rule for a record's fields, as a part of messages."""
-  return f'each record must be like {{{json.dumps(options.text_key)}: "..."}}'
+  value = '[{"role": "user", "content": "..."}, ...]' if options.records == "chat" else '"..."'
+  return f"each record must be like {{{', '.join(f'{json.dumps(one)}: {value}' for one in columns(options))}}}"
 
 
 class Part(Protocol):
@@ -106,16 +138,16 @@ class Part(Protocol):
   def size(self) -> int:
     """The bytes that store it, about; small parts are prepared together."""
 
-  def read(self) -> Iterator[str | BadRecord]:
-    """Yields the text of each record in order, or a `BadRecord`; holds one record in memory.
+  def read(self) -> Iterator[Document | BadRecord]:
+    """Yields the document of each record in order, or a `BadRecord`; holds one record in memory.
 
     Raises:
       UserError: If the rest can't be read, so that the number of lost records is unknown.
     """
 
 
-def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[str]:
-  """Yields one string for each record of a part, "" for an empty or bad one, and adds the records to `counts`.
+def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[Document]:
+  """Yields one document for each record of a part, "" for an empty or bad one, and adds the records to `counts`.
 
   Raises:
     UserError: For a bad record, unless the options say that they are skipped, and what `part.read` raises. The message

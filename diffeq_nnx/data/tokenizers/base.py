@@ -57,6 +57,7 @@ class Tokenizer(abc.ABC):
   file_name: str  # the tokenizer's file in a run directory
   model_bytes: bytes  # the content of that file, which `load` reads
   lossless: bool = True
+  chat_template: str | None = None  # a Jinja template (see `chat`), which holds the names of the marks that it uses
   leading: str = ""  # what decoding drops at the beginning of a text: the space that encoding put there
 
   @property
@@ -68,6 +69,14 @@ class Tokenizer(abc.ABC):
   def hash(self) -> str:
     """The SHA-256, in hex, of everything that decides ids, marks included."""
     return hashlib.sha256(self.model_bytes).hexdigest()
+
+  @abc.abstractmethod
+  def name_token(self, number: int) -> str:
+    """Returns the name of a token, as vocabularies have it."""
+
+  def hash_chat_template(self) -> str | None:
+    """The SHA-256 of the chat template, in hex, or None if there is none."""
+    return None if self.chat_template is None else hashlib.sha256(self.chat_template.encode()).hexdigest()
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids: marks to nothing, other numbers to a replacement character, bytes that aren't UTF-8 to U+FFFD."""
@@ -88,6 +97,26 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def _encode_blocks(self, blocks: list[str]) -> Iterable[np.ndarray]:
     """Encodes blocks, each to int32 ids, shape [num_tokens]."""
+
+  @abc.abstractmethod
+  def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes a text, and tells which characters each token stands for.
+
+    Args:
+      text: The text.
+      rendered: Whether a chat template made it; then the names of all special tokens in it, also those of marks, are
+        these tokens.
+
+    Returns:
+      The ids, int32 [num_tokens], and the first character of each token and its last plus 1, int64 [num_tokens, 2].
+
+    Raises:
+      UnicodeEncodeError, UnknownByte: As `encode_batch`.
+    """
+
+  def encode_rendered(self, text: str) -> np.ndarray:
+    """Encodes a text that a chat template made, in which names of special tokens are these tokens; see `encode`."""
+    return self.encode_spans(text, rendered=True)[0]
 
   def encode(self, text: str) -> np.ndarray:
     """Encodes one text as `encode_batch` does."""

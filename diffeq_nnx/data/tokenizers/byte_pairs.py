@@ -152,6 +152,9 @@ class BytePairTokenizer(specs.LibraryTokenizer):
       model["unk_token"] = f"\0{self._unknown}" if self._unknown in special else self._unknown
     elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
       model["vocab"] |= _make_stand_ins(spec, self.vocab_size)
+    stand_ins = _make_stand_ins(spec, self.vocab_size) if missing and self._unknown is None else {}
+    whole = spec["model"] | {"vocab": specs.map_ids(spec) | stand_ins}
+    self._rendered_encoder = specs.load(spec | {"post_processor": None, "model": whole}, label)
     self.missing = set(missing)
     self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
@@ -166,11 +169,19 @@ class BytePairTokenizer(specs.LibraryTokenizer):
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """See `Tokenizer.encode_batch`."""
     encoded = super().encode_batch(texts)
-    if self.missing and self._unknown is None:
-      for index, (text, ids) in enumerate(zip(texts, encoded)):
-        if (beyond := ids[ids >= self.vocab_size]).size:
-          raise base.UnknownByte(int(beyond[0]) - self.vocab_size, text, index)
+    for index, (text, ids) in enumerate(zip(texts, encoded) if self.missing else ()):
+      self._check_known(ids, text, index)
     return encoded
+
+  def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """See `Tokenizer.encode_spans`."""
+    ids, spans_Nx2 = super().encode_spans(text, rendered)
+    self._check_known(ids, text, 0)
+    return ids, spans_Nx2
+
+  def _check_known(self, ids: np.ndarray, text: str, index: int) -> None:
+    if (beyond := ids[ids >= self.vocab_size]).size:
+      raise base.UnknownByte(int(beyond[0]) - self.vocab_size, text, index)
 
   def _divides_at_word_ends(self) -> bool:
     """Whether text may be cut between a letter or digit and white space without changing its ids."""

@@ -3,14 +3,17 @@
 They say which tokens are marks, which token is the unknown one, and which tokens were added to the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+import json
 import os
+import re
 from typing import Any
 
 from diffeq_nnx import files
-from diffeq_nnx.data.tokenizers.marks import KINDS, Stated
+from diffeq_nnx.data.tokenizers.marks import KINDS, Stated, read_name
 from diffeq_nnx.errors import UserError
 
+CHAT_TEMPLATE = "chat_template.jinja"
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
 _KEYS = {
   "eos": ("eos_token", "eos_token_id"),
@@ -51,6 +54,30 @@ def read_statements(directory: str, label: str) -> Stated:
     elif ends is not None and path.endswith("generation_config.json"):  # which then says that there are no others
       said["ends"][place] = ends if isinstance(ends, list) else [ends]
   return said
+
+
+def read_chat_template(directory: str, label: str) -> tuple[str | None, dict[str, str]]:
+  """Returns a folder's chat template, or None, and the names of tokens by the variables that stand for them in it."""
+  template: Any = None
+  names: dict[str, str] = {}
+  for _, content in _read_objects(directory, ("special_tokens_map.json", "tokenizer_config.json"), label):
+    found = {key: read_name(value) for key, value in content.items() if key.endswith("_token")}
+    names |= {key: value for key, value in found.items() if isinstance(value, str)}
+    template = content.get("chat_template", template)
+  if isinstance(template, list):  # several, by name
+    listed = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+    template = listed.get("default")
+  path = os.path.join(directory, CHAT_TEMPLATE)
+  if files.exists(path):
+    template = read_bytes(path, label).decode(errors="replace")
+  return template if isinstance(template, str) else None, names
+
+
+def name_marks(template: str, names: Mapping[str, str]) -> str:
+  """Returns a chat template with the values of the variables for tokens that it uses, in a line before it."""
+  used = [name for name in names if re.search(rf"\b{name}\b", template) and f"set {name} =" not in template]
+  given = "".join(f"{{% set {name} = {json.dumps(names[name], ensure_ascii=False)} %}}" for name in used)
+  return f"{given}\n{template}" if given else template  # Jinja drops this line end
 
 
 def read_added_tokens(directory: str, ids: dict[str, int], label: str) -> list[str]:

@@ -9,11 +9,19 @@ from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, marks, sentenc
 from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
-from diffeq_nnx.data.tokenizers.files import check_added_tokens, read_added_tokens, read_bytes, read_statements
+from diffeq_nnx.data.tokenizers.files import (
+  CHAT_TEMPLATE,
+  check_added_tokens,
+  name_marks,
+  read_added_tokens,
+  read_bytes,
+  read_chat_template,
+  read_statements,
+)
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer
 from diffeq_nnx.data.tokenizers.specs import Spec
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
 
 _KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
@@ -26,6 +34,7 @@ def load(
   end_token: str | None = None,
   unknown_bytes: str | None = None,
   lossless: bool = False,
+  chat_template: str | None = None,
   key: str = "data.tokenizer",
 ) -> Tokenizer:
   """Loads the tokenizer with a name or path.
@@ -44,12 +53,55 @@ def load(
       `error` or becomes the `unknown` token; None: an error.
     lossless: Whether a sentencepiece model is used with its text normalization off; else it is used as it was trained,
       unless it is one that `train` made.
+    chat_template: The path of the chat template; None: as the files say.
     key: The configuration key that errors name.
 
   Raises:
     UserError: For files that can't be read or used, that disagree or lose text, and for missing marks.
   """
   label, path = f"{key}={name}", os.path.expanduser(name)
+  directory = path if files.is_folder(path) else os.path.dirname(path)
+  tokenizer = _load(name, begin_mark, begin_token, end_token, unknown_bytes, lossless, label)
+  template, names = (None, {}) if name == "bytes" else read_chat_template(directory, label)
+  if chat_template is not None:
+    template = read_template_file(chat_template)
+    own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
+  given = {"bos_token": begin_token, "eos_token": end_token}
+  names |= {variable: token for variable, token in given.items() if token}
+  tokenizer.chat_template = None if template is None else name_marks(template, names)
+  return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: str) -> None:
+  """Writes a tokenizer's file and its chat template into a folder; raises OSError if that fails."""
+  files.write(os.path.join(folder, tokenizer.file_name), tokenizer.model_bytes)
+  if tokenizer.chat_template is None:
+    files.remove(os.path.join(folder, CHAT_TEMPLATE))
+  else:
+    files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
+
+
+def read_template_file(path: str) -> str:
+  """Returns the template that `data.chat_template` names; raises UserError if it can't be read."""
+  label = f"data.chat_template={path}"
+  try:
+    return files.read(os.path.expanduser(path)).decode("utf-8-sig")
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f"{label}: can't be read ({first_line(error, 200)}); give a Jinja file in UTF-8") from error
+
+
+def _load(
+  name: str,
+  begin_mark: bool | None,
+  begin_token: str | None,
+  end_token: str | None,
+  unknown_bytes: str | None,
+  lossless: bool,
+  label: str,
+) -> Tokenizer:
+  """Loads the tokenizer without its chat template; see `load`."""
+  path = os.path.expanduser(name)
   configured: Stated = {
     "eos": {"data.end_token": end_token} if end_token else {},
     "bos": {"data.begin_token": begin_token} if begin_token else {},
@@ -89,6 +141,7 @@ def load_from_config(config: Any) -> Tokenizer:
     end_token=config.end_token,
     unknown_bytes=config.unknown_bytes,
     lossless=True,
+    chat_template=config.chat_template,
   )
 
 

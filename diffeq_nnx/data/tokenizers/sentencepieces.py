@@ -132,6 +132,17 @@ def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | Non
   return content[:at], facts
 
 
+def _encode_with_places(model: sentencepiece.SentencePieceProcessor, text: str) -> list[tuple[int, int, int]]:
+  """Returns each id with its first character and its last plus 1."""
+  from sentencepiece import sentencepiece_pb2  # which needs protobuf
+
+  messages: Any = sentencepiece_pb2  # whose classes are made when it is imported
+  pieces = messages.SentencePieceText.FromString(model.encode(text, out_type="serialized_proto")).pieces
+  begins_character = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+  chars = [0, *np.cumsum(begins_character).tolist()]  # before each byte
+  return [(one.id, chars[one.begin], chars[one.end]) for one in pieces]
+
+
 def _append_facts(model_bytes: bytes, facts: dict[str, Any]) -> bytes:
   """Appends facts to a model, as a field that the sentencepiece library skips."""
   text = json.dumps(facts).encode()
@@ -185,6 +196,7 @@ class SentencePieceTokenizer(base.Tokenizer):
     if reached := [number for number in pieces if not (own.is_control(number) or own.is_unknown(number))]:
       problem = f"the mark {own.id_to_piece(reached[0])!r} is also an ordinary piece, which text can give"
       raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
+    self._own = own
     self._names = {number: "" if number in marks.ids else name for name, number in self.added.items()}
     found = sorted((name for name in self._names.values() if name), key=len, reverse=True)
     self._added_names = re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
@@ -223,6 +235,33 @@ class SentencePieceTokenizer(base.Tokenizer):
     for parts in split:
       ids = (next(encoded[id(model)]) if isinstance(part, str) else part for model, part in parts)
       yield np.fromiter(chain.from_iterable(ids), np.int32)
+
+  def name_token(self, number: int) -> str:
+    """See `Tokenizer.name_token`."""
+    return self._own.id_to_piece(number) if number < self._num_pieces else [*self.added][number - self._num_pieces]
+
+  def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """See `Tokenizer.encode_spans`."""
+    text.encode()
+    names = {name: number for number, name in self._names.items() if name}
+    if rendered:
+      names = self.added | {self._own.id_to_piece(n): n for n in range(self._num_pieces) if self._own.is_control(n)}
+    longest_first = sorted(names, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if names else [text]
+    ids, spans, at = [], [], 0
+    for place, piece in enumerate(pieces):
+      plain = self._split_lines(piece) if self.lossless else [(self._rest if at else self._first, piece)]
+      for model, part in [(self._plain, [names[piece]])] if place % 2 else plain:
+        if isinstance(part, str):
+          found, length = _encode_with_places(model, part), len(part)
+        else:  # of a name, or the bytes of one character
+          length = len(piece) if place % 2 else 1
+          found = [(number, 0, length) for number in part]
+        ids += [number for number, _, _ in found]
+        # the library gives a character to the last of its bytes alone
+        spans += [(at + begin, at + max(end, begin + 1)) for _, begin, end in found]
+        at += length
+    return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
   def _split_added(self, text: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
     """Yields the ids of added tokens and the texts between them, each with the processor that encodes it."""

@@ -21,10 +21,21 @@ class LibraryTokenizer(Tokenizer):
 
   file_name = "tokenizer.json"
   _encoder: huggingface.Tokenizer
+  _rendered_encoder: huggingface.Tokenizer  # finds the names of all special tokens
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
     encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
     return (np.array(encoding.ids, np.int32) for encoding in encoded)
+
+  def name_token(self, number: int) -> str:
+    """See `Tokenizer.name_token`."""
+    return {one: name for name, one in map_ids(json.loads(self.model_bytes)).items()}[number]
+
+  def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """See `Tokenizer.encode_spans`."""
+    text.encode()
+    encoding = (self._rendered_encoder if rendered else self._encoder).encode(text, add_special_tokens=False)
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def load(spec: Spec, label: str) -> huggingface.Tokenizer:

@@ -1,0 +1,184 @@
+"""Chat templates: Jinja programs of a tokenizer's folder that write a conversation as one text.
+
+They run as in transformers: in Jinja's sandbox, and with the same functions at hand.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import datetime
+import functools
+import json
+from typing import Any, cast
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from diffeq_nnx.data.documents import Piece, count_bytes, divide
+from diffeq_nnx.data.tokenizers import Tokenizer
+from diffeq_nnx.errors import UserError, first_line
+
+_GENERATION = "needs {% generation %} blocks around what the assistant says, since a turn's text depends on later turns"
+
+
+class BadConversation(UserError):
+  """Messages that can't be used.
+
+  Attributes:
+    reason: The kind of problem, worded to follow a number, as in "3 without an assistant's turn".
+  """
+
+  def __init__(self, reason: str, detail: str):
+    super().__init__(detail)
+    self.reason = reason
+
+
+class _Generation(jinja2.ext.Extension):
+  """The block `generation`, which stands around what the assistant says and changes nothing in the text."""
+
+  tags = {"generation"}
+  found = False  # whether the template has such blocks
+  length = 0  # of the text before the block
+  spans: list[tuple[int, int]] = []  # the first character of each block's text, and its last plus 1
+
+  def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    self.found, line = True, next(parser.stream).lineno
+    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+  def _note(self, caller: Callable[[], str]) -> str:
+    text = caller()
+    self.spans.append((self.length, self.length + len(text)))
+    return text
+
+
+class ChatTemplate:
+  """A chat template, ready to write conversations. Messages are dicts with "role", "content" and what else it reads."""
+
+  def __init__(self, text: str, marks: Mapping[str, str] | None = None, label: str = "the chat template"):
+    """Compiles a template.
+
+    Args:
+      text: The template.
+      marks: The names of tokens by the variables that stand for them, as `bos_token`. `Tokenizer.chat_template` needs
+        none: it holds them.
+      label: What errors call the template.
+
+    Raises:
+      UserError: If it is no template.
+    """
+    self._label, self._marks = label, dict(marks or {})
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _format_time}
+    self._blocks = cast(_Generation, environment.extensions[_Generation.identifier])
+    try:
+      self._template = environment.from_string(text)
+    except Exception as error:  # of Jinja, and of Python for what Jinja makes of it
+      line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+      raise UserError(f"{label}: is no Jinja template ({first_line(error, 200)}{line}); correct it") from error
+
+  def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    """Writes a conversation, with the beginning of the assistant's answer after it if `add_generation_prompt`.
+
+    Raises:
+      BadConversation: If a message lacks a role or a content that is a string, or the template refuses the messages.
+    """
+    _check_messages(messages)
+    return self._render(messages, add_generation_prompt)
+
+  def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    given = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    blocks, parts = self._blocks, []
+    blocks.length, blocks.spans = 0, []
+    variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None, **self._marks}
+    try:
+      for part in self._template.generate(**variables, add_generation_prompt=add_generation_prompt):
+        parts.append(part)
+        blocks.length += len(part)
+    except Exception as error:  # whatever a template does wrong
+      problem = f"{self._label} refuses the messages ({first_line(error, 200)}); change them, or the template"
+      raise BadConversation("that the chat template refuses", problem) from error
+    text = "".join(parts)
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      problem = f"the conversation holds a lone surrogate, {text[error.start]!a}; remove it"
+      raise BadConversation("with a lone surrogate", problem) from error
+    return text
+
+  def divide(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Piece, ...]:
+    """Writes a conversation as pieces, of which the assistant's turns count.
+
+    They are the text of the template's `generation` blocks. Without such blocks a turn is what follows the messages
+    before it, written with `add_generation_prompt`, where these messages and the turn are written.
+
+    Raises:
+      BadConversation: As `render`; if there is no assistant's turn; and if turns can't be told from the rest.
+    """
+    _check_messages(messages)
+    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    if not turns:
+      raise BadConversation("without an assistant's turn", 'no message has the role "assistant"; add one')
+    text = self._render(messages, False)
+    spans = self._blocks.spans
+    if not self._blocks.found:
+      spans = [self._find_turn(messages, number, text) for number in turns]
+    pieces = divide(text, spans)
+    if not count_bytes(pieces):
+      raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
+    return pieces
+
+  def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
+    before = self._render(messages[:number], True)
+    until = self._render(messages[: number + 1], False)
+    if not (until.startswith(before) and text.startswith(until)):
+      raise BadConversation("that need generation blocks", f"{self._label} {_GENERATION}")
+    return len(before), len(until)
+
+
+compile_template = functools.lru_cache(8)(ChatTemplate)  # the same template for every record
+
+
+def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemplate:
+  """Returns the chat template of a tokenizer; raises UserError, which begins with `label`, if it has none."""
+  if tokenizer.chat_template is None:
+    raise UserError(f"{label}: has no chat template; set data.chat_template to the path of one")
+  return compile_template(tokenizer.chat_template)
+
+
+def _check_messages(messages: Any) -> None:
+  if not isinstance(messages, Sequence) or isinstance(messages, str):
+    raise BadConversation(
+      "whose messages are no list", f"the messages are of type {type(messages).__name__}, not a list"
+    )
+  if not messages:
+    raise BadConversation("without messages", "the list of messages is empty")
+  for number, message in enumerate(messages):
+    for key in ("role", "content"):
+      if not isinstance(message, Mapping) or key not in message:
+        rule = 'each must be like {"role": "user", "content": "..."}'
+        raise BadConversation("with a message without role and content", f"message {number} has no {key!r}; {rule}")
+      if not isinstance(message[key], str):
+        kind = type(message[key]).__name__
+        problem = f"the {key} of message {number} is of type {kind}, not a string"
+        raise BadConversation(f"with a {key} that is not a string", problem)
+
+
+def _refuse(message: str) -> None:
+  raise jinja2.TemplateError(message)
+
+
+def _format_time(form: str) -> str:
+  return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
+  value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+):
+  """Jinja's own filter of this name writes some characters as HTML needs them."""
+  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,321 @@
+"""Chat templates: texts, ids and masks as transformers gives them, one line for what can't be used, and no way out."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import tokenizers as huggingface
+
+from diffeq_nnx import data
+from diffeq_nnx.config import Config, DataConfig
+from diffeq_nnx.data import Options, chat
+from diffeq_nnx.data.chat import ChatTemplate
+from diffeq_nnx.data.documents import NOT_COUNTED, encode, read_ids
+from diffeq_nnx.exporting import tokenizer_files
+from diffeq_nnx.runs import workdir
+from tests.conftest import told
+from tests.test_data import prose
+
+# Our own templates in three styles. [[ and ]] stand where generation blocks can be.
+CHATML = """{%- if messages[0].role != 'system' %}
+<|im_start|>system
+You help.<|im_end|>
+{% endif %}
+{% for message in messages %}
+  {% if message.role == 'assistant' %}
+{{ '<|im_start|>assistant\n' }}[[{{ message.content + '<|im_end|>\n' }}]]
+  {%- elif message.role in ['user', 'system'] %}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+  {%- else %}
+    {{ raise_exception('no role ' + message.role) }}
+  {%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+HEADERS = """{{ bos_token }}
+{%- set day = strftime_now('%Y') if strftime_now is defined else 'never' %}
+{%- macro head(role) %}{{ '<|start|>' ~ role ~ '<|head|>\n\n' }}{% endmacro %}
+{%- if messages[0]['role'] == 'system' %}
+  {%- set said, rest = messages[0]['content'] | trim, messages[1:] %}
+{%- else %}
+  {%- set said, rest = '', messages %}
+{%- endif %}
+{{- head('system') + 'Today: ' + day + '\n' + said + '<|im_end|>' }}
+{%- for message in rest %}
+  {%- if not message.content is string %}{% continue %}{% endif %}
+  {{- head(message['role']) }}
+  {%- if message['role'] == 'assistant' %}[[{{ message['content'] | trim }}<|im_end|>]]
+  {%- else %}{{ message['content'] | trim }}<|im_end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+TOOLS = """{%- set ns = namespace(last=0) %}
+{%- if tools %}{{ tools | tojson }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are <kind> & short.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages[(1 if messages[0].role == 'system' else 0):] %}
+    {%- set ns.last = loop.index0 %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}[[{{ message.content + '<|im_end|>\\n' }}]]
+    {%- else %}{{ message.content | tojson }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+STYLES = {"chatml": CHATML, "headers": HEADERS, "tools": TOOLS}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|head|>", "<s>"]
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+
+
+def with_blocks(template):
+  return template.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+
+
+def without_blocks(template):
+  return template.replace("[[", "").replace("]]", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A tokenizer's folder: byte pairs, and marks for conversations."""
+  path = tmp_path_factory.mktemp("tokenizer")
+  library = huggingface.Tokenizer(huggingface.models.BPE())
+  library.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  library.decoder = huggingface.decoders.ByteLevel()
+  alphabet = huggingface.pre_tokenizers.ByteLevel.alphabet()
+  trainer = huggingface.trainers.BpeTrainer(
+    vocab_size=500, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+  )
+  library.train_from_iterator([*prose(40), "\n\n \n\n  \n\n", "assistant\n\n user\n"], trainer)
+  library.save(str(path / "tokenizer.json"))
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+  (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": without_blocks(CHATML)}))
+  return path
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+  import transformers
+
+  return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def conversations(count=50):
+  """Conversations of one to four turns, some with a system's message, some that end with a question."""
+  draw = random.Random(7)
+  odd = [
+    "",
+    " ",
+    "\n",
+    "\n\n",
+    "<b>&amp;'\"",
+    "\U0001f642 é\u3042",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "  end \n",
+    "\ufb01",
+  ]
+  say = lambda: draw.choice(odd) + draw.choice(prose(40))[:40] + draw.choice(odd)
+  for number in range(count):
+    messages = [{"role": "system", "content": say()}] if number % 3 else []
+    for _ in range(draw.randint(1, 4)):
+      messages += [{"role": "user", "content": say()}, {"role": "assistant", "content": say(), "name": None}]
+    yield messages + [{"role": "user", "content": say()}] * (number % 2)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("style", list(STYLES))
+def test_texts_ids_and_masks_are_those_of_transformers(folder, theirs, tmp_path, style, blocks):
+  """Where a template has no generation blocks, the masks are those with them."""
+  (tmp_path / "chat.jinja").write_text((with_blocks if blocks else without_blocks)(STYLES[style]))
+  tokenizer = data.load_tokenizer(str(folder), chat_template=str(tmp_path / "chat.jinja"))
+  template = chat.template_of(tokenizer)
+  given = {"chat_template": with_blocks(STYLES[style])}
+  for messages in conversations():
+    assert template.render(messages) == theirs.apply_chat_template(messages, tokenize=False, **given)
+    prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
+    assert template.render(messages, add_generation_prompt=True) == prompt
+    assert tokenizer.encode_rendered(prompt).tolist() == theirs(prompt, add_special_tokens=False)["input_ids"]
+    tokens = encode(template.divide(messages), tokenizer, rendered=True)
+    wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **given)
+    assert read_ids(tokens).tolist() == wanted["input_ids"]
+    assert (tokens & NOT_COUNTED == 0).astype(int).tolist() == wanted["assistant_masks"]
+    assert sum(wanted["assistant_masks"])
+
+
+def test_the_folder_decides_about_the_template(folder, theirs, tmp_path):
+  (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+  said = json.loads((folder / "tokenizer_config.json").read_text())
+  write = lambda **changes: (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | changes))
+  load = lambda: data.load_tokenizer(str(tmp_path))
+  write(chat_template=[{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}])
+  assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>"
+  write(chat_template="old", eos_token={"content": "<|im_end|>"})
+  (tmp_path / "chat_template.jinja").write_text("  {% if true %}{{ bos_token ~ unk_token ~ eos_token }}{% endif %}")
+  tokenizer = load()
+  assert ChatTemplate(tokenizer.chat_template).render(TURNS) == "<s><|im_end|>"
+  assert tokenizer.hash == data.load_tokenizer(str(folder)).hash  # of which the template is no part
+  write(chat_template=None)
+  (tmp_path / "chat_template.jinja").unlink()
+  message = told(lambda: chat.template_of(load()))
+  assert message == "data.tokenizer: has no chat template; set data.chat_template to the path of one"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "folder"])
+def test_a_run_keeps_the_template_beside_its_tokenizer(folder, tmp_path, kind):
+  (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+  name, given = (str(folder), None) if kind == "folder" else ("bytes", str(tmp_path / "chat.jinja"))
+  tokenizer = data.load_tokenizer(name, lossless=True, chat_template=given)
+  run = str(tmp_path / "run")
+  workdir.clear(run, tokenizer)
+  workdir.claim(run, Config(data=DataConfig(source="none")), tokenizer, None)
+  kept = workdir.tokenizer_of(run, Config())
+  assert kept.chat_template == tokenizer.chat_template is not None
+  assert chat.template_of(kept).render(TURNS) == chat.template_of(tokenizer).render(TURNS)
+  assert data.load_tokenizer(run).chat_template == kept.chat_template
+  (tmp_path / "other.jinja").write_text("{{ eos_token }}!")
+  given = data.load_tokenizer(run, chat_template=str(tmp_path / "other.jinja"))  # beside which nothing names marks
+  assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "!"
+
+
+def test_an_exported_folder_has_the_template(folder, tmp_path):
+  import transformers
+
+  tokenizer = data.load_tokenizer(str(folder), lossless=True)
+  tokenizer_files.write(tokenizer, str(tmp_path), 64)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert theirs.apply_chat_template(TURNS, tokenize=False) == chat.template_of(tokenizer).render(TURNS)
+
+
+def test_characters_of_tokens_join_to_the_text(folder):
+  """For every kind of tokenizer, in plain and in rendered text; plain text has the ids of `encode`."""
+  text = "<|im_start|>one  \u2581 \U0001f642\n\n<s>two<|endoftext|><|im_end|> </s>\n x"
+  trained = data.tokenizers.SentencePieceTokenizer
+  model = data.train(prose(40), 380)
+  for tokenizer in (
+    data.load_tokenizer(str(folder)),
+    data.load_tokenizer("bytes"),
+    trained(model),
+    trained(model, added=["<|im_start|>"]),
+    trained(model, added=["<|im_start|>"], as_trained=True),
+  ):
+    for rendered in (False, True):
+      ids, spans_Nx2 = tokenizer.encode_spans(text, rendered)
+      assert spans_Nx2[0, 0] == 0 and spans_Nx2[-1, 1] == len(text)
+      assert (spans_Nx2[:, 0] < spans_Nx2[:, 1]).all()
+      joins = spans_Nx2[1:, 0] == spans_Nx2[:-1, 1]
+      assert (joins | (spans_Nx2[1:] == spans_Nx2[:-1]).all(1)).all()  # bytes of one character share it
+      if not rendered:
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.name_token(tokenizer.eos_id) in text
+    assert tokenizer.eos_id in ids and tokenizer.eos_id not in tokenizer.encode(text)
+
+
+BAD = [
+  ({}, 'without key "messages"', "no key"),
+  ({"messages": "Hi"}, "whose messages are no list", "of type str, not a list"),
+  ({"messages": None}, "whose messages are no list", "of type NoneType"),
+  ({"messages": []}, "without messages", "empty"),
+  ({"messages": ["Hi"]}, "with a message without role and content", "message 0 has no 'role'"),
+  ({"messages": [{"role": "user"}]}, "with a message without role and content", "message 0 has no 'content'"),
+  ({"messages": [*TURNS, {"content": "x"}]}, "with a message without role and content", "message 2 has no 'role'"),
+  ({"messages": [{"role": "user", "content": ["Hi"]}]}, "with a content that is not a string", "of type list"),
+  ({"messages": [{"role": 1, "content": "Hi"}]}, "with a role that is not a string", "of type int"),
+  ({"messages": [*TURNS, {"role": "judge", "content": "x"}]}, "that the chat template refuses", "no role judge"),
+  ({"messages": TURNS[:1]}, "without an assistant's turn", "no message has the role"),
+  ({"messages": [{"role": "assistant", "content": "a\ud800"}]}, "with a lone surrogate", "'\\ud800'; remove it"),
+]
+
+
+@pytest.mark.parametrize("record, reason, detail", BAD)
+def test_a_conversation_that_cannot_be_used_has_one_line_and_is_counted(tmp_path, record, reason, detail):
+  path = tmp_path / "chat.jsonl"
+  path.write_text("".join(json.dumps(one) + "\n" for one in [{"messages": TURNS}, record]))
+  options = {"records": "chat", "chat_template": with_blocks(CHATML)}
+  read = lambda **more: data.open_source(f"jsonl:{path}", options=Options(**options, **more))
+  message = told(lambda: list(read().documents()))
+  assert f"{path} line 2: " in message and detail in message and message.endswith("skip and count such records")
+  source = read(bad_records="skip")
+  assert len(list(source.documents())) == 1
+  assert source.counts.bad == {reason: 1} and source.counts.documents == 1
+
+
+def test_a_template_whose_turns_depend_on_later_ones_needs_blocks():
+  forgetful = "{% for m in messages %}[{{ m.content if loop.last else '-' }}]{% endfor %}"
+  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks") as caught:
+    ChatTemplate(forgetful).divide([*TURNS, *TURNS])
+  assert caught.value.reason == "that need generation blocks"
+  blocks = (
+    "{% for m in messages %}{% generation %}[{{ m.content if loop.last else '-' }}]{% endgeneration %}{% endfor %}"
+  )
+  assert [piece.text for piece in ChatTemplate(blocks).divide([*TURNS, *TURNS]) if piece.counts] == ["[-]"] * 3 + [
+    "[Bye]"
+  ]
+
+
+def test_an_assistant_that_says_nothing_is_told():
+  template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+  with pytest.raises(chat.BadConversation, match="no text of the assistant"):
+    template.divide([TURNS[0], {"role": "assistant", "content": ""}])
+
+
+@pytest.mark.parametrize(
+  "text", ["{% for %}", "{{ unclosed", "{% include %}", "{% endgeneration %}", "{%for a in b%}" * 40]
+)
+def test_what_is_no_template_stops_at_once(tmp_path, text):
+  (tmp_path / "chat.jinja").write_text(text)
+  config = DataConfig(source="builtin", tokenizer="bytes", records="chat", chat_template=str(tmp_path / "chat.jinja"))
+  assert "the chat template: is no Jinja template (" in told(lambda: data.make_recipe(config, 257, 0))
+
+
+def test_conversations_need_a_template():
+  config = DataConfig(source="builtin", tokenizer="bytes", records="chat")
+  assert "data.tokenizer=bytes has no chat template; set data.chat_template" in told(
+    lambda: data.make_recipe(config, 257, 0)
+  )
+  missing = DataConfig(source="builtin", tokenizer="bytes", chat_template="/none.jinja")
+  assert "data.chat_template=/none.jinja: can't be read" in told(lambda: data.make_recipe(missing, 257, 0))
+
+
+ATTACKS = [
+  "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+  "{{ messages.__class__ }}",
+  "{{ messages | map(attribute='__class__') | list }}",
+  "{{ '' | attr('__class__') }}",
+  "{{ cycler.__init__.__globals__ }}",
+  "{{ raise_exception.__globals__ }}",
+  "{{ strftime_now.__globals__.datetime }}",
+  "{{ self._TemplateReference__context }}",
+  "{{ namespace.__init__ }}",
+  "{{ '{0.__class__}'.format(messages) }}",
+  "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+  "{{ open('SECRET').read() }}",
+  "{{ __import__('os') }}",
+  "{% include 'SECRET' %}",
+  "{% import 'SECRET' as other %}",
+  "{% extends 'SECRET' %}",
+  "{{ messages.append(1) }}",
+  "{{ messages[0].update(a=1) }}",
+  "{{ range(10 ** 9) | list }}",
+  "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_template_of_a_stranger_reaches_nothing(tmp_path, attack):
+  """It is refused in one line, or writes nothing of what it asks for."""
+  (tmp_path / "secret").write_text("the secret")
+  messages = [dict(one) for one in TURNS]
+  try:
+    written = ChatTemplate(attack.replace("SECRET", str(tmp_path / "secret"))).render(messages)
+  except data.chat.BadConversation as error:
+    written = str(error)
+    assert "\n" not in written and "refuses the messages" in written
+  assert "the secret" not in written and "<class" not in written and "0x" not in written and messages == TURNS
+  assert np.all([path.name == "secret" for path in tmp_path.iterdir()])
