@@ -150,8 +150,8 @@ def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, ca
   cut = {"cut": [5, 16, 11, 17], "drop": [5, 11, 17]}[too_long]  # of the completions and their end marks
   assert found == cut
   (line,) = [one.getMessage() for one in caplog.records]
-  assert f"2 of 5 documents have more than model.seq_len=20 tokens and are {too_long.replace('drop', 'dropp')}" in line
-  assert ("1 are left out, since none of their first 20 tokens counts" in line) == (too_long == "cut")
+  assert f"2 of 5 documents have more than model.seq_len + 1 = 21 tokens, {too_long.replace('drop', 'dropp')}" in line
+  assert ("1 are left out, since no token of their rows counts" in line) == (too_long == "cut")
   message = told(lambda: next(data.eval_batches(corpus.validation, seq_len=1, batch_size=1)))
   assert message.startswith("data.rows=padded: no document is left (5 of 5 documents")
 

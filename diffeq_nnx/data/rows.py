@@ -71,10 +71,12 @@ def _find_examples(split: Split, seq_len: int) -> np.ndarray:
   is_dropped_N = is_long_N & (padding.too_long == "drop")
   is_void_N = ~is_dropped_N & (firsts_N >= ends_N)
   chosen_N = ~is_dropped_N & ~is_void_N
-  long = f"{int(is_long_N.sum())} of {len(starts_N)} documents have more than model.seq_len={seq_len} tokens and are "
-  line = f"{long}{'dropped' if padding.too_long == 'drop' else 'cut'}"
+  fate = "dropped" if padding.too_long == "drop" else "cut"
+  line = (
+    f"{is_long_N.sum()} of {len(starts_N)} documents have more than model.seq_len + 1 = {seq_len + 1} tokens, {fate}"
+  )
   if is_void_N.any():
-    line += f"; {int(is_void_N.sum())} are left out, since none of their first {seq_len} tokens counts"
+    line += f"; {is_void_N.sum()} are left out, since no token of their rows counts"
   if not chosen_N.any():
     raise UserError(f"data.rows=padded: no document is left ({line}); raise model.seq_len, or give other text")
   if is_long_N.any() or is_void_N.any():
