@@ -386,3 +386,20 @@ def test_what_reads_other_sources_does_not_import_their_packages():
   """)
     == "True []\n"
   )
+
+
+def test_no_threads_of_arrow_read_parquet(corpus, monkeypatch):
+  """A program that stops reading while they read is aborted, or never ends, mostly with files of many megabytes."""
+  from datasets.packaged_modules.parquet.parquet import Parquet
+
+  threads, iter_batches = [], pq.ParquetFile.iter_batches
+
+  def spy(*arguments, **options):
+    threads.append(options["use_threads"])
+    return iter_batches(*arguments, **options)
+
+  monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
+  monkeypatch.setattr(Parquet, "_generate_tables", None)
+  for form in ("parquet", "folder of parquet"):
+    assert list(data.open_source(corpus[form]).records()) == TEXTS
+  assert len(threads) == 20 and not any(threads)
