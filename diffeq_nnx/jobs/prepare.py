@@ -26,7 +26,8 @@ def prepare_shards(config: Config, workdir: str) -> dict:
       "command to go on from what is finished"
     ) from error
   counts = {
-    name: {key: split[key] for key in ("tokens", "bytes", "documents")} | {"shards": len(split["shards"])}
+    name: {key: split[key] for key in ("tokens", "counted", "bytes", "documents") if key in split}
+    | {"shards": len(split["shards"])}
     for name, split in manifest["splits"].items()
   }
   return print_result(

@@ -28,6 +28,7 @@ import diffeq_nnx
 from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
+from diffeq_nnx.data.documents import read_ids
 from diffeq_nnx.model.weight_sources import GeneratedWeights
 from launch import programs
 from launch.experiments import tables
@@ -70,7 +71,7 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
     analyzed = AnalyzedModel(run.model)
   validation = run.corpus.validation.tokens
   texts = [
-    np.asarray(validation[start : start + num_tokens])
+    read_ids(validation[start : start + num_tokens])
     for start in np.linspace(0, len(validation) - num_tokens, num_texts, dtype=int)
   ]
   found: dict[str, list[float]] = {}
