@@ -305,7 +305,7 @@ def test_a_folder_whose_readme_names_other_files_is_refused(tmp_path):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-  """A hub with four data sets, of which one has two configurations."""
+  """A hub with five data sets, of which one has two configurations, and one is of JSON lines."""
   root = tmp_path / "served"
   for name in ("plain", "private", "gated"):
     write_parquet(root / "org" / name / "data" / "train-0.parquet", records_of(TEXTS[:30]))
@@ -313,6 +313,10 @@ def served(tmp_path, monkeypatch):
     write_parquet(root / "org" / name / "data" / "test-0.parquet", records_of(["held"]))
   for name in ("en", "de"):
     write_parquet(root / "org" / "two" / name / "train.parquet", records_of([name]))
+  (root / "org" / "lines").mkdir()
+  for number, part in enumerate((TEXTS[:30], TEXTS[30:])):
+    content = "".join(json.dumps(one) + "\n" for one in records_of(part))
+    (root / "org" / "lines" / f"{number}.jsonl").write_text(content)
   lines = [f"- config_name: {name}\n  data_files: {name}/*.parquet" for name in ("en", "de")]
   (root / "org" / "two" / "README.md").write_text("\n".join(["---", "configs:", *lines, "---", ""]))
   server = Hub(root, "secret", private=("org/private",), gated=("org/gated",))
@@ -337,6 +341,8 @@ def test_a_data_set_of_the_hub_is_streamed_at_the_commit_of_its_revision(served,
   assert [part.name.split("/data/")[0] for part in source.parts] == [f"hf://datasets/org/plain@{COMMIT}"] * 2
   assert list(source.records()) == TEXTS
   assert list(data.documents("hf:org/plain@main:test")) == ["held"]
+  lines = sources.open_source("hf:org/lines@main")
+  assert list(lines.records()) == TEXTS and [part.revision for part in lines.parts] == [COMMIT] * 2
   for name, texts in (("two:en", ["en"]), ("two:de:train", ["de"]), (f"two@{COMMIT}:de", ["de"])):
     assert list(data.documents(f"hf:org/{name}")) == texts
   monkeypatch.setenv("HF_TOKEN", "secret")

@@ -14,7 +14,7 @@ from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, check_columns, read_rows
+from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, read_rows
 from diffeq_nnx.data.sources.records import BadRecord, Options, Part
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import absolute
@@ -46,17 +46,12 @@ class Shard:
     try:
       splits = _open(self.path, self.revision, self.config, self.prefix)
       shard = splits[self.split].shard(self.num_shards, self.index)
-      yield from read_rows(self._check(shard.with_format("arrow").iter(BATCH_ROWS)), self.name, 0, self.options)
+      yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, self.prefix, self.options)
     except UserError:
       raise
     except Exception as error:  # each format of files has errors of its own
       remedy = "check the network, or restore the file"
       raise UserError(f"{self.prefix} {self.name} can't be read ({files.reason(error)}); {remedy}") from error
-
-  def _check(self, tables: Iterator[Any]) -> Iterator[Any]:
-    for table in tables:
-      check_columns(table.column_names, self.name, self.prefix, self.options)
-      yield table
 
 
 def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
@@ -66,7 +61,7 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
     rest: `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name, and
       else a split. The split is `train` by default, or the only one.
     prefix: The start of error messages.
-    options: Name the columns.
+    options: How the records are read.
 
   Returns:
     The parts, and a JSON value that changes with the data: it holds the commit that REVISION stands for, or name, size
@@ -74,7 +69,7 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
 
   Raises:
     ImportError: If `datasets` isn't installed.
-    UserError: If the data set, its configuration, split or column isn't there.
+    UserError: If the data set, its configuration or its split isn't there.
   """
   import datasets
   import huggingface_hub
@@ -116,8 +111,6 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
   data, place = splits[split], (path, revision, config, split)
   if isinstance(data, list):
     return [RowGroup(file, None, 0, files.PART_BYTES, prefix, options) for file in data], [*place, state]
-  if data.column_names is not None:  # else the first rows tell
-    check_columns(data.column_names, f"{path}:{split}", prefix, options)
   num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
   return [Shard(*place, index, num_shards, prefix, options) for index in range(num_shards)], [*place, state]
 

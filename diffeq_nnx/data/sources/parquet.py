@@ -2,7 +2,7 @@
 
 The package `datasets` reads Parquet too, but a process that stops reading before the end may then hang when it exits.
 
-`check_columns` and `read_rows` are for every source that holds tables of Arrow.
+`read_rows` is for every source that holds tables of Arrow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class RowGroup:
       read = functools.partial(file.iter_batches, BATCH_ROWS, columns=columns(self.options), use_threads=False)
       groups = range(file.num_row_groups) if self.index is None else [self.index]
       batches = (batch for index in groups for batch in read(row_groups=[index]))
-      yield from read_rows(batches, self.path, self.start, self.options)
+      yield from read_rows(batches, self.path, self.start, self.prefix, self.options)
 
 
 def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], list]:
@@ -75,7 +75,7 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
       if content.read(4) != b"PAR1":
         raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
       with pyarrow.parquet.ParquetFile(content) as file:
-        check_columns(file.schema_arrow.names, path, prefix, options)
+        _check_columns(file.schema_arrow.names, path, prefix, options)
         yield file
   except UserError:
     raise
@@ -83,7 +83,7 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
     raise UserError(files.describe_unreadable(prefix, path, error)) from error
 
 
-def check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
+def _check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
   """Raises UserError if a table, that `where` names, lacks a column that a document is made of."""
   for key, column in name_columns(options).items():
     if column not in names:
@@ -92,9 +92,15 @@ def check_columns(names: Sequence[str], where: str, prefix: str, options: Option
       raise UserError(f"{prefix} {where} has {problem}; data.{key} names the column")
 
 
-def read_rows(tables: Iterator[Any], where: str, start: int, options: Options) -> Iterator[Document | BadRecord]:
-  """Yields the document, or a `BadRecord`, of each row of Arrow's tables, before which `where` has `start` rows."""
+def read_rows(
+  tables: Iterator[Any], where: str, start: int, prefix: str, options: Options
+) -> Iterator[Document | BadRecord]:
+  """Yields the document, or a `BadRecord`, of each row of Arrow's tables, before which `where` has `start` rows.
+
+  Raises UserError, which begins with `prefix`, if a table lacks a column.
+  """
   for table in tables:
+    _check_columns(table.schema.names, where, prefix, options)
     arrays = {column: table[column] for column in columns(options)}
     for row in range(table.num_rows):
       start += 1
