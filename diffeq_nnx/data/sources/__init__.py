@@ -11,14 +11,15 @@ import os
 from absl import logging
 
 from diffeq_nnx.data.documents import Document
-from diffeq_nnx.data.sources import catalog, files, records
+from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
 from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part, name_columns
 from diffeq_nnx.errors import UserError
 
 __all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "name_columns", "open_source"]
 
-KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "tfds:NAME/CONFIG:SPLIT", "shards:DIR")
+KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "parquet:GLOB", "tfds:NAME/CONFIG:SPLIT", "hf:NAME:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
+_EXTRAS = {"parquet": "hf"}  # kinds whose packages an extra of another name installs
 
 
 class Source:
@@ -41,7 +42,8 @@ class Source:
   def records(self) -> Iterator[Document]:
     """Yields each record's document in order, or "" for one that is empty or was skipped as bad.
 
-    One record is held in memory, or 64 of a TFDS data set. At the end skipped records are logged in one line.
+    One record is held in memory, or 64 of a TFDS data set, or the needed columns of a row group of a Parquet file. At
+    the end skipped records are logged in one line.
 
     Raises:
       UserError: For a bad record, unless `options.bad_records` is "skip"; for a file that can't be read to
@@ -72,9 +74,9 @@ class Source:
   def fingerprint(self) -> str:
     """Returns a hash of the source's state and reading options in hex, without reading its files.
 
-    The state is, for `text` and `jsonl`, each file's name, size and modification time, or the version that a bucket
-    gives; for `tfds`, the name with its version, the directory, the split, and the size and time of each of its
-    files; for `builtin`, the text.
+    The state is, for `text`, `jsonl` and `parquet`, each file's name, size and modification time, or the version that
+    a bucket gives; for `tfds`, the name with its version, the directory, the split, and the size and time of each of
+    its files; for `hf`, the commit or the same of each file in a folder, and the split; for `builtin`, the text.
     """
     state = [self._state, self._options.text_key, self._options.bad_records]
     if (options := self._options).records != "text":
@@ -92,7 +94,9 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
       `jsonl:GLOB`: one JSON object a line, its text under `options.text_key`; GLOB may be several paths or globs
         separated by commas, `~` expands, URLs like `gs://bucket/*.jsonl.gz` are read through fsspec, and files such as
         `.gz`, `.xz` and `.zst` are decompressed;
-      `tfds:NAME[/CONFIG][:VERSION][:SPLIT]`: a TFDS data set, its text in the feature `options.text_key`.
+      `parquet:GLOB`: Parquet files, each row one document, its text in the column `options.text_key`;
+      `tfds:NAME[/CONFIG][:VERSION][:SPLIT]`: a TFDS data set, its text in the feature `options.text_key`;
+      `hf:NAME[@REVISION][:CONFIG][:SPLIT]`: a data set of the Hugging Face hub or in a folder, its text in that column.
     key: The configuration key that errors name.
     options: How to read it.
 
@@ -102,11 +106,15 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   """
   prefix = f"{key}={source}:"
   kind, colon, rest = source.partition(":")
-  if kind in RESOLVERS and bool(colon) == (kind != "builtin") and source != "tfds:":
+  if kind in RESOLVERS and bool(colon) == (kind != "builtin") and (rest or kind not in ("tfds", "hf")):
     if options.records != "text" and kind in ("builtin", "text", "tfds"):
       problem = f"data.records={options.records} reads records with keys, which this kind of source does not have"
-      raise UserError(f"{prefix} {problem}; use jsonl:GLOB")
-    parts, state = RESOLVERS[kind](rest, prefix, options)
+      raise UserError(f"{prefix} {problem}; use jsonl:GLOB, parquet:GLOB or hf:NAME")
+    try:
+      parts, state = RESOLVERS[kind](rest, prefix, options)
+    except ImportError as error:
+      problem = f"needs {error.name}, which is not installed; run pip install 'diffeq-nnx[{_EXTRAS.get(kind, kind)}]'"
+      raise UserError(f"{prefix} {problem}") from error
     return Source(source, key, options, parts, [kind, *state])
   if "shards:" in source:
     kinds = ", ".join(KINDS[:-1])
@@ -135,7 +143,9 @@ RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]]
   "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
   "text": functools.partial(files.resolve, "text"),
   "jsonl": functools.partial(files.resolve, "jsonl"),
+  "parquet": parquet.resolve,
   "tfds": catalog.resolve,
+  "hf": hub.resolve,
 }
 
 
@@ -143,6 +153,6 @@ def _find_nearest(source: str) -> str:
   """Returns the valid source that is most similar."""
   kind, colon, rest = source.partition(":")
   if not colon and (os.sep in source or "." in source) or rest.startswith("//"):
-    return f"{'jsonl' if '.json' in source else 'text'}:{source}"
+    return f"{'jsonl' if '.json' in source else 'parquet' if '.parquet' in source else 'text'}:{source}"
   name = difflib.get_close_matches(kind.lower(), _NAMES, n=1, cutoff=0.0)[0]
   return name if name == "builtin" else f"{name}:{rest or dict(zip(_NAMES, KINDS))[name].partition(':')[2]}"

@@ -102,14 +102,11 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
     The parts, and a JSON value that changes when the data set does.
 
   Raises:
-    UserError: If TFDS isn't installed, there is no such data set, split or feature, its files have another
+    ImportError: If TFDS isn't installed.
+    UserError: If there is no such data set, split or feature, its files have another
       format, or it can't be downloaded.
   """
-  try:
-    tfds = _tfds()
-  except ImportError as error:
-    problem = f"needs {error.name}, which is not installed; run pip install 'diffeq-nnx[tfds]'"
-    raise UserError(f"{prefix} {problem}") from error
+  tfds = _tfds()
   dataset, _, split = name.partition(":")
   if _VERSION.fullmatch(split.partition(":")[0]):
     version, _, split = split.partition(":")

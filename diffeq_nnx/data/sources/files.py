@@ -65,15 +65,15 @@ class File:
     """See `records.Part.read`."""
     errors = Exception if is_url(self.path) else _LOCAL_ERRORS  # each file system has errors of its own
     try:
-      # local names may contain "::", which fsspec.open takes for a chain of URLs; of a zip it reads one member only
-      opener, ours = fsspec.open if is_url(self.path) else LocalFileSystem().open, compressed.is_supported(self.path)
-      with opener(self.path, "rb", compression=None if ours or self.path.endswith(".zip") else "infer") as file:
+      ours = compressed.is_supported(self.path)
+      # of a zip fsspec reads one member only
+      with open_bytes(self.path, None if ours or self.path.endswith(".zip") else "infer") as file:
         content = compressed.decompress(file, self.path) if ours else file
         yield from self._read_text(content) if self.kind == "text" else self._read_lines(content)
     except UserError:
       raise
     except errors as error:
-      raise UserError(_unreadable(self.prefix, self.path, error)) from error
+      raise UserError(describe_unreadable(self.prefix, self.path, error)) from error
 
   def state(self) -> list:
     """Returns the name, the size in bytes and the modification time (ns), or for a URL its version.
@@ -85,7 +85,7 @@ class File:
     try:
       stat = os.stat(self.path)
     except OSError as error:
-      raise UserError(_unreadable(self.prefix, self.path, error)) from error
+      raise UserError(describe_unreadable(self.prefix, self.path, error)) from error
     return [os.path.abspath(self.path), stat.st_size, stat.st_mtime_ns]
 
   def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
@@ -150,11 +150,17 @@ def _count_newlines(path: str, stop: int) -> int:
   return count
 
 
+def open_bytes(path: str, compression: str | None = None) -> Any:
+  """Opens a local file or a URL; raises what its file system raises. For `compression` see `fsspec.open`."""
+  # local names may contain "::", which fsspec.open takes for a chain of URLs
+  return (fsspec.open if is_url(path) else LocalFileSystem().open)(path, "rb", compression=compression)
+
+
 def resolve(kind: str, globs: str, prefix: str, options: Options) -> tuple[list[File], list]:
   """Finds the files that a source names.
 
   Args:
-    kind: "text" or "jsonl".
+    kind: "text", "jsonl" or "parquet".
     globs: Paths, URLs and globs of both, separated by commas; `~` expands.
     prefix: The start of error messages.
     options: Names the key that holds a JSON object's text.
@@ -195,19 +201,19 @@ def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
     found = fs.glob(path, detail=True)
   except ImportError as error:
     raise UserError(
-      f"{prefix} {protocol}:// needs a package that is not installed ({_reason(error)}); install it with pip"
+      f"{prefix} {protocol}:// needs a package that is not installed ({reason(error)}); install it with pip"
     ) from error
   except Exception as error:
     if protocol not in fsspec.available_protocols():
       raise UserError(
-        f"{prefix} {protocol}:// is not a known protocol ({_reason(error)}); use for example gs:// or hf://"
+        f"{prefix} {protocol}:// is not a known protocol ({reason(error)}); use for example gs:// or hf://"
       ) from error
     raise UserError(
-      f"{prefix} {pattern} can't be listed ({_reason(error)}); check the network, the name and your credentials"
+      f"{prefix} {pattern} can't be listed ({reason(error)}); check the network, the name and your credentials"
     ) from error
   for name, info in found.items():
     if info.get("type") == "directory":
-      raise UserError(_unreadable(prefix, fs.unstrip_protocol(name), IsADirectoryError()))
+      raise UserError(describe_unreadable(prefix, fs.unstrip_protocol(name), IsADirectoryError()))
   return {fs.unstrip_protocol(name): _read_version(info) for name, info in found.items()}
 
 
@@ -216,17 +222,19 @@ def _read_version(info: dict[str, Any]) -> tuple:
   return (info.get("size"), *known)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+  """Returns what an error says in one line, or its type if it says nothing."""
   return " ".join(str(error).split()) or type(error).__name__
 
 
-def _unreadable(prefix: str, name: str, error: BaseException) -> str:
+def describe_unreadable(prefix: str, name: str, error: BaseException) -> str:
+  """Returns the message, which begins with `prefix`, that a file can't be read because of an error."""
   if isinstance(error, IsADirectoryError):
-    return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*.txt"
+    return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*"
   if isinstance(error, OSError) and error.strerror:
     return f"{prefix} {name} can't be read ({error.strerror}); make it readable or narrow the glob"
   if compressed.is_window_too_large(error):
     problem = "its zstd window is larger than 2 GiB"
     return f"{prefix} {name} can't be read ({problem}); compress it again with a smaller window, as --long=27"
   action = "check the network, or restore the file" if is_url(name) else "it is damaged or truncated: restore it"
-  return f"{prefix} {name} can't be read ({_reason(error)}); {action}"
+  return f"{prefix} {name} can't be read ({reason(error)}); {action}"

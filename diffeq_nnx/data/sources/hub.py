@@ -1,0 +1,153 @@
+"""The source `hf:NAME[@REVISION][:CONFIG][:SPLIT]`: data sets of the Hugging Face hub, streamed, or in local folders.
+
+They are read through the package `datasets`, whose releases from 4.0 on run no code of a data set. Their Parquet files
+are read by `parquet`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import os
+import pathlib
+import posixpath
+from typing import Any
+
+from diffeq_nnx.data.documents import Document
+from diffeq_nnx.data.sources import files
+from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, read_rows
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import absolute
+
+ROWS_PER_SHARD = 1 << 14  # of a folder that `save_to_disk` wrote
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """A shard of a data set, mostly one of its files, as a part of a source."""
+
+  path: str  # a folder, or hf://datasets/ and a name
+  revision: str | None  # a commit; None for a folder
+  config: str | None
+  split: str
+  index: int
+  num_shards: int
+  prefix: str  # the start of error messages
+  options: Options
+  size: int = files.PART_BYTES  # an assumption, since `datasets` does not tell
+
+  @property
+  def name(self) -> str:
+    """See `records.Part`."""
+    return f"{self.path}:{self.split} shard {self.index}"
+
+  def read(self) -> Iterator[Document | BadRecord]:
+    """See `records.Part.read`."""
+    try:
+      splits = _open(self.path, self.revision, self.config, self.prefix)
+      shard = splits[self.split].shard(self.num_shards, self.index)
+      yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, self.prefix, self.options)
+    except UserError:
+      raise
+    except Exception as error:  # each format of files has errors of its own
+      remedy = "check the network, or restore the file"
+      raise UserError(f"{self.prefix} {self.name} can't be read ({files.reason(error)}); {remedy}") from error
+
+
+def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
+  """Finds a data set in a local folder, or else on the hub.
+
+  Args:
+    rest: `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name, and
+      else a split. The split is `train` by default, or the only one.
+    prefix: The start of error messages.
+    options: How the records are read.
+
+  Returns:
+    The parts, and a JSON value that changes with the data: it holds the commit that REVISION stands for, or name, size
+    and time of each file in a folder.
+
+  Raises:
+    ImportError: If `datasets` isn't installed.
+    UserError: If the data set, its configuration or its split isn't there.
+  """
+  import datasets
+  import huggingface_hub
+
+  _open.cache_clear()  # it would hide changes of a folder
+  name, *fields = rest.split(":")
+  path, revision = absolute(name), None
+  if os.path.isdir(path):
+    found = sorted(one for one in pathlib.Path(path).rglob("*") if one.is_file())
+    state = [[str(one), one.stat().st_size, one.stat().st_mtime_ns] for one in found]
+  elif name.startswith((".", "~", "/")):
+    raise UserError(f"{prefix} there is no folder {path}; name a folder, or a data set on the hub as in hf:org/name")
+  else:
+    repository, _, asked = name.partition("@")
+    try:
+      api = huggingface_hub.HfApi()
+      info = api.dataset_info(repository, revision=asked or None)
+      if info.gated:
+        api.auth_check(repository, repo_type="dataset")
+    except Exception as error:
+      raise UserError(f"{prefix} {explain(error, 'data set')}") from error
+    path, revision, state = f"hf://datasets/{info.id}", info.sha, []
+  try:
+    configs = [] if _is_saved(path) else datasets.get_dataset_config_names(path, revision=revision)
+    split = fields.pop() if fields and (len(fields) > 1 or fields[0] not in configs) else None
+    config = ":".join(fields) or None
+    if config not in (None, *configs):
+      raise UserError(f"{prefix} {path} has no configuration {config!r}; it has: {', '.join(configs) or 'none'}")
+    splits = _open(path, revision, config, prefix)
+    split = split or ("train" if len(splits) > 1 else next(iter(splits)))
+    if split not in splits:
+      also = f", or a configuration: {', '.join(configs)}" if len(configs) > 1 and not config else ""
+      raise UserError(f"{prefix} {path} has no split {split!r}; use one of {', '.join(splits)}{also}")
+  except UserError:
+    raise
+  except Exception as error:
+    remedy = "correct the source, or check the network"
+    raise UserError(f"{prefix} {path} can't be opened ({files.reason(error)[:500]}); {remedy}") from error
+  data, place = splits[split], (path, revision, config, split)
+  if isinstance(data, list):
+    return [RowGroup(file, None, 0, files.PART_BYTES, prefix, options) for file in data], [*place, state]
+  num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
+  return [Shard(*place, index, num_shards, prefix, options) for index in range(num_shards)], [*place, state]
+
+
+@functools.lru_cache(2)
+def _open(path: str, revision: str | None, config: str | None, prefix: str) -> Mapping[str, Any]:
+  """Returns the splits by name: data sets of `datasets`, or lists of Parquet files."""
+  import datasets
+  from datasets.packaged_modules.parquet.parquet import Parquet
+
+  if _is_saved(path):
+    found = datasets.load_from_disk(path)
+    return found if isinstance(found, dict) else {str(found.split or "train"): found}
+  builder = datasets.load_dataset_builder(path, config, revision=revision)
+  base = posixpath.normpath(f"{path}@{revision}" if revision else path) + "/"
+  for file in (file for some in (builder.config.data_files or {}).values() for file in some):
+    if not posixpath.normpath(file).startswith(base):  # a README.md can name any file of this machine
+      raise UserError(f"{prefix} its README.md names {file}, which is outside of {base}; name files of the data set")
+  if isinstance(builder, Parquet):
+    return {str(split): list(found) for split, found in builder.config.data_files.items()}
+  return builder.as_streaming_dataset()
+
+
+def _is_saved(path: str) -> bool:
+  """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
+  return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def explain(error: Exception, what: str) -> str:
+  """Returns why the hub did not give `what`, a model or a data set, and what to do, by huggingface_hub's error."""
+  from huggingface_hub import errors
+
+  login = "log in with `hf auth login` or set HF_TOKEN"
+  if isinstance(error, errors.GatedRepoError):
+    return f"this {what} is behind a gate on the hub; ask for access on its page, and {login}"
+  if isinstance(error, errors.RepositoryNotFoundError):
+    return f"the hub has no such {what}; correct the name; for a private {what}, {login}"
+  if isinstance(error, errors.RevisionNotFoundError):
+    return f"the hub has no such revision of the {what}; correct it"
+  return f"it can't be fetched from the hub ({files.reason(error)[:200]}); connect to the network, or name a folder"

@@ -1,0 +1,128 @@
+"""The source `parquet:GLOB`: Parquet files, local or by URL. A part is one row group of one file.
+
+The package `datasets` reads Parquet too, but a process that stops reading before the end may then hang when it exits.
+
+`read_rows` is for every source that holds tables of Arrow.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from diffeq_nnx.data.documents import Document
+from diffeq_nnx.data.sources import files
+from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, columns, make_rule, name_columns, read_document
+from diffeq_nnx.errors import UserError
+
+BATCH_ROWS = 64  # rows that are decoded at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+  """A row group of a file, or all of them in order, as a part of a source. Only the needed columns are read."""
+
+  path: str  # or URL
+  index: int | None  # of the row group in the file; None: all
+  start: int  # the number of rows in the row groups before it
+  size: int  # bytes of the row group before compression, all columns
+  prefix: str  # the start of error messages
+  options: Options
+
+  @property
+  def name(self) -> str:
+    """See `records.Part`."""
+    return self.path if self.index is None else f"{self.path} row group {self.index}"
+
+  def read(self) -> Iterator[Document | BadRecord]:
+    """See `records.Part.read`."""
+    with _open(self.path, self.prefix, self.options) as file:
+      # threads of Arrow might still use the file when Python ends
+      read = functools.partial(file.iter_batches, BATCH_ROWS, columns=columns(self.options), use_threads=False)
+      groups = range(file.num_row_groups) if self.index is None else [self.index]
+      batches = (batch for index in groups for batch in read(row_groups=[index]))
+      yield from read_rows(batches, self.path, self.start, self.prefix, self.options)
+
+
+def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], list]:
+  """Finds the files that a source names, as `files.resolve` does, and reads the footer of each.
+
+  Raises:
+    ImportError: If pyarrow isn't installed.
+    UserError: For what `files.resolve` refuses, and a file that isn't Parquet, is damaged, or lacks a column.
+  """
+  found, state = files.resolve("parquet", globs, prefix, options)
+  parts = []
+  for path in (one.path for one in found):
+    with _open(path, prefix, options) as file:
+      start = 0
+      for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        parts.append(RowGroup(path, index, start, group.total_byte_size, prefix, options))
+        start += group.num_rows
+  return parts, state
+
+
+@contextlib.contextmanager
+def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
+  """Yields a `pyarrow.parquet.ParquetFile`; what goes wrong with it is a UserError."""
+  import pyarrow.parquet
+
+  try:
+    with files.open_bytes(path) as content:
+      if content.read(4) != b"PAR1":
+        raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
+      with pyarrow.parquet.ParquetFile(content) as file:
+        _check_columns(file.schema_arrow.names, path, prefix, options)
+        yield file
+  except UserError:
+    raise
+  except Exception as error:  # each file system has errors of its own
+    raise UserError(files.describe_unreadable(prefix, path, error)) from error
+
+
+def _check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
+  """Raises UserError if a table, that `where` names, lacks a column that a document is made of."""
+  for key, column in name_columns(options).items():
+    if column not in names:
+      there = ", ".join(map(repr, names[:30])) or "none"
+      problem = f"no column {json.dumps(column)} (its columns: {there}); {make_rule(options)}"
+      raise UserError(f"{prefix} {where} has {problem}; data.{key} names the column")
+
+
+def read_rows(
+  tables: Iterator[Any], where: str, start: int, prefix: str, options: Options
+) -> Iterator[Document | BadRecord]:
+  """Yields the document, or a `BadRecord`, of each row of Arrow's tables, before which `where` has `start` rows.
+
+  Raises UserError, which begins with `prefix`, if a table lacks a column.
+  """
+  for table in tables:
+    _check_columns(table.schema.names, where, prefix, options)
+    arrays = {column: table[column] for column in columns(options)}
+    for row in range(table.num_rows):
+      start += 1
+      try:
+        record = {name: _decode(array[row].as_py(), array.type) for name, array in arrays.items()}
+        document = read_document(record, options)
+      except UnicodeDecodeError as error:  # any bytes can be in a column of text
+        document = Problem("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
+      place = f"{where} row {start}"
+      yield BadRecord(document.reason, place, document.detail) if isinstance(document, Problem) else document
+
+
+def _decode(value: Any, kind: Any) -> Any:
+  """Returns a value of Arrow's type `kind` as the record had it, which was written to a column of this type.
+
+  A field of a struct that is null is left out, since a column has each field in each row. Values of several types are
+  in a column as JSON.
+  """
+  if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+    return json.loads(value)
+  if isinstance(value, list) and hasattr(kind, "value_type"):  # a map is a list of pairs
+    return [_decode(one, kind.value_type) for one in value]
+  if isinstance(value, dict):
+    return {name: _decode(one, kind.field(name).type) for name, one in value.items() if one is not None}
+  return value

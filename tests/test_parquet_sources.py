@@ -1,0 +1,411 @@
+"""Parquet files, and data sets of the Hugging Face hub and of folders: the records of JSON lines, in columns."""
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import sys
+import time
+
+import datasets
+import fsspec
+from huggingface_hub import HfFileSystem, constants
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from diffeq_nnx import data
+from diffeq_nnx.data import sources
+from diffeq_nnx.data.preparation import workers
+from diffeq_nnx.data.sources import Counts, Options, hub, parquet
+from tests import test_masks
+from tests.conftest import told
+from tests.hub_server import COMMIT, Hub
+from tests.prepared_text import config_of, digest, prepare, small_tasks  # noqa: F401
+from tests.test_data import prose
+from tests.tfds_sets import in_subprocess
+
+SKIP = Options(bad_records="skip")
+TEXTS = [*prose(60), "", "drei \u2581 \u00fc\r\n", "\U0001f642"]
+
+
+def write_parquet(path, records, rows=7):
+  """Row groups of seven records."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  pq.write_table(pa.Table.from_pylist(records), path, row_group_size=rows)
+
+
+def records_of(texts):
+  return [{"id": number, "text": text, "other": "x" * 50} for number, text in enumerate(texts)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_datasets")
+  monkeypatch.setattr(hub, "ROWS_PER_SHARD", 16)
+  monkeypatch.setattr(hub, "BATCH_ROWS", 5)
+  monkeypatch.setattr(parquet, "BATCH_ROWS", 3)
+  datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+  """The same documents in each form: sources by name."""
+  folder = tmp_path / "corpus"
+  for name, part in (("0", TEXTS[:40]), ("1", TEXTS[40:])):
+    write_parquet(folder / "parquet" / f"{name}.parquet", records_of(part))
+    (folder / "lines").mkdir(exist_ok=True)
+    (folder / "lines" / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records_of(part)))
+  whole = datasets.Dataset.from_list(records_of(TEXTS))
+  whole.save_to_disk(folder / "saved")
+  datasets.DatasetDict({"train": whole, "test": whole.select([3])}).save_to_disk(folder / "splits")
+  return {
+    "jsonl": f"jsonl:{folder}/lines/*.jsonl",
+    "parquet": f"parquet:{folder}/parquet/*.parquet",
+    "folder of parquet": f"hf:{folder}/parquet",
+    "folder of lines": f"hf:{folder}/lines:train",
+    "saved": f"hf:{folder}/saved",
+    "saved splits": f"hf:{folder}/splits:train",
+  }
+
+
+def test_every_form_of_the_same_records_gives_the_same_documents(corpus, monkeypatch):
+  expected = list(data.open_source(corpus["jsonl"]).records())
+  assert expected == TEXTS
+  for form, name in corpus.items():
+    source = sources.open_source(name)
+    assert list(source.records()) == TEXTS, form
+    assert source.counts == Counts(len(TEXTS), len(TEXTS) - 1, 1)
+    parts = pickle.loads(pickle.dumps(source.parts))
+    hub._open.cache_clear()  # as in another process
+    assert [text for part in parts for text in source.read(part, counts=Counts())] == TEXTS
+    assert len({part.name for part in parts}) == len(parts) >= 2, form
+    assert all(part.size > 0 for part in parts)
+  assert len(sources.open_source(corpus["parquet"]).parts) == 6 + 4
+  ids = sources.open_source(
+    corpus["folder of parquet"].replace("parquet", "splits") + ":test", options=Options("other")
+  )
+  assert list(ids.documents()) == ["x" * 50]
+
+
+@pytest.mark.parametrize("form", ["parquet", "folder of parquet", "saved"])
+def test_any_number_of_processes_prepares_the_same_bytes(corpus, tmp_path, monkeypatch, form):
+  monkeypatch.setattr(workers, "PATIENCE", 0)
+  monkeypatch.setattr(hub.Shard, "size", 4000)
+  config = config_of((tmp_path,), source=corpus[form])
+  for number in (1, 2):
+    manifest = prepare(tmp_path / f"out{number}", config, number)
+    assert manifest["records"]["data.source"]["documents"] == len(TEXTS) - 1
+  assert digest(tmp_path / "out1") == digest(tmp_path / "out2")
+
+
+class CountingFile:
+  """A file that adds the ranges of bytes that are read to a list."""
+
+  def __init__(self, file, read):
+    self._file, self._read = file, read
+
+  def __getattr__(self, name):
+    return getattr(self._file, name)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self._file.close()
+
+  def read(self, size=-1):
+    start = self._file.tell()
+    content = self._file.read(size)
+    self._read.append((start, start + len(content)))
+    return content
+
+
+def test_one_row_group_is_read_at_a_time_and_of_it_the_needed_columns(tmp_path, monkeypatch):
+  """By the ranges of bytes that are read while the documents of a part are taken."""
+  noise, path, read = random.Random(0), tmp_path / "a.parquet", []
+  make = lambda: noise.randbytes(5000).hex()
+  write_parquet(path, [{"id": number, "text": make(), "other": make()} for number in range(63)], rows=21)
+  open_bytes = parquet.files.open_bytes
+  monkeypatch.setattr(parquet.files, "open_bytes", lambda name: CountingFile(open_bytes(name), read))
+  source = sources.open_source(f"parquet:{path}")
+  chunks = [pq.read_metadata(path).row_group(index).column(1) for index in range(3)]
+  end = path.stat().st_size - 2**16  # with the footer pyarrow reads what is before it
+  assert all(stop == 4 or start >= end for start, stop in read) and len(source.parts) == 3
+  for part, chunk in zip(source.parts, chunks):
+    read.clear()
+    first = chunk.dictionary_page_offset or chunk.data_page_offset
+    assert len(list(source.read(part, counts=Counts()))) == 21
+    inside = [(start, stop) for start, stop in read if 4 <= start < end]
+    assert inside and all(first <= start and stop <= first + chunk.total_compressed_size for start, stop in inside)
+
+
+def forms_of(records, folder):
+  """Sources with these records: a folder of Parquet by two ways, one of JSON lines, and a saved data set."""
+  write_parquet(folder / "parquet" / "a.parquet", records)
+  (folder / "lines").mkdir()
+  (folder / "lines" / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+  datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
+  return [f"parquet:{folder}/parquet/*", *(f"hf:{folder}/{name}" for name in ("parquet", "lines", "saved"))]
+
+
+def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypatch):
+  """Without the fields of a struct that it lacks, and with values of several types where `datasets` writes JSON."""
+  texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "weight": 0.5}]
+  records = [{"messages": texts, "id": 1}, {"messages": texts[:1], "id": 2}]
+  mixed = [{"messages": [{"role": "user", "content": value}], "id": 1} for value in ("x", ["y"], {"z": 1}, 2)]
+  seen = []
+  monkeypatch.setattr(parquet, "read_document", lambda record, options: str(seen.append(record)))
+  options = Options(records="chat", chat_template="")
+  for source in forms_of(records, tmp_path / "plain"):
+    seen.clear()
+    assert len(list(data.documents(source, options=options))) == 2
+    assert seen == [{"messages": one["messages"]} for one in records]
+  (tmp_path / "mixed").mkdir()
+  (tmp_path / "mixed" / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in mixed))
+  datasets.load_dataset(str(tmp_path / "mixed"), split="train").to_parquet(tmp_path / "json.parquet")
+  for source in (f"hf:{tmp_path}/mixed", f"parquet:{tmp_path}/json.parquet"):
+    seen.clear()
+    list(data.documents(source, options=options))
+    assert seen == [{"messages": one["messages"]} for one in mixed]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_records_in_columns_keep_their_masks(tmp_path, kind):
+  """The tokens on disk, which hold the masks, are those of JSON lines."""
+  config = test_masks.config_of(tmp_path, kind, tokenizer="bytes")
+  tokens = {}
+  for source in (config.source, *forms_of(test_masks.RECORDS[kind], tmp_path / "columns")):
+    corpus = data.load(dataclasses.replace(config, source=source), 257, seed=0)
+    tokens[source] = [split.tokens[:].tolist() for split in (corpus.train.splits[0], corpus.validation)]
+    batch = data.train_batches(corpus.train, seq_len=400, batch_size=4, seed=0)[0]
+    assert 0 < batch["mask"].mean() < 1
+  assert len(tokens) == 5 and all(one == tokens[config.source] for one in tokens.values())
+
+
+def test_a_missing_column_of_another_key_is_named_with_its_key(corpus):
+  for form in ("parquet", "folder of parquet", "folder of lines", "saved"):
+    for kind, key in (("completion", "prompt_key"), ("chat", "messages_key")):
+      options = Options(records=kind, chat_template="")
+      assert told(lambda: list(data.documents(corpus[form], options=options))).endswith(f"data.{key} names the column")
+
+
+def bad_text():
+  """A column that says it is text; the second of its three values is none."""
+  return pa.Array.from_buffers(pa.string(), 3, pa.array([b"fine", b"caf\xe9", b"end"]).buffers())
+
+
+@pytest.mark.parametrize("form", ["parquet", "hf"])
+def test_bad_rows_are_named_or_counted(tmp_path, form, caplog):
+  folder = tmp_path / "a"
+  write_parquet(folder / "0.parquet", records_of(["one", None, "three", None]), rows=2)
+  pq.write_table(pa.table({"text": bad_text()}), folder / "1.parquet")
+  write_parquet(folder / "2.parquet", [{"text": 5}, {"text": 6}])
+  name = f"parquet:{folder}/*" if form == "parquet" else f"hf:{folder}"
+  message = told(lambda: list(data.documents(name)))
+  place = f"{folder}/0.parquet row 2"
+  assert message.startswith(f'data.source={name}: {place}: "text" is of type NoneType, not a string; each record must')
+  assert message.endswith("; or set data.bad_records=skip to skip and count such records")
+  source = sources.open_source(name, options=SKIP)
+  assert [text for text in source.records() if text] == ["one", "three", "fine", "end"]
+  assert source.counts.bad == {'where "text" is not a string': 4, "not UTF-8": 1}
+  assert source.counts.records == 9 and "5 of 9 records skipped" in caplog.text
+  assert source.counts.examples["not UTF-8"].endswith("1.parquet row 2")
+  message = told(lambda: list(data.documents(f"parquet:{folder}/2.parquet")))
+  assert f'{folder}/2.parquet row 1: "text" is of type int, not a string' in message
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+def test_files_that_are_no_whole_parquet_file_are_errors(tmp_path, place):
+  write_parquet(tmp_path / "whole.parquet", records_of(TEXTS))
+  whole = (tmp_path / "whole.parquet").read_bytes()
+  group = pq.read_metadata(tmp_path / "whole.parquet").row_group(2).column(1)
+  start = group.dictionary_page_offset or group.data_page_offset
+  changed = whole[: start + 30] + bytes(30) + whole[start + 60 :]
+  for content, part in (
+    (b"", "is not a Parquet file; name Parquet files"),
+    (b'{"text": "x"}\n' * 99, "is not a Parquet file; name Parquet files"),
+    (whole[: len(whole) // 2], "can't be read (Parquet magic bytes not found in footer"),
+    (whole[:6], "can't be read ("),
+    (changed, "can't be read ("),
+  ):
+    (tmp_path / "a.parquet").write_bytes(content)
+    fsspec.filesystem("memory").pipe("/bucket/a.parquet", content)
+    path = f"{tmp_path}/a.parquet" if place == "local" else "memory:///bucket/a.parquet"
+    message = told(lambda: list(data.documents(f"parquet:{path}", options=SKIP)))
+    assert message.startswith(f"data.source=parquet:{path}: {path} {part}")
+    assert message.count("damaged or truncated") == (place == "local" and "can't be read" in part)
+  fsspec.filesystem("memory").store.clear()
+
+
+def test_a_missing_column_is_an_error_that_names_the_columns(corpus, tmp_path):
+  for form, name in corpus.items():
+    message = told(lambda name=name: list(data.documents(name, options=Options("body", bad_records="error"))))
+    assert message.startswith(f"data.source={name}: {tmp_path}/corpus/"), form
+    assert "'id', 'text', 'other'" in message and '"body"' in message and "data.text_key names the" in message
+
+
+@pytest.mark.parametrize(
+  "source,part",
+  [
+    ("hf:", "unknown kind of source"),
+    ("hf:./none", "there is no folder"),
+    ("hf:{}/parquet:test", "{}/parquet has no split 'test'; use one of train"),
+    ("hf:{}/splits:test[:1]:x", "{}/splits has no configuration 'test[:1]'; it has: none"),
+    ("hf:{}/splits:validation", "{}/splits has no split 'validation'; use one of train, test"),
+    ("hf:{}/splits:a:b:c", "{}/splits has no configuration 'a:b'; it has: none"),
+    ("hf:{}/empty", "{}/empty can't be opened ("),
+    ("parquet:{}/parquet", "{}/parquet is a directory"),
+    ("parquet:{}/*.parquet", "no file matches {}/*.parquet"),
+    ("{}/a.parquet", "unknown kind of source"),
+  ],
+)
+def test_errors_in_sources(corpus, tmp_path, source, part):
+  folder = f"{tmp_path}/corpus"
+  (tmp_path / "corpus" / "empty").mkdir()
+  source, part = source.replace("{}", folder), part.replace("{}", folder)
+  message = told(lambda: data.open_source(source))
+  assert message.startswith(f"data.source={source}: {part}")
+  if part.startswith("unknown") and folder in source:
+    assert message.endswith(f"nearest: parquet:{source}")
+
+
+def test_without_the_packages_one_line_says_what_to_install(corpus, monkeypatch):
+  for form, missing in (("parquet", "pyarrow.parquet"), ("saved", "datasets")):
+    with monkeypatch.context() as patched:
+      patched.setitem(sys.modules, missing, None)
+      message = told(lambda form=form: data.open_source(corpus[form]))
+    assert message.endswith("which is not installed; run pip install 'diffeq-nnx[hf]'")
+
+
+def test_fingerprints_follow_files_splits_and_columns(corpus, tmp_path):
+  path = tmp_path / "corpus" / "parquet" / "0.parquet"
+  for form in ("parquet", "folder of parquet"):
+    seen = [data.open_source(corpus[form], options=Options(key)).fingerprint() for key in ("text", "other")]
+    os.utime(path, ns=(1, 1))
+    seen.append(data.open_source(corpus[form]).fingerprint())
+    write_parquet(path, records_of(TEXTS[:39]))
+    seen.append(data.open_source(corpus[form]).fingerprint())
+    assert seen[-1] == data.open_source(corpus[form]).fingerprint() and len(set(seen)) == 4
+    assert len(list(data.open_source(corpus[form]).records())) == len(TEXTS) - 1
+    write_parquet(path, records_of(TEXTS[:40]))
+
+
+def test_a_folder_whose_readme_names_other_files_is_refused(tmp_path):
+  (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+  folder = tmp_path / "given"
+  folder.mkdir()
+  (folder / "a.jsonl").write_text('{"text": "x"}\n')
+  for pattern in (f"{tmp_path}/secret.jsonl", "../secret.jsonl"):
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {pattern}\n---\n")
+    message = told(lambda: list(data.documents(f"hf:{folder}")))
+    assert message.startswith(f"data.source=hf:{folder}: its README.md names {tmp_path}/") and "outside" in message
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+  """A hub with five data sets, of which one has two configurations, and one is of JSON lines."""
+  root = tmp_path / "served"
+  for name in ("plain", "private", "gated"):
+    write_parquet(root / "org" / name / "data" / "train-0.parquet", records_of(TEXTS[:30]))
+    write_parquet(root / "org" / name / "data" / "train-1.parquet", records_of(TEXTS[30:]))
+    write_parquet(root / "org" / name / "data" / "test-0.parquet", records_of(["held"]))
+  for name in ("en", "de"):
+    write_parquet(root / "org" / "two" / name / "train.parquet", records_of([name]))
+  (root / "org" / "lines").mkdir()
+  for number, part in enumerate((TEXTS[:30], TEXTS[30:])):
+    content = "".join(json.dumps(one) + "\n" for one in records_of(part))
+    (root / "org" / "lines" / f"{number}.jsonl").write_text(content)
+  lines = [f"- config_name: {name}\n  data_files: {name}/*.parquet" for name in ("en", "de")]
+  (root / "org" / "two" / "README.md").write_text("\n".join(["---", "configs:", *lines, "---", ""]))
+  server = Hub(root, "secret", private=("org/private",), gated=("org/gated",))
+  monkeypatch.setattr(constants, "ENDPOINT", server.url)
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+  monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+  monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
+  monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+  monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+  monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", server.url + "/datasets/{repo_id}/resolve/{revision}/{path}")
+  monkeypatch.delenv("HF_TOKEN", raising=False)
+  HfFileSystem.clear_instance_cache()
+  yield server
+  HfFileSystem.clear_instance_cache()
+  server.shutdown()
+  server.server_close()
+
+
+def test_a_data_set_of_the_hub_is_streamed_at_the_commit_of_its_revision(served, monkeypatch):
+  source = sources.open_source("hf:org/plain")
+  assert [part.name.split("/data/")[0] for part in source.parts] == [f"hf://datasets/org/plain@{COMMIT}"] * 2
+  assert list(source.records()) == TEXTS
+  assert list(data.documents("hf:org/plain@main:test")) == ["held"]
+  lines = sources.open_source("hf:org/lines@main")
+  assert list(lines.records()) == TEXTS and [part.revision for part in lines.parts] == [COMMIT] * 2
+  for name, texts in (("two:en", ["en"]), ("two:de:train", ["de"]), (f"two@{COMMIT}:de", ["de"])):
+    assert list(data.documents(f"hf:org/{name}")) == texts
+  monkeypatch.setenv("HF_TOKEN", "secret")
+  assert [list(data.documents(f"hf:org/{name}:test")) for name in ("private", "gated")] == [["held"]] * 2
+  seen = {source.fingerprint(), data.open_source("hf:org/plain:test").fingerprint()}
+  assert data.open_source("hf:org/plain@main:train").fingerprint() in seen
+  served.commit = "1" * 40  # the branch has moved
+  assert data.open_source("hf:org/plain").fingerprint() not in seen
+
+
+@pytest.mark.parametrize(
+  "name,parts",
+  [
+    ("org/none", ["the hub has no such data set; correct the name", "HF_TOKEN"]),
+    ("org/private", ["the hub has no such data set", "for a private data set, log in"]),
+    ("org/gated", ["this data set is behind a gate", "ask for access", "HF_TOKEN"]),
+    ("org/plain@v9", ["no such revision of the data set"]),
+    ("a/b/c", ["can't be fetched from the hub ("]),
+    ("org/two", ["can't be opened (", "'en', 'de'"]),
+    ("org/two:fr", ["can't be opened (", "'en', 'de'"]),
+    ("org/two:fr:train", ["has no configuration 'fr'; it has: en, de"]),
+    ("org/plain:all", ["has no split 'all'; use one of train, test"]),
+  ],
+)
+def test_what_the_hub_refuses_is_said_with_a_remedy(served, name, parts):
+  message = told(lambda: data.open_source(f"hf:{name}"))
+  assert message.startswith(f"data.source=hf:{name}: ") and all(part in message for part in parts)
+
+
+def test_without_a_network_one_line_says_so(served, monkeypatch):
+  source = sources.open_source("hf:org/plain")
+  monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
+  served.shutdown()
+  served.server_close()
+  message = told(lambda: data.open_source("hf:org/plain"))
+  assert "it can't be fetched from the hub (" in message and message.endswith("to the network, or name a folder")
+  message = told(lambda: list(source.documents()))
+  assert "train-0.parquet can't be read (" in message and "; check the network" in message
+
+
+def test_what_reads_other_sources_does_not_import_their_packages():
+  assert (
+    in_subprocess("""
+    from diffeq_nnx import data, exporting
+    from diffeq_nnx.exporting import hub
+    print(next(data.documents("builtin")) != "", [name for name in ("datasets", "pyarrow") if name in sys.modules])
+  """)
+    == "True []\n"
+  )
+
+
+def test_no_threads_of_arrow_read_parquet(corpus, monkeypatch):
+  """A program that stops reading while they read is aborted, or never ends, mostly with files of many megabytes."""
+  from datasets.packaged_modules.parquet.parquet import Parquet
+
+  threads, iter_batches = [], pq.ParquetFile.iter_batches
+
+  def spy(*arguments, **options):
+    threads.append(options["use_threads"])
+    return iter_batches(*arguments, **options)
+
+  monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
+  monkeypatch.setattr(Parquet, "_generate_tables", None)
+  for form in ("parquet", "folder of parquet"):
+    assert list(data.open_source(corpus[form]).records()) == TEXTS
+  assert len(threads) == 20 and not any(threads)
