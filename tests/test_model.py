@@ -14,6 +14,7 @@ from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, partial_model
+from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
 from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
 
@@ -343,3 +344,13 @@ def test_bfloat16_computes_near_float32():
   assert low(tokens).dtype == jnp.float32
   difference = jnp.linalg.norm(low(tokens) - model(tokens)) / jnp.linalg.norm(model(tokens))
   assert difference < 2e-2
+
+
+@pytest.mark.parametrize("size", [3, 9])  # of the product, beside 5 of its factor
+def test_a_kernel_with_the_smaller_factor_first_has_the_same_product_and_gradients(size, x64):
+  rng = np.random.default_rng(0)
+  x_BxLxI, kernel_IxO, g_BxLxO = (rng.normal(size=shape) for shape in ((2, 4, 5), (5, size), (2, 4, size)))
+  made, pull = jax.vjp(lambda x, kernel: x @ SmallerFirst(kernel), x_BxLxI, kernel_IxO)
+  expected, pull_expected = jax.vjp(lambda x, kernel: x @ kernel, x_BxLxI, kernel_IxO)
+  for one, other in zip((made, *pull(g_BxLxO)), (expected, *pull_expected(g_BxLxO))):
+    np.testing.assert_allclose(one, other, rtol=1e-12)

@@ -106,6 +106,7 @@ class Model(nnx.Module):
     dropout_key: jax.Array | None = None,
     rows_B: jax.Array | None = None,
     adjoint: integration.Adjoint = integration.Checkpointed(),
+    prepare: integration.Gather = lambda weights: weights,
   ) -> jax.Array:
     """The state after the last step of the weights' grid and the final norm, [B, L, D].
 
@@ -120,6 +121,7 @@ class Model(nnx.Module):
       rows_B: index of each sequence in the batch, which seeds its dropout, so that micro-batches draw the masks of the
         batch; None: 0 to B-1.
       adjoint: how the backward pass gets the states.
+      prepare: applied to the weights of a step, gathered, before the block reads them.
 
     Raises:
       ValueError: L is larger than the number of learned positions.
@@ -142,7 +144,7 @@ class Model(nnx.Module):
       weights,
       key=solve_key,
       adjoint=adjoint,
-      gather=self.gather,
+      gather=lambda weights: prepare(self.gather(weights)),
     )
     return self.normalize(restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
 

@@ -15,7 +15,7 @@ import optax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.model import grids, integration, parameters, solvers, vector_fields, weight_sources
+from diffeq_nnx.model import grids, integration, parameters, smaller_first, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
@@ -125,10 +125,14 @@ def loss_and_gradients(
   generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
+  only_multiplies = vector_fields.FIELDS[config.model.field] in (vector_fields.GPTField, vector_fields.LlamaField)
+  prepare = smaller_first.wrap_kernels if only_multiplies else lambda weights: weights
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_BxLxD = _hidden(config, model, batch, block_weights, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint)
+    hidden_BxLxD = _hidden(
+      config, model, batch, block_weights, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint, prepare=prepare
+    )
     targets_BxL, mask_BxL = batch["targets"], batch.get("mask")
     if mask_BxL is None:
       mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)

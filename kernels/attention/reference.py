@@ -28,8 +28,11 @@ def attention_reference(
   B, S, H, D = q_BxSxHxD.shape
   T, K = k_BxTxKxD.shape[1:3]
   wide = jnp.promote_types(q_BxSxHxD.dtype, jnp.float32)
-  q_BxSxKxGxD = q_BxSxHxD.reshape(B, S, K, H // K, D)
-  scores_BxKxGxSxT = jnp.einsum("bskgd,btkd->bkgst", q_BxSxKxGxD, k_BxTxKxD, preferred_element_type=wide) * scale
+  # q, k and v are put in the order of plain matrix products, so that a CPU doesn't reorder the scores, which are larger
+  q_BxKxRxD = jnp.moveaxis(q_BxSxHxD.reshape(B, S, K, H // K, D), 1, 3).reshape(B, K, -1, D)  # R = G S
+  k_BxKxTxD, v_BxKxTxD = (jnp.moveaxis(x_BxTxKxD, 1, 2) for x_BxTxKxD in (k_BxTxKxD, v_BxTxKxD))
+  scores_BxKxRxT = jnp.einsum("bkrd,bktd->bkrt", q_BxKxRxD, k_BxKxTxD, preferred_element_type=wide) * scale
+  scores_BxKxGxSxT = scores_BxKxRxT.reshape(B, K, -1, S, T)
   if logits_soft_cap is not None:
     scores_BxKxGxSxT = logits_soft_cap * jnp.tanh(scores_BxKxGxSxT / logits_soft_cap)
   visible_1xSxT = mask.visible(jnp.arange(S)[:, None], jnp.arange(T)[None, :])[None]
@@ -44,6 +47,8 @@ def attention_reference(
     weights_BxKxGxSxT = jnp.where(some_Bx1x1xS[..., None], weights_BxKxGxSxT, 0)
     lse_BxKxGxS = jnp.where(some_Bx1x1xS, lse_BxKxGxS, -jnp.inf)
   weights_BxKxGxSxT = weights_BxKxGxSxT.astype(v_BxTxKxD.dtype)
-  out_BxSxKxGxD = jnp.einsum("bkgst,btkd->bskgd", weights_BxKxGxSxT, v_BxTxKxD, preferred_element_type=wide)
+  weights_BxKxRxT = weights_BxKxGxSxT.reshape(B, K, -1, T)
+  out_BxKxRxD = jnp.einsum("bkrt,bktd->bkrd", weights_BxKxRxT, v_BxKxTxD, preferred_element_type=wide)
+  out_BxSxKxGxD = jnp.moveaxis(out_BxKxRxD.reshape(B, K, -1, S, D), 3, 1)
   lse_BxSxH = jnp.moveaxis(lse_BxKxGxS.reshape(B, H, S), 1, 2)
   return out_BxSxKxGxD.reshape(B, S, H, D).astype(q_BxSxHxD.dtype), lse_BxSxH

@@ -17,6 +17,7 @@ import diffeq_nnx
 from launch.benchmarks import hlo
 
 PACKAGE = os.path.join(os.path.dirname(diffeq_nnx.__file__), "")
+PRODUCTS = "model/smaller_first.py"  # where products are computed for those that ask for them
 SLICES = "slices, gathers, scatters"
 OPCODES = {
   "products": {"convolution", "dot"},
@@ -118,8 +119,12 @@ def _phase(instruction: hlo.Instruction) -> str:
 
 
 def _line(program: hlo.Program, instruction: hlo.Instruction) -> str:
-  """`model/model.py:12`: the innermost line in this package, else the innermost of all."""
+  """`model/model.py:12`: the innermost line in this package that asks for work, else the innermost of all."""
   stack = program.stack(instruction) or (("unknown", 0),)
-  own = ((file.removeprefix(PACKAGE), line) for file, line in stack if file.startswith(PACKAGE))
+  own = (
+    (file.removeprefix(PACKAGE), line)
+    for file, line in stack
+    if file.startswith(PACKAGE) and not file.endswith(PRODUCTS)
+  )
   file, line = next(own, (os.path.basename(stack[0][0]), stack[0][1]))
   return f"{file}:{line}" if line else file
