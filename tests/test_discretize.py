@@ -27,7 +27,7 @@ def logits(model, num_steps=None):
 # every row but those that differ by their solver alone, in both dtypes in turn
 @pytest.mark.parametrize(
   "row,dtype",
-  zip([row for row in ROWS if "sequential" not in ROWS[row].values()], itertools.cycle(["float32", "bfloat16"])),
+  [*zip([row for row in ROWS if "sequential" not in ROWS[row].values()], itertools.cycle(["float32", "bfloat16"]))],
 )
 def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
   model = moved_instance(small_model(dtype=dtype, **ROWS[row]))
