@@ -194,6 +194,11 @@ def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Mo
   return build(config, jax.tree_util.tree_map_with_path(value, _shapes(config, jax.config.jax_enable_x64)))
 
 
+def weights_of(model: Model, grid=None):
+  """`model.block_weights`, compiled as one program: its operations one by one compile for seconds."""
+  return jax.jit(lambda: model.block_weights(grid))()
+
+
 def told(call) -> str:
   """The one line of the UserError that a call raises."""
   with pytest.raises(UserError) as caught:

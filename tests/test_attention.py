@@ -21,7 +21,7 @@ from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
 from diffeq_nnx.model.grids import uniform_grid
 from diffeq_nnx.training.step import init_state, loss_and_gradients
-from tests.conftest import packed_batch, random_batch, small_config, small_model
+from tests.conftest import packed_batch, small_config, small_model
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
@@ -72,10 +72,10 @@ def kernel_of(name: str):
 def value_and_gradients(function, q, k, v):
   """(out, lse, dq, dk, dv) for fixed random gradients of out and lse."""
   (out, lse), pull_back = jax.vjp(function, q, k, v)
-  keys = jax.random.split(jax.random.key(7), 2)
-  dout = jax.random.normal(keys[0], out.shape, jnp.float32).astype(out.dtype)
+  rng = np.random.default_rng(7)
+  dout, dlse = (rng.normal(size=array.shape).astype("float32") for array in (out, lse))
   seen = jnp.isfinite(lse)
-  dlse = jnp.where(seen, jax.random.normal(keys[1], lse.shape, jnp.float32), 0).astype(lse.dtype)
+  dout, dlse = jnp.asarray(dout, out.dtype), jnp.where(seen, dlse, 0).astype(lse.dtype)
   return (out, jnp.where(seen, lse, -1e3), *pull_back((dout, dlse)))
 
 
@@ -113,15 +113,18 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
 
 
 @pytest.mark.parametrize(
-  "feature,dtype", [*((feature, "float32") for feature in FEATURES), ("plain", "bfloat16"), ("documents", "bfloat16")]
+  "feature,dtype", [*((feature, "float32") for feature in FEATURES), ("documents", "bfloat16")]
 )  # the named shapes, below, are all bfloat16
 def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtype):
   shape, options = FEATURES[feature]
   check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
 
 
+# one group of heads: of one head the first of these is "plain", and the second "one_kv_head"
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+  "feature", [feature for feature in FEATURES if feature not in ("head_64_alone", "head_64_grouped_by_four")]
+)
 def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature, kernel):
   shape, options = FEATURES[feature]
   check(
@@ -132,7 +135,19 @@ def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature, kern
   )
 
 
-@pytest.mark.parametrize("name,kernel", [(name, kernel) for kernel in KERNELS for name in SHAPES])
+# Of the TPU kernel all but those that are gpt_small and llama1b at this size; of the GPU's, whose tiles depend on the
+# head's width alone, those with features that no test above has together.
+@pytest.mark.parametrize(
+  "name,kernel",
+  [
+    *((name, "tpu") for name in SHAPES if name not in ("gpt_large", "llama_4k", "llama_8k")),
+    *(
+      (name, kernel)
+      for kernel in GPU_KERNELS
+      for name in ("llama_grouped", "gemma_head_256", "mistral_window", "packed_documents")
+    ),
+  ],
+)
 def test_every_named_shape_agrees_with_the_reference(name, kernel):
   """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions (512 for the slower one)."""
   shape = SHAPES[name]
@@ -163,7 +178,8 @@ def test_rows_that_see_nothing_are_zero(kernel):
   """Segment 9 has no keys; behind a window, late queries have none left."""
   q, k, v = lengths_differ(300, 100)
   kernel = kernel_of(kernel)
-  segments = (jnp.tile(jnp.where(jnp.arange(300) < 40, 9, 1)[None], (2, 1)), jnp.ones((2, 100), jnp.int32))
+  segments = np.tile(np.where(np.arange(300) < 40, 9, 1)[None], (2, 1)).astype("int32"), np.ones((2, 100), np.int32)
+  segments = tuple(map(jnp.asarray, segments))
   check(PLAIN, "bfloat16", kernel, inputs=(q, k, v), segment_ids=segments, window=50)
   for function in (
     functools.partial(public.attention, implementation="reference", return_lse=True),
@@ -171,24 +187,22 @@ def test_rows_that_see_nothing_are_zero(kernel):
       *x, *segment_ids, mask=Mask(True, window), scale=0.125, logits_soft_cap=None
     ),
   ):
-    out, lse = function(q, k, v, segment_ids=segments, window=50)
+    run = jax.jit(lambda *qkv: function(*qkv, segment_ids=segments, window=50))
+    out, lse = map(np.asarray, run(q, k, v))
     unseen = np.r_[0:40, 149:300]
-    assert (out[:, unseen] == 0).all() and (lse[:, unseen] == -jnp.inf).all()
-    assert (out[:, 40:149] != 0).any(-1).all() and jnp.isfinite(lse[:, 40:149]).all()
+    assert (out[:, unseen] == 0).all() and (lse[:, unseen] == -np.inf).all()
+    assert (out[:, 40:149] != 0).any(-1).all() and np.isfinite(lse[:, 40:149]).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_segment_ids_in_any_order(kernel):
-  ids = jax.random.randint(jax.random.key(3), (2, 300), 0, 4)
+  ids = jnp.asarray(np.random.default_rng(3).integers(4, size=(2, 300)), jnp.int32)
   check(PLAIN, "bfloat16", kernel_of(kernel), segment_ids=ids)
 
 
 def test_large_scores_do_not_overflow():
-  q, k, v = (10 * x for x in PLAIN.inputs("float32"))
-  out, _ = attention_tpu(
-    q, k, v, None, None, mask=Mask(True, None), scale=1.0, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
-  )
-  assert jnp.isfinite(out).all()
+  large = lambda q, k, v: small_attention(10 * q, 10 * k, 10 * v, scale=1.0)
+  assert np.isfinite(jax.jit(large)(*PLAIN.inputs("float32"))).all()
 
 
 MASKS = [(True, None), (True, 1), (True, 90), (False, None)]
@@ -228,10 +242,10 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
           assert block.all()
 
 
-def small_attention(q, k, v):
+def small_attention(q, k, v, scale=0.125):
   """The interpreted kernel."""
   return attention_tpu(
-    q, k, v, None, None, mask=Mask(True, None), scale=0.125, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
+    q, k, v, None, None, mask=Mask(True, None), scale=scale, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
   )[0]
 
 
@@ -239,29 +253,29 @@ def test_it_works_under_the_transformations_of_jax():
   """And under shard_map over batch and heads."""
   q, k, v = PLAIN.inputs("float32")
   plain = jax.jit(small_attention)(q, k, v)
-  stacked = tuple(jnp.stack([x, 2 * x]) for x in (q, k, v))
-  np.testing.assert_allclose(jax.vmap(small_attention)(*stacked)[0], plain, atol=1e-6)
+  stacked = tuple(np.stack([x, 2 * np.asarray(x)]) for x in (q, k, v))
+  np.testing.assert_allclose(jax.jit(jax.vmap(small_attention))(*stacked)[0], plain, atol=1e-6)
   loss = lambda f: lambda q: jnp.square(f(q, k, v)).sum()
-  gradient = jax.grad(loss(small_attention))(q)
-  np.testing.assert_allclose(jax.grad(loss(jax.checkpoint(small_attention)))(q), gradient, atol=1e-5)
+  slope = lambda f: jax.jit(jax.grad(loss(f)))(q)
+  gradient = slope(small_attention)
+  np.testing.assert_allclose(slope(jax.checkpoint(small_attention)), gradient, atol=1e-5)
   scanned = lambda q, k, v: jax.lax.scan(lambda c, _: (c, small_attention(c, k, v)), q, None, length=2)[1][1]
-  np.testing.assert_allclose(jax.grad(loss(scanned))(q), gradient, atol=1e-5)
+  np.testing.assert_allclose(slope(scanned), gradient, atol=1e-5)
   mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   spec = jax.sharding.PartitionSpec("data", None, "model", None)
   mapped = jax.shard_map(small_attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
   np.testing.assert_allclose(jax.jit(mapped)(q, k, v), plain, atol=1e-6)
-  np.testing.assert_allclose(jax.jit(jax.grad(loss(mapped)))(q), gradient, atol=1e-5)
+  np.testing.assert_allclose(slope(mapped), gradient, atol=1e-5)
 
 
-@pytest.mark.parametrize("make_batch", [random_batch, packed_batch])
-def test_a_model_has_the_same_gradients_with_the_kernel(make_batch, monkeypatch):
+def test_a_model_has_the_same_gradients_with_the_kernel(monkeypatch):
   """The whole loss, in the solver's scan and rematerialized, with the kernel that a config on a TPU would name."""
 
   def gradients(implementation):
     config = small_config(small_model(attention=implementation), remat="full")
     params = jax.jit(init_state, static_argnums=0)(config)["params"]
     function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b, jax.random.key(0))
-    return jax.jit(function)(params, make_batch(config))
+    return jax.jit(function)(params, packed_batch(config))
 
   with monkeypatch.context() as patch:
     patch.setattr(dispatch, "_function", lambda chosen, _: {"pallas_tpu": kernel_of("tpu")}[chosen])
@@ -314,7 +328,7 @@ def test_the_gpu_interpreter_finds_no_race(kernel):
 @pytest.mark.parametrize(
   "changes,part",
   [
-    ({"q": jnp.zeros((2, 8, 64))}, "q: shape (2, 8, 64); must have 4 axes"),
+    ({"q": np.zeros((2, 8, 64), "float32")}, "q: shape (2, 8, 64); must have 4 axes"),
     ({"k": jnp.zeros((2, 8, 3, 64)), "v": jnp.zeros((2, 8, 3, 64))}, "k: 3 heads; must divide the 4 heads of q"),
     ({"v": jnp.zeros((2, 9, 2, 64))}, "v: shape (2, 9, 2, 64); with q"),
     ({"k": jnp.zeros((2, 8, 2, 64), jnp.bfloat16)}, "k: dtype bfloat16; must be that of q, float32"),

@@ -24,8 +24,11 @@ def logits(model, num_steps=None):
   return model(jnp.asarray(TOKENS_2x12), num_steps)
 
 
-# every row once, and each kind of weights (generated, stored, shared) in both dtypes
-@pytest.mark.parametrize("row,dtype", [*zip(ROWS, itertools.cycle(["float32", "bfloat16"]))])
+# every row but those that differ by their solver alone, in both dtypes in turn
+@pytest.mark.parametrize(
+  "row,dtype",
+  [*zip([row for row in ROWS if "sequential" not in ROWS[row].values()], itertools.cycle(["float32", "bfloat16"]))],
+)
 def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
   model = moved_instance(small_model(dtype=dtype, **ROWS[row]))
   stored = diffeq_nnx.discretize(model)
@@ -46,15 +49,15 @@ def test_the_shift_of_a_llamas_norms_is_stored_too(changes):
   np.testing.assert_allclose(logits(stored), logits(model, 5), rtol=0, atol=2e-6)
 
 
-# every field, solver and number of steps, and both solvers with more steps than the model's own
+# every field, solver and number of steps
 @pytest.mark.parametrize(
-  "field,solver,num_steps",
-  [("gpt", "euler", 7), ("llama", "euler", 2), ("gpt", "sequential", 1), ("gpt", "sequential", 7)],
+  "field,solver,num_steps", [("gpt", "euler", 7), ("llama", "euler", 2), ("gpt", "sequential", 1)]
 )
 def test_at_any_number_of_steps_it_is_the_model_there(field, solver, num_steps):
   model = moved_instance(small_model(field=field, solver=solver, horizon=2.5))
   stored = diffeq_nnx.discretize(model, num_steps)
   assert stored.config.num_steps == num_steps and stored.config.total_time == 2.5
+  assert {len(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(stored))["weight_source"])} == {num_steps}
   np.testing.assert_allclose(logits(stored), logits(model, num_steps), rtol=0, atol=2e-6)
 
 
@@ -68,15 +71,6 @@ def test_every_number_of_steps_is_exactly_that_many():
     assert abs(sum(grid.dts) - 1) < 1e-12
 
 
-def test_counts_that_the_published_code_loses_a_step_of():
-  """The weights of each by shape, the logits of one of them."""
-  model = moved_instance(small_model(embed_dim=8, num_heads=2, mlp_dim=8, horizon=1.0))
-  for num_steps in (93, 99, 105):
-    shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(diffeq_nnx.discretize(model, num_steps))))
-    assert {len(leaf) for leaf in jax.tree.leaves(shapes["weight_source"])} == {num_steps}
-  np.testing.assert_allclose(logits(diffeq_nnx.discretize(model, 93)), logits(model, 93), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("field", ["gpt", "llama"])
 def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
   model = moved_instance(small_model(field=field, dtype="float64", horizon=2.0))
@@ -84,9 +78,13 @@ def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
   stored = diffeq_nnx.discretize(model, step_sizes=sizes)
   grid = grids.Grid((0.0, 0.25, 0.3, 0.8, 1.0), sizes)
   assert stored.grid() == grid
-  hidden = model.hidden(jnp.asarray(TOKENS_2x12), model.block_weights(grid))
-  expected = jnp.einsum("bld,vd->blv", hidden, model.unembedding())
-  np.testing.assert_allclose(logits(stored), expected, rtol=0, atol=1e-12)
+
+  @jax.jit
+  def expected():
+    hidden = model.hidden(TOKENS_2x12, model.block_weights(grid))
+    return jnp.einsum("bld,vd->blv", hidden, model.unembedding())
+
+  np.testing.assert_allclose(logits(stored), expected(), rtol=0, atol=1e-12)
   again = diffeq_nnx.discretize(stored)
   assert again.config == stored.config
   np.testing.assert_array_equal(logits(again), logits(stored))

@@ -47,8 +47,7 @@ def plain_losses(hidden, head, teacher, targets, mask, weight):
   return (1 - weight) * cross_entropy + weight * divergence, (cross_entropy, divergence)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("num_chunks", [1, 4, None])
+@pytest.mark.parametrize("weight,num_chunks", [(0.0, 4), (0.3, 1), (0.3, None), (1.0, 4)])
 def test_value_and_gradient_are_those_of_the_plain_divergence(weight, num_chunks, x64):
   """In float64."""
   hidden, head, teacher, targets, mask = make_states(jnp.float64)
@@ -58,16 +57,17 @@ def test_value_and_gradient_are_those_of_the_plain_divergence(weight, num_chunks
     return loss, tuple(parts)
 
   plain = lambda hidden, head: plain_losses(hidden, head, teacher, targets, mask, weight)
-  found, expected = (jax.value_and_grad(one, (0, 1), has_aux=True)(hidden, head) for one in (chunked, plain))
+  gradients = lambda one: jax.jit(jax.value_and_grad(one, (0, 1), has_aux=True))(hidden, head)
+  found, expected = gradients(chunked), gradients(plain)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), chunked(hidden, head), expected[0])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), jax.jit(chunked)(hidden, head), expected[0])
 
 
 def test_from_bfloat16_the_divergence_is_computed_in_float32():
   hidden, head, teacher, targets, mask = make_states(jnp.bfloat16)
-  found = chunked_losses(hidden, head, teacher, targets, mask, 3, 0.5)
-  wide = jax.tree.map(lambda a: a.astype(jnp.float32), (hidden, head, teacher))
-  loss, parts = plain_losses(*wide, targets, mask, 0.5)
+  found = jax.jit(lambda *a: chunked_losses(*a, targets, mask, 3, 0.5))(hidden, head, teacher)
+  wide = jax.tree.map(lambda a: np.asarray(a, np.float32), (hidden, head, teacher))
+  loss, parts = jax.jit(lambda *a: plain_losses(*a, targets, mask, 0.5))(*wide)
   for one, other in zip(found, (loss, *parts), strict=True):
     assert one.dtype == jnp.float32
     np.testing.assert_allclose(one, other, rtol=1e-5)
@@ -76,7 +76,7 @@ def test_from_bfloat16_the_divergence_is_computed_in_float32():
 def test_no_gradient_reaches_the_teacher_and_no_array_has_the_logits_of_all_positions():
   hidden, head, teacher, targets, mask = make_states(jnp.float32)
   loss = lambda hidden, head, teacher: chunked_losses(hidden, head, teacher, targets, mask, 4, 0.5)[0]
-  gradients = jax.grad(loss, (0, 1, 2))(hidden, head, teacher)
+  gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(hidden, head, teacher)
   assert all(np.any(leaf) for leaf in gradients[:2]) and not any(np.any(leaf) for leaf in gradients[2])
   written = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head, teacher))
   sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in re.findall(r"f32\[([\d,]+)\]", written)]

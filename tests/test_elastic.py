@@ -1,5 +1,6 @@
 """One checkpoint at every depth: time embedding, drawn depths, stored weights made continuous."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -33,6 +34,7 @@ from tests.conftest import (
   small_config,
   small_instance,
   small_model,
+  weights_of,
   write_documents,
 )
 
@@ -46,9 +48,9 @@ TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors():
   """cos(e(t), e(t')), and with the spread of a plain model's weights."""
   model = small_instance(small_model(time=UNIFORM, embed_dim=64, mlp_dim=128))
-  W_UxDxF = np.asarray(model.block_weights().sets["up"]["kernel"])
+  W_UxDxF = np.asarray(weights_of(model).sets["up"]["kernel"])
   group = list(model.weight_source.groups).index("up")
-  e_UxT = np.asarray(model.weight_source.mean_vectors(model.times()))[group]
+  e_UxT = np.asarray(jax.jit(lambda: model.weight_source.mean_vectors(model.times()))())[group]
   square = np.square(e_UxT).sum(1).mean()
   flat = W_UxDxF.reshape(len(W_UxDxF), -1)
   std = 0.02  # GPT-2's
@@ -59,13 +61,13 @@ def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors()
 def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
   config = small_config(small_model(time=UNIFORM, dtype="float64"), step_counts=(3, 6), steps=4)
   state, step = jax.jit(init_state, static_argnums=0)(config), make_train_step(config)
-  before = state["params"]["weight_source"]["time_mlp"]["kernel1"] + 0.0
+  before = np.array(state["params"]["weight_source"]["time_mlp"]["kernel1"])
   for number in range(4):
     state, _ = step(state, random_batch(config, number), draw_num_steps(config, number))
   assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
   model = build(config.model, state["params"])
-  coarse, fine = (model.block_weights(model.grid(n)).sets for n in (3, 12))
-  mean = jax.tree.map(lambda leaf: leaf.reshape(3, 4, *leaf.shape[1:]).mean(1), fine)
+  coarse, fine = (weights_of(model, model.grid(n)).sets for n in (3, 12))
+  mean = jax.tree.map(lambda leaf: np.asarray(leaf).reshape(3, 4, *leaf.shape[1:]).mean(1), fine)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
 
 
@@ -94,7 +96,7 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, time=UNIFORM),
-    train=dataclasses.replace(config.train, step_counts=(1, 2, 4), draw_from=0.4, log_every=1),
+    train=dataclasses.replace(config.train, step_counts=(1, 4), draw_from=0.4, log_every=1),
   )
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   train(config, whole)
@@ -147,8 +149,7 @@ def test_evaluation_at_several_depths_is_that_of_each(finished, capsys):
 
 STORED = [
   {"solver": "sequential", "num_steps": 6},
-  {"solver": "euler", "field": "llama", "num_steps": 4},
-  {"solver": "euler", "num_steps": 3, "step_sizes": (0.5, 1.5, 1.0)},
+  {"solver": "euler", "field": "llama", "num_steps": 3, "step_sizes": (0.5, 1.5, 1.0)},
   {"solver": "heun", "num_steps": 4},
 ]
 
@@ -174,8 +175,8 @@ def test_weights_between_are_smooth():
   stored = moved_instance(small_model(weights="stored", num_steps=6))
   config = continuous_config(stored.config)
   made = build(config, continuous_params(config, params_of(stored)))
-  fine = made.block_weights(made.grid(12)).sets["up"]["kernel"]
-  own = stored.block_weights().sets["up"]["kernel"]
+  fine = np.asarray(weights_of(made, made.grid(12)).sets["up"]["kernel"])
+  own = np.asarray(weights_of(stored).sets["up"]["kernel"])
   np.testing.assert_allclose((fine[::2] + fine[1::2]) / 2, own, rtol=0, atol=1e-6)
   assert abs(fine).max() < 2 * abs(own).max()
 
@@ -200,7 +201,7 @@ def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_pat
   jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
   source = Run.open(stored).started
   job = jobs.JOBS["continuous"]
-  elastic = config_lib.apply_settings(job.prepared(source), ["train.step_counts=(2,3,5)"])
+  elastic = config_lib.apply_settings(job.prepared(source), ["train.step_counts=(3,5)"])
   result = jobs.run("continuous", elastic, new, from_workdir=stored)
   assert result["largest_difference"] < 1e-6
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
@@ -229,9 +230,19 @@ def test_every_job_with_a_number_of_steps_is_asked_below():
   assert {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags} == set(ASKED)
 
 
+class Analyzes(Exception):
+  """The analysis would begin."""
+
+
 @pytest.mark.parametrize("job", ASKED)
-def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finished, tmp_path, capsys):
+def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finished, tmp_path, capsys, monkeypatch):
   config, source = finished  # trained at 2 steps
+  if job == "analyze":  # which warns before it computes for seconds
+
+    def stop(*arguments, **options):
+      raise Analyzes
+
+    monkeypatch.setattr("diffeq_nnx.jobs.analyze.find", stop)
   if job == "harness":
     DiffEqLM = pytest.importorskip("diffeq_nnx.harness.adapter").DiffEqLM
     run = lambda count: DiffEqLM(str(source), num_steps=count)
@@ -241,11 +252,13 @@ def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finishe
     more = {"out": str(tmp_path / "out")} if job == "export" else {}
     shutil.copytree(source, tmp_path / "run")
     run = lambda count: jobs.run(job, config, str(tmp_path / "run"), num_steps=count, **more, **ASKED[job])
-  run(4)
+  with contextlib.suppress(Analyzes):
+    run(4)
   told = capsys.readouterr().err
   assert told.count("warning: this run was trained at 2 solver steps and never at 4") == 1
   if job in ("evaluate", "generate", "analyze", "harness"):
-    run(2)
+    with contextlib.suppress(Analyzes):
+      run(2)
     assert "warning" not in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 
+from flax import nnx
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_solver_of_high_order_agrees_with_it(x64):
   assert flow.distances(smooth(solver="rk4"), TOKENS, [128], exact())[0] < 1e-8
 
 
-@pytest.mark.parametrize("solver,order", [("euler", 1), ("sequential", 1), ("heun", 2), ("leapfrog", 2)])
+@pytest.mark.parametrize("solver,order", [("sequential", 1), ("leapfrog", 2)])
 def test_solvers_approach_it_at_their_order(solver, order, x64):
   coarse, fine = flow.distances(smooth(solver=solver), TOKENS, [16, 32], exact())
   assert coarse / fine == pytest.approx(2**order, rel=0.15)
@@ -44,9 +45,8 @@ def test_what_it_returns(x64):
   assert found.times[0] == 0 and found.times[-1] == 1 and (np.diff(found.times) > 0).all()
   assert len(rough.times) < len(found.times) and rough.evaluations < found.evaluations
   assert found.evaluations >= 6 * (len(found.times) - 1)
-  np.testing.assert_allclose(
-    logits_of(one.config, one.rest, found.state_1xLxD), smooth(solver="rk4")(TOKENS[None], 32), atol=1e-6
-  )
+  expected = nnx.jit(lambda model: model(TOKENS[None], 32))(smooth(solver="rk4"))
+  np.testing.assert_allclose(logits_of(one.config, one.rest, found.state_1xLxD), expected, atol=1e-6)
 
 
 def test_shared_weights_are_constant_ones():

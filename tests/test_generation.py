@@ -68,10 +68,7 @@ def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
   check_greedy(model, model)
 
 
-@pytest.mark.parametrize(
-  "field,solver,num_steps,first",
-  [("gpt", "euler", None, 7), ("llama", "euler", 2, 7), ("gpt", "sequential", 2, 3), ("llama", "sequential", None, 1)],
-)
+@pytest.mark.parametrize("field,solver,num_steps,first", [("gpt", "euler", None, 7), ("llama", "sequential", 2, 1)])
 def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(field, solver, num_steps, first, x64):
   """Rows of different lengths, read whole or in chunks and then token by token, against the forward pass of each."""
   model = make(small_model(field=field, solver=solver, dtype="float64"))
@@ -136,10 +133,10 @@ def test_on_a_cpu_kernels_are_output_first_in_blocks_that_only_multiply_by_them(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x64):
-  x_BxLxI = jax.random.normal(jax.random.key(0), (2, 3, 8), dtype)
-  kernel_IxO = jax.random.normal(jax.random.key(1), (8, 5), dtype)
-  found = jax.jit(lambda x, kernel: x @ kernel)(x_BxLxI, OutputFirst(kernel_IxO.T))
-  expected = x_BxLxI @ kernel_IxO
+  rng = np.random.default_rng(0)
+  x_BxLxI, kernel_OxI = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 3, 8), (5, 8)))
+  found = jax.jit(lambda x, kernel: x @ kernel)(x_BxLxI, OutputFirst(kernel_OxI))
+  expected = jax.jit(lambda x, kernel: x @ kernel.T)(x_BxLxI, kernel_OxI)
   assert found.dtype == expected.dtype
   eps = float(jnp.finfo(dtype).eps)
   np.testing.assert_allclose(*(np.asarray(a, np.float64) for a in (found, expected)), rtol=4 * eps, atol=8 * eps)
@@ -147,8 +144,7 @@ def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x6
 
 def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
   greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  draft = {"draft": diffeq_nnx.Decoder(make(small_model(field="llama")), 2)}
-  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}, {"temperature": 1e-38} | draft):
+  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}):
     assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, **options) == greedy
   drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
   assert drawn[0] == drawn[1] != drawn[2]

@@ -66,9 +66,7 @@ def same_logits(folder, theirs):
 @pytest.mark.parametrize(
   "kind,changes",
   [
-    ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3}),
-    ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
-    ("llama", {}),
+    ("gpt2", {"n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu_pytorch_tanh"}),
     ("llama", {"rope_parameters": {"rope_theta": 50.0, **LLAMA_3}}),
     ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("llama", {"head_dim": 16}),

@@ -25,10 +25,10 @@ def read_table(lines: list[str]) -> list[list[str]]:
 
 
 def test_faults_in_what_is_read_are_survived(tmp_path, capsys):
-  faults.main([f"--workdir={tmp_path}", "--kinds=configs,run_files,records,tokenizers", "--tries=3", "--seed=1"])
+  faults.main([f"--workdir={tmp_path}", "--kinds=configs,run_files,records,tokenizers", "--tries=1", "--seed=1"])
   out, err = capsys.readouterr()
   rows = read_table(out.splitlines()[2:])
-  assert [int(row[1]) for row in rows] == [30, 9, 9, 30, 9]
+  assert [int(row[1]) for row in rows] == [10, 3, 3, 10, 3]
   assert all(row[1] == row[2] for row in rows), err
 
 
@@ -63,18 +63,16 @@ def test_benchmark_analysis_prints_times_and_memory(capsys):
   assert all(found[name]["seconds"] > 0 and found[name]["peak_gib"] > 0 for name in ("spectra", "exact", "per_token"))
 
 
-@pytest.mark.parametrize("row", ["gpt", "diffeq"])
-def test_benchmark_generation_prints_a_token_against_a_read(row, capsys):
-  benchmark_generation.main(
-    [f"--config=configs/tiny.py:{row}", "--slots=16", "--rounds=2", "--tokens=2", "--rows=1,3", *SMALL]
-  )
+def test_benchmark_generation_prints_a_token_against_a_read(capsys):
+  config = "--config=configs/tiny.py:diffeq"
+  benchmark_generation.main([config, "--slots=16", "--rounds=2", "--tokens=2", "--rows=1,3", *SMALL])
   header, _, titles, _, first, values = capsys.readouterr().out.strip().splitlines()
-  assert header.startswith(f"configs/tiny.py:{row}, rows of 16 slots, median of 2 interleaved rounds of 2, ")
+  assert header.startswith("configs/tiny.py:diffeq, rows of 16 slots, median of 2 interleaved rounds of 2, ")
   assert first.startswith("| 1 |") and values.startswith("| 3 |")
   (values,) = read_table([values])
   assert len(values) == titles.count("|") - 1 and all(float(value.split()[0].replace(",", "")) >= 0 for value in values)
   with pytest.raises(UserError, match="--slots=17: the model has 16 positions"):
-    benchmark_generation.main([f"--config=configs/tiny.py:{row}", "--slots=17", *SMALL])
+    benchmark_generation.main([config, "--slots=17", *SMALL])
 
 
 def test_the_smallest_study_end_to_end(tmp_path, capsys):
@@ -127,8 +125,7 @@ def test_passages_end_in_a_word_that_they_hold():
   assert list(cloze.passages(text)) == [(f"The lake was cold. {words} and the river met the", "lake")]
 
 
-@pytest.mark.parametrize("how", ["kill", "SIGTERM"])
-@pytest.mark.parametrize("killed_in", range(5))
+@pytest.mark.parametrize("killed_in,how", [*zip(range(5), ["kill", "SIGTERM"] * 3)])
 def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(killed_in, how, tmp_path, monkeypatch):
   trained, finished = [], set()
 

@@ -26,25 +26,25 @@ def example(dtype=jnp.float32, B=2, L=12, D=8, V=17):
   )
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3, 4, 12])
+@pytest.mark.parametrize("num_chunks", [1, 4, 12])
 def test_value_and_gradient_are_those_of_the_plain_loss(num_chunks, x64):
   arguments = example(jnp.float64)
-  plain = jax.value_and_grad(plain_cross_entropy, (0, 1))(*arguments)
-  chunked = jax.value_and_grad(lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3, (0, 1))(*arguments)
+  plain = jax.jit(jax.value_and_grad(plain_cross_entropy, (0, 1)))(*arguments)
+  scaled = lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3
+  chunked = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arguments)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
 
 
 def test_bfloat16_accumulates_in_float32():
   hidden, head, targets, mask = example(jnp.bfloat16, D=64, V=400)
-  loss, gradients = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))(hidden, head, targets, mask)
-  exact, exact_gradients = jax.value_and_grad(plain_cross_entropy, (0, 1))(
-    hidden.astype(jnp.float32), head.astype(jnp.float32), targets, mask
-  )
+  chunked = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))
+  loss, gradients = jax.jit(chunked)(hidden, head, targets, mask)
+  wide = (np.asarray(array, np.float32) for array in (hidden, head))
+  exact, exact_gradients = jax.jit(jax.value_and_grad(plain_cross_entropy, (0, 1)))(*wide, targets, mask)
   assert loss.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
   np.testing.assert_allclose(loss, exact, rtol=1e-5)
   for ours, theirs in zip(gradients, exact_gradients):
-    error = jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)
-    assert error < 1e-2
+    assert np.linalg.norm(np.asarray(ours, np.float32) - theirs) / np.linalg.norm(theirs) < 1e-2
 
 
 def test_chunks_that_do_not_divide_are_an_error():

@@ -98,18 +98,6 @@ def test_a_real_process_prints_the_line_and_ends_with_the_code(arguments, part):
   assert done.stderr.startswith("error: ") and part in done.stderr
 
 
-def test_training_imports_nothing_that_draws():
-  program = """
-import sys
-import textwrap
-from diffeq_nnx.jobs import JOBS
-JOBS["train"].function
-print([name for name in ("jinja2", "lm_eval", "matplotlib", "plotly", "transformers") if name in sys.modules])
-"""
-  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-  assert done.stdout == "[]\n"
-
-
 def test_no_thread_prints_after_the_line_of_a_failure():
   program = """
 import sys, threading, time
@@ -126,10 +114,13 @@ sys.exit(main._program([]))
   assert done.returncode == 1 and done.stderr == "error: the disk is full\n"
 
 
-def test_public_names_are_at_the_top_level_and_importing_the_package_imports_no_jax():
+def test_the_package_imports_no_jax_and_training_nothing_that_draws_and_public_names_are_at_the_top_level():
   program = """
     import sys, diffeq_nnx
     assert not {"jax", "flax", "ml_collections"} & {*sys.modules}
+    from diffeq_nnx.jobs import JOBS
+    JOBS["train"].function
+    assert not {"jinja2", "lm_eval", "matplotlib", "plotly", "transformers"} & {*sys.modules}
     from diffeq_nnx import Config, Model, load_config
     from diffeq_nnx import config, model
     assert (Config, Model, load_config) == (config.Config, model.Model, config.load)

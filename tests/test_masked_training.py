@@ -21,7 +21,9 @@ from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import abstract_batch, all_params, init_state
 from tests.conftest import run_config
 
-ROWS = [("packed", True), ("packed", False), ("padded", True), ("padded", False)]
+# what a mask comes from, and whether documents are apart
+ROWS = [("text", "packed", False), ("text", "padded", True), ("completion", "packed", True)]
+ROWS += [("completion", "packed", False), ("completion", "padded", False)]
 
 
 def write_completions(path, count=60) -> None:
@@ -53,8 +55,7 @@ def masked_config(folder, records="completion", rows="packed", attend=True, seq_
   )
 
 
-@pytest.mark.parametrize("records", ["text", "completion"])
-@pytest.mark.parametrize("rows,attend", ROWS)
+@pytest.mark.parametrize("records,rows,attend", ROWS)
 def test_a_batch_is_what_is_compiled_ahead_and_measured(records, rows, attend, tmp_path):
   config = masked_config(tmp_path, records, rows, attend)
   mesh = checked_mesh(config)

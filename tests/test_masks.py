@@ -67,8 +67,7 @@ def counted(batches):
   return [list(t[m > 0]) for batch in batches for t, m in zip(batch["targets"], batch["mask"])]
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("kind", ["completion", "chat"])
+@pytest.mark.parametrize("kind,layout", [("completion", "packed"), ("chat", "padded")])
 def test_each_counted_target_is_validated_once(tmp_path, kind, layout):
   corpus = load(config_of(tmp_path, kind, validation=f"jsonl:{tmp_path}/{kind}.jsonl", rows=layout))
   split = corpus.validation
@@ -137,8 +136,7 @@ def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind)
     assert (batch["inputs"][0, 1:length] == batch["targets"][0, : length - 1]).all()
 
 
-@pytest.mark.parametrize("too_long", ["cut", "drop"])
-@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("too_long,chunk", [("cut", 7), ("drop", 1 << 20)])
 def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, caplog, monkeypatch, too_long, chunk):
   monkeypatch.setattr(rows, "_CHUNK", chunk)
   lengths = [(3, 4), (30, 4), (5, 30), (9, 0), (2, 16)]  # bytes of prompts and completions

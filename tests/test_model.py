@@ -16,7 +16,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, partial_model
 from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
-from tests.conftest import ROWS, moved_instance, small_instance, small_model, told
+from tests.conftest import ROWS, moved_instance, small_instance, small_model, told, weights_of
 
 
 def make(model_config, moved=True) -> Model:
@@ -138,18 +138,12 @@ def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_no
     assert ("shift" in model.final_norm) == (model.config.field == "gpt")
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-@pytest.mark.parametrize("solver", ["euler", "sequential"])
+@pytest.mark.parametrize("field,solver", [("gpt", "sequential"), ("llama", "euler")])
 def test_no_position_sees_a_later_one(field, solver):
   model = make(small_model(field=field, solver=solver))
-  embedded = jax.random.normal(jax.random.key(0), (1, 12, 24))
-  weights = model.block_weights()
-
-  @jax.jit
-  def last_seen(x_BxLxD):
-    return solved(model, x_BxLxD, weights)[0].sum(-1)
-
-  influence_LxL = np.abs(jax.jacobian(last_seen)(embedded)[:, 0]).sum(-1)
+  embedded = np.random.default_rng(0).normal(size=(1, 12, 24)).astype("float32")
+  seen = lambda x_BxLxD: solved(model, x_BxLxD, model.block_weights())[0].sum(-1)
+  influence_LxL = np.abs(jax.jit(jax.jacobian(seen))(embedded)[:, 0]).sum(-1)
   assert (influence_LxL[np.tril_indices(12)] > 0).all()
   assert (influence_LxL[np.triu_indices(12, 1)] == 0).all()
 
@@ -161,22 +155,16 @@ PACKING = {
 }
 
 
-# every pair of values once
-@pytest.mark.parametrize(
-  "field,solver,weights",
-  [
-    ("gpt", "euler", "generated"),
-    ("gpt", "sequential", "stored"),
-    ("llama", "euler", "stored"),
-    ("llama", "sequential", "generated"),
-  ],
-)
+@pytest.mark.parametrize("field,solver,weights", [("gpt", "sequential", "stored"), ("llama", "euler", "generated")])
 def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
   model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
   tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
-  alone = [logits_of(model, part) for part in np.split(tokens_1x12, np.cumsum(LENGTHS)[:-1], axis=1)]
+  alone_3x12 = np.zeros((3, 12), int)  # with padding behind each, which none of its tokens sees
+  for row, part in zip(alone_3x12, np.split(tokens_1x12[0], np.cumsum(LENGTHS)[:-1])):
+    row[: len(part)] = part
+  alone = [row[:length] for row, length in zip(logits_of(model, alone_3x12), LENGTHS)]
   packed = logits_of(model, tokens_1x12, **PACKING)
-  np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-10)
+  np.testing.assert_allclose(packed[0], np.concatenate(alone), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("field,packing", [("gpt", PACKING), ("llama", PACKING), ("gpt", {})])
@@ -194,16 +182,8 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
   assert (moved_LxL[expected_LxL] > 1e-6).all() and (moved_LxL[~expected_LxL] < 1e-12).all()
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 49, 93, 99, 105])
-def test_a_grid_has_exactly_the_steps_asked_for(num_steps):
-  grid = grids.uniform_grid(num_steps, 1.0)
-  assert grid.num_steps == num_steps and grid.edges[-1] == 1.0
-  assert sum(grid.dts) == pytest.approx(1.0)
-
-
-# both kinds that recompute with one step, several steps and all steps at a time; "none" ignores the number
-@pytest.mark.parametrize("kind,every", [("none", 2), ("dots", 1), ("dots", 3), ("full", 2), ("full", 6)])
-def test_rematerialization_changes_neither_value_nor_gradient(kind, every):
+def test_rematerialization_changes_neither_value_nor_gradient():
+  """One step, several steps and all steps at a time; "none" ignores the number."""
   model = make(small_model(num_steps=6))
   tokens = jnp.arange(24).reshape(2, 12)
 
@@ -211,9 +191,11 @@ def test_rematerialization_changes_neither_value_nor_gradient(kind, every):
     return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), adjoint=adjoint)).mean()
 
   value_and_gradient = jax.jit(jax.value_and_grad(norm), static_argnums=1)
-  plain = value_and_gradient(model.block_weights(), integration.Checkpointed())
-  again = value_and_gradient(model.block_weights(), integration.Checkpointed(kind, every))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+  weights = weights_of(model)
+  plain = value_and_gradient(weights, integration.Checkpointed())
+  for kind, every in (("none", 2), ("dots", 1), ("full", 2), ("dots", 6)):
+    again = value_and_gradient(weights, integration.Checkpointed(kind, every))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
 
 def test_dropout_differs_by_step_and_is_off_without_a_key():
@@ -222,17 +204,18 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
 
   class Seen(vector_fields.Dropout):
     def __call__(self, key, x_BxLxD):
-      seen.append(key)
+      jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
       return x_BxLxD
 
   model = make(config)
-  x = jax.random.normal(jax.random.key(1), (1, 12, 24))
-  with jax.disable_jit():
-    solved(model, x, model.block_weights(), dropout=Seen())
-  assert len({tuple(np.asarray(jax.random.key_data(key))) for key in seen}) == 4  # 2 steps, 2 branches
-  tokens, weights = jnp.arange(24).reshape(2, 12), model.block_weights()
-  assert (model.hidden(tokens, weights) == model.hidden(tokens, weights)).all()
-  dropped = [model.hidden(tokens, weights, dropout_key=jax.random.key(n)) for n in (0, 0, 1)]
+  tokens, weights = np.arange(24).reshape(2, 12), weights_of(model)
+  jax.jit(lambda x: solved(model, x, weights, dropout=Seen()))(np.ones((1, 12, 24), "float32"))
+  jax.effects_barrier()
+  assert len(set(seen)) == 4  # 2 steps, 2 branches
+  plain = jax.jit(lambda: model.hidden(tokens, weights))
+  assert (np.asarray(plain()) == plain()).all()
+  hidden = jax.jit(lambda number: model.hidden(tokens, weights, dropout_key=jax.random.key(number)))
+  dropped = [np.asarray(hidden(number)) for number in (0, 0, 1)]
   assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
 
 
@@ -240,31 +223,35 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
 def test_weights_are_integrated_over_their_own_grid(solver):
   """At a number of steps that is not the model's own, and at steps of other sizes."""
   model = make(small_model(solver=solver))
-  tokens = jnp.arange(24).reshape(2, 12)
+  tokens = np.arange(24).reshape(2, 12)
+  own = np.asarray(logits_of(model, tokens))
   for grid, expected in (
-    (model.grid(12), lambda: model(tokens, 12)),
-    (grids.uneven_grid((2.0, 0.5, 0.5)), lambda: diffeq_nnx.discretize(model, step_sizes=(2.0, 0.5, 0.5))(tokens)),
+    (model.grid(12), lambda: logits_of(model, tokens, 12)),
+    (
+      grids.uneven_grid((2.0, 0.5, 0.5)),
+      lambda: logits_of(diffeq_nnx.discretize(model, step_sizes=(2.0, 0.5, 0.5)), tokens),
+    ),
   ):
-    found = model.logits(model.hidden(tokens, model.block_weights(grid)))
+    weights = weights_of(model, grid)
+    found = jax.jit(lambda weights: model.logits(model.hidden(tokens, weights)))(weights)
     np.testing.assert_allclose(found, expected(), rtol=0, atol=1e-5)
-    assert np.abs(found - model(tokens)).max() > 1e-3
+    assert np.abs(found - own).max() > 1e-3
     with pytest.raises(TypeError):
-      model.hidden(tokens, model.block_weights(grid), model.grid())
+      model.hidden(tokens, weights, model.grid())
 
 
 def test_weights_for_the_nodes_of_another_solver_are_an_error():
   model, other = make(small_model(solver="euler")), make(small_model(solver="rk4"))
-  for weights, wanted in (
-    (other.block_weights(), 3),
-    (dataclasses.replace(model.block_weights(), grid=model.grid(12)), 12),
-  ):
+  tokens = np.zeros((1, 12), np.int32)
+  for weights, wanted in ((weights_of(other), 3), (dataclasses.replace(weights_of(model), grid=model.grid(12)), 12)):
+    weights = jax.tree.map(np.asarray, weights)
     with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
-      model.hidden(jnp.zeros((1, 12), jnp.int32), weights)
+      model.hidden(tokens, weights)
     unrolled = dataclasses.replace(
       weights, sets=[jax.tree.map(lambda leaf: leaf[0], weights.sets)] * len(jax.tree.leaves(weights.sets)[0])
     )
     with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
-      model.hidden_unrolled(jnp.zeros((1, 12), jnp.int32), unrolled, Packing())
+      model.hidden_unrolled(tokens, unrolled, Packing())
 
 
 @pytest.mark.parametrize(
@@ -301,15 +288,16 @@ def test_a_part_of_the_parameters_is_checked_too():
 
 
 def test_arguments_that_cannot_be_are_told():
-  model, tokens = make(small_model()), jnp.zeros((1, 12), jnp.int32)
-  hidden = lambda adjoint: lambda: model.hidden(tokens, model.block_weights(), adjoint=adjoint)
+  model, tokens = make(small_model()), np.zeros((1, 12), np.int32)
+  weights = weights_of(model)
+  hidden = lambda adjoint: lambda: model.hidden(tokens, weights, adjoint=adjoint)
   for call, part in (
     (lambda: integration.Checkpointed("ful"), "remat='ful': must be one of none, dots, full; did you mean 'full'?"),
     (lambda: integration.Checkpointed("full", 0), "every=0: must be a whole number"),
     (hidden(integration.Reversible()), "the steps of this solver can't be undone; those of leapfrog can"),
     (hidden("full"), "adjoint='full': must be a Checkpointed or a Reversible"),
     (hidden(integration.Checkpointed("full", 2)), "train.remat_every=2: must divide the number of steps, 3"),
-    (lambda: model(jnp.zeros((1, 13), jnp.int32)), "13 tokens: the model has 12 learned positions"),
+    (lambda: model(np.zeros((1, 13), np.int32)), "13 tokens: the model has 12 learned positions"),
     (lambda: make(small_model(weights="stored"))(tokens, 4), "num_steps=4: the weights of this model are stored, for"),
   ):
     with pytest.raises(ValueError) as error:
@@ -339,6 +327,7 @@ def test_bfloat16_computes_near_float32():
   config = small_model()
   model = make(config, moved=False)
   low = build(dataclasses.replace(config, dtype="bfloat16"), nnx.to_pure_dict(nnx.state(model)))
+<<<<<<< HEAD
   tokens = jnp.arange(24).reshape(2, 12)
   assert low.block_weights().sets["up"]["kernel"].dtype == jnp.bfloat16
   assert low(tokens).dtype == jnp.float32
@@ -354,3 +343,10 @@ def test_a_kernel_with_the_smaller_factor_first_has_the_same_product_and_gradien
   expected, pull_expected = jax.vjp(lambda x, kernel: x @ kernel, x_BxLxI, kernel_IxO)
   for one, other in zip((made, *pull(g_BxLxO)), (expected, *pull_expected(g_BxLxO))):
     np.testing.assert_allclose(one, other, rtol=1e-12)
+=======
+  tokens = np.arange(24).reshape(2, 12)
+  assert jax.eval_shape(lambda: low.block_weights().sets["up"]["kernel"]).dtype == jnp.bfloat16
+  found, expected = logits_of(low, tokens), np.asarray(logits_of(model, tokens))
+  assert found.dtype == jnp.float32
+  assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 2e-2
+>>>>>>> t41-tests

@@ -19,7 +19,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, files, jobs
 from diffeq_nnx.config import Config, DataConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import folders, importing
+from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import _wandb_run
@@ -120,15 +120,6 @@ def test_a_pickle_in_place_of_a_tokenizer_file_is_one_line(folder, marker, name)
     (folder / "tokenizer.json").unlink()  # which would be taken, and the other not read
   (folder / name).write_bytes(bomb(marker))
   told(lambda: importing.read_tokenizer(str(folder)))
-
-
-def test_an_export_writes_beside_nothing_of_a_stranger(folder):
-  """A folder that holds something is left as it is."""
-  before = {path.name: path.read_bytes() for path in folder.iterdir()}
-  assert "holds something already" in told(lambda: folders.check_new(str(folder)))
-  with pytest.raises(UserError, match="holds something already"), folders.new_folder(str(folder), "config.json"):
-    pytest.fail("the block must not run")
-  assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ---- work directories

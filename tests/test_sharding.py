@@ -33,8 +33,7 @@ def test_the_rules(axes, shape, expected):
   assert "fsdp" not in str(in_use)
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-@pytest.mark.parametrize("weights", ["generated", "stored", "shared"])
+@pytest.mark.parametrize("field,weights", [("llama", "generated"), ("gpt", "stored"), ("llama", "shared")])
 def test_every_large_parameter_and_its_moments_are_split_over_all_devices(field, weights):
   config = small_config(small_model(field=field, weights=weights, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=64))
   mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 5)

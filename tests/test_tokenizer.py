@@ -325,8 +325,7 @@ def documents_of(split, end):
   return [run.tolist() for run in np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama3", "gpt2", "bytes"])
-@pytest.mark.parametrize("begin_mark", [None, False])
+@pytest.mark.parametrize("kind,begin_mark", [("llama", None), ("llama3", False), ("gpt2", None), ("bytes", None)])
 def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_path):
   texts = [*prose(20), "<s> and </s>\n", f"{END}<|begin|>"]
   name = (

@@ -4,9 +4,7 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from diffeq_nnx.config import OptimizerConfig, TimeConfig
@@ -34,9 +32,7 @@ def gradients_of(config, batch, dtype="float32"):
   return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(params, batch)
 
 
-@pytest.mark.parametrize(
-  "row,held,make_batch", [("diffeq", 1, random_batch), ("diffeq", 2, packed_batch), ("baseline", 2, random_batch)]
-)
+@pytest.mark.parametrize("row,held,make_batch", [("diffeq", 1, packed_batch), ("baseline", 2, random_batch)])
 def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
   """Dropout included."""
   config = small_config(small_model(dtype="float64", dropout=0.2, **ROWS[row]))
@@ -82,10 +78,9 @@ def check_equal(found, expected, tolerance=1e-5):
   jax.tree.map(check, found, expected)
 
 
-@pytest.mark.parametrize("field,row", [("gpt", "diffeq"), ("llama", "baseline")])
-def test_a_masked_loss_is_the_mean_over_counted_targets_for_any_number_of_micro_batches(field, row):
+def test_a_masked_loss_is_the_mean_over_counted_targets_for_any_number_of_micro_batches():
   """However unevenly they lie; a mask of ones is no mask."""
-  config = small_config(small_model(field=field, **ROWS[row]), batch_size=8)
+  config = small_config(small_model(), batch_size=8)
   batch = masked_batch(config)
   whole = gradients_of(config, batch)
   params = perturb(jax.jit(init_state, static_argnums=0)(config)["params"])
@@ -99,28 +94,13 @@ def test_a_masked_loss_is_the_mean_over_counted_targets_for_any_number_of_micro_
   check_equal(ones, gradients_of(config, random_batch(config)), 1e-6)
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-def test_masked_documents_have_the_same_loss_and_gradients_packed_and_padded(field):
-  config = small_config(small_model(field=field), batch_size=4)
+def test_masked_documents_have_the_same_loss_and_gradients_packed_and_padded():
+  config = small_config(small_model(), batch_size=4)
   batch = packed_batch(config)
   batch["mask"] = (np.random.default_rng(1).random(batch["inputs"].shape) < 0.3).astype(np.float32)
   alone = documents_alone(batch)
   rows = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=len(alone["inputs"])))
   check_equal(gradients_of(rows, alone), gradients_of(config, batch))
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "muon_weights", "lion"])
-def test_a_batch_without_counted_targets_has_no_loss_and_no_gradient(name):
-  config = dataclasses.replace(small_config(device_batch_size=2), optimizer=OptimizerConfig(name=name))
-  batch = masked_batch(config)
-  batch["mask"][:] = 0
-  state = jax.jit(init_state, static_argnums=0)(config)
-  for _ in range(2):
-    state, metrics = make_train_step(config)(state, batch, 3)
-    assert (metrics["loss"], metrics["gradient_norm"], metrics["counted_tokens"]) == (0, 0, 0)
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
-  _, metrics = make_train_step(config)(state, masked_batch(config), 3)
-  assert metrics["counted_tokens"] == 18 and metrics["loss"] > 1
 
 
 def test_under_accumulation_the_generator_runs_once():
@@ -163,7 +143,7 @@ def test_what_decays():
 
   assert shrunk("diffeq") == {"embedding", "positions"}
   stored = {f"weight_source/stored/{name}/kernel" for name in ("qkv", "out", "up", "down")}
-  assert shrunk("baseline") == shrunk("shared") == {"embedding", "positions"} | stored
+  assert shrunk("baseline") == {"embedding", "positions"} | stored
   generated = {name.replace("stored", "generator") for name in stored}
   for choice in ({"decay_generated": True}, {"name": "muon_weights"}):
     assert shrunk("diffeq", **choice) == {"embedding", "positions"} | generated
@@ -184,10 +164,10 @@ def test_the_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth_at_
 
 def test_the_gradient_is_clipped_before_adam():
   optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, weight_decay=0.0), 10)
-  params = {"embedding": jnp.zeros(4)}
-  _, state = optimizer.update({"embedding": jnp.full(4, 50.0)}, optimizer.init(params), params)
+  params, gradients = ({"embedding": np.full(4, value, np.float32)} for value in (0.0, 50.0))
+  _, state = jax.jit(lambda params: optimizer.update(gradients, optimizer.init(params), params))(params)
   first_moment = next(s.mu for s in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
-  assert float(optax.tree.norm(first_moment)) == pytest.approx(0.1, rel=1e-3)  # (1 - b1) of a unit vector
+  assert np.linalg.norm(first_moment["embedding"]) == pytest.approx(0.1, rel=1e-3)  # (1 - b1) of a unit vector
 
 
 def random_like(shapes):
@@ -198,9 +178,9 @@ def random_like(shapes):
 
 def check_orthogonal(matrices):
   """Every matrix has singular values of like size, of which the smallest may stay so, and the size of an update."""
-  values = jnp.linalg.svd(matrices, compute_uv=False)
+  values = np.linalg.svd(matrices, compute_uv=False)
   assert (values[..., 0] < 2 * values[..., values.shape[-1] * 3 // 4]).all()
-  np.testing.assert_allclose(jnp.sqrt(jnp.square(matrices).mean((-2, -1))), MUON_RMS, rtol=0.2)
+  np.testing.assert_allclose(np.sqrt(np.square(matrices).mean((-2, -1))), MUON_RMS, rtol=0.2)
 
 
 @pytest.mark.parametrize("field,row,by_head", [("gpt", "baseline", True), ("llama", "diffeq", False)])
@@ -215,10 +195,11 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
     optimizer = make_optimizer(config, 1, block.specs(model))
     update = lambda gradients, optimizer=optimizer: optimizer.update(gradients, optimizer.init(gradients), gradients)
     updates[name], _ = jax.jit(update)(gradients)
+  updates = jax.device_get(updates)
   weights = updates["muon"]["weight_source"][source]
   kernels = block.head_kernels(weights)
-  for update in kernels.query, kernels.key, kernels.value:
-    check_orthogonal(jnp.moveaxis(update, -2, -3) if by_head else update.reshape(*update.shape[:-2], -1))
+  for update in map(np.asarray, (kernels.query, kernels.key, kernels.value)):
+    check_orthogonal(np.moveaxis(update, -2, -3) if by_head else update.reshape(*update.shape[:-2], -1))
   for name in ("out", "up", "down"):
     check_orthogonal(weights[name]["kernel"])
   for (path, update), adam in zip(
@@ -231,16 +212,17 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
 
 def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix():
   config = OptimizerConfig(name="muon_weights", peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
-  made = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  made = lambda seed, *shape: np.random.default_rng(seed).normal(size=shape).astype("float32")
   e_UxT1, of_weights = made(0, 3, 6), made(1, 3, 8, 16)
   tree = lambda kernel: {"weight_source": {"generator": {"up": {"kernel": kernel}}}}
   optimizer = make_optimizer(config, 10, vectors=lambda params: {"up": e_UxT1})
   params = tree(made(2, 6, 8, 16))
-  gradients = tree(jnp.tensordot(e_UxT1.T, of_weights, 1))
-  updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
-  change_UxDxF = jnp.tensordot(e_UxT1, updates["weight_source"]["generator"]["up"]["kernel"], 1)
+  gradients = tree(np.tensordot(e_UxT1.T, of_weights, 1))
+  updated = lambda of: jax.jit(lambda gradients, params: of.update(gradients, of.init(params), params)[0])
+  updates = updated(optimizer)(gradients, params)
+  change_UxDxF = np.tensordot(e_UxT1, updates["weight_source"]["generator"]["up"]["kernel"], 1)
   plain = make_optimizer(dataclasses.replace(config, name="muon"), 10)
-  expected, _ = plain.update(tree(of_weights), plain.init(tree(of_weights)), tree(of_weights))
+  expected = updated(plain)(tree(of_weights), tree(of_weights))
   np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
 
 
@@ -261,11 +243,11 @@ def test_the_time_embedding_learns_at_its_own_rate():
   slowed = {path for path, ratio in ratios.items() if ratio == pytest.approx(0.25)}
   assert slowed == {path for path in ratios if "time_mlp" in path or "frequencies_M" in path} and len(slowed) == 5
   assert all(ratio == pytest.approx(1) for path, ratio in ratios.items() if path not in slowed)
-  params = {"weight_source": {"time_mlp": {"bias1": jnp.ones(3)}}}
+  params = {"weight_source": {"time_mlp": {"bias1": np.ones(3, np.float32)}}}
   for time_rate in (None, 1.0):
     optimizer = make_optimizer(OptimizerConfig(name="muon_weights", time_rate=time_rate, warmup_fraction=0.0), 10)
-    update, _ = optimizer.update(params, optimizer.init(params), params)
-    assert bool(update["weight_source"]["time_mlp"]["bias1"].any()) == (time_rate is not None)
+    update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params)[0])(params)
+    assert np.any(update["weight_source"]["time_mlp"]["bias1"]) == (time_rate is not None)
 
 
 @pytest.mark.parametrize("name", ["muon", "muon_weights", "lion"])
@@ -285,19 +267,25 @@ def test_moments_are_split_over_devices_like_their_parameters(name):
 @pytest.mark.parametrize(
   "row,name", [("baseline", "muon"), ("diffeq", "adamw"), ("diffeq", "muon_weights"), ("diffeq", "lion")]
 )
-def test_a_batch_is_learnt(row, name):
+def test_a_batch_is_learnt_and_one_without_counted_targets_before_it_has_no_loss_and_no_gradient(row, name):
   rate = 5e-3 if name == "lion" else 1e-2
   optimizer = OptimizerConfig(name=name, peak_rate=rate, warmup_fraction=0.0, weight_decay=0.0)
-  config = dataclasses.replace(small_config(small_model(**ROWS[row]), steps=60), optimizer=optimizer)
-  step, batch = make_train_step(config), random_batch(config)
+  config = small_config(small_model(**ROWS[row]), steps=62, device_batch_size=2)
+  config = dataclasses.replace(config, optimizer=optimizer)
+  step, batch, ones = make_train_step(config), random_batch(config), np.ones((4, 12), np.float32)
   state = jax.jit(init_state, static_argnums=0)(config)
+  for _ in range(2):
+    state, metrics = step(state, {**batch, "mask": 0 * ones}, 3)
+    assert (metrics["loss"], metrics["gradient_norm"], metrics["counted_tokens"]) == (0, 0, 0)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
   losses = []
   for _ in range(60):
-    state, metrics = step(state, batch, 3)
+    state, metrics = step(state, {**batch, "mask": ones}, 3)
     losses.append(float(metrics["loss"]))
+  assert metrics["counted_tokens"] == 48
   assert losses[0] == pytest.approx(np.log(31), rel=0.05)
   assert losses[-1] < 0.3 * losses[0]
-  assert int(state["step"]) == 60
+  assert int(state["step"]) == 62
 
 
 def test_an_option_that_the_compiler_lacks_is_said_and_left_out(monkeypatch, capsys):
