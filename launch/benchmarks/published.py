@@ -1,4 +1,4 @@
-"""A published checkpoint in this package against transformers, in turn, in one process: generation and gradients.
+"""A published checkpoint in this package against transformers, in turn: generation and gradients.
 
   python -m diffeq_nnx.main --job=export --workdir=runs/smol --out=exported/smol
   python -m launch.benchmarks.published --workdir=runs/smol --folder=exported/smol [--rounds=5]
@@ -10,13 +10,17 @@
                    end marks don't end a text, and the weights of the run are prepared once, before
   gradients        loss and gradients of 4 sequences of 512 tokens, without the optimizer
 
-The tokens are of the documentation that comes with Python. Each side runs once to warm up (ours
-compiles then) and then once in each round, in turn. Printed are medians of tokens/s over rounds, the median of the
-rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or both losses.
+The tokens are of the documentation that comes with Python. Each side has a process of its own, which runs once to
+warm up (ours compiles then) and then once in each round, while the other waits. Printed are medians of tokens/s over
+rounds, the median of the rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or
+both losses.
 """
 
+from concurrent.futures import ProcessPoolExecutor
 import functools
+import multiprocessing
 from pydoc_data import topics
+import time
 from typing import Any
 
 import jax
@@ -41,7 +45,6 @@ class Ours:
 
   def __init__(self, workdir: str, settings: list[str]):
     run = Run.open(workdir)
-    self.tokenizer = run.tokenizer
     lengths = [f"model.seq_len={LENGTH}", f"train.batch_size={SEQUENCES}", "model.dtype=float32", "train.remat=none"]
     config = config_lib.apply_settings(run.config, [*lengths, *settings])
     self._params, self._decoder = run.params, make_decoder(run.model, None)
@@ -81,6 +84,18 @@ class Theirs:
     return loss.item()
 
 
+def start_side(kind: type, *arguments: Any) -> None:
+  """Initializes the process of a side."""
+  global side
+  side = kind(*arguments)
+
+
+def call_side(method: str, arguments: tuple[Any, ...]) -> tuple[Any, float]:
+  """What a method of the side of this process returns, and seconds."""
+  start = time.perf_counter()
+  return getattr(side, method)(*arguments), time.perf_counter() - start
+
+
 def describe_agreement(ours: Any, theirs: Any) -> str:
   """What the sides agree on."""
   if isinstance(ours, float):
@@ -94,9 +109,12 @@ def main(argv: list[str] | None = None) -> None:
   parser = programs.make_parser(__doc__, workdir=str, folder=str, rounds=5, **lengths)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  ours, theirs = Ours(args.workdir, args.set), Theirs(args.folder)
+  sides = [
+    ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_side, arguments)
+    for arguments in ((Ours, args.workdir, args.set), (Theirs, args.folder))
+  ]
   text = " ".join(topics.topics[name] for name in sorted(topics.topics))
-  ids = ours.tokenizer.encode(text[:40_000])
+  ids = Run.open(args.workdir).tokenizer.encode(text[:40_000])
   kinds = []
   for count in args.prompts:
     starts = np.arange(count)[:, None] * LENGTH // 4 + np.arange(args.prompt_tokens)
@@ -105,11 +123,12 @@ def main(argv: list[str] | None = None) -> None:
   kinds.append(("gradients", "loss", (tokens,), SEQUENCES * LENGTH))
   rows = []
   for name, method, arguments, count in kinds:
-    calls = {side: functools.partial(getattr(side, method), *arguments) for side in (ours, theirs)}
-    agreement = describe_agreement(*(call() for call in calls.values()))  # the first calls compile
-    seconds = programs.time_rounds(calls, args.rounds)
-    speeds = [f"{count / np.median(seconds[side]):,.1f}" for side in (ours, theirs)]
-    rows.append([name, *speeds, programs.format_spread(seconds[theirs] / seconds[ours], ".2f"), agreement])
+    calls = [functools.partial(one.submit, call_side, method, arguments) for one in sides]
+    (ours, _), (theirs, _) = (call().result() for call in calls)  # the first calls compile
+    seconds = np.array([[call().result()[1] for call in calls] for _ in range(args.rounds)])
+    speeds = [f"{count / one:,.1f}" for one in np.median(seconds, axis=0)]
+    ratios = programs.format_spread(seconds[:, 1] / seconds[:, 0], ".2f")
+    rows.append([name, *speeds, ratios, describe_agreement(ours, theirs)])
   print(f"median of {args.rounds} interleaved rounds, {programs.describe_device()}, torch {torch.__version__}\n")
   print(tables.markdown(["", "ours, tokens/s", "transformers, tokens/s", "ratio", "the same"], rows))
 
