@@ -81,7 +81,7 @@ def test_an_uneven_grid_is_the_solver_on_that_grid(field, x64):
 
   @jax.jit
   def expected():
-    hidden = model.hidden(TOKENS_2x12, model.block_weights(grid))
+    hidden = model.hidden(jnp.asarray(TOKENS_2x12), model.block_weights(grid))
     return jnp.einsum("bld,vd->blv", hidden, model.unembedding())
 
   np.testing.assert_allclose(logits(stored), expected(), rtol=0, atol=1e-12)

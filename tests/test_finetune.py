@@ -133,11 +133,13 @@ def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path
   for i in range(12):
     (tmp_path / f"{i}.txt").write_text(f"Text {i} is of ships and the sea. " * (20 + i))
   config = run_config(tmp_path, steps=8)
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(rank=rank)))
-  new = str(tmp_path / "tuned")
+  seq_len = 8 if rank else 16  # of the source's 16
+  model = dataclasses.replace(config.model, lora=LoraConfig(rank=rank), seq_len=seq_len)
+  config, new = dataclasses.replace(config, model=model), str(tmp_path / "tuned")
   last = jobs.run("finetune", config, new, from_workdir=str(source), num_steps=3)
   losses = [record["loss"] for record in read_metrics(tmp_path / "tuned", "validation")]
   assert losses[-1] == last["loss"] < losses[0]
+  assert len(Run.open(new).params["positions"]) == seq_len
   assert [record["step"] for record in read_metrics(tmp_path / "tuned", "validation")] == [0, 4, 8]
   tuned = Run.open(new).started
   assert (tuned.model.num_steps, tuned.model.weights, tuned.model.lora.rank) == (3, "stored", rank)

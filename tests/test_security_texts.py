@@ -217,14 +217,14 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
   def fake(*args, on_text, **unused):
     if on_text:
       on_text(0, hostile)
-    return [done]
+    return [(0, done)]
 
   run = types.SimpleNamespace(config=Config(), tokenizer=None, model=None, mesh=jax.make_mesh((1,), ("x",)), step=1)
   for module, name, value in (
     (generate.Run, "open", lambda *args: run),
     (generate, "encode_prompts", lambda *args: None),
     (generate, "Decoder", lambda *args, **named: None),
-    (generate, "generate_texts", fake),
+    (generate, "continue_texts", fake),
   ):
     monkeypatch.setattr(module, name, value)
   for terminal, expected in ((True, "a\\x1b]0;title\\x07\n\n"), (False, hostile + "\n")):

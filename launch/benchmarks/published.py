@@ -6,7 +6,7 @@
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU.
 
-  generate 1, 16   so many prompts of `--prompt_tokens` tokens, each continued by `--new_tokens`, greedily;
+  generate 1, 16   so many prompts (--prompts=0: none) of `--prompt_tokens` tokens, each continued by `--new_tokens`, greedily;
                    end marks don't end a text, and the weights of the run are prepared once, before
   gradients        loss and gradients of 4 sequences of 512 tokens, without the optimizer
 
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
   text = " ".join(topics.topics[name] for name in sorted(topics.topics))
   ids = Run.open(args.workdir).tokenizer.encode(text[:40_000])
   kinds = []
-  for count in args.prompts:
+  for count in filter(None, args.prompts):
     starts = np.arange(count)[:, None] * LENGTH // 4 + np.arange(args.prompt_tokens)
     kinds.append((f"generate {count}", "generate", (ids[starts], args.new_tokens), count * args.new_tokens))
   tokens = ids[: SEQUENCES * (LENGTH + 1)].astype(np.int32).reshape(SEQUENCES, LENGTH + 1)
