@@ -6,14 +6,15 @@
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU.
 
-  generate 1, 16   so many prompts (--prompts=0: none) of `--prompt_tokens` tokens, each continued by `--new_tokens`, greedily;
-                   end marks don't end a text, and the weights of the run are prepared once, before
+  generate 1, 16   so many prompts of `--prompt_tokens` tokens, each continued by `--new_tokens`, greedily; end marks
+                   don't end a text, and the weights of the run are prepared once, before (--prompts=0: not measured)
   gradients        loss and gradients of 4 sequences of 512 tokens, without the optimizer
 
 The tokens are of the documentation that comes with Python. Each side has a process of its own, which runs once to
-warm up (ours compiles then) and then once in each round, while the other waits. Printed are medians of tokens/s over
-rounds, the median of the rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or
-both losses.
+warm up (ours compiles then) and then in each round, while the other waits. In a round a side runs twice, and the
+second time counts, as in training, where steps follow each other: memory that a process gave back before it waited
+may be slow to get again, as in virtual machines whose host takes it. Printed are medians of tokens/s over rounds, the
+median of the rounds' ratios with quartiles, and what the sides agree on: rows with the same tokens, or both losses.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -91,7 +92,8 @@ def start_side(kind: type, *arguments: Any) -> None:
 
 
 def call_side(method: str, arguments: tuple[Any, ...]) -> tuple[Any, float]:
-  """What a method of the side of this process returns, and seconds."""
+  """What a method of the side of this process returns, and the seconds of its second call."""
+  getattr(side, method)(*arguments)
   start = time.perf_counter()
   return getattr(side, method)(*arguments), time.perf_counter() - start
 
