@@ -195,8 +195,8 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
 
 
 def _store_for_cpu(ready: ReadyModel) -> ReadyModel:
-  """Weights with kernels stored as a CPU reads them fastest, for blocks that are known to do nothing but multiply."""
-  if vector_fields.FIELDS[ready.config.field] not in (vector_fields.GPTField, vector_fields.LlamaField):
+  """Weights with kernels stored as a CPU reads them fastest, for blocks that do nothing but multiply."""
+  if not vector_fields.only_multiplies(ready.config):
     return ready
   sets = jax.jit(lambda sets: [store_output_first(one) for one in sets])(ready.weights.sets)
   return dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets))

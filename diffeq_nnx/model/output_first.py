@@ -7,6 +7,7 @@ memory. docs/generation.md has what that gains.
 B rows, L positions, I in, O out.
 """
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -35,5 +36,14 @@ def product(x_BxLxI: jax.Array, stored_OxI: jax.Array, dtype: jnp.dtype | None =
 
 def store_output_first(block_weights: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   """BlockWeights at one time with every kernel stored so. Jit it."""
-  stored = lambda name, leaf: OutputFirst(leaf.T) if name == "kernel" and leaf.ndim == 2 else leaf
-  return {group: {name: stored(name, leaf) for name, leaf in leaves.items()} for group, leaves in block_weights.items()}
+  return map_kernels(lambda _, kernel: OutputFirst(kernel.T), block_weights)
+
+
+def map_kernels(
+  function: Callable[[str, jax.Array], Any], block_weights: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+  """BlockWeights at one time with `function` of a group's name and its kernel [I, O] in place of each kernel."""
+  change = lambda group, name, leaf: function(group, leaf) if name == "kernel" and leaf.ndim == 2 else leaf
+  return {
+    group: {name: change(group, name, leaf) for name, leaf in leaves.items()} for group, leaves in block_weights.items()
+  }

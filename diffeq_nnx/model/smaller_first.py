@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from diffeq_nnx.model.output_first import map_kernels
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,4 @@ _multiply.defvjp(_forward, _backward)
 
 def wrap_kernels(weights: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   """BlockWeights at one time with every kernel wrapped so, but for that of `qkv`, which its block also slices."""
-  wrapped = lambda group, name, leaf: SmallerFirst(leaf) if name == "kernel" and group != "qkv" else leaf
-  return {
-    group: {name: wrapped(group, name, leaf) for name, leaf in leaves.items()} for group, leaves in weights.items()
-  }
+  return map_kernels(lambda group, kernel: kernel if group == "qkv" else SmallerFirst(kernel), weights)

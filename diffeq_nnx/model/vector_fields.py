@@ -311,6 +311,11 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
   config_lib.add_choice("model.field", name)
 
 
+def only_multiplies(model: config_lib.ModelConfig) -> bool:
+  """Whether the block is known to do nothing with a kernel but multiply by it, so that it may be stored differently."""
+  return FIELDS[model.field] in (GPTField, LlamaField)
+
+
 def has_tied_head(model: config_lib.ModelConfig) -> bool:
   """Whether the output head is the token embedding: as the config says, or else as the field has it."""
   return FIELDS[model.field].tied_head if model.tied_head is None else model.tied_head

@@ -125,8 +125,7 @@ def loss_and_gradients(
   generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
-  only_multiplies = vector_fields.FIELDS[config.model.field] in (vector_fields.GPTField, vector_fields.LlamaField)
-  prepare = smaller_first.wrap_kernels if only_multiplies else lambda weights: weights
+  prepare = smaller_first.wrap_kernels if vector_fields.only_multiplies(config.model) else lambda weights: weights
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
