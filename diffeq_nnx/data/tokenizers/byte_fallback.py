@@ -87,7 +87,6 @@ class ByteFallbackTokenizer(specs.LibraryTokenizer):
     encoding = spec | {"added_tokens": added, "post_processor": None}
     self._encoder, self._within = (specs.load(encoding | one, label) for one in ({}, {"decoder": WITHIN}))
     self._encoder.encode_special_tokens = True  # as ordinary text
-    self._rendered_encoder = specs.load(spec | {"post_processor": None}, label)
     listed = {token["content"] for token in vocabulary["added_tokens"]}
     for name in (names[number] for number in marks.ids):
       if name not in listed and _is_ordinary(name, spec["model"]):

@@ -152,13 +152,14 @@ class BytePairTokenizer(specs.LibraryTokenizer):
       model["unk_token"] = f"\0{self._unknown}" if self._unknown in special else self._unknown
     elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
       model["vocab"] |= _make_stand_ins(spec, self.vocab_size)
-    stand_ins = _make_stand_ins(spec, self.vocab_size) if missing and self._unknown is None else {}
-    whole = spec["model"] | {"vocab": specs.map_ids(spec) | stand_ins}
-    self._rendered_encoder = specs.load(spec | {"post_processor": None, "model": whole}, label)
     self.missing = set(missing)
     self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
     self._check_round_trip([_PROBE, *(f"a {token['content']} b" for token in added)], label)
+
+  def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
+    stand_ins = _make_stand_ins(spec, self.vocab_size) if self.missing and self._unknown is None else {}
+    return spec["model"] | {"vocab": specs.map_ids(spec) | stand_ins}
 
   def _check_round_trip(self, texts: list[str], label: str) -> None:
     for text in texts:

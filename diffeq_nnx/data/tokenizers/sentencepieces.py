@@ -1,6 +1,7 @@
 """Sentencepiece tokenizers with byte fallback, as Llama's, used without loss or as they were trained."""
 
 from collections.abc import Iterable, Iterator, Sequence
+import functools
 import hashlib
 import io
 from itertools import chain, count, groupby
@@ -240,12 +241,15 @@ class SentencePieceTokenizer(base.Tokenizer):
     """See `Tokenizer.name_token`."""
     return self._own.id_to_piece(number) if number < self._num_pieces else [*self.added][number - self._num_pieces]
 
+  @functools.cached_property
+  def _special_names(self) -> dict[str, int]:
+    """The ids of special tokens by their names; looked for once, in all pieces."""
+    return self.added | {self._own.id_to_piece(n): n for n in range(self._num_pieces) if self._own.is_control(n)}
+
   def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """See `Tokenizer.encode_spans`."""
     text.encode()
-    names = {name: number for number, name in self._names.items() if name}
-    if rendered:
-      names = self.added | {self._own.id_to_piece(n): n for n in range(self._num_pieces) if self._own.is_control(n)}
+    names = self._special_names if rendered else {name: number for number, name in self._names.items() if name}
     longest_first = sorted(names, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if names else [text]
     ids, spans, at = [], [], 0

@@ -1,6 +1,7 @@
 """A `tokenizer.json` as nested dicts: what holds for every kind of it."""
 
 from collections.abc import Iterator
+import functools
 import json
 import re
 from typing import Any
@@ -21,7 +22,16 @@ class LibraryTokenizer(Tokenizer):
 
   file_name = "tokenizer.json"
   _encoder: huggingface.Tokenizer
-  _rendered_encoder: huggingface.Tokenizer  # finds the names of all special tokens
+
+  @functools.cached_property
+  def _rendered_encoder(self) -> huggingface.Tokenizer:
+    """Finds the names of all special tokens; made at its first use, which few jobs have."""
+    spec = json.loads(self.model_bytes)
+    return load(spec | {"post_processor": None, "model": self._make_rendered_model(spec)}, "the chat's tokenizer")
+
+  def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
+    """Returns the model of `_rendered_encoder`."""
+    return spec["model"]
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
     encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
