@@ -124,9 +124,7 @@ class TrainConfig(Section, prefix="train."):
   loss_chunks: int | None = number(None, above=0)  # slices of the sequence, one at a time; None: by memory
   # the work directory of a run, an imported one too, whose predictions are learned beside the text; docs/training.md
   teacher: str | None = None
-  teacher_weight: float = number(
-    0.5, at_least=0, at_most=1
-  )  # of the divergence from the teacher; the rest is the text's
+  teacher_weight: float = number(0.5, at_least=0, at_most=1)  # share of the divergence from the teacher in the loss
   log_every: int = number(10, above=0)
   peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 

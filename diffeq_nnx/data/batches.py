@@ -216,8 +216,7 @@ def eval_batches(
     that fill the last batch. The result of `find_documents` is meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
-  places = Rows(split, seq_len)
-  total = -(-len(places) // batch_size)
+  places, total = Rows(split, seq_len), count_eval_batches(split, seq_len, batch_size)
   for number in range(total if max_batches is None else min(total, max_batches)):
     numbers = [number * batch_size + int(row) if row < batch_size else len(places) for row in rows]
     yield _make_batch(split.tokens.read([places[one] for one in numbers]), split, seq_len, eos_id, True)

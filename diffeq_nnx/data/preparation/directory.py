@@ -19,7 +19,8 @@ from diffeq_nnx.errors import UserError
 
 UNFINISHED = ".unfinished"
 _OURS = re.compile(
-  r"manifest\.json|tokenizer\.(model|json)|chat_template\.jinja|(train|validation)-\d+-\d+\.tokens|\..*"
+  rf"manifest\.json|tokenizer\.(model|json)|{re.escape(tokenizers.CHAT_TEMPLATE)}"
+  r"|(train|validation)-\d+-\d+\.tokens|\..*"
 )
 
 

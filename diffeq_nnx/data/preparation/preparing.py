@@ -250,8 +250,9 @@ def _sample(source: Source, seed: int, limit: int) -> Iterator[str]:
   for part in parts:
     for document in source.read(part, counts=Counts()):
       text = text_of(document)
-      if text and holdout.compute_score(text.encode(), seed) >= limit:
+      content = text.encode()
+      if text and holdout.compute_score(content, seed) >= limit:
         yield text
-        size += len(text.encode())
+        size += len(content)
         if size >= _SAMPLE_BYTES:
           return

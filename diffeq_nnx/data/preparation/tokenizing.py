@@ -106,11 +106,12 @@ def tokenize(
       way_out = "set data.unknown_bytes=unknown to replace such bytes by the unknown token, or change the document"
       raise UserError(f"{label}: {part.name}, record {number}: {error}; {way_out}") from error
     for (_, _, document), one in zip(batch, ids):
-      split = "validation" if holdout.compute_score(text_of(document).encode(), seed) < limit else "train"
+      content = text_of(document).encode()
+      split = "validation" if holdout.compute_score(content, seed) < limit else "train"
       if masked:
         writers[split].add(one.tobytes(), count_bytes(document), counted=int(np.sum(one & NOT_COUNTED == 0)))
       else:
-        writers[split].add(begin + one.astype(dtype).tobytes() + end, count_bytes(document))
+        writers[split].add(begin + one.astype(dtype).tobytes() + end, len(content))
   for writer in writers.values():
     writer.flush()
   splits = {split: {**writer.totals, "shards": writer.shards} for split, writer in writers.items()}
