@@ -259,6 +259,35 @@ def test_a_template_whose_turns_depend_on_later_ones_needs_blocks():
   ]
 
 
+def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_messages():
+  first = "{{ messages[0].role }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks"):
+    ChatTemplate(first).divide(TURNS[1:])
+  assert ChatTemplate(without_blocks(CHATML).replace("messages[0].role != 'system'", "false")).divide(TURNS[1:])
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "{% macro t(x) %}[[{{ x }}!]]--[[{{ x }}?]]{% endmacro %}{{ t('a') }}",
+    "{% for m in messages %}[[<[[{{ m.content }}]]>]]{% endfor %}",
+    "{% for m in messages %}{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}{% endfor %}",
+  ],
+)
+def test_blocks_out_of_order_are_refused(text):
+  """In each other, or in text that is kept for later, where their places in the text are not known."""
+  with pytest.raises(chat.BadConversation, match="generation blocks out of order"):
+    ChatTemplate(with_blocks(text)).divide(TURNS)
+
+
+@pytest.mark.parametrize("keys", [["reasoning"], ["thinking", "reasoning"], ["reasoning_content", "thinking"]])
+def test_reasoning_has_the_names_that_transformers_gives_it(theirs, keys):
+  template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}"
+  messages = [{**message, **{key: f"by {key}" for key in keys}, "name": None} for message in TURNS]
+  wanted = theirs.apply_chat_template(messages, tokenize=False, chat_template=template)
+  assert ChatTemplate(template).render(messages) == wanted
+
+
 def test_an_assistant_that_says_nothing_is_told():
   template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
   with pytest.raises(chat.BadConversation, match="no text of the assistant"):

@@ -19,7 +19,8 @@ from diffeq_nnx.data.documents import Piece, count_bytes, divide
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
-_GENERATION = "needs {% generation %} blocks around what the assistant says, since a turn's text depends on later turns"
+_GENERATION = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
 
 
 class BadConversation(UserError):
@@ -92,7 +93,7 @@ class ChatTemplate:
     return self._render(messages, add_generation_prompt)
 
   def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-    given = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    given = [_name_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
     blocks, parts = self._blocks, []
     blocks.length, blocks.spans = 0, []
     variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None, **self._marks}
@@ -128,16 +129,23 @@ class ChatTemplate:
     spans = self._blocks.spans
     if not self._blocks.found:
       spans = [self._find_turn(messages, number, text) for number in turns]
+    if any(start < stop for (_, stop), (start, _) in zip([(0, 0), *spans], [*spans, (len(text),) * 2])):
+      problem = f"{self._label} writes its generation blocks out of order (in each other, or in text kept for later)"
+      raise BadConversation("whose generation blocks are out of order", f"{problem}; take them out of these")
     pieces = divide(text, spans)
     if not count_bytes(pieces):
       raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
     return pieces
 
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
-    before = self._render(messages[:number], True)
-    until = self._render(messages[: number + 1], False)
+    needed = BadConversation("that need generation blocks", f"{self._label} {_GENERATION}")
+    try:
+      before = self._render(messages[:number], True)
+      until = self._render(messages[: number + 1], False)
+    except BadConversation as error:  # of a template that refuses a part of a conversation which it accepts whole
+      raise needed from error
     if not (until.startswith(before) and text.startswith(until)):
-      raise BadConversation("that need generation blocks", f"{self._label} {_GENERATION}")
+      raise needed
     return len(before), len(until)
 
 
@@ -170,6 +178,12 @@ def _check_messages(messages: Any) -> None:
         kind = type(message[key]).__name__
         problem = f"the {key} of message {number} is of type {kind}, not a string"
         raise BadConversation(f"with a {key} that is not a string", problem)
+
+
+def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+  """The message with its reasoning under the names that templates read, as transformers gives it."""
+  reasoning = next((message[key] for key in _REASONING if key in message), None)
+  return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _refuse(message: str) -> None:
