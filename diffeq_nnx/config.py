@@ -125,6 +125,9 @@ class TrainConfig(Section, prefix="train."):
   # the work directory of a run, an imported one too, whose predictions are learned beside the text; docs/training.md
   teacher: str | None = None
   teacher_weight: float = number(0.5, at_least=0, at_most=1)  # share of the divergence from the teacher in the loss
+  # whether, in a train step that draws fewer solver steps than the most of step_counts, the same model at the most is
+  # trained too and teaches it
+  self_distillation: bool = False
   log_every: int = number(10, above=0)
   peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
 
@@ -324,6 +327,11 @@ def _check_training(config: Config) -> None:
   model, train = config.model, config.train
   if not train.step_counts and train.draw_from:
     raise UserError(f"train.draw_from={train.draw_from}: is for train.step_counts; set that too, or leave it at 0")
+  if train.self_distillation and (train.teacher is not None or not train.step_counts):
+    raise UserError(
+      "train.self_distillation=True: is for train.step_counts, and without train.teacher; set the former and leave out "
+      "the latter, or leave it at False"
+    )
   if train.step_counts and model.weights == "generated" and config.optimizer.name == "muon_weights":
     raise UserError("optimizer.name=muon_weights: trains one number of steps; use muon or adamw with train.step_counts")
   if train.loss_chunks is not None:
@@ -335,13 +343,20 @@ def _check_training(config: Config) -> None:
       raise UserError(f"{key}={count}: must be above 0")
     if train.adjoint == "checkpointed" and train.remat != "none":
       check_divides("train.remat_every", train.remat_every, key, count)
-    _check_stored_count(model, key, count)
-  if config.eval.num_steps is not None:
-    _check_stored_count(model, "eval.num_steps", config.eval.num_steps)
+    check_num_steps(model, key, count)
+  check_num_steps(model, "eval.num_steps", config.eval.num_steps)
 
 
-def _check_stored_count(model: ModelConfig, key: str, count: int) -> None:
-  if model.weights == "stored" and count != model.num_steps:
-    raise UserError(
-      f"{key}={count}: stored weights exist for model.num_steps={model.num_steps} only; use that, or generated weights"
-    )
+def check_num_steps(model: ModelConfig, key: str, num_steps: int | None) -> None:
+  """Checks that a model has weights for a number of steps; None is its own.
+
+  Raises:
+    UserError: its weights are stored, and for another number; the line begins with `key`.
+  """
+  own = model.num_steps
+  if model.weights != "stored" or num_steps in (None, own) or model.depth_order and num_steps < own:
+    return
+  fewer = "" if model.depth_order else ", for fewer run --job=rank_steps, which finds those that matter most"
+  raise UserError(
+    f"{key}={num_steps}: the weights of this model are stored, for its own {own} steps{fewer}; leave it out"
+  )

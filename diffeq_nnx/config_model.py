@@ -73,6 +73,9 @@ class ModelConfig(Section, prefix="model."):
   num_steps: int = number(12, above=0)
   horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
   step_sizes: tuple[float, ...] = ()  # dt of each of num_steps steps; (): all alike
+  # the steps 0 to num_steps - 1, the one that matters most first: fewer steps are the first of these, in the order of
+  # time, and the others are left out; (): fewer steps are of one size over the horizon; written by --job=rank_steps
+  depth_order: tuple[int, ...] = ()
   embed_dim: int = number(768, above=0)
   num_heads: int = number(12, above=0)
   num_kv_heads: int | None = number(None, above=0)  # None: num_heads
@@ -160,5 +163,10 @@ class ModelConfig(Section, prefix="model."):
         raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
       if len(self.step_sizes) != self.num_steps or not all(0 < size < math.inf for size in self.step_sizes):
         raise UserError(f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers above 0")
+    if self.depth_order and sorted(self.depth_order) != list(range(self.num_steps)):
+      raise UserError(
+        f"model.depth_order={self.depth_order}: must be the numbers 0 to {self.num_steps - 1} in another order, for "
+        f"model.num_steps={self.num_steps}; leave it out, and run --job=rank_steps"
+      )
     if self.time.constant and self.weights != "generated":
       raise UserError("model.time.constant=True: only weights that are generated have a time; set it to False")

@@ -24,13 +24,17 @@ flags.DEFINE_list(
   "num_steps",
   None,
   "Number of solver steps; for evaluate also several, e.g. 4,6,8,12. Default: for evaluate, generate and harness "
-  "eval.num_steps if set; otherwise, and for the other jobs, the model's own.",
+  "eval.num_steps if set; for rank_steps, which stops there, half of the model's own; for the others the model's own.",
 )
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 3,1.5,1.5.")
 flags.DEFINE_float(
   "tolerance",
   None,
   "For discretize: choose the fewest steps whose validation loss is within this, in nats per token, of that of many.",
+)
+flags.DEFINE_integer("tokens", None, "For rank_steps: tokens of text that the losses are measured on; default: 8192.")
+flags.DEFINE_enum(
+  "by", None, ["loss", "influence"], "For rank_steps: what makes a step matter; influence takes one pass over the text."
 )
 flags.DEFINE_multi_string("prompt", None, "For generate: the text to continue; may be given several times.")
 flags.DEFINE_string("prompts", None, "For generate: a file of JSON lines with the key `prompt`, in place of --prompt.")

@@ -310,7 +310,7 @@ def test_arguments_that_cannot_be_are_told():
   [
     (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
-    (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "dts=(-1.0,): must be above 0"),
+    (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
     (lambda: grids.Grid((0.0, 1.0), (1.0,), weights_at="start"), "weights_at='start': must be one of nodes, end"),
     (lambda: grids.uneven_grid(()), "step_sizes=(): must be one or more numbers above 0"),
     (lambda: grids.uneven_grid((2.0, -1.0)), "step_sizes=(2.0, -1.0): must be"),

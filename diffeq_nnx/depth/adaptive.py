@@ -26,9 +26,9 @@ def on_grid(config: ModelConfig, steps: int | Sequence[float]) -> ModelConfig:
   if isinstance(steps, int):
     if steps == config.num_steps and not config.step_sizes:
       return config
-    return dataclasses.replace(config, num_steps=steps, step_sizes=(), horizon=config.total_time)
+    return dataclasses.replace(config, num_steps=steps, step_sizes=(), depth_order=(), horizon=config.total_time)
   sizes = tuple(map(float, steps))
-  return dataclasses.replace(config, num_steps=len(sizes), step_sizes=sizes, horizon=None)
+  return dataclasses.replace(config, num_steps=len(sizes), step_sizes=sizes, depth_order=(), horizon=None)
 
 
 def local_errors(

@@ -22,6 +22,12 @@ def list_num_steps(config: Config) -> list[int]:
   return sorted(found, reverse=True)
 
 
+def find_teaching_count(config: Config, num_steps: int) -> int | None:
+  """The number of steps at which the model teaches itself at `num_steps` in the same train step; None: it does not."""
+  most = list_num_steps(config)[0]
+  return most if config.train.self_distillation and num_steps < most else None
+
+
 def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple[float, ...] = ()) -> None:
   """Warns in one line if a run is asked for a number of solver steps at which it was never trained.
 
@@ -40,6 +46,8 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   *others, last = map(str, sorted(trained))
   listed = f"{', '.join(others)} and {last}" if others else last
   far, remedy = ("", "") if len(trained) > 1 else ("far ", "; a run of the row elastic serves many numbers of steps")
+  if config.model.depth_order and asked < own and not sizes:
+    remedy = "; fine-tuning there (--job=finetune) brings it down"
   say(
     f"warning: this run was trained at {listed} solver steps and never at {what}, where its loss may "
     f"be {far}higher{remedy}"

@@ -167,6 +167,7 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     "torch_dtype": "float32",
     "vocab_size": exported.vocab_size,
     "initializer_range": 0.02,
+    **({"depth_order": exported.depth_order} if exported.depth_order else {}),  # which only this package reads
   }
   if architecture == "gpt2":
     return common | {

@@ -253,6 +253,7 @@ def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfi
     dtype=_DTYPES[dtype],
     norm_eps=None if eps == defaults.block_eps else float(eps),
     final_norm_eps=None if eps == defaults.final_eps else float(eps),
+    depth_order=tuple(values.get("depth_order") or ()),
     **changes,
   )
 

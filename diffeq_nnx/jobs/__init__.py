@@ -57,6 +57,9 @@ JOBS = {
     "--from_workdir=runs/tiny --workdir=runs/tiny9",
     "source",
   ),
+  "rank_steps": Job(
+    "jobs.rank_steps:rank_steps", ("num_steps", "tokens", "by"), example="--workdir=runs/tiny", one_process=True
+  ),
   "continuous": Job(
     "jobs.continuous:continuous",
     ("from_workdir",),

@@ -25,10 +25,13 @@ from diffeq_nnx.training.step import all_params, init_state, state_shardings
 def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
   """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
+  Of `train.step_counts`, those stay for which a model with a `depth_order` has weights.
+
   Raises:
     UserError: two keys that don't fit.
   """
   train = config.train
+  counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)
   return config_lib.from_dict(
     config_lib.to_dict(
       dataclasses.replace(
@@ -37,10 +40,11 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
         data=data_config or config.data,
         train=dataclasses.replace(
           train,
-          step_counts=(),
-          draw_from=0.0,
+          step_counts=counts,
+          draw_from=train.draw_from if counts else 0.0,
+          self_distillation=train.self_distillation and bool(counts),
           loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
-          remat_every=train.remat_every if model.num_steps % train.remat_every == 0 else 1,
+          remat_every=train.remat_every if math.gcd(model.num_steps, *counts) % train.remat_every == 0 else 1,
         ),
         eval=dataclasses.replace(config.eval, num_steps=None),
       )

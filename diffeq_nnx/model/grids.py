@@ -1,6 +1,7 @@
 """Grids: the steps of an integration over depth, and the times whose weights they use.
 
-S solver steps, N nodes of a solver, U weight sets (distinct times), Q points of a mean.
+S solver steps, N nodes of a solver, U weight sets (distinct times), W those of the whole grid where steps are left out,
+Q points of a mean.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ class Times(NamedTuple):
   points_UxQ: np.ndarray  # times between 0 and 1; Q = 1 where a set is W at one time
   shares_UxQ: np.ndarray  # the share of each point
   index_SxN: np.ndarray  # the set that a step uses at each node of its solver
+  kept_W: np.ndarray | None = None  # where steps are left out: which of the whole grid's sets these are; None: all
 
   @property
   def times_U(self) -> np.ndarray:
@@ -42,25 +44,37 @@ def at_times(times_U: Sequence[float] | np.ndarray | jax.Array) -> Times:
 class Grid:
   """The steps of one integration. Hashable, so that it can be a static argument."""
 
-  edges: tuple[float, ...]  # t where steps start and end, [S + 1], rising from 0 to 1
-  dts: tuple[float, ...]  # the sizes of the steps, [S], in the units of the horizon, to which they add up
+  edges: tuple[float, ...]  # t where steps start and end, one more than `sizes`, rising from 0 to 1
+  # the size of each step in the units of the horizon; a step of size 0 is left out: it is not computed, and its weights
+  # are not made
+  sizes: tuple[float, ...]
   weights_at: str = "nodes"  # which weights a step uses, as `model.time.weights_at`
   radians: float = 0.0  # the angle that the fastest wave of e(t) turns from t = 0 to 1; sets the points of a mean
 
   def __post_init__(self):
-    if not self.dts or len(self.edges) != len(self.dts) + 1:
+    if not any(self.sizes) or len(self.edges) != len(self.sizes) + 1:
       raise ValueError(
-        f"a grid needs at least one step, and one edge more than steps; got {len(self.edges)} edges and "
-        f"{len(self.dts)} steps"
+        f"a grid needs at least one step of a size above 0, and one edge more than sizes; got {len(self.edges)} edges "
+        f"and sizes={self.sizes}"
       )
     rising = all(before < after for before, after in zip(self.edges, self.edges[1:]))  # false for NaN
     if (self.edges[0], self.edges[-1]) != (0, 1) or not rising:
       raise ValueError(f"edges={self.edges}: must rise from 0 to 1")
-    if not all(0 < dt < math.inf for dt in self.dts):
-      raise ValueError(f"dts={self.dts}: must be above 0, and finite")
+    if not all(0 <= size < math.inf for size in self.sizes):
+      raise ValueError(f"sizes={self.sizes}: must be 0 or above, and finite")
     known = config_lib.choices("model.time.weights_at")
     if self.weights_at not in known:
       raise ValueError(f"weights_at={self.weights_at!r}: must be one of {', '.join(known)}")
+
+  @property
+  def kept_S(self) -> tuple[int, ...]:
+    """Which steps are not left out, in the order of time."""
+    return tuple(number for number, size in enumerate(self.sizes) if size)
+
+  @property
+  def dts(self) -> tuple[float, ...]:
+    """The sizes of the steps that are not left out, [S]."""
+    return tuple(filter(None, self.sizes))
 
   @property
   def num_steps(self) -> int:
@@ -73,7 +87,17 @@ class Grid:
     Args:
       nodes: places in a step, from 0 (its start) to 1 (its end), [N].
     """
-    edges, S, N = np.asarray(self.edges), self.num_steps, len(nodes)
+    whole = self._whole_times(nodes)
+    if self.num_steps == len(self.sizes):
+      return whole
+    index_SxN = whole.index_SxN[np.asarray(self.kept_S)]
+    kept_W = np.isin(np.arange(len(whole.points_UxQ)), index_SxN)
+    places_W = np.cumsum(kept_W) - 1  # of the kept sets among themselves
+    return Times(whole.points_UxQ[kept_W], whole.shares_UxQ[kept_W], places_W[index_SxN], kept_W)
+
+  def _whole_times(self, nodes: Sequence[float]) -> Times:
+    """`times` of the grid with no step left out."""
+    edges, S, N = np.asarray(self.edges), len(self.sizes), len(nodes)
     starts_S, ends_S = edges[:-1], edges[1:]
     if self.weights_at == "mean":
       roots_Q, shares_Q = _mean_rule(self.radians * float((ends_S - starts_S).max()))
@@ -113,11 +137,21 @@ def uneven_grid(step_sizes: Sequence[float]) -> Grid:
 
 
 def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
-  """The grid of a model: its own, or a uniform one of another number of steps over the same horizon."""
-  if model.step_sizes and num_steps in (None, model.num_steps):
-    grid = uneven_grid(model.step_sizes)
+  """The grid of a model: its own, or one of another number of steps.
+
+  Fewer steps than its own are those that come first in `model.depth_order`, each of its own size. Where there is no
+  such order, and for more steps, they are of one size over the same horizon.
+  """
+  num_steps = model.num_steps if num_steps is None else num_steps
+  nested = model.depth_order and 0 < num_steps < model.num_steps
+  if nested or num_steps == model.num_steps:
+    grid = uneven_grid(model.step_sizes) if model.step_sizes else uniform_grid(model.num_steps, model.total_time)
   else:
-    grid = uniform_grid(model.num_steps if num_steps is None else num_steps, model.total_time)
+    grid = uniform_grid(num_steps, model.total_time)
+  if nested:
+    first = set(model.depth_order[:num_steps])
+    kept = tuple(size if number in first else 0.0 for number, size in enumerate(grid.sizes))
+    grid = dataclasses.replace(grid, sizes=kept)
   varies = model.weights == "generated" and not model.time.constant
   radians = model.time.radians if varies and model.time.weights_at == "mean" else 0.0
   return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

@@ -38,8 +38,7 @@ class LoraWeights(StoredWeights):
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
     """The stored sets with their adapters, in `dtype`; raises as `StoredWeights`."""
-    self._check(times)
-    params, keep = nnx.to_pure_dict(nnx.state(self)), 1.0 - self.config.dropout
+    params, keep = self._kept(times), 1.0 - self.config.dropout
     made = dict(params["stored"])
     for number, (group, adapter) in enumerate(sorted(params["lora"].items())):
       a_SxIxR, b_SxRxO = adapter["a"], adapter["b"] * (self.config.alpha / self.config.rank)

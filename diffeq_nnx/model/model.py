@@ -7,6 +7,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
@@ -65,18 +66,14 @@ class Model(nnx.Module):
     return solvers.weight_times(self.config, grid)
 
   def grid(self, num_steps: int | None = None) -> grids.Grid:
-    """The config's own grid, or a uniform one of `num_steps` steps over the same horizon.
+    """The config's own grid, or that of another number of steps, as `grids.make_grid`.
 
     Raises:
       UserError: a number below 1, or one that the model has no weights for.
     """
     if num_steps is not None and num_steps < 1:
       raise UserError(f"num_steps={num_steps}: must be 1 or above")
-    if self.config.weights == "stored" and num_steps not in (None, self.config.num_steps):
-      raise UserError(
-        f"num_steps={num_steps}: the weights of this model are stored, for its own "
-        f"{self.config.num_steps} steps; leave it out"
-      )
+    config_lib.check_num_steps(self.config, "num_steps", num_steps)
     return grids.make_grid(self.config, num_steps)
 
   def block_weights(

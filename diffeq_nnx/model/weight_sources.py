@@ -16,6 +16,7 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.model.grids import Grid, Times
@@ -92,17 +93,19 @@ class StoredWeights(nnx.Module):
     self.stored = nnx.data(initial_leaves(specs, (num_sets,), rngs, dtype))
 
   def __call__(self, times: Times, dtype: jnp.dtype, dropout_key: jax.Array | None = None) -> BlockWeights:
-    """The stored sets in `dtype`; raises ValueError unless U is their number."""
-    self._check(times)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(nnx.state(self))["stored"])
+    """The stored sets in `dtype`, or those that the grid keeps; raises ValueError for times that have none."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), self._kept(times)["stored"])
 
-  def _check(self, times: Times) -> None:
-    asked = len(times.points_UxQ)
+  def _kept(self, times: Times) -> Any:
+    """The parameters of the sets that a grid keeps, whose leading axes are U. Raises as `__call__`."""
+    params, kept_W = nnx.to_pure_dict(nnx.state(self)), times.kept_W
+    asked = len(times.points_UxQ if kept_W is None else kept_W)
     if asked != self.num_sets:
       raise ValueError(
         f"asked for weights at {asked} times: those of {self.num_sets} are stored; use the model's own number of "
         "steps, or a model with generated or shared weights"
       )
+    return params if kept_W is None else jax.tree.map(lambda leaf: leaf[np.flatnonzero(kept_W)], params)
 
 
 class SharedWeights(nnx.Module):

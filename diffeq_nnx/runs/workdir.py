@@ -4,6 +4,7 @@ run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the dir
 model, tokenizer or text is rejected. A run that was imported without text takes the first text that it is trained on.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
@@ -33,7 +34,7 @@ def identity(config: Config) -> dict[str, Any]:
   # the tokenizer is identified by its hash, and the others say where and how, not what
   of_tokenizer = {"tokenizer", "chat_template", "begin_mark", "begin_token", "end_token", "unknown_bytes"}
   ignored = {f"data.{key}" for key in of_tokenizer | {"cache_dir", "tfds_dir", "download", "num_processes"}}
-  ignored.add("model.attention")
+  ignored |= {"model.attention", "model.depth_order"}
   if "shards:" in config.data.source:
     ignored |= {key for key in flat if key.startswith("data.")} - {f"data.{key}" for key in KEYS_OF_ROWS}
   return {key: value for key, value in flat.items() if key not in ignored}
@@ -117,6 +118,20 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
     save_tokenizer(tokenizer, workdir)
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+
+
+def set_depth_order(workdir: str, order: Sequence[int]) -> None:
+  """Saves an order of a run's steps as its model.depth_order; the run's hash stays.
+
+  Raises:
+    UserError: the directory holds no run, or can't be written.
+  """
+  known, identifier = _read_run(workdir), run_hash(workdir)
+  known["config"]["model"]["depth_order"] = list(order)
+  try:
+    files.write(os.path.join(workdir, RUN_FILE), json.dumps({**known, "hash": identifier}, indent=2).encode())
+  except OSError as error:
+    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); make it writable") from error
 
 
 def run_hash(workdir: str) -> str:

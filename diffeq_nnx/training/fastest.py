@@ -100,7 +100,9 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher 
 
 def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
-  most = list_num_steps(config)[0]
+  counts = list_num_steps(config)
+  # with self-distillation the train step of the second largest number computes the largest too
+  most = counts[1] if config.train.self_distillation and len(counts) > 1 else counts[0]
   try:
     step = make_train_step(config, mesh)
     compiled = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), most, teacher).compile()

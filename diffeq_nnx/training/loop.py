@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from diffeq_nnx import data
 from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
-from diffeq_nnx.depth.trained import draw_num_steps, say_untrained
+from diffeq_nnx.depth.trained import draw_num_steps, find_teaching_count, say_untrained
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -301,8 +301,9 @@ class _Watch:
     self.read()
     self._pending = (step, metrics)
     self._steps += 1
-    self._flops += flops.model_flops(self._config, num_steps)
-    self._generator_flops += flops.generator_flops(self._config.model, num_steps)
+    for count in filter(None, (num_steps, find_teaching_count(self._config, num_steps))):
+      self._flops += flops.model_flops(self._config, count)
+      self._generator_flops += flops.generator_flops(self._config.model, count)
 
   def read(self) -> None:
     """Waits for the metrics of the last step, and checks and reports them.

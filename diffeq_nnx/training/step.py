@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import optax
 
 from diffeq_nnx.config import Config
+from diffeq_nnx.depth.trained import find_teaching_count
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.model import grids, integration, parameters, smaller_first, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
@@ -99,12 +100,16 @@ def loss_and_gradients(
   key: jax.Array,
   frozen: Params | None = None,
   teacher: Teacher | None = None,
+  full: grids.Grid | None = None,
 ) -> tuple[dict[str, jax.Array], Params]:
   """Mean losses in nats per counted token of the whole batch, and the gradient of "loss" with respect to `params`.
 
   With a mask the sums over counted targets are divided by their number in all micro-batches, devices and processes; if
   no target counts, losses and gradients are 0. With a teacher there are "cross_entropy" and "divergence" too, of which
   the loss is made.
+
+  With `full`, the same model integrated over that grid is the teacher, by its predictions as they are, and learns too:
+  "loss" is the mean of the taught loss and of its own cross-entropy, which is "full_cross_entropy".
 
   The weights are generated in one call, whatever the number of micro-batches; gradients with respect to them add up
   over micro-batches, and the generator is differentiated once.
@@ -117,21 +122,28 @@ def loss_and_gradients(
     key: of dropout.
     frozen: the parameters that don't learn.
     teacher: the model to imitate with train.teacher_weight; None: none.
+    full: the grid of the model's own teaching; None: none.
   """
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
   merge = lambda learning: parameters.build(config.model, parameters.join(learning, frozen or {}))
   adapter_key = jax.random.fold_in(key, 2)  # 0 and 1 are the model's
-  generate = lambda p: merge({**rest, "weight_source": p}).block_weights(grid, adapter_key)
+  grids_used = (grid,) if full is None else (grid, full)
+
+  def generate(source: Params) -> list[weight_sources.GridWeights]:
+    model = merge({**rest, "weight_source": source})
+    return [model.block_weights(each, adapter_key) for each in grids_used]
+
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
   prepare = smaller_first.wrap_kernels if vector_fields.only_multiplies(config.model) else lambda weights: weights
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})
-    hidden_BxLxD = _hidden(
-      config, model, batch, block_weights, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint, prepare=prepare
+    hidden = functools.partial(
+      _hidden, config, model, batch, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint, prepare=prepare
     )
+    hidden_BxLxD = hidden(block_weights[0])
     targets_BxL, mask_BxL = batch["targets"], batch.get("mask")
     if mask_BxL is None:
       mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
@@ -139,11 +151,18 @@ def loss_and_gradients(
     if teacher is not None:
       guide = teacher.make_model()
       wanted = _hidden(config, guide, batch, teacher.weights), guide.unembedding()
-    train = config.train
+    head_VxD, train = model.unembedding(), config.train
+    if full is not None:
+      full_BxLxD = hidden(block_weights[1])
+      wanted = jax.lax.stop_gradient((full_BxLxD, head_VxD))
     loss, *parts = chunked_losses(
-      hidden_BxLxD, model.unembedding(), wanted, targets_BxL, mask_BxL, train.loss_chunks, train.teacher_weight
+      hidden_BxLxD, head_VxD, wanted, targets_BxL, mask_BxL, train.loss_chunks, train.teacher_weight
     )
-    return loss, dict(zip(("cross_entropy", "divergence"), parts))
+    named = dict(zip(("cross_entropy", "divergence"), parts))
+    if full is None:
+      return loss, named
+    full_loss = chunked_cross_entropy(full_BxLxD, head_VxD, targets_BxL, mask_BxL, train.loss_chunks)
+    return (loss + full_loss) / 2, {**named, "full_cross_entropy": full_loss}
 
   gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1), has_aux=True)
   count = num_microbatches(config)
@@ -265,9 +284,10 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     compiler_options=known_options(mesh) if on_tpu else None,
   )
   def train_step(state: State, batch: Batch, num_steps: int, teacher: Teacher | None = None):
-    grid = grids.make_grid(config.model, num_steps)
+    grid, teaching = grids.make_grid(config.model, num_steps), find_teaching_count(config, num_steps)
+    full = None if teaching is None else grids.make_grid(config.model, teaching)
     key = jax.random.fold_in(state["key"], state["step"])
-    losses, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"], teacher)
+    losses, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"], teacher, full)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
       **losses,

@@ -1,0 +1,168 @@
+"""Which steps of a model matter: its loss without them, and how far each of them turns the state.
+
+B batch, L positions, D embed_dim, S solver steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model.attention_context import SplitPacking, pack
+from diffeq_nnx.model.parameters import Params, build
+from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.parallel.context import restore_order
+from diffeq_nnx.training.loss import chunked_cross_entropy
+
+# The batches, of as many as `Ranker` has, that candidates are measured on, and how many of them, the best, then go on.
+ROUNDS = ((0, 1, 3), (1, 4, 2), (4, None, 1))
+HEAD_CHUNK = 128  # positions whose logits are held at a time, in which a CPU is fastest
+
+
+class Measured(NamedTuple):
+  """Sums over the tokens of a batch that count."""
+
+  losses_S: jax.Array  # nats, of each candidate; 0 beyond their number
+  turns_S: jax.Array  # 1 - cos of the angle between the state before and after each step; 0 for a step of size 0
+  num_tokens: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def measure(
+  config: ModelConfig,
+  params: Params,
+  weights: GridWeights,
+  batch: dict[str, jax.Array],
+  sizes_S: jax.Array,
+  candidates_S: jax.Array,
+  num_candidates: jax.Array,
+) -> Measured:
+  """Measures a batch without one more step, for each of several steps, by one compiled program.
+
+  The states before all steps are computed once and kept, so that a candidate costs the steps after it.
+
+  Args:
+    config: of the model.
+    params: its parameters.
+    weights: at the times of its own grid.
+    batch: as for a train step.
+    sizes_S: the size of each step; 0: it is left out.
+    candidates_S: the steps to leave out beside these, one at a time; S: none.
+    num_candidates: how many entries of `candidates_S` there are; the others are not read.
+  """
+  model, dtype = build(config, params), jnp.dtype(config.dtype)
+  tokens_BxL, context = pack(batch["inputs"], batch.get("segment_ids"), batch.get("positions"))
+  mask_BxL = batch.get("mask", jnp.ones(batch["targets"].shape, jnp.float32))
+  solver, S = model.solver, weights.grid.num_steps
+  field = vector_fields.BoundField(model.field, context)
+  advance = integration.advance_of(solver, weights.grid, model.gather)
+  sets, dts_S, keys_S = integration.links_of(solver, weights, dtype, jax.random.key(0))
+  links = sets, sizes_S.astype(dts_S.dtype), keys_S
+
+  def step(number, carry):
+    link = jax.tree.map(lambda leaf: leaf[number], links)
+    return jax.lax.cond(sizes_S[number] > 0, lambda carry: advance(field, carry, link), lambda carry: carry, carry)
+
+  def read(carry):
+    x_BxLxD = solver.read(carry)
+    return restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD
+
+  def turn(before, after):
+    a, b = (read(carry).astype(dts_S.dtype) for carry in (before, after))
+    cosine_BxL = (a * b).sum(-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+    return (mask_BxL * (1 - cosine_BxL)).sum()
+
+  def record(carry, number):
+    after = step(number, carry)
+    return after, (carry, jnp.where(sizes_S[number] > 0, turn(carry, after), 0))
+
+  start = solver.init(model.embed(tokens_BxL, context.positions_BxL))
+  last, (before_S, turns_S) = jax.lax.scan(record, start, jnp.arange(S))
+
+  def loss_without(candidate):
+    carry = jax.tree.map(lambda leaf, end: jnp.where(candidate < S, leaf[candidate], end), before_S, last)
+    carry = jax.lax.fori_loop(candidate + 1, S, step, carry)
+    L = tokens_BxL.shape[1]
+    return chunked_cross_entropy(
+      model.normalize(read(carry)),
+      model.unembedding(),
+      batch["targets"],
+      mask_BxL,
+      None if L % HEAD_CHUNK else L // HEAD_CHUNK,
+    )
+
+  put = lambda place, losses_S: losses_S.at[place].set(loss_without(candidates_S[place]))
+  losses_S = jax.lax.fori_loop(0, num_candidates, put, jnp.zeros(S, dts_S.dtype))
+  return Measured(losses_S, turns_S, mask_BxL.sum())
+
+
+class Ranker:
+  """A model and the text that its steps are ranked by."""
+
+  def __init__(self, config: ModelConfig, params: Params, batches: Sequence[dict[str, jax.Array]]):
+    """`batches`: of one shape."""
+    self._config, self._params, self._batches = config, params, batches
+    self._grid = grids.make_grid(config)
+    self._weights = jax.jit(lambda params: build(config, params).block_weights(self._grid))(params)
+
+  def losses(
+    self, kept: Sequence[int], candidates: Sequence[int], start: int = 0, stop: int | None = None
+  ) -> tuple[np.ndarray, float]:
+    """Summed losses in nats with the steps `kept` but one, of each candidate, and the number of tokens.
+
+    Args:
+      kept: the steps that are not left out.
+      candidates: the steps to leave out, one at a time; the number of steps: none.
+      start: the first batch to measure on.
+      stop: the one after the last; None: all.
+    """
+    found = self._measure(kept, candidates, self._batches[start:stop])
+    return np.asarray(found.losses_S)[: len(candidates)], float(found.num_tokens)
+
+  def influences(self) -> np.ndarray:
+    """The influence of each step, [S]: the mean of 1 - cos of the angle by which it turns a token's state.
+
+    It is the block influence of Men et al. 2024 (ShortGPT, arXiv 2403.03853).
+    """
+    found = self._measure(range(self._grid.num_steps), (), self._batches)
+    return np.asarray(found.turns_S) / float(found.num_tokens)
+
+  def _measure(self, kept, candidates, batches) -> Measured:
+    S = self._grid.num_steps
+    sizes_S = np.where(np.isin(np.arange(S), list(kept)), np.asarray(self._grid.dts), 0.0)
+    candidates_S = np.zeros(S, np.int32)
+    candidates_S[: len(candidates)] = candidates
+    total = None
+    for batch in batches:
+      found = measure(self._config, self._params, self._weights, batch, sizes_S, candidates_S, len(candidates))
+      total = found if total is None else jax.tree.map(jnp.add, total, found)
+    return jax.device_get(total)
+
+
+def leave_out(
+  losses: Callable[..., tuple[np.ndarray, float]], kept: Sequence[int], fewest: int
+) -> Iterator[tuple[int, float]]:
+  """Leaves out the step whose absence costs least, again and again; yields each and the mean loss without it.
+
+  Candidates are compared by successive halving: all on a part of the text, and the best of them on more of it.
+
+  Args:
+    losses: as `Ranker.losses`.
+    kept: the steps to begin with.
+    fewest: how many are left at the end.
+  """
+  kept = list(kept)
+  while len(kept) > fewest:
+    candidates, sums, count = kept, np.zeros(len(kept)), 0.0
+    for start, stop, going_on in ROUNDS:
+      found, tokens = losses(kept, candidates, start, stop)
+      sums, count = sums + found, count + tokens
+      best = np.argsort(sums, kind="stable")[:going_on]
+      candidates, sums = [candidates[place] for place in best], sums[best]
+    kept = [step for step in kept if step != candidates[0]]
+    yield candidates[0], float(sums[0]) / count

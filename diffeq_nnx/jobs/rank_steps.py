@@ -1,0 +1,144 @@
+"""--job=rank_steps: the order in which the steps of a run's model matter, by which it serves all fewer steps too."""
+
+import dataclasses
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from diffeq_nnx import data, files
+from diffeq_nnx.analysis.ranking import Ranker, leave_out
+from diffeq_nnx.config import NO_TEXT, Config, nearest
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.jobs.deriving import load_text
+from diffeq_nnx.model import grids
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.parallel.console import print_result, say
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import Run
+
+WAYS = ("loss", "influence")
+RESULT, PICTURE = "steps.json", "steps.png"
+PARTS = 8  # batches of the text
+SEQ_LEN = 512  # tokens in a row, at most
+
+
+def rank_steps(
+  config: Config, workdir: str, *, num_steps: int | None = None, tokens: int = 8192, by: str = "loss"
+) -> dict[str, Any]:
+  """Finds in which order the steps of a run's newest model matter, and saves it with the run as model.depth_order.
+
+  By loss, it leaves out the step whose absence costs least, and again of what is left, until `num_steps` are left;
+  these are ordered by their influence. It prints a table on stderr and one JSON line on stdout, and writes steps.json
+  and steps.png. The same command continues what was interrupted.
+
+  Args:
+    config: of the run, perhaps with other keys of `data`; the text is the training part of it.
+    workdir: the run's directory.
+    num_steps: at how many steps to stop; None: half of them.
+    tokens: of the text that losses are measured on, rounded up to whole batches.
+    by: loss; or influence, which takes one pass over the text, and whose table has no losses.
+
+  Raises:
+    UserError: a model of one step or another than the run's, a number out of range, no text or that of another
+      tokenizer, or no checkpoint.
+  """
+  own, start = config.model.num_steps, time.perf_counter()
+  fewest = (own + 1) // 2 if num_steps is None else num_steps
+  if not 0 < fewest < own:
+    raise UserError(f"num_steps={fewest}: must be from 1 to {own - 1}, less than the run's own {own} steps")
+  if tokens < 1:
+    raise UserError(f"tokens={tokens}: must be 1 or above")
+  if by not in WAYS:
+    raise UserError(f"by={by!r}: must be one of {', '.join(WAYS)}; {nearest(by, WAYS)}")
+  if config.data.source == NO_TEXT:
+    raise UserError("data.source=none: the run has no text yet; name one with --config.data.source")
+  mesh = checked_mesh(config)
+  run = Run.open(workdir, mesh=mesh)
+  workdir_lib.require(workdir, dataclasses.replace(run.started, model=config.model))
+  with jax.set_mesh(mesh):
+    corpus = load_text(config, run)
+    assert corpus is not None  # the config names one
+    batches = make_batches(config, corpus, tokens)
+    ranker = Ranker(run.config.model, run.params, batches)
+    key = {"step": run.step, "by": by, "text": corpus.fingerprint, "tokens": sum(b["inputs"].size for b in batches)}
+    path = os.path.join(workdir, RESULT)
+    known = files.read_json(path) if files.exists(path) else {}
+    if any(known.get(name) != value for name, value in key.items()):
+      influences = ranker.influences().tolist()
+      sums, count = ranker.losses(range(own), [own])
+      loss = float(sums[0]) / count
+      known = {**key, "loss": loss, "influences": influences, "left_out": []}
+      files.write_json(path, known)
+      say(f"{own} steps: loss {loss:.4f}")
+    else:
+      say(f"continuing from {path}, with {own - len(known['left_out'])} steps left")
+    left_out, loss = known["left_out"], known["loss"]
+    if by == "loss":
+      kept = sorted(set(range(own)) - {step for step, _ in left_out})
+      for step, found in leave_out(ranker.losses, kept, fewest):
+        left_out.append((step, found))
+        files.write_json(path, known)
+        say(f"{own - len(left_out)} steps: without step {step}, loss {found:.4f} ({found - loss:+.4f})")
+  gone = [step for step, _ in left_out]
+  kept = [step for step in np.argsort(known["influences"], kind="stable")[::-1].tolist() if step not in gone]
+  order = (*kept, *reversed(gone))
+  workdir_lib.set_depth_order(workdir, order)
+  say(_table(known, own))
+  _draw(known, grids.make_grid(config.model), os.path.join(workdir, PICTURE))
+  return print_result(
+    {"job": "rank_steps", "workdir": workdir, **known, "depth_order": order, "seconds": time.perf_counter() - start}
+  )
+
+
+def make_batches(config: Config, corpus: data.Corpus, tokens: int) -> list[dict[str, jax.Array]]:
+  """Makes batches of the first `tokens` or more of the shuffled training part, on the devices."""
+  seq_len, shards = min(config.model.seq_len, SEQ_LEN), sharding.num_shards("batch")
+  rows = shards * math.ceil(tokens / (PARTS * seq_len * shards))
+  share = sharding.Share(jax.sharding.get_mesh(), rows)
+  found = data.train_batches(
+    corpus.train,
+    seq_len=seq_len,
+    batch_size=rows,
+    seed=config.seed,
+    rows=share.rows,
+    eos_id=data.choose_document_end(config.data, corpus.tokenizer),
+  )
+  return [share.place(found[number]) for number in range(PARTS)]
+
+
+def _table(known: dict[str, Any], own: int) -> str:
+  influences = known["influences"]
+  if known["by"] == "influence":
+    rows = [f"| {step} | {influences[step]:.4f} |" for step in np.argsort(influences).tolist()]
+    return "\n".join(["| step, from the one that matters least | influence |", "| --- | --- |", *rows])
+  rows = [
+    f"| {own - place} | {step} | {loss:.4f} | {loss - known['loss']:+.4f} | {influences[step]:.4f} |"
+    for place, (step, loss) in enumerate(known["left_out"], start=1)
+  ]
+  head = "| steps | left out | loss | price | influence |\n| --- | --- | --- | --- | --- |"
+  return "\n".join([head, f"| {own} | | {known['loss']:.4f} | | |", *rows])
+
+
+def _draw(known: dict[str, Any], grid: grids.Grid, path: str) -> None:
+  """Loss against the steps that are left, where it was measured, and the influence of each step over time."""
+  from matplotlib.figure import Figure  # here, since it takes a second to import
+
+  figure = Figure(figsize=(8, 3.6), layout="constrained")
+  losses = [known["loss"], *(loss for _, loss in known["left_out"])]
+  *left, right = figure.subplots(1, 2 if len(losses) > 1 else 1, squeeze=False)[0]
+  for axes in left:
+    axes.plot([grid.num_steps - place for place in range(len(losses))], losses, "o-", markersize=4)
+    axes.set(xlabel="solver steps (layers) that are left", ylabel="loss, nats per token")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+  gone = {step for step, _ in known["left_out"]}
+  colors = ["tab:gray" if step in gone else "tab:blue" for step in range(grid.num_steps)]
+  right.bar(grid.edges[:-1], known["influences"], np.diff(grid.edges), align="edge", color=colors, edgecolor="white")
+  right.set(xlabel="depth t", ylabel="influence, 1 - cos" + ("; gray: left out" if gone else ""))
+  with files.replacing(path) as part:
+    figure.savefig(part, dpi=120, format="png")

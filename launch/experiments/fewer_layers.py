@@ -1,0 +1,168 @@
+"""Ways to fewer layers for a published checkpoint: the loss of each before and after the same healing, as a table.
+
+  python -m launch.experiments.fewer_layers --workdir=runs/smol --out=runs/fewer --depths=30,27,24,20,15 \\
+      [--recipes=greedy,influence,merged,uniform] [--healing=none,teacher,alone,lora_teacher,lora] [--seeds=0,1] \\
+      [--points=20,60,200] --set=data.source=jsonl:data/english/*train*.jsonl \\
+      --set=data.validation=jsonl:data/english/*validation*.jsonl --set=train.steps=200 [--set=KEY=VALUE]
+
+--workdir is a run with stored weights, as --job=import makes it. A recipe says which layers a model of fewer has:
+
+  greedy     those that --job=rank_steps leaves, by loss
+  influence  those of the largest block influence (Men et al. 2024, ShortGPT, arXiv 2403.03853)
+  merged     groups of four neighbors become one, theta_1 + sum_k (theta_k - theta_1) (Yang et al. 2024, LaCo, arXiv
+             2402.11187); the groups are chosen one after the other by loss on the first batch of the same text, where
+             LaCo compares last states
+  uniform    W(t) through the layers, made by --job=continuous, at equal steps
+
+Each is then fine-tuned (--job=finetune) on the same tokens, with the run itself as its teacher or alone, all weights or
+adapters of rank 16; with `none` it is evaluated as it is. Losses are validation losses in nats per token, at the train
+steps `--points` of that one fine-tuning. The last column is the price at the last point: the difference from the full
+depth after the same healing without a teacher, if that is among the depths. Several seeds give means with standard
+errors; the price is paired. Everything is kept in --out, and the same command continues after an interruption.
+"""
+
+import dataclasses
+import os
+import shutil
+
+import jax
+import numpy as np
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import jobs
+from diffeq_nnx.analysis import ranking
+from diffeq_nnx.config import Config
+from diffeq_nnx.jobs import rank_steps
+from diffeq_nnx.jobs.deriving import load_text
+from diffeq_nnx.model import grids
+from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import place_state
+from launch import programs
+from launch.experiments import tables
+
+GROUP = 4  # neighbors that become one layer
+TOKENS = 8192  # that the layers are chosen by
+LORA = ("model.lora.rank=16", "model.lora.alpha=32.0", "model.lora.embeddings=False")
+
+
+def prepare(recipe: str, num_steps: int, args, config: Config) -> str:
+  """The run that a recipe is fine-tuned from at a depth, made unless it is there."""
+  one_for_all = recipe in ("greedy", "influence", "uniform")
+  place = os.path.join(args.out, recipe if one_for_all else f"{recipe}_{num_steps}")
+  if num_steps == config.model.num_steps:
+    return args.workdir
+  if recipe in ("greedy", "influence"):
+    if not workdir_lib.holds_run(place):
+      shutil.copytree(args.workdir, place)
+    if not Run.open(place).started.model.depth_order:
+      by, fewest = "loss" if recipe == "greedy" else "influence", min(args.depths)
+      jobs.run("rank_steps", config, place, num_steps=fewest, tokens=TOKENS, by=by)
+  elif not workdir_lib.holds_run(place) and recipe == "uniform":
+    from diffeq_nnx.jobs.continuous import config_from
+
+    jobs.run("continuous", config_from(Run.open(args.workdir).started), place, from_workdir=args.workdir)
+  elif not workdir_lib.holds_run(place):
+    merge(args.workdir, config, num_steps, place)
+  return place
+
+
+def leave_first(kept: list[int], group: list[int]) -> list[int]:
+  """The layers that are kept when those of a group have become its first."""
+  return [step for step in kept if step not in group[1:]]
+
+
+def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
+  """Writes a run of `num_steps` layers, some of which are groups of neighbors."""
+  run = Run.open(workdir)
+  model, S = run.config.model, run.config.model.num_steps
+  with jax.set_mesh(run.mesh):
+    corpus, params = load_text(config, run), run.params
+    batch = rank_steps.make_batches(config, corpus, TOKENS)[0]
+    sets, kept = params["weight_source"]["stored"], list(range(S))
+    grid = grids.make_grid(model)
+
+    def merged(sets, group):
+      first, *others = group
+      join = lambda leaf: leaf.at[first].add(sum(leaf[other] - leaf[first] for other in others))
+      return jax.tree.map(join, sets)
+
+    def loss(sets, kept):
+      sizes_S = np.where(np.isin(np.arange(S), kept), np.asarray(grid.dts), 0.0)
+      weights, none_S = GridWeights(sets, grid), np.full(S, S, np.int32)
+      return float(ranking.measure(model, params, weights, batch, sizes_S, none_S, 1).losses_S[0])
+
+    while len(kept) > num_steps:
+      size = min(GROUP, len(kept) - num_steps + 1)
+      groups = [kept[i : i + size] for i in range(len(kept) - size + 1)]
+      losses = [loss(merged(sets, group), leave_first(kept, group)) for group in groups]
+      best = groups[int(np.argmin(losses))]
+      sets, kept = merged(sets, best), leave_first(kept, best)
+      print(f"merged {best}: {len(kept)} layers", flush=True)
+    sets = jax.tree.map(lambda leaf: leaf[np.asarray(kept)], sets)
+    small = dataclasses.replace(run.started, model=dataclasses.replace(run.started.model, num_steps=num_steps))
+    state = place_state(small, {**params, "weight_source": {"stored": sets}}, run.mesh)
+    Run.create(small, place, run.tokenizer, None, state, source=run.hash)
+
+
+def evaluate(args, recipe: str, num_steps: int) -> float:
+  """The validation loss of a recipe as it is, measured unless it is known."""
+  source = prepare(recipe, num_steps, args, config_lib.apply_settings(Run.open(args.workdir).started, args.set))
+  config = config_lib.apply_settings(Run.open(source).started, args.set)
+  asked = None if recipe == "merged" else num_steps
+  measure = lambda: jobs.run("evaluate", config, source, num_steps=asked)["loss"]
+  return tables.remember(os.path.join(args.out, f"{recipe}_{num_steps}_before.json"), measure)
+
+
+def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[float]:
+  """Fine-tunes, unless that is done; the validation losses before and at `--points`."""
+  started = Run.open(args.workdir).started
+  config = config_lib.apply_settings(started, args.set)
+  source = prepare(recipe, num_steps, args, config)
+  own = "" if num_steps == started.model.num_steps else recipe
+  workdir = os.path.join(args.out, f"{own or 'whole'}_{num_steps}_{healing}_seed{seed}")
+  every = int(np.gcd.reduce(args.points))
+  settings = [*args.set, f"seed={seed}", f"eval.every={every}", f"train.steps={max(args.points)}"]
+  settings += LORA if "lora" in healing else ()
+  settings += [f"train.teacher={args.workdir}"] if "teacher" in healing else ()
+  asked = None if recipe == "merged" else num_steps
+  config = config_lib.apply_settings(Run.open(source).started, settings)
+  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
+  losses = {record["step"]: record["loss"] for record in read_metrics(workdir, "validation")}
+  return [losses[step] for step in (0, *args.points)]
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Runs everything and prints the table."""
+  recipes, healing = ["greedy", "influence", "merged", "uniform"], ["teacher"]
+  parser = programs.make_parser(
+    __doc__,
+    **dict(workdir=str, out=str, recipes=recipes, healing=healing, depths=[30, 27, 24, 20, 15], points=[20, 60, 200]),
+    seeds=[0],
+  )
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+  args = parser.parse_args(argv)
+  whole = Run.open(args.workdir).started.model.num_steps
+  rows, base = [], None
+  of_whole = "none" if args.healing == ["none"] else "alone"
+  wanted = [("greedy", whole, of_whole)] if whole in args.depths else []  # the recipe plays no part
+  wanted += [(r, n, h) for n in args.depths if n != whole for r in args.recipes for h in args.healing]
+  for recipe, num_steps, how in wanted:
+    name = "all layers" if num_steps == whole else recipe
+    if how == "none":
+      rows.append(
+        [str(num_steps), name, how, f"{evaluate(args, recipe, num_steps):.3f}", *[""] * (len(args.points) + 1)]
+      )
+      continue
+    values = np.array([heal(args, recipe, num_steps, how, seed) for seed in args.seeds]).T
+    base = values if num_steps == whole else base
+    price = "" if base is None else tables.difference(values[-1], base[-1], "+.3f")
+    rows.append([str(num_steps), name, how, *(tables.mean_and_error(one, ".3f") for one in values), price])
+  head = ["layers", "recipe", "healing", "before", *(f"after {step} steps" for step in args.points), "price"]
+  print(tables.markdown(head, rows))
+
+
+if __name__ == "__main__":
+  programs.start(main)

@@ -1,0 +1,464 @@
+"""Models with model.depth_order: fewer steps are the first of it; what finds, keeps, exports and trains them."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffeq_nnx
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import jobs
+from diffeq_nnx.analysis import ranking
+from diffeq_nnx.config import LoraConfig, OptimizerConfig, TimeConfig
+from diffeq_nnx.depth.discretization import discretized_config
+from diffeq_nnx.depth.trained import draw_num_steps
+from diffeq_nnx.exporting import importing
+from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model.attention_context import pack
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.model.solvers import SOLVERS, weight_times
+from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.training import loop
+from diffeq_nnx.training.loss import chunked_cross_entropy
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import init_state, make_train_step, place_state
+from tests import conftest
+from tests.conftest import masked_batch, moved_instance, small_config, small_model, told, weights_of
+from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_distillation import with_model, with_train
+from tests.test_export import ONE_EPS, load, make, torch_logits
+
+ORDER, UNEVEN = (2, 0, 3, 1), (0.3, 1.7, 0.9, 0.6)
+MEAN = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, weights_at="mean", scale=6.0)
+MIDDLE = dataclasses.replace(MEAN, weights_at="middle")
+STORED = {"weights": "stored", "step_sizes": UNEVEN}
+
+
+def ordered(**changes):
+  return small_model(**{"num_steps": 4, "depth_order": ORDER, **changes})
+
+
+def equal(found, expected, atol=0.0):
+  """Checks trees of arrays; to the last bit, unless a tolerance is given."""
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found, expected)
+
+
+# grids, weights and states
+
+
+def test_fewer_steps_are_among_more_and_each_keeps_its_size_and_the_times_of_its_weights():
+  ways = config_lib.choices("model.time.weights_at")
+  for solver, way, sizes in itertools.product(SOLVERS, ways, ((), UNEVEN)):
+    model = ordered(solver=solver, step_sizes=sizes, time=dataclasses.replace(MEAN, weights_at=way))
+    whole, own, before = grids.make_grid(model), weight_times(model), set()
+    for n in range(1, 5):
+      grid = grids.make_grid(model, n)
+      kept, times = list(grid.kept_S), weight_times(model, grid)
+      assert before < {*kept} == {*ORDER[:n]} and kept == sorted(kept) and grid.num_steps == n
+      assert grid.dts == tuple(whole.sizes[step] for step in kept) and grid.edges == whole.edges
+      for found, expected in ((times.points_UxQ, own.points_UxQ), (times.shares_UxQ, own.shares_UxQ)):
+        np.testing.assert_array_equal(found[times.index_SxN], expected[own.index_SxN[kept]])
+      assert len(times.points_UxQ) == len(np.unique(own.index_SxN[kept]))  # no set that no step uses
+      before = {*kept}
+    assert grids.make_grid(model, 6).dts == (model.total_time / 6,) * 6
+
+
+@pytest.mark.parametrize(
+  "solver,changes",
+  [
+    ("euler", {**STORED, "lora": LoraConfig(2, targets="qkv|up")}),
+    ("heun", {"weights": "stored"}),
+    ("rk4", {"horizon": 2.0}),  # generated at nodes that steps share
+    ("sequential", {"time": MEAN, "step_sizes": UNEVEN}),
+  ],
+)
+def test_each_step_has_its_own_weights(solver, changes):
+  model = moved_instance(ordered(solver=solver, **changes))
+  own, weights = weights_of(model), weights_of(model, model.grid(2))
+  index_SxN, expected_SxN = model.times(weights.grid).index_SxN, model.times().index_SxN[[0, 2]]
+  pick = lambda tree, index_SxN: jax.tree.map(lambda leaf: np.asarray(leaf)[index_SxN], tree)
+  equal(pick(weights.sets, index_SxN), pick(own.sets, expected_SxN), 0 if "weights" in changes else 1e-6)
+
+
+@jax.jit
+def state_of(model, weights):
+  """The state over the grid of the weights."""
+  return model.hidden(jnp.asarray(TOKENS_2x12), weights)
+
+
+@pytest.mark.parametrize(
+  "solver,changes", [("euler", STORED), ("heun", {"time": MIDDLE, "horizon": 2.0}), ("leapfrog", {"weights": "stored"})]
+)
+def test_a_step_of_size_0_is_as_if_it_were_not_there(solver, changes):
+  model = moved_instance(ordered(solver=solver, **changes))
+  own, batch = weights_of(model), {"inputs": TOKENS_2x12, "targets": np.roll(TOKENS_2x12, -1, 1)}
+  weights, stored = weights_of(model, model.grid(2)), diffeq_nnx.discretize(model, 2)
+  state_BxLxD, sizes_S = state_of(model, weights), np.asarray(weights.grid.sizes)
+  np.testing.assert_array_equal(state_BxLxD, state_of(stored, weights_of(stored)))
+  loss = jax.jit(chunked_cross_entropy)(state_BxLxD, model.unembedding(), batch["targets"], np.ones((2, 12)))
+  found = ranking.measure(model.config, params_of(model), own, batch, sizes_S, np.full(4, 4), 1)
+  # another program, which skips steps of a traced size: a CPU may fuse a product and a sum in it, and then rounds once
+  np.testing.assert_array_max_ulp(found.losses_S[0], loss, 4)
+  assert found.num_tokens == 24 and ((np.asarray(found.turns_S) > 0) == (sizes_S > 0)).all()
+  tokens_BxL, context = pack(jnp.asarray(TOKENS_2x12), None, None)
+  of_set = lambda u: jax.tree.map(lambda leaf: leaf[u], weights.sets)
+  unrolled = [of_set(u) for u in range(len(model.times(weights.grid).points_UxQ))]
+  run = jax.jit(lambda sets: model.hidden_unrolled(tokens_BxL, GridWeights(sets, weights.grid), context))
+  equal(run(unrolled), state_BxLxD, 1e-5)  # as decoding computes it
+  if solver == "leapfrog":  # which steps from two states
+    return
+  carry, field = model.embed(tokens_BxL), vector_fields.BoundField(model.field, context)
+  sets, dts_S, keys_S = integration.links_of(model.solver, own, jnp.float32, jax.random.key(0))
+  advance = integration.advance_of(model.solver, own.grid)
+  step = jax.jit(lambda dts_S: advance(field, carry, jax.tree.map(lambda leaf: leaf[1], (sets, dts_S, keys_S))))
+  np.testing.assert_array_equal(step(0 * dts_S), carry)  # computed, and of size 0
+  assert np.any(step(dts_S) != carry)
+
+
+# discretizing
+
+
+@pytest.mark.parametrize(
+  "solver,changes",
+  [
+    ("sequential", {"weights": "stored"}),
+    ("rk4", {"weights": "stored", "time": MIDDLE, "step_sizes": (*UNEVEN, 0.1)}),
+    ("euler", {"time": MEAN, "horizon": 0.7}),
+  ],
+)
+def test_discretizing_in_two_turns_is_discretizing_once(solver, changes):
+  model = moved_instance(ordered(num_steps=5, depth_order=(2, 0, 4, 3, 1), solver=solver, **changes))
+  four, once = (diffeq_nnx.discretize(model, n) for n in (4, 3))
+  assert (four.config.depth_order, once.config.depth_order) == ((1, 0, 3, 2), (1, 0, 2))
+  three = diffeq_nnx.discretize(four, 3)
+  assert three.config == once.config and three.grid().dts == model.grid(3).dts
+  equal(params_of(three), params_of(once))
+  equal(weights_of(four, four.grid(3)).sets, weights_of(once).sets)
+  equal(weights_of(model, model.grid(3)).sets, weights_of(once).sets, 1e-6)
+
+
+@pytest.mark.parametrize("solver", ["heun", "rk4"])
+def test_stored_weights_that_neighbors_share_are_told_and_those_in_the_middle_work(solver):
+  config = ordered(weights="stored", solver=solver)
+  line = told(lambda: discretized_config(config, 2))
+  assert line.startswith("num_steps=2: ") and line.endswith("train with model.time.weights_at=middle")
+  assert discretized_config(dataclasses.replace(config, time=MIDDLE), 2).depth_order == (1, 0)
+  assert discretized_config(dataclasses.replace(config, depth_order=(2, 1, 0, 3)), 2).depth_order == (1, 0)  # neighbors
+
+
+def test_step_sizes_that_are_asked_for_are_of_the_whole_model():
+  model, grid = moved_instance(ordered(horizon=4.0)), grids.Grid((0.0, 0.25, 1.0), (1.0, 3.0))
+  stored = diffeq_nnx.discretize(model, step_sizes=grid.dts)
+  assert stored.grid() == grid and stored.config.depth_order == ()
+  equal(weights_of(stored).sets, weights_of(model, grid).sets, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(), UNEVEN])
+def test_a_number_of_steps_that_stored_weights_lack_is_named(sizes):
+  for order, n in (((), 3), ((), 5), (ORDER, 5)):
+    config = ordered(weights="stored", depth_order=order, step_sizes=sizes)
+    for ask in (lambda n: discretized_config(config, n), moved_instance(config).grid):
+      line = told(lambda: ask(n))
+      assert line.startswith(f"num_steps={n}: the weights of this model are stored, for its own 4 steps")
+      assert ("--job=rank_steps" in line) == (not order)
+
+
+# other libraries
+
+
+@pytest.mark.parametrize(
+  "field,n,changes,form",
+  [
+    ("llama", 3, {**ONE_EPS, **STORED}, "hf"),
+    ("gpt", 4, {"num_kv_heads": None, "horizon": 2.5}, "hf"),
+    ("llama", 3, {"solver": "euler", **STORED}, "hf_code"),
+  ],
+)
+def test_the_order_goes_with_an_exported_model_and_comes_back(field, n, changes, form, tmp_path):
+  model, out = make(ordered(field=field, **{"solver": "sequential", **changes})), tmp_path / "out"
+  result = diffeq_nnx.export_hf(model, str(out), num_steps=n, form=form)
+  order = discretized_config(model.config, n).depth_order
+  assert read(out, "config.json")["depth_order"] == list(order)
+  if result["architecture"] == "LlamaForCausalLM":
+    equal(torch_logits(load(result)), logits(model, 3), 1e-5)
+  if form == "hf":
+    back = diffeq_nnx.import_hf(str(out))
+    assert back.config.depth_order == order
+    equal(logits(back, 2), logits(model, 2), 1e-5)
+
+
+def test_an_order_that_can_t_be_is_one_line(tmp_path):
+  diffeq_nnx.export_hf(make(ordered(field="llama", solver="sequential")), str(tmp_path / "out"))
+  known, path = read(tmp_path / "out", "config.json"), tmp_path / "out" / "config.json"
+  lists = [[0, 0, 1, 2], [0, 1, 2], [1, 2, 3, 4], ["0", "1", "2", "3"], [3.0, 2.0, 1.0, 0.0], [[0, 1, 2, 3]], [0, None]]
+  for order in [*lists, "3210", 3, True, {"0": 1}]:
+    path.write_text(json.dumps({**known, "depth_order": order}))
+    told(lambda: importing.read(str(tmp_path / "out")))
+  path.write_text(json.dumps({**known, "depth_order": None}))
+  assert importing.read(str(tmp_path / "out"))[0].depth_order == ()
+
+
+# the search
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_leaving_out_takes_the_best_of_the_finalists(agree):
+  """On made-up losses of sets of steps, against all of them; where all parts of the text agree it is exactly greedy."""
+  rng = np.random.default_rng(0)
+  every = [frozenset(one) for n in range(10) for one in itertools.combinations(range(10), n)]
+  parts = [dict(zip(every, rng.random(len(every)))) for _ in range(8)]
+  parts = parts[:1] * 8 if agree else parts
+  total = lambda rest, start, stop: sum(part[frozenset(rest)] for part in parts[start:stop])
+  asked, kept = [], [*range(10)]
+
+  def losses(kept, candidates, start, stop):
+    asked.append((start, stop, len(candidates)))
+    return np.array([total({*kept} - {one}, start, stop) for one in candidates]), 7.0 * len(parts[start:stop])
+
+  for step, loss in ranking.leave_out(losses, range(10), 1):
+    finalists = kept
+    for _, stop, going_on in ranking.ROUNDS[:1] if agree else ranking.ROUNDS:
+      finalists = sorted(finalists, key=lambda one: total({*kept} - {one}, 0, stop))[:going_on]
+    assert step == finalists[0] and loss == pytest.approx(total({*kept} - {step}, 0, None) / 56)
+    kept.remove(step)
+  counts = (10, *(going_on for *_, going_on in ranking.ROUNDS))
+  assert len(kept) == 1 and asked[:3] == [(*one[:2], count) for one, count in zip(ranking.ROUNDS, counts)]
+
+
+def test_losses_of_candidates_are_those_of_models_whose_order_leaves_them_out():
+  config = small_config(ordered(num_steps=5, depth_order=(), weights="stored", field="llama", solver="sequential"))
+  model, batches = moved_instance(config.model), [masked_batch(config, seed) for seed in range(3)]
+  ranker = ranking.Ranker(config.model, params_of(model), batches)
+  log_of = jax.jit(lambda model, tokens, n: jax.nn.log_softmax(model(tokens, n)), static_argnums=2)
+
+  def losses(kept):
+    order = (*reversed(kept), *(step for step in range(5) if step not in kept))
+    nested = build(dataclasses.replace(config.model, depth_order=order), params_of(model))
+    logs = [np.asarray(log_of(nested, batch["inputs"], len(kept))) for batch in batches]
+    picked = [np.take_along_axis(log, b["targets"][..., None], 2)[..., 0] for log, b in zip(logs, batches)]
+    return np.array([-(one * batch["mask"]).sum() for one, batch in zip(picked, batches)])
+
+  expected = np.stack([losses(kept) for kept in ((0, 3), (0, 2), (0, 2, 3))], 1)  # [batches, candidates]
+  for start, stop in ((0, None), (1, 2)):
+    sums, count = ranker.losses((0, 2, 3), (2, 3, 5), start, stop)  # 5: none is left out
+    np.testing.assert_allclose(sums, expected[start:stop].sum(0), rtol=1e-5)
+    assert count == sum(batch["mask"].sum() for batch in batches[start:stop])
+
+
+# runs
+
+
+class Stop(Exception):
+  pass
+
+
+def read(folder, name):
+  return json.loads((pathlib.Path(folder) / name).read_text())
+
+
+def losses_of(workdir):
+  return [(one["step"], one["loss"]) for split in ("train", "validation") for one in read_metrics(workdir, split)]
+
+
+def rank(config, workdir, **options):
+  return jobs.run("rank_steps", config, str(workdir), **{"num_steps": 3, "tokens": 300, **options})
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+  """(config, work directory) of a run of 5 stored steps, before its first train step."""
+  folder = tmp_path_factory.mktemp("text")
+  conftest.write_documents(folder)
+  config = with_train(conftest.run_config(folder, steps=8), log_every=1)
+  config = with_model(config, num_steps=5, weights="stored", field="llama", solver="sequential")
+  corpus, mesh = load_corpus(config), sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    state = place_state(config, params_of(moved_instance(config.model)), mesh)
+    Run.create(config, str(folder / "run"), corpus.tokenizer, corpus, state)
+  return config, str(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def ranked(begun, tmp_path_factory):
+  """A copy of that run with an order, down to 3 steps, and what the job returned."""
+  copy = shutil.copytree(begun[1], tmp_path_factory.mktemp("ranked") / "run")
+  return str(copy), rank(begun[0], copy)
+
+
+def restricted(order, n):
+  """The first of an order, numbered among themselves."""
+  return tuple(map(sorted(order[:n]).index, order[:n]))
+
+
+def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, tmp_path, capsys, monkeypatch):
+  (config, source), (whole, result), path = begun, ranked, tmp_path / "run"
+  order, saved = result["depth_order"], read(whole, "steps.json")
+  influences = np.asarray(saved["influences"])
+  assert Run.open(whole).started == with_model(config, depth_order=order) and sorted(order) == [*range(5)]
+  assert workdir_lib.run_hash(whole) == workdir_lib.run_hash(source)
+  assert [step for step, _ in saved["left_out"]] == [*order[:2:-1]] and saved["tokens"] >= 300
+  assert (np.diff(influences[list(order[:3])]) <= 0).all()
+  assert (pathlib.Path(whole) / "steps.png").read_bytes().startswith(b"\x89PNG")
+  shutil.copytree(source, path)
+  measured = ranking.Ranker.losses
+
+  def losses(self, kept, *arguments):
+    if len(kept) == 4:
+      raise Stop
+    return measured(self, kept, *arguments)
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr(ranking.Ranker, "losses", losses)
+    rank(config, path)
+  assert Run.open(str(path)).started.model.depth_order == () and len(read(path, "steps.json")["left_out"]) == 1
+  capsys.readouterr()
+  assert rank(config, path)["depth_order"] == order and read(path, "steps.json") == saved
+  assert "steps.json, with 4 steps left" in capsys.readouterr().err
+  lower = rank(config, path, num_steps=1)  # it goes on
+  assert lower["left_out"][:2] == saved["left_out"] and lower["depth_order"][3:] == order[3:]
+  assert rank(config, path, num_steps=4)["depth_order"] == lower["depth_order"]
+  by_influence = rank(config, path, by="influence")
+  assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
+  assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
+
+
+def test_a_ranked_run_is_evaluated_generates_and_trains_on_as_before(begun, ranked, tmp_path, capsys, monkeypatch):
+  (config, source), (workdir, result) = begun, ranked
+  started, new = Run.open(workdir).started, str(tmp_path / "three")
+  evaluated = jobs.run("evaluate", started, workdir, num_steps=3)
+  made = jobs.run("discretize", started, new, from_workdir=workdir, num_steps=3)
+  assert made["after"]["loss"] == pytest.approx(evaluated["loss"], abs=1e-6)
+  assert Run.open(new).started.model.depth_order == restricted(result["depth_order"], 3)
+
+  def continue_texts(decoder, *arguments, draft, **options):
+    assert decoder.grid == grids.make_grid(started.model) and draft.grid == grids.make_grid(started.model, 3)
+    raise Stop  # what follows is the same for any two grids: tests/test_speculation.py
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr("diffeq_nnx.jobs.generate.continue_texts", continue_texts)
+    jobs.run("generate", started, workdir, prompt=["The"], draft_steps=3)
+  copies = [str(shutil.copytree(run, tmp_path / name)) for name, run in (("plain", source), ("order", workdir))]
+  for copy in copies:
+    loop.train(config, copy)
+  assert losses_of(copies[0]) == losses_of(copies[1]) and len(losses_of(copies[0])) == 10
+  assert Run.open(copies[1]).started == started
+
+
+def test_made_continuous_the_steps_keep_their_order_and_are_ranked_alike(ranked, tmp_path, capsys):
+  """The weights on its own grid are the stored ones."""
+  (workdir, result), new = ranked, str(tmp_path / "continuous")
+  config = jobs.JOBS["continuous"].prepared(Run.open(workdir).started)
+  jobs.run("continuous", config, new, from_workdir=workdir)
+  own = Run.open(new).started
+  assert own.model.weights == "generated" and own.model.depth_order == result["depth_order"]
+  assert max(own.train.step_counts) == 5
+  workdir_lib.set_depth_order(new, ())
+  again = rank(own, new)
+  assert again["depth_order"] == Run.open(new).started.model.depth_order == result["depth_order"]
+  np.testing.assert_allclose(again["left_out"], result["left_out"], rtol=1e-5)
+
+
+def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path, capsys):
+  config, copy = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+  textless = dataclasses.replace(config, data=config_lib.DataConfig(source="none"))
+  for part, changed, options in (
+    ("num_steps=0: must be from 1 to 4", config, {"num_steps": 0}),
+    ("num_steps=5: must be from 1 to 4", config, {"num_steps": 5}),
+    ("tokens=0: must be 1 or above", config, {"tokens": 0}),
+    ("must be one of loss, influence", config, {"by": "size"}),
+    ("data.source=none: the run has no text yet", textless, {}),
+  ):
+    assert part in told(lambda: rank(changed, copy, **options))
+  code, line = conftest.mistake([f"--workdir={copy}", "--job=rank_steps", "--num_steps=9", "--num_processes=1"], capsys)
+  assert code == 2 and line.startswith("error: num_steps=9: must be from 1 to 4")
+  assert read(copy, "run.json") == read(begun[1], "run.json")
+
+
+def test_a_model_that_is_not_the_run_s_is_told(begun, tmp_path, capsys):
+  copy = shutil.copytree(begun[1], tmp_path / "run")
+  assert "num_steps" in told(lambda: rank(with_model(begun[0], num_steps=4), copy))
+  assert Run.open(str(copy)).started == begun[0]
+
+
+# training
+
+
+def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching(x64):
+  """Of a train step in two micro-batches."""
+  model = ordered(dtype="float64", horizon=2.0)
+  config = small_config(model, step_counts=(2, 4), self_distillation=True, teacher_weight=0.3, device_batch_size=2)
+  config = dataclasses.replace(config, optimizer=OptimizerConfig(clip_norm=1e9))
+  params, batch = params_of(moved_instance(model)), masked_batch(config)
+  mask_BxL = batch["mask"] / batch["mask"].sum()
+
+  def plain(params):
+    log_q, log_p = (jax.nn.log_softmax(build(model, params)(batch["inputs"], n)) for n in (2, 4))
+    cross_entropy, full = (
+      -(mask_BxL * jnp.take_along_axis(log, batch["targets"][..., None], -1)[..., 0]).sum() for log in (log_q, log_p)
+    )
+    log_p = jax.lax.stop_gradient(log_p)
+    divergence = (mask_BxL[..., None] * jnp.exp(log_p) * (log_p - log_q)).sum()
+    loss = (0.7 * cross_entropy + 0.3 * divergence + full) / 2
+    return loss, {"loss": loss, "cross_entropy": cross_entropy, "divergence": divergence, "full_cross_entropy": full}
+
+  (_, losses), gradients = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
+  shapes = jax.eval_shape(lambda: init_state(config))["opt_state"]
+  moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  rest = {"step": jnp.zeros((), jnp.int32), "key": jax.random.key(0), "frozen": {}}
+  state = {"params": jax.tree.map(jnp.copy, params), "opt_state": moments, **rest}
+  state, metrics = make_train_step(config)(state, batch, 2)
+  leaves = jax.tree_util.tree_leaves_with_path(state["opt_state"])
+  moments = [leaf for path, leaf in leaves if "mu" in jax.tree_util.keystr(path)]  # Adam's first, after one step
+  found = {name: metrics[name] for name in losses}, [leaf / (1 - config.optimizer.b1) for leaf in moments]
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+  jax.tree.map(near, found, (losses, jax.tree.leaves(gradients)))
+
+
+def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distillation():
+  config = small_config(ordered(weights="stored"), step_counts=(2, 4))
+  state = jax.eval_shape(lambda: init_state(config))
+  lower = lambda config: make_train_step(config).lower(state, masked_batch(config), 4).as_text()
+  assert lower(with_train(config, self_distillation=True)) == lower(config)
+
+
+def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ranked, tmp_path, monkeypatch):
+  config = with_train(begun[0], step_counts=(2, 4, 5), self_distillation=True)
+  tune = lambda workdir: jobs.run("finetune", config, workdir, from_workdir=ranked[0], num_steps=4)
+  whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
+  tune(whole)
+  start_state, opened = loop.start_state, []
+
+  def draw(config, step):
+    if step == 6:
+      opened[0].close()  # the checkpoint of step 4 is written
+      raise Stop
+    return draw_num_steps(config, step)
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr(loop, "start_state", lambda *arguments: opened.append(arguments[1]) or start_state(*arguments))
+    patch.setattr(loop, "draw_num_steps", draw)
+    tune(halves)
+  tune(halves)
+  first, second = Run.open(whole), Run.open(halves)
+  assert first.started == second.started and first.started.train.step_counts == (2, 4)
+  assert first.started.model.depth_order == restricted(ranked[1]["depth_order"], 4)
+  assert losses_of(whole) == losses_of(halves)
+  equal(first.params, second.params)
+  taught = ["full_cross_entropy" in record for record in read_metrics(whole, "train")]
+  assert taught == [draw_num_steps(first.started, step) == 2 for step in range(8)] and len({*taught}) == 2
+
+
+def test_self_distillation_needs_step_counts_and_no_other_teacher():
+  for changes in ({}, {"step_counts": (2, 4), "teacher": "runs/teacher"}):
+    config = config_lib.to_dict(small_config(ordered(), self_distillation=True, **changes))
+    line = told(lambda: config_lib.from_dict(config))
+    assert line.startswith("train.self_distillation=True: is for train.step_counts, and without train.teacher")
