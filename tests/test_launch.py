@@ -13,7 +13,7 @@ from launch.benchmarks import analysis as benchmark_analysis
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
-from launch.experiments import cloze, compare, finetune_depths, inside, tables
+from launch.experiments import cloze, compare, finetune_depths, inside, inside_stored, tables
 
 SMALL = [f"--set=model.{one}" for one in ("num_steps=2", "embed_dim=16", "num_heads=2", "seq_len=16")]
 SMALL += ["--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -75,7 +75,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
     benchmark_generation.main([config, "--slots=17", *SMALL])
 
 
-def test_the_smallest_study_end_to_end(tmp_path, capsys):
+def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   arguments = [
     "--config=configs/tiny.py:builtin",
     "--rows=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
@@ -115,6 +115,44 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   assert out[-2].count("±") == 3 and out[-1].count("±") == 6
   cloze.main(arguments)
   assert capsys.readouterr().out.splitlines() == out[-4:]
+
+  (tmp_path / "text.txt").write_text("The river rose in the night, and the people came down to see how far. " * 4)
+  (workdir,) = (tmp_path / "runs").glob("gpt@*_seed0")
+  arguments = [f"--workdir={workdir}", f"--text={tmp_path}/text.txt", f"--out={tmp_path}/stored", "--ranks=1,0"]
+  arguments += ["--rows=2", "--tokens=7", "--texts=1", "--short=8"]
+  inside_stored.main(arguments)
+  out = capsys.readouterr().out
+  parts = (json.loads((tmp_path / f"stored/{part}.json").read_text()) for part in ("states", "loss", "ranks"))
+  states, loss, (shares, losses) = parts
+  for whole, less in losses.values():  # of two layers, the mean and one component hold all
+    assert whole == pytest.approx(loss, abs=1e-5) and abs(less - loss) > 1e-4
+  assert all(share[-1] == pytest.approx(1) for name, share in shares.items() if "neighbors" not in name)
+  assert len(states["state"]) == 3 and len(states["attention / state"]) == 2
+  assert (tmp_path / "stored/inside.png").stat().st_size > 10_000
+  monkeypatch.setattr(inside_stored, "draw", lambda *_: None)
+  os.remove(tmp_path / "stored/spectra.json")
+  inside_stored.main(arguments)
+  again = capsys.readouterr().out
+  assert again.startswith("-- spectra\n|") and again.partition("|")[2] == out.partition("|")[2]
+  with pytest.raises(UserError, match="of other flags"):
+    inside_stored.main([*arguments, "--rows=1"])
+
+
+def test_kernels_over_depth_are_approximated_as_well_as_the_rank_allows():
+  rng = np.random.default_rng(0)
+  kernel_UxN = rng.normal(size=(5, 40)) * np.array([[1], [4], [0.1], [2], [3]])
+  gram_UxU, error = kernel_UxN @ kernel_UxN.T, {}
+  for way in inside_stored.WAYS:
+    whole, near = (inside_stored.combine(gram_UxU, rank, way) for rank in (4, 2))
+    np.testing.assert_allclose(whole @ kernel_UxN, kernel_UxN, atol=1e-10)
+    assert np.linalg.matrix_rank(near @ kernel_UxN) == 3  # the mean and two components, or three
+    error[way] = np.square(near @ kernel_UxN - kernel_UxN).sum(1)
+  dropped = np.linalg.svd(kernel_UxN - kernel_UxN.mean(0), compute_uv=False)[2:]
+  least, relative = error.values()
+  assert least.sum() == pytest.approx(np.square(dropped).sum())
+  size_U = np.square(kernel_UxN).sum(1)
+  unit_UxN = kernel_UxN / np.sqrt(size_U)[:, None]
+  assert (relative / size_U).sum() == pytest.approx(np.square(np.linalg.svd(unit_UxN, compute_uv=False)[3:]).sum())
 
 
 def test_passages_end_in_a_word_that_they_hold():

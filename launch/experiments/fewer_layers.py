@@ -38,6 +38,7 @@ from diffeq_nnx.model import grids
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import place_state
 from launch import programs
@@ -48,8 +49,10 @@ TOKENS = 8192  # that the layers are chosen by
 LORA = ("model.lora.rank=16", "model.lora.alpha=32.0", "model.lora.embeddings=False")
 
 
-def prepare(recipe: str, num_steps: int, args, config: Config) -> str:
+def prepare(recipe: str, num_steps: int, args) -> str:
   """The run that a recipe is fine-tuned from at a depth, made unless it is there."""
+  started = Run.open(args.workdir).started  # whose rows of text --set may shorten, which only fine-tuning does
+  config = config_lib.apply_settings(started, [one for one in args.set if not one.startswith("model.")])
   one_for_all = recipe in ("greedy", "influence", "uniform")
   place = os.path.join(args.out, recipe if one_for_all else f"{recipe}_{num_steps}")
   if num_steps == config.model.num_steps:
@@ -109,18 +112,22 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
 
 def evaluate(args, recipe: str, num_steps: int) -> float:
   """The validation loss of a recipe as it is, measured unless it is known."""
-  source = prepare(recipe, num_steps, args, config_lib.apply_settings(Run.open(args.workdir).started, args.set))
-  config = config_lib.apply_settings(Run.open(source).started, args.set)
-  asked = None if recipe == "merged" else num_steps
-  measure = lambda: jobs.run("evaluate", config, source, num_steps=asked)["loss"]
+  source = prepare(recipe, num_steps, args)
+
+  def measure() -> float:
+    run = Run.open(source)
+    config = config_lib.apply_settings(run.started, args.set)
+    with jax.set_mesh(run.mesh):
+      evaluator = Evaluator(config, load_text(config, run), run.mesh, None if recipe == "merged" else num_steps)
+      return evaluator(run.params)["loss"]
+
   return tables.remember(os.path.join(args.out, f"{recipe}_{num_steps}_before.json"), measure)
 
 
 def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[float]:
   """Fine-tunes, unless that is done; the validation losses before and at `--points`."""
   started = Run.open(args.workdir).started
-  config = config_lib.apply_settings(started, args.set)
-  source = prepare(recipe, num_steps, args, config)
+  source = prepare(recipe, num_steps, args)
   own = "" if num_steps == started.model.num_steps else recipe
   workdir = os.path.join(args.out, f"{own or 'whole'}_{num_steps}_{healing}_seed{seed}")
   every = int(np.gcd.reduce(args.points))
