@@ -162,5 +162,8 @@ def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
   assert "llama.rope.scaling is not supported" in told(read)
   write(path, small(len(BYTES)), byte_pairs("gpt-2"), architecture="gemma")
   assert "architecture is 'gemma'" in told(read)
+  short = byte_pairs("gpt-2") | {"tokenizer.ggml.token_type": [1, 3]}
+  write(path, small(len(BYTES)), short)
+  assert f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type" in told(read)
   (tmp_path / "model.gguf").write_bytes(b"nothing")
   assert "can't be read as GGUF" in told(read)

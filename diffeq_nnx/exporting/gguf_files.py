@@ -123,6 +123,11 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
 
   kind, tokens, divided = said("model"), said("tokens"), _DIVIDED.get(said("pre", "gpt-2"))
   kinds = said("token_type", [1] * len(tokens))
+  for key in ("token_type", "scores"):
+    if (count := len(said(key, tokens))) != len(tokens):
+      raise UserError(
+        f"from_hf={path}: its tokenizer has {len(tokens)} tokens and {count} in tokenizer.ggml.{key}; restore the file"
+      )
   if kind == "llama":
     _write_sentencepieces(tokens, said("scores", [0.0] * len(tokens)), kinds, said("add_space_prefix", True), folder)
   elif kind != "gpt2" or divided is None:
