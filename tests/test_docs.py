@@ -21,7 +21,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(
   path.relative_to(ROOT).as_posix()
-  for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels" / "README.md"]
+  for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "kernels" / "README.md"]
 )
 ARCHITECTURE = "docs/architecture.md"
 LANGUAGES = ("sh", "sh check", "python", "text")
