@@ -383,6 +383,16 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path, cap
   assert read(copy, "run.json") == read(begun[1], "run.json")
 
 
+def test_a_damaged_file_begins_anew_and_adapters_are_of_all_steps(begun, tmp_path, capsys):
+  copy = shutil.copytree(begun[1], tmp_path / "run")
+  (copy / "steps.json").write_text("{")
+  rank(begun[0], copy)
+  assert Run.open(str(copy)).started.model.depth_order
+  tuned = with_model(Run.open(str(copy)).started, lora=LoraConfig(2))
+  line = told(lambda: jobs.run("export", tuned, str(copy), out=str(tmp_path / "out"), format="peft", num_steps=2))
+  assert line.startswith("--num_steps=2: --format=peft writes all")
+
+
 def test_a_model_that_is_not_the_run_s_is_told(begun, tmp_path, capsys):
   copy = shutil.copytree(begun[1], tmp_path / "run")
   assert "num_steps" in told(lambda: rank(with_model(begun[0], num_steps=4), copy))

@@ -227,7 +227,8 @@ ASKED = {
 
 
 def test_every_job_with_a_number_of_steps_is_asked_below():
-  assert {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags} == set(ASKED)
+  taking = {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags}
+  assert taking == set(ASKED) | {"rank_steps"}  # which stops at that number
 
 
 class Analyzes(Exception):

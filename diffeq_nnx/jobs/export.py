@@ -45,6 +45,11 @@ def export_run(
       f"format={format}: this run has no adapters (model.lora.rank=0); fine-tune it with --config.model.lora.rank=8, "
       "or use --format=hf"
     )
+  if of_adapters and num_steps not in (None, config.model.num_steps):
+    raise UserError(
+      f"--num_steps={num_steps}: --format={format} writes all {config.model.num_steps} steps of the run; leave it out, "
+      "or use --format=hf, in which the adapters are a part of the weights"
+    )
   folders.check_new(out)
   if format != "stablehlo":
     huggingface.choose_architecture(model, "hf" if of_adapters else format)

@@ -89,7 +89,7 @@ def generate(
     # No text depends on the number of rows.
     drawn = {name: value for name, value in options.items() if name != "rows"}
     drawn |= {"chat": tokenizer.chat_template} if chat else {}
-    identity = {"workdir": workdir, "step": step, **depths, **drawn}
+    identity = {"workdir": workdir, "step": step, "depth_order": list(config.model.depth_order), **depths, **drawn}
     texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
     if texts:
       continued = continue_texts(decoder, tokenizer, texts, ids, settings, stop=stop, row_numbers=numbers, draft=draft)

@@ -49,6 +49,8 @@ def rank_steps(
   """
   own, start = config.model.num_steps, time.perf_counter()
   fewest = (own + 1) // 2 if num_steps is None else num_steps
+  if own == 1:
+    raise UserError("model.num_steps=1: the run has one step, which can't be left out")
   if not 0 < fewest < own:
     raise UserError(f"num_steps={fewest}: must be from 1 to {own - 1}, less than the run's own {own} steps")
   if tokens < 1:
@@ -67,7 +69,7 @@ def rank_steps(
     ranker = Ranker(run.config.model, run.params, batches)
     key = {"step": run.step, "by": by, "text": corpus.fingerprint, "tokens": sum(b["inputs"].size for b in batches)}
     path = os.path.join(workdir, RESULT)
-    known = files.read_json(path) if files.exists(path) else {}
+    known = _read(path)
     if any(known.get(name) != value for name, value in key.items()):
       influences = ranker.influences().tolist()
       sums, count = ranker.losses(range(own), [own])
@@ -93,6 +95,15 @@ def rank_steps(
   return print_result(
     {"job": "rank_steps", "workdir": workdir, **known, "depth_order": order, "seconds": time.perf_counter() - start}
   )
+
+
+def _read(path: str) -> dict[str, Any]:
+  """What a ranking that was interrupted has found; {} if there is none, or its file is damaged."""
+  try:
+    known = files.read_json(path)
+  except (OSError, ValueError):
+    return {}
+  return known if isinstance(known, dict) else {}
 
 
 def make_batches(config: Config, corpus: data.Corpus, tokens: int) -> list[dict[str, jax.Array]]:
