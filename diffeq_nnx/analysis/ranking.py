@@ -13,10 +13,9 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import grids, integration, vector_fields
-from diffeq_nnx.model.attention_context import SplitPacking, pack
+from diffeq_nnx.model.attention_context import pack, unpack
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.weight_sources import GridWeights
-from diffeq_nnx.parallel.context import restore_order
 from diffeq_nnx.training.loss import chunked_cross_entropy
 
 # The batches, of as many as `Ranker` has, that candidates are measured on, and how many of them, the best, then go on.
@@ -69,8 +68,7 @@ def measure(
     return jax.lax.cond(sizes_S[number] > 0, lambda carry: advance(field, carry, link), lambda carry: carry, carry)
 
   def read(carry):
-    x_BxLxD = solver.read(carry)
-    return restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD
+    return unpack(solver.read(carry), context)
 
   def turn(before, after):
     a, b = (read(carry).astype(dts_S.dtype) for carry in (before, after))
@@ -134,7 +132,7 @@ class Ranker:
 
   def _measure(self, kept, candidates, batches) -> Measured:
     S = self._grid.num_steps
-    sizes_S = np.where(np.isin(np.arange(S), list(kept)), np.asarray(self._grid.dts), 0.0)
+    sizes_S = np.asarray(self._grid.keep(kept).sizes)
     candidates_S = np.zeros(S, np.int32)
     candidates_S[: len(candidates)] = candidates
     total = None

@@ -71,6 +71,11 @@ def pack(
   return context_lib.zigzag(tokens_BxL), SplitPacking(segment_ids_BxL, context_lib.zigzag(positions_BxL))
 
 
+def unpack(x_BxLxD: jax.Array, context: AttentionContext) -> jax.Array:
+  """States of tokens that `pack` gave, in the order of the text."""
+  return context_lib.restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD
+
+
 def rotate_heads(
   x_BxLxHxC: jax.Array, positions_BxL: jax.Array | None, rope: RopeConfig, implementation: str
 ) -> jax.Array:

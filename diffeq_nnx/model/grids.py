@@ -71,6 +71,11 @@ class Grid:
     """Which steps are not left out, in the order of time."""
     return tuple(number for number, size in enumerate(self.sizes) if size)
 
+  def keep(self, steps: Sequence[int]) -> "Grid":
+    """This grid with all other steps left out."""
+    kept = set(steps)
+    return dataclasses.replace(self, sizes=tuple(size if n in kept else 0.0 for n, size in enumerate(self.sizes)))
+
   @property
   def dts(self) -> tuple[float, ...]:
     """The sizes of the steps that are not left out, [S]."""
@@ -149,9 +154,7 @@ def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
   else:
     grid = uniform_grid(num_steps, model.total_time)
   if nested:
-    first = set(model.depth_order[:num_steps])
-    kept = tuple(size if number in first else 0.0 for number, size in enumerate(grid.sizes))
-    grid = dataclasses.replace(grid, sizes=kept)
+    grid = grid.keep(model.depth_order[:num_steps])
   varies = model.weights == "generated" and not model.time.constant
   radians = model.time.radians if varies and model.time.weights_at == "mean" else 0.0
   return dataclasses.replace(grid, weights_at=model.time.weights_at, radians=radians)

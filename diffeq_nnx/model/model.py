@@ -11,10 +11,9 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
-from diffeq_nnx.model.attention_context import AttentionContext, SplitPacking, pack
+from diffeq_nnx.model.attention_context import AttentionContext, pack, unpack
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.parallel.context import restore_order
 
 
 def parameter_dtype(dtype: str) -> jnp.dtype:
@@ -143,7 +142,7 @@ class Model(nnx.Module):
       adjoint=adjoint,
       gather=lambda weights: prepare(self.gather(weights)),
     )
-    return self.normalize(restore_order(x_BxLxD) if isinstance(context, SplitPacking) else x_BxLxD)
+    return self.normalize(unpack(x_BxLxD, context))
 
   def hidden_unrolled(
     self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext

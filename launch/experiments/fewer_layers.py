@@ -93,8 +93,7 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
       return jax.tree.map(join, sets)
 
     def loss(sets, kept):
-      sizes_S = np.where(np.isin(np.arange(S), kept), np.asarray(grid.dts), 0.0)
-      weights, none_S = GridWeights(sets, grid), np.full(S, S, np.int32)
+      weights, sizes_S, none_S = GridWeights(sets, grid), np.asarray(grid.keep(kept).sizes), np.full(S, S, np.int32)
       return float(ranking.measure(model, params, weights, batch, sizes_S, none_S, 1).losses_S[0])
 
     while len(kept) > num_steps:
