@@ -122,13 +122,16 @@ class Ranker:
     found = self._measure(kept, candidates, self._batches[start:stop])
     return np.asarray(found.losses_S)[: len(candidates)], float(found.num_tokens)
 
-  def influences(self) -> np.ndarray:
-    """The influence of each step, [S]: the mean of 1 - cos of the angle by which it turns a token's state.
+  def measure_whole(self) -> tuple[float, np.ndarray]:
+    """The mean loss with all steps, nats per token, and the influence of each step, [S].
 
-    It is the block influence of Men et al. 2024 (ShortGPT, arXiv 2403.03853).
+    The influence is the mean of 1 - cos of the angle by which a step turns a token's state, the block influence of Men
+    et al. 2024 (ShortGPT, arXiv 2403.03853).
     """
-    found = self._measure(range(self._grid.num_steps), (), self._batches)
-    return np.asarray(found.turns_S) / float(found.num_tokens)
+    S = self._grid.num_steps
+    found = self._measure(range(S), [S], self._batches)
+    count = float(found.num_tokens)
+    return float(found.losses_S[0]) / count, np.asarray(found.turns_S) / count
 
   def _measure(self, kept, candidates, batches) -> Measured:
     S = self._grid.num_steps

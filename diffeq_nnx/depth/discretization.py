@@ -45,13 +45,21 @@ def discretized_config(
       f"step_sizes={sizes}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
       "discretized again; start from the model with generated weights"
     )
+  order = model.depth_order if num_steps == model.num_steps and sizes == model.step_sizes else ()
+  return _stored_config(model, num_steps, None if sizes else model.total_time, sizes, order)
+
+
+def _stored_config(
+  model: ModelConfig, num_steps: int, horizon: float | None, sizes: tuple[float, ...], order: tuple[int, ...]
+) -> ModelConfig:
+  """The model with stored weights, without adapters, on this grid."""
   return dataclasses.replace(
     model,
     weights="stored",
     num_steps=num_steps,
-    horizon=None if sizes else model.total_time,
+    horizon=horizon,
     step_sizes=sizes,
-    depth_order=model.depth_order if num_steps == model.num_steps and sizes == model.step_sizes else (),
+    depth_order=order,
     time=TimeConfig(weights_at=model.time.weights_at),
     lora=LoraConfig(),
   )
@@ -62,16 +70,8 @@ def _nested_config(model: ModelConfig, num_steps: int) -> ModelConfig:
   grid = grids.make_grid(model, num_steps)
   sizes, places = grid.dts, {step: place for place, step in enumerate(grid.kept_S)}
   even = {num_steps * sizes[0] / num_steps} == set(sizes)
-  nested = dataclasses.replace(
-    model,
-    weights="stored",
-    num_steps=num_steps,
-    horizon=num_steps * sizes[0] if even else None,
-    step_sizes=() if even else sizes,
-    depth_order=tuple(places[step] for step in model.depth_order[:num_steps]),
-    time=TimeConfig(weights_at=model.time.weights_at),
-    lora=LoraConfig(),
-  )
+  order = tuple(places[step] for step in model.depth_order[:num_steps])
+  nested = _stored_config(model, num_steps, num_steps * sizes[0] if even else None, () if even else sizes, order)
   if len(weight_times(nested).points_UxQ) != len(weight_times(model, grid).points_UxQ):
     raise UserError(
       f"num_steps={num_steps}: in model.solver={model.solver} neighboring steps share weights, which stored weights of "
@@ -87,9 +87,8 @@ def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) 
   if model.weights == "stored" and not model.lora.rank and not nested:
     return params
   # the mean over a step takes its points from the generator's frequencies, which the stored model has not
-  grid = dataclasses.replace(grids.make_grid(stored), radians=grids.make_grid(model).radians)
-  if nested:
-    grid = grids.make_grid(model, stored.num_steps)
+  own = dataclasses.replace(grids.make_grid(stored), radians=grids.make_grid(model).radians)
+  grid = grids.make_grid(model, stored.num_steps) if nested else own
   weights = build(model, params).block_weights(grid).sets
   wide = parameter_dtype(model.dtype)  # of weights already rounded to the compute dtype, so that nothing changes
   return {**params, "weight_source": {"stored": jax.tree.map(lambda leaf: leaf.astype(wide), weights)}}

@@ -71,10 +71,8 @@ def rank_steps(
     path = os.path.join(workdir, RESULT)
     known = _read(path)
     if any(known.get(name) != value for name, value in key.items()):
-      influences = ranker.influences().tolist()
-      sums, count = ranker.losses(range(own), [own])
-      loss = float(sums[0]) / count
-      known = {**key, "loss": loss, "influences": influences, "left_out": []}
+      loss, influences = ranker.measure_whole()
+      known = {**key, "loss": loss, "influences": influences.tolist(), "left_out": []}
       files.write_json(path, known)
       say(f"{own} steps: loss {loss:.4f}")
     else:
