@@ -15,7 +15,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.analysis import ranking
-from diffeq_nnx.config import LoraConfig, OptimizerConfig, TimeConfig
+from diffeq_nnx.config import LoraConfig, TimeConfig
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import draw_num_steps
 from diffeq_nnx.exporting import importing
@@ -30,7 +30,7 @@ from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training import loop
 from diffeq_nnx.training.loss import chunked_cross_entropy
 from diffeq_nnx.training.report import read_metrics
-from diffeq_nnx.training.step import init_state, make_train_step, place_state
+from diffeq_nnx.training.step import place_state
 from tests import conftest
 from tests.conftest import masked_batch, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import TOKENS_2x12, logits
@@ -402,44 +402,6 @@ def test_a_model_that_is_not_the_run_s_is_told(begun, tmp_path, capsys):
 # training
 
 
-def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching(x64):
-  """Of a train step in two micro-batches."""
-  model = ordered(dtype="float64", horizon=2.0)
-  config = small_config(model, step_counts=(2, 4), self_distillation=True, teacher_weight=0.3, device_batch_size=2)
-  config = dataclasses.replace(config, optimizer=OptimizerConfig(clip_norm=1e9))
-  params, batch = params_of(moved_instance(model)), masked_batch(config)
-  mask_BxL = batch["mask"] / batch["mask"].sum()
-
-  def plain(params):
-    log_q, log_p = (jax.nn.log_softmax(build(model, params)(batch["inputs"], n)) for n in (2, 4))
-    cross_entropy, full = (
-      -(mask_BxL * jnp.take_along_axis(log, batch["targets"][..., None], -1)[..., 0]).sum() for log in (log_q, log_p)
-    )
-    log_p = jax.lax.stop_gradient(log_p)
-    divergence = (mask_BxL[..., None] * jnp.exp(log_p) * (log_p - log_q)).sum()
-    loss = (0.7 * cross_entropy + 0.3 * divergence + full) / 2
-    return loss, {"loss": loss, "cross_entropy": cross_entropy, "divergence": divergence, "full_cross_entropy": full}
-
-  (_, losses), gradients = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
-  shapes = jax.eval_shape(lambda: init_state(config))["opt_state"]
-  moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-  rest = {"step": jnp.zeros((), jnp.int32), "key": jax.random.key(0), "frozen": {}}
-  state = {"params": jax.tree.map(jnp.copy, params), "opt_state": moments, **rest}
-  state, metrics = make_train_step(config)(state, batch, 2)
-  leaves = jax.tree_util.tree_leaves_with_path(state["opt_state"])
-  moments = [leaf for path, leaf in leaves if "mu" in jax.tree_util.keystr(path)]  # Adam's first, after one step
-  found = {name: metrics[name] for name in losses}, [leaf / (1 - config.optimizer.b1) for leaf in moments]
-  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
-  jax.tree.map(near, found, (losses, jax.tree.leaves(gradients)))
-
-
-def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distillation():
-  config = small_config(ordered(weights="stored"), step_counts=(2, 4))
-  state = jax.eval_shape(lambda: init_state(config))
-  lower = lambda config: make_train_step(config).lower(state, masked_batch(config), 4).as_text()
-  assert lower(with_train(config, self_distillation=True)) == lower(config)
-
-
 def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ranked, tmp_path, monkeypatch):
   config = with_train(begun[0], step_counts=(2, 4, 5), self_distillation=True)
   tune = lambda workdir: jobs.run("finetune", config, workdir, from_workdir=ranked[0], num_steps=4)
@@ -465,10 +427,3 @@ def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begu
   equal(first.params, second.params)
   taught = ["full_cross_entropy" in record for record in read_metrics(whole, "train")]
   assert taught == [draw_num_steps(first.started, step) == 2 for step in range(8)] and len({*taught}) == 2
-
-
-def test_self_distillation_needs_step_counts_and_no_other_teacher():
-  for changes in ({}, {"step_counts": (2, 4), "teacher": "runs/teacher"}):
-    config = config_lib.to_dict(small_config(ordered(), self_distillation=True, **changes))
-    line = told(lambda: config_lib.from_dict(config))
-    assert line.startswith("train.self_distillation=True: is for train.step_counts, and without train.teacher")

@@ -1,4 +1,4 @@
-"""Distillation: the loss against a plain one, what reaches the teacher, and runs with a teacher."""
+"""Distillation: the loss against a plain one, what reaches the teacher, runs with a teacher, self-distillation."""
 
 import dataclasses
 import re
@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
+from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model.grids import make_grid
-from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.loss import chunked_losses
 from diffeq_nnx.training.report import read_metrics
-from diffeq_nnx.training.step import loss_and_gradients
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
 from diffeq_nnx.training.teacher import make_teacher
 from tests.conftest import masked_batch, moved_instance, run_config, small_config, small_model, told
 from tests.test_loss import example
@@ -171,3 +173,55 @@ def test_the_fastest_settings_are_measured_with_the_teacher(finished, student):
     assert 0 < fastest.time_step(student, mesh, teacher) < 60
   describe = lambda teacher: fastest._describe(student, mesh, teacher)
   assert describe(teacher) == describe(dataclasses.replace(teacher, origin="elsewhere")) != describe(None)
+
+
+# a model that teaches itself
+
+
+def ordered(**changes):
+  return small_model(num_steps=4, depth_order=(2, 0, 3, 1), **changes)
+
+
+def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching(x64):
+  """Of a train step in two micro-batches."""
+  model = ordered(dtype="float64", horizon=2.0)
+  config = small_config(model, step_counts=(2, 4), self_distillation=True, teacher_weight=0.3, device_batch_size=2)
+  config = dataclasses.replace(config, optimizer=OptimizerConfig(clip_norm=1e9))
+  params, batch = params_of(moved_instance(model)), masked_batch(config)
+  mask_BxL = batch["mask"] / batch["mask"].sum()
+
+  def plain(params):
+    log_q, log_p = (jax.nn.log_softmax(build(model, params)(batch["inputs"], n)) for n in (2, 4))
+    cross_entropy, full = (
+      -(mask_BxL * jnp.take_along_axis(log, batch["targets"][..., None], -1)[..., 0]).sum() for log in (log_q, log_p)
+    )
+    log_p = jax.lax.stop_gradient(log_p)
+    divergence = (mask_BxL[..., None] * jnp.exp(log_p) * (log_p - log_q)).sum()
+    loss = (0.7 * cross_entropy + 0.3 * divergence + full) / 2
+    return loss, {"loss": loss, "cross_entropy": cross_entropy, "divergence": divergence, "full_cross_entropy": full}
+
+  (_, losses), gradients = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
+  shapes = jax.eval_shape(lambda: init_state(config))["opt_state"]
+  moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  rest = {"step": jnp.zeros((), jnp.int32), "key": jax.random.key(0), "frozen": {}}
+  state = {"params": jax.tree.map(jnp.copy, params), "opt_state": moments, **rest}
+  state, metrics = make_train_step(config)(state, batch, 2)
+  leaves = jax.tree_util.tree_leaves_with_path(state["opt_state"])
+  moments = [leaf for path, leaf in leaves if "mu" in jax.tree_util.keystr(path)]  # Adam's first, after one step
+  found = {name: metrics[name] for name in losses}, [leaf / (1 - config.optimizer.b1) for leaf in moments]
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+  jax.tree.map(near, found, (losses, jax.tree.leaves(gradients)))
+
+
+def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distillation():
+  config = small_config(ordered(weights="stored"), step_counts=(2, 4))
+  state = jax.eval_shape(lambda: init_state(config))
+  lower = lambda config: make_train_step(config).lower(state, masked_batch(config), 4).as_text()
+  assert lower(with_train(config, self_distillation=True)) == lower(config)
+
+
+def test_self_distillation_needs_step_counts_and_no_other_teacher():
+  for changes in ({}, {"step_counts": (2, 4), "teacher": "runs/teacher"}):
+    config = config_lib.to_dict(small_config(ordered(), self_distillation=True, **changes))
+    line = told(lambda: config_lib.from_dict(config))
+    assert line.startswith("train.self_distillation=True: is for train.step_counts, and without train.teacher")
