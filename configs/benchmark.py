@@ -3,7 +3,7 @@
   python -m launch.benchmarks.step_time --what=loss_and_gradients \
       --configs=configs/benchmark.py:parallel,configs/benchmark.py:diffeq,configs/benchmark.py:gpt
 
-Row `parallel` is the same model with stored weights; every layer is rematerialized.
+The preset `parallel` is the same model with stored weights; every layer is rematerialized.
 """
 
 import ml_collections
@@ -13,7 +13,7 @@ from diffeq_nnx import presets
 
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
-  """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
+  """The experiment; `choice` is CORPUS,PRESET (diffeq_nnx/presets.py)."""
   config = config_lib.default()
   model = config.model
   model.num_steps = 12

@@ -17,7 +17,7 @@ from diffeq_nnx import presets
 
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
-  """The experiment; `choice` is CORPUS,ROW, the rows full and lora (diffeq_nnx/presets.py)."""
+  """The experiment; `choice` is CORPUS,PRESET, the presets full and lora (diffeq_nnx/presets.py)."""
   config = config_lib.default()
   config.model.dropout = 0.1
   config.optimizer.peak_rate = 1e-4
@@ -27,5 +27,5 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.train.steps = 2_000
   config.eval.every = 200
   config.checkpoint.every = 200
-  presets.select(config, choice, default_corpus="openwebtext", rows=presets.TUNING)
+  presets.select(config, choice, default_corpus="openwebtext", presets=presets.TUNING)
   return config

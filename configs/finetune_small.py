@@ -1,4 +1,4 @@
-"""Fine-tuning of configs/english.py's run on technical text, small enough for a CPU: the depths of RESULTS.md.
+"""Fine-tuning of configs/english.py's run on technical text, small enough for a CPU (docs/evidence/any_depth.md).
 
   python -m diffeq_nnx.main --config=configs/english.py --workdir=runs/english --config.optimizer.name=adamw \\
       --config.optimizer.peak_rate=2e-3
@@ -16,7 +16,7 @@ from diffeq_nnx import presets
 
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
-  """The experiment; `choice` is CORPUS,ROW, the rows full and lora (diffeq_nnx/presets.py)."""
+  """The experiment; `choice` is CORPUS,PRESET, the presets full and lora (diffeq_nnx/presets.py)."""
   config = config_lib.default()
   config.optimizer.peak_rate = 1e-3
   config.train.steps = 200
@@ -26,5 +26,5 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   config.eval.every = 200
   config.eval.max_batches = 64
   config.checkpoint.every = 200
-  presets.select(config, choice, default_corpus="rfc", rows=presets.TUNING)
+  presets.select(config, choice, default_corpus="rfc", presets=presets.TUNING)
   return config

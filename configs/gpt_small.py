@@ -13,7 +13,7 @@ from diffeq_nnx import presets
 
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
-  """The experiment; `choice` is CORPUS,ROW (diffeq_nnx/presets.py)."""
+  """The experiment; `choice` is CORPUS,PRESET (diffeq_nnx/presets.py)."""
   config = config_lib.default()
   model = config.model
   model.field = "gpt"

@@ -2,7 +2,7 @@
 
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny
 
-Rows: tiny.py:gpt, tiny.py:published, ... (diffeq_nnx/presets.py).
+Presets: tiny.py:gpt, tiny.py:published, ... (diffeq_nnx/presets.py).
 """
 
 import ml_collections
@@ -12,7 +12,7 @@ from diffeq_nnx import presets
 
 
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
-  """The experiment; `choice` is CORPUS,ROW."""
+  """The experiment; `choice` is CORPUS,PRESET."""
   config = config_lib.default()
   model = config.model
   model.num_steps = 6
@@ -25,13 +25,13 @@ def get_config(choice: str = "") -> ml_collections.ConfigDict:
   model.time.sinusoidal_dim = 32
   model.time.time_embed_dim = 16
   config.data.validation_fraction = 0.1
-  config.optimizer.name = "muon_weights"  # measured best: docs/results.md#muon
+  config.optimizer.name = "muon_weights"  # measured best: docs/evidence/quality.md
   config.train.steps = 300
   config.train.batch_size = 16
   config.train.remat = "none"
   config.train.loss_chunks = 16
   config.eval.every = 100
   config.checkpoint.every = 100
-  presets.select(config, choice, default_corpus="builtin")  # of whose rows some choose adamw
+  presets.select(config, choice, default_corpus="builtin")  # of whose presets some choose adamw
   config.optimizer.peak_rate = 2e-3 if config.optimizer.name == "adamw" else 8e-3
   return config

@@ -1,7 +1,7 @@
-"""What config files share: the rows of the model table, and the corpora.
+"""What config files share: presets of models, and corpora.
 
-A config file's argument is `CORPUS,ROW`, either part left out for its default:
-`--config=configs/gpt_small.py:wikitext103,gpt`. A row of a fine-tuning config is `full` or `lora`.
+A config file's argument is `CORPUS,PRESET`, either part left out for its default:
+`--config=configs/gpt_small.py:wikitext103,gpt`. A preset of a fine-tuning config is `full` or `lora`.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _elastic(config: ml_collections.ConfigDict) -> Settings:
   }
 
 
-ROWS: dict[str, Change] = {
+PRESETS: dict[str, Change] = {
   # Generated weights, Euler, a plain model's spread at the start, dt = 1.
   "diffeq": {},
   "elastic": _elastic,
@@ -87,7 +87,7 @@ CORPORA: dict[str, Change] = {
   "rfc": _put_in_folder("rfc"),
 }
 
-TUNING: dict[str, Change] = {  # the rows of a fine-tuning config
+TUNING: dict[str, Change] = {  # the presets of a fine-tuning config
   # All parameters learn.
   "full": {},
   # Adapters of rank 16 on every kernel learn, and the tables.
@@ -96,33 +96,33 @@ TUNING: dict[str, Change] = {  # the rows of a fine-tuning config
 
 
 def apply(config: ml_collections.ConfigDict, change: Change) -> None:
-  """Puts the settings of a row or of a corpus into a config."""
+  """Puts the settings of a preset or of a corpus into a config."""
   config.update_from_flattened_dict(change(config) if callable(change) else change)
 
 
 def select(
-  config: ml_collections.ConfigDict, choice: str, default_corpus: str, rows: dict[str, Change] | None = None
+  config: ml_collections.ConfigDict, choice: str, default_corpus: str, presets: dict[str, Change] | None = None
 ) -> tuple[str, str]:
-  """Applies `CORPUS,ROW` to a config, and returns the two names; the default row is the first.
+  """Applies `CORPUS,PRESET` to a config, and returns the two names; the default preset is the first.
 
-  Without `rows` they are `ROWS`, and `gpt` and `llama` name the row `baseline` of a config whose field they are.
+  Without `presets` they are `PRESETS`, and `gpt` and `llama` name `baseline` for a config whose field they are.
 
   Raises:
-    UserError: a name that is neither a corpus nor a row, or two of one kind.
+    UserError: a name that is neither a corpus nor a preset, or two of one kind.
   """
-  rows = rows or {**ROWS, config.model.field: ROWS["baseline"]}
-  corpus = row = None
+  presets = presets or {**PRESETS, config.model.field: PRESETS["baseline"]}
+  corpus = preset = None
   for name in filter(None, choice.split(",")):
     if name in CORPORA and corpus is None:
       corpus = name
-    elif name in rows and row is None:
-      row = name
+    elif name in presets and preset is None:
+      preset = name
     else:
       raise UserError(
-        f"config argument {name!r}: names no further corpus or row; write CORPUS,ROW; "
-        f"{nearest(name, [*CORPORA, *rows])}"
+        f"config argument {name!r}: names no further corpus or preset; write CORPUS,PRESET; "
+        f"{nearest(name, [*CORPORA, *presets])}"
       )
-  corpus, row = corpus or default_corpus, row or next(iter(rows))
+  corpus, preset = corpus or default_corpus, preset or next(iter(presets))
   apply(config, CORPORA[corpus])
-  apply(config, rows[row])
-  return corpus, row
+  apply(config, presets[preset])
+  return corpus, preset

@@ -78,8 +78,8 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-# every row of the model table, as changes to a ModelConfig
-ROWS = {
+# every preset, as changes to a ModelConfig
+PRESETS = {
   "diffeq": {},
   "published": {"initialization": "published", "horizon": 1.0},
   "baseline": {"weights": "stored", "solver": "sequential"},
@@ -93,8 +93,8 @@ ROWS = {
 }
 
 
-# each solver that no row has
-SOLVER_ROWS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]}
+# each solver that no preset has
+SOLVER_PRESETS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]}
 
 
 def small_model(**changes) -> ModelConfig:

@@ -18,16 +18,16 @@ from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.parameters import graph
 from launch.experiments import clusters
-from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, small_model, told
+from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, small_model, told
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
 
 
 @functools.cache
-def analyzed(field="gpt", row="diffeq", dtype="float64", **changes) -> AnalyzedModel:
+def analyzed(field="gpt", preset="diffeq", dtype="float64", **changes) -> AnalyzedModel:
   with jax.enable_x64(dtype == "float64"):
     return AnalyzedModel(
-      moved_instance(small_model(dtype=dtype, field=field, **(ROWS | SOLVER_ROWS)[row], **changes), scale=0.3)
+      moved_instance(small_model(dtype=dtype, field=field, **(PRESETS | SOLVER_PRESETS)[preset], **changes), scale=0.3)
     )
 
 
@@ -51,11 +51,11 @@ def same_set(found, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-  "field, row", [("llama", "diffeq"), ("gpt", "baseline"), ("gpt", "heun"), ("llama", "leapfrog"), ("gpt", "strang")]
+  "field, preset", [("llama", "diffeq"), ("gpt", "baseline"), ("gpt", "heun"), ("llama", "leapfrog"), ("gpt", "strang")]
 )
-def test_the_last_state_gives_the_models_logits(x64, field, row):
-  one = analyzed(field, row)
-  model = moved_instance(small_model(dtype="float64", field=field, **(ROWS | SOLVER_ROWS)[row]), scale=0.3)
+def test_the_last_state_gives_the_models_logits(x64, field, preset):
+  one = analyzed(field, preset)
+  model = moved_instance(small_model(dtype="float64", field=field, **(PRESETS | SOLVER_PRESETS)[preset]), scale=0.3)
   passed = one.observe(TOKENS, attention=True)
   np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), forward(model), atol=1e-12)
   assert passed.states.shape == (4, 1, 9, 24)
@@ -81,9 +81,9 @@ def test_attention_probabilities_are_those_that_the_model_attends_with(x64, head
 # spectra
 
 
-@pytest.mark.parametrize("field, row", [("gpt", "baseline"), ("llama", "diffeq")])
-def test_eigenvalues_are_those_of_the_dense_products(x64, field, row):
-  one = analyzed(field, row)
+@pytest.mark.parametrize("field, preset", [("gpt", "baseline"), ("llama", "diffeq")])
+def test_eigenvalues_are_those_of_the_dense_products(x64, field, preset):
+  one = analyzed(field, preset)
   found = spectra(one)
   D, H, K, C = 24, 4, 2, 6
   for s in range(3):
@@ -123,9 +123,9 @@ def test_spectra_at_any_times_in_any_order_and_after_discretizing():
     assert "times from 0 to 1" in told(lambda: spectra(one, wrong))
 
 
-@pytest.mark.parametrize("row", ["shared", "constant"])
-def test_weights_that_are_constant_have_flat_spectra(row):
-  found, moving = (spectra(analyzed(row=name, dtype="float32")) for name in (row, "diffeq"))
+@pytest.mark.parametrize("preset", ["shared", "constant"])
+def test_weights_that_are_constant_have_flat_spectra(preset):
+  found, moving = (spectra(analyzed(preset=name, dtype="float32")) for name in (preset, "diffeq"))
   for values in (found.qk, found.ov, found.ff):
     np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
   assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
@@ -217,7 +217,7 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
 
 # each field, kind of weights and kind of solver with both forms
 @pytest.mark.parametrize(
-  "field, row, form",
+  "field, preset, form",
   [
     ("llama", "diffeq", "per_token"),
     ("gpt", "baseline", "per_token"),
@@ -227,8 +227,8 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
     ("gpt", "leapfrog", "exact"),
   ],
 )
-def test_exponents_are_those_of_the_dense_product(x64, field, row, form):
-  one = analyzed(field, row)
+def test_exponents_are_those_of_the_dense_product(x64, field, preset, form):
+  one = analyzed(field, preset)
   expected = np.linalg.svd({"exact": dense_jacobian, "per_token": dense_per_token}[form](one, TOKENS), compute_uv=False)
   np.testing.assert_allclose(np.exp(exponents(one, TOKENS, form=form)), expected, rtol=1e-9, atol=1e-9)
   found = exponents(one, TOKENS, leading=5, form=form)

@@ -112,9 +112,9 @@ at_sizes = pytest.mark.parametrize(
 
 
 @functools.cache
-def train_step(size: Size, row: str) -> str:
-  """The program of a compiled train step, weights generated (row diffeq) or stored (llama), on eight v5p chips."""
-  config = config_lib.load(f"configs/llama1b.py:{row}", size.settings)
+def train_step(size: Size, preset: str) -> str:
+  """The program of a compiled train step, weights generated (preset diffeq) or stored (llama), on eight v5p chips."""
+  config = config_lib.load(f"configs/llama1b.py:{preset}", size.settings)
   return compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
 
 
@@ -144,7 +144,9 @@ def test_no_generator_parameter_is_moved_cast_or_copied(size):
 @needs_libtpu
 def test_generated_weights_cost_no_communication():
   """Bytes by kind within 5 % of the plain Llama's; both gather bfloat16 weights of a layer at a time."""
-  ours, plain = (compile_ahead.communication(hlo.Program(train_step(SMALL_STEP, row))) for row in ("diffeq", "llama"))
+  ours, plain = (
+    compile_ahead.communication(hlo.Program(train_step(SMALL_STEP, preset))) for preset in ("diffeq", "llama")
+  )
   assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e8
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind

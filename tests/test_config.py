@@ -51,15 +51,15 @@ def num_parameters(config) -> int:
 
 
 @pytest.mark.parametrize(
-  "name,row",
-  [(name, row) for name in FILES for row in (presets.TUNING if name.startswith("finetune") else presets.ROWS)],
+  "name,preset",
+  [(name, preset) for name in FILES for preset in (presets.TUNING if name.startswith("finetune") else presets.PRESETS)],
 )
-def test_every_config_parses_in_every_row_and_has_shapes(name, row):
-  """Shapes of each config in one row, and of one config in each row."""
-  config = config_lib.from_config_dict(raw_config(name, row))
-  if row in presets.TUNING:  # whose model is that of a run, discretized
+def test_every_config_parses_with_every_preset_and_has_shapes(name, preset):
+  """Shapes of each config in one preset, and of one config in each preset."""
+  config = config_lib.from_config_dict(raw_config(name, preset))
+  if preset in presets.TUNING:  # whose model is that of a run, discretized
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored"))
-  if name.startswith(("finetune", "gpt_small")) or row == [*presets.ROWS][0]:
+  if name.startswith(("finetune", "gpt_small")) or preset == [*presets.PRESETS][0]:
     assert num_parameters(config) > 0
 
 
@@ -186,5 +186,5 @@ def test_values_have_the_types_of_their_keys_whatever_a_program_gives():
 
 @pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])
 def test_a_config_argument_that_means_nothing_is_told(choice):
-  with pytest.raises(UserError, match="write CORPUS,ROW; "):
+  with pytest.raises(UserError, match="write CORPUS,PRESET; "):
     raw_config("gpt_small", choice)

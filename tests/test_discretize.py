@@ -14,7 +14,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.model import grids
-from tests.conftest import ROWS, moved_instance, small_config, small_model, told
+from tests.conftest import PRESETS, moved_instance, small_config, small_model, told
 
 TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 
@@ -24,13 +24,18 @@ def logits(model, num_steps=None):
   return model(jnp.asarray(TOKENS_2x12), num_steps)
 
 
-# every row but those that differ by their solver alone, in both dtypes in turn
+# every preset but those that differ by their solver alone, in both dtypes in turn
 @pytest.mark.parametrize(
-  "row,dtype",
-  [*zip([row for row in ROWS if "sequential" not in ROWS[row].values()], itertools.cycle(["float32", "bfloat16"]))],
+  "preset,dtype",
+  [
+    *zip(
+      [preset for preset in PRESETS if "sequential" not in PRESETS[preset].values()],
+      itertools.cycle(["float32", "bfloat16"]),
+    )
+  ],
 )
-def test_at_its_own_number_of_steps_nothing_changes(row, dtype):
-  model = moved_instance(small_model(dtype=dtype, **ROWS[row]))
+def test_at_its_own_number_of_steps_nothing_changes(preset, dtype):
+  model = moved_instance(small_model(dtype=dtype, **PRESETS[preset]))
   stored = diffeq_nnx.discretize(model)
   assert stored.config.weights == "stored" and stored.config.num_steps == 3
   np.testing.assert_allclose(logits(stored), logits(model), rtol=0, atol=2e-6)
@@ -107,10 +112,10 @@ def test_mistakes_are_value_errors():
     diffeq_nnx.discretize(moved_instance(small_model(weights="stored")), 5)
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_the_config_of_a_discretized_model_is_a_valid_one(row):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_config_of_a_discretized_model_is_a_valid_one(preset):
   for arguments in ({}, {"num_steps": 9}, {"step_sizes": (1.0, 0.5, 1.5)}):
-    source = small_model(**{**ROWS[row], "horizon": 3.0})
+    source = small_model(**{**PRESETS[preset], "horizon": 3.0})
     if source.weights == "stored" and arguments:
       continue
     config = small_config(discretized_config(source, **arguments))

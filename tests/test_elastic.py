@@ -74,9 +74,9 @@ def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
 # depths in training
 
 
-def test_the_row_elastic_is_the_recipe_that_was_chosen():
-  row = config_lib.load("configs/arena.py:elastic")
-  assert row == config_lib.load("configs/arena.py", RECIPES["elastic"])
+def test_the_preset_elastic_is_the_recipe_that_was_chosen():
+  preset = config_lib.load("configs/arena.py:elastic")
+  assert preset == config_lib.load("configs/arena.py", RECIPES["elastic"])
   assert config_lib.load("configs/gpt_small.py:elastic").train.step_counts == (6, 8, 12, 16, 24)
 
 

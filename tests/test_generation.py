@@ -18,7 +18,7 @@ from diffeq_nnx.jobs.prompt_files import Answers
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.output_first import OutputFirst
-from tests.conftest import ROWS, SOLVER_ROWS, moved_instance, on_eight_devices, small_model, told
+from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, on_eight_devices, small_model, told
 from tests.test_tokenizer import sentencepiece_model, trained_pairs
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
@@ -60,11 +60,11 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
 
 # each kind of weights, and each solver but those that differ by their tableau alone
 @pytest.mark.parametrize(
-  "row,field",
+  "preset,field",
   [*zip(["diffeq", "baseline", "shared_sequential", "strang", "rk4", "leapfrog"], itertools.cycle(["gpt", "llama"]))],
 )
-def test_greedy_tokens_are_those_of_the_uncached_forward(row, field):
-  model = make(small_model(field=field, num_steps=2, **(ROWS | SOLVER_ROWS)[row]))
+def test_greedy_tokens_are_those_of_the_uncached_forward(preset, field):
+  model = make(small_model(field=field, num_steps=2, **(PRESETS | SOLVER_PRESETS)[preset]))
   check_greedy(model, model)
 
 

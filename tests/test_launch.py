@@ -78,7 +78,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
 def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   arguments = [
     "--config=configs/tiny.py:builtin",
-    "--rows=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
+    "--presets=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
     "--rates=3e-2",
     "--seeds=0,1",
     f"--workdir={tmp_path}/runs",
@@ -100,7 +100,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   compare.main([*arguments, f"--plot={tmp_path}/curves.png"])
   out = capsys.readouterr().out.strip().splitlines()
   assert out[2:4] == rows and "--" not in out[0] and (tmp_path / "curves.png").stat().st_size > 10_000
-  assert out[5] == "| row | step 8 |" and float(out[7].split("|")[2].split("±")[0]) == pytest.approx(
+  assert out[5] == "| preset | step 8 |" and float(out[7].split("|")[2].split("±")[0]) == pytest.approx(
     float(rows[0].split("|")[3].split("±")[0]), abs=6e-4
   )
 
@@ -180,7 +180,7 @@ def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(kille
     return {"loss": abs(config.optimizer.peak_rate - 2) + config.seed}
 
   monkeypatch.setattr(compare, "train", train)
-  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--rates=1,2,4", "--seeds=0,1,2", f"--workdir={tmp_path}"]
+  arguments = ["--config=configs/tiny.py", "--presets=gpt", "--rates=1,2,4", "--seeds=0,1,2", f"--workdir={tmp_path}"]
   with pytest.raises((KeyboardInterrupt, RunError)):
     compare.main(arguments)
   compare.main(arguments)
@@ -188,24 +188,24 @@ def test_a_killed_comparison_goes_on_without_training_a_finished_run_again(kille
 
 
 def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: abs(math.log2(rate)) + seed)
-  arguments = ["--config=configs/tiny.py", "--rows=gpt", "--seeds=0,2", f"--workdir={tmp_path}", "--bracket"]
+  monkeypatch.setattr(compare.Runs, "loss", lambda self, preset, rate, seed: abs(math.log2(rate)) + seed)
+  arguments = ["--config=configs/tiny.py", "--presets=gpt", "--seeds=0,2", f"--workdir={tmp_path}", "--bracket"]
   compare.main([*arguments, "--rates=8,4"])
   row = [cell.strip() for cell in capsys.readouterr().out.strip().splitlines()[-1].split("|")]
   assert row[2:4] == ["1", "1.0000 ± 1.0000"]
   assert row[6] == "0.5: 1.0000, 1: 0.0000, 2: 1.0000, 4: 2.0000, 8: 3.0000"
-  monkeypatch.setattr(compare.Runs, "loss", lambda self, row, rate, seed: rate)
+  monkeypatch.setattr(compare.Runs, "loss", lambda self, preset, rate, seed: rate)
   with pytest.raises(UserError, match="--bracket: of 12 rates"):
     compare.main([*arguments, "--rates=8,4"])
 
 
-def test_runs_by_row_says_what_does_not_fit(tmp_path):
+def test_runs_by_preset_says_what_does_not_fit(tmp_path):
   for name in ("a_seed0", "a_seed1", "b_seed0", "c"):
     (tmp_path / name).mkdir()
-  assert tables.runs_by_row(f"{tmp_path}/a_*") == {"a": [f"{tmp_path}/a_seed0", f"{tmp_path}/a_seed1"]}
-  for pattern, part in (("a_*,{}/b_*", "different seeds"), ("*_seed*", "one row"), ("d*", "none"), ("c", "_seedN")):
+  assert tables.runs_by_preset(f"{tmp_path}/a_*") == {"a": [f"{tmp_path}/a_seed0", f"{tmp_path}/a_seed1"]}
+  for pattern, part in (("a_*,{}/b_*", "different seeds"), ("*_seed*", "one preset"), ("d*", "none"), ("c", "_seedN")):
     with pytest.raises(UserError, match=part):
-      tables.runs_by_row(f"{tmp_path}/" + pattern.format(tmp_path))
+      tables.runs_by_preset(f"{tmp_path}/" + pattern.format(tmp_path))
 
 
 def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished, tmp_path, capsys, monkeypatch):
@@ -213,7 +213,7 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
     "--config=configs/finetune_small.py:builtin",
     f"--from_workdir={finished[1]}",
     f"--workdir={tmp_path}/out",
-    "--rows=full,lora",
+    "--presets=full,lora",
     "--steps=2,3",
     "--set=train.steps=2",
     "--set=train.log_every=1",

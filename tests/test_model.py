@@ -16,7 +16,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, partial_model
 from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
-from tests.conftest import ROWS, moved_instance, small_instance, small_model, told, weights_of
+from tests.conftest import PRESETS, moved_instance, small_instance, small_model, told, weights_of
 
 
 def make(model_config, moved=True) -> Model:
@@ -83,7 +83,7 @@ VARIANTS = {
   "qwen3": {"qk_norm": True, "head_dim": 10},
   "untied": {"tied_head": False, "head_dim": 10},
 }
-PUBLISHED_LLAMAS = {  # not rows: the field decides, too
+PUBLISHED_LLAMAS = {  # not presets: the field decides, too
   "published, sequential": {"initialization": "published", "solver": "sequential"},
   "published, stored": {"initialization": "published", "weights": "stored"},
   "published, no shift": {"initialization": "published", "norm_shift": False},
@@ -91,19 +91,19 @@ PUBLISHED_LLAMAS = {  # not rows: the field decides, too
 }
 
 
-# every row once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
+# every preset once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
 @pytest.mark.parametrize(
-  "row,field",
+  "preset,field",
   [
-    *zip(ROWS, itertools.cycle(["gpt", "llama"])),
+    *zip(PRESETS, itertools.cycle(["gpt", "llama"])),
     ("diffeq", "llama"),
     ("published", "gpt"),
-    *((row, "llama") for row in PUBLISHED_LLAMAS | VARIANTS),
+    *((preset, "llama") for preset in PUBLISHED_LLAMAS | VARIANTS),
     ("untied", "gpt"),
   ],
 )
-def test_logits_agree_with_the_numpy_reference_to_1e_10(row, field, x64):
-  config = small_model(field=field, dtype="float64", **(ROWS | PUBLISHED_LLAMAS | VARIANTS)[row])
+def test_logits_agree_with_the_numpy_reference_to_1e_10(preset, field, x64):
+  config = small_model(field=field, dtype="float64", **(PRESETS | PUBLISHED_LLAMAS | VARIANTS)[preset])
   model = make(config)
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
   params, grid = numpy_of(model), model.grid()

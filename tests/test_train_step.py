@@ -22,7 +22,7 @@ from diffeq_nnx.training.step import (
   make_train_step,
   state_shardings,
 )
-from tests.conftest import ROWS, masked_batch, packed_batch, perturb, random_batch, small_config, small_model
+from tests.conftest import PRESETS, masked_batch, packed_batch, perturb, random_batch, small_config, small_model
 
 
 def gradients_of(config, batch, dtype="float32"):
@@ -32,10 +32,10 @@ def gradients_of(config, batch, dtype="float32"):
   return jax.jit(lambda p, b: loss_and_gradients(config, grid, p, b, jax.random.key(0)))(params, batch)
 
 
-@pytest.mark.parametrize("row,held,make_batch", [("diffeq", 1, packed_batch), ("baseline", 2, random_batch)])
-def test_accumulation_equals_the_large_batch(row, held, make_batch, x64):
+@pytest.mark.parametrize("preset,held,make_batch", [("diffeq", 1, packed_batch), ("baseline", 2, random_batch)])
+def test_accumulation_equals_the_large_batch(preset, held, make_batch, x64):
   """Dropout included."""
-  config = small_config(small_model(dtype="float64", dropout=0.2, **ROWS[row]))
+  config = small_config(small_model(dtype="float64", dropout=0.2, **PRESETS[preset]))
   batch = make_batch(config)
   whole = gradients_of(config, batch)
   parts = gradients_of(small_config(config.model, device_batch_size=held), batch)
@@ -129,9 +129,9 @@ def test_under_accumulation_the_generator_runs_once():
 
 
 def test_what_decays():
-  def shrunk(row, **more):
+  def shrunk(preset, **more):
     optimizer = make_optimizer(OptimizerConfig(peak_rate=1.0, weight_decay=0.5, warmup_fraction=0.0, **more), 10)
-    shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**ROWS[row]))))["params"]
+    shapes = jax.eval_shape(lambda: init_state(small_config(small_model(**PRESETS[preset]))))["params"]
     params = jax.tree.map(lambda a: np.ones(a.shape, a.dtype), shapes)
     zeros = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(lambda params: optimizer.update(zeros, optimizer.init(params), params))(params)
@@ -183,11 +183,11 @@ def check_orthogonal(matrices):
   np.testing.assert_allclose(np.sqrt(np.square(matrices).mean((-2, -1))), MUON_RMS, rtol=0.2)
 
 
-@pytest.mark.parametrize("field,row,by_head", [("gpt", "baseline", True), ("llama", "diffeq", False)])
-def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_adam(field, row, by_head):
+@pytest.mark.parametrize("field,preset,by_head", [("gpt", "baseline", True), ("llama", "diffeq", False)])
+def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_adam(field, preset, by_head):
   """Queries, keys and values apart, as the block reads them, with grouped heads."""
-  model = small_model(field=field, num_heads=4, num_kv_heads=2, embed_dim=32, **ROWS[row])
-  block, source = make_field(model), "generator" if row == "diffeq" else "stored"
+  model = small_model(field=field, num_heads=4, num_kv_heads=2, embed_dim=32, **PRESETS[preset])
+  block, source = make_field(model), "generator" if preset == "diffeq" else "stored"
   gradients = random_like(jax.eval_shape(lambda: init_state(small_config(model)))["params"])
   updates = {}
   for name in ("muon", "adamw"):
@@ -252,7 +252,7 @@ def test_the_time_embedding_learns_at_its_own_rate():
 
 @pytest.mark.parametrize("name", ["muon", "muon_weights", "lion"])
 def test_moments_are_split_over_devices_like_their_parameters(name):
-  config = small_config(small_model(**ROWS["diffeq"]))
+  config = small_config(small_model(**PRESETS["diffeq"]))
   config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
   places, state = state_shardings(config, mesh), jax.eval_shape(lambda: init_state(config))
@@ -265,12 +265,12 @@ def test_moments_are_split_over_devices_like_their_parameters(name):
 
 
 @pytest.mark.parametrize(
-  "row,name", [("baseline", "muon"), ("diffeq", "adamw"), ("diffeq", "muon_weights"), ("diffeq", "lion")]
+  "preset,name", [("baseline", "muon"), ("diffeq", "adamw"), ("diffeq", "muon_weights"), ("diffeq", "lion")]
 )
-def test_a_batch_is_learnt_and_one_without_counted_targets_before_it_has_no_loss_and_no_gradient(row, name):
+def test_a_batch_is_learnt_and_one_without_counted_targets_before_it_has_no_loss_and_no_gradient(preset, name):
   rate = 5e-3 if name == "lion" else 1e-2
   optimizer = OptimizerConfig(name=name, peak_rate=rate, warmup_fraction=0.0, weight_decay=0.0)
-  config = small_config(small_model(**ROWS[row]), steps=62, device_batch_size=2)
+  config = small_config(small_model(**PRESETS[preset]), steps=62, device_batch_size=2)
   config = dataclasses.replace(config, optimizer=optimizer)
   step, batch, ones = make_train_step(config), random_batch(config), np.ones((4, 12), np.float32)
   state = jax.jit(init_state, static_argnums=0)(config)

@@ -45,7 +45,7 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
   *others, last = map(str, sorted(trained))
   listed = f"{', '.join(others)} and {last}" if others else last
-  far, remedy = ("", "") if len(trained) > 1 else ("far ", "; a run of the row elastic serves many numbers of steps")
+  far, remedy = ("", "") if len(trained) > 1 else ("far ", "; a run of the preset elastic serves many numbers of steps")
   if config.model.depth_order and asked < own and not sizes:
     remedy = "; fine-tuning there (--job=finetune) brings it down"
   say(

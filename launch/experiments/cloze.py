@@ -7,8 +7,8 @@ Writes two tasks for lm_eval to the folder --to, and does --job=harness with the
 A passage is some sentences of at least 25 and at most 45 words; its last word has four letters or more, none of them a
 capital, and occurs earlier in the passage. `cloze_word` asks for that word: the share that are the likeliest text, and
 the loss in nats per word. `cloze_choice` asks which of four words it is, the others being last words of other passages
-(chance: 0.25). Of each row, means over seeds with standard errors, and differences from the first row's with the same
-seed.
+(chance: 0.25). Of each preset, means over seeds with standard errors, and differences from the first preset's with the
+same seed.
 """
 
 from collections.abc import Iterator
@@ -114,19 +114,19 @@ def measure(workdir: str, folder: str) -> dict[tuple[str, str], float]:
 def main(argv: list[str] | None = None) -> None:
   """Writes the tasks if they are not there, evaluates every run, and prints the table."""
   args = programs.make_parser(__doc__, text=str, to=str, runs=str, passages=1000).parse_args(argv)
-  runs = tables.runs_by_row(args.runs)
+  runs = tables.runs_by_preset(args.runs)
   if not os.path.exists(os.path.join(args.to, "cloze_choice.yaml")):
     write_tasks(args.text, args.to, args.passages)
   first, rows = None, []
-  for row, seeds in runs.items():
+  for preset, seeds in runs.items():
     found = [measure(workdir, args.to) for workdir in seeds]
     values = [[of(one) for one in found] for of in COLUMNS.values()]
     first = first or values
-    rows.append([row])
+    rows.append([preset])
     for ours, base in zip(values, first, strict=True):
       difference = "" if ours is base else tables.difference(ours, base, "+.3f")
       rows[-1] += [tables.mean_and_error(ours, ".3f"), difference]
-  print(tables.markdown(["row", *(head for name in COLUMNS for head in (name, "against the first"))], rows))
+  print(tables.markdown(["preset", *(head for name in COLUMNS for head in (name, "against the first"))], rows))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Trains several rows of the model table at several peak rates and seeds, and prints a Markdown table.
+"""Trains several presets at several peak rates and seeds, and prints a Markdown table.
 
-  python -m launch.experiments.compare --config=configs/english.py --rows=diffeq,gpt --rates=4e-3,8e-3,16e-3 \
+  python -m launch.experiments.compare --config=configs/english.py --presets=diffeq,gpt --rates=4e-3,8e-3,16e-3 \
       --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--bracket] [--all-seeds] [--plot=FILE.png]
 
-A row's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every rate is run with the first seed, and the
-best one then with the other seeds; `--all-seeds` runs every rate with every seed and chooses the best by the mean.
+A preset's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every rate is run with the first seed, and
+the best one then with the other seeds; `--all-seeds` runs every rate with every seed and chooses the best by the mean.
 `--bracket` also runs half the lowest rate, or twice the highest, for as long as the best is at that end, so that it
 lies between two worse ones. Finished runs are not repeated, so the same command continues after an interruption, and
 several commands can share a work directory, as long as no two train the same run at one time: each result is a file
 there, RUN.json.
 
-The table has each row's best rate, the mean of its validation losses in nats per token with the standard error over
-seeds, the mean of its differences from the first row's with the same seed and their standard error, losses by seed and
-by rate, trained parameters and floating-point operations of the training (`training.flops`, generator included).
+The table has each preset's best rate, the mean of its validation losses in nats per token with the standard error over
+seeds, the mean of its differences from the first preset's with the same seed and their standard error, losses by seed
+and by rate, trained parameters and floating-point operations of the training (`training.flops`, generator included).
 `--plot` draws validation losses against tokens and against those operations: means over seeds, and the range; and
 prints the means in a second table, a column for each validation.
 """
@@ -38,12 +38,12 @@ from diffeq_nnx.training.step import init_state
 from launch import programs
 from launch.experiments import tables
 
-MOST_RATES = 12  # that are tried for a row
+MOST_RATES = 12  # that are tried for a preset
 
 
-def with_row(config: str, row: str) -> str:
-  """A config file's path with a row chosen: `FILE:ROW`, or `FILE:CORPUS,ROW` where it names a corpus."""
-  return f"{config}{',' if ':' in config else ':'}{row}"
+def with_preset(config: str, preset: str) -> str:
+  """A config file's path with a preset chosen: `FILE:PRESET`, or `FILE:CORPUS,PRESET` where it names a corpus."""
+  return f"{config}{',' if ':' in config else ':'}{preset}"
 
 
 class Runs:
@@ -57,28 +57,28 @@ class Runs:
     """A path in the work directory."""
     return os.path.join(self._args.workdir, name)
 
-  def name(self, row: str, rate: float, seed: int) -> str:
+  def name(self, preset: str, rate: float, seed: int) -> str:
     """The name of a run and of its directory."""
-    return f"{row.replace('/', '_')}_rate{rate:g}_seed{seed}"
+    return f"{preset.replace('/', '_')}_rate{rate:g}_seed{seed}"
 
-  def config(self, row: str, *settings: str) -> Config:
-    """The config of a row, with its own settings, these and those of the command line."""
-    row, *own = row.split("@")
-    return config_lib.load(with_row(self._args.config, row), [*settings, *self._args.set, *own])
+  def config(self, preset: str, *settings: str) -> Config:
+    """The config of a preset, with its own settings, these and those of the command line."""
+    preset, *own = preset.split("@")
+    return config_lib.load(with_preset(self._args.config, preset), [*settings, *self._args.set, *own])
 
-  def loss(self, row: str, rate: float, seed: int) -> float:
+  def loss(self, preset: str, rate: float, seed: int) -> float:
     """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing."""
     settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
-    return self.find_loss(self.name(row, rate, seed), row, settings)
+    return self.find_loss(self.name(preset, rate, seed), preset, settings)
 
-  def find_loss(self, name: str, row: str, settings: list[str]) -> float:
+  def find_loss(self, name: str, preset: str, settings: list[str]) -> float:
     """`loss` for the run of this name, with settings that come before those of the command line."""
-    train_run = lambda: train_to_end(self.config(row, *settings), self.place(name))
+    train_run = lambda: train_to_end(self.config(preset, *settings), self.place(name))
     return tables.remember(self.place(f"{name}.json"), train_run)
 
-  def curve(self, row: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
+  def curve(self, preset: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
     """Train steps and validation losses of a run."""
-    records = read_metrics(self.place(self.name(row, rate, seed)), "validation")
+    records = read_metrics(self.place(self.name(preset, rate, seed)), "validation")
     by_step = {record["step"]: record["loss"] for record in records}  # the last, where a run was continued
     return list(by_step), list(by_step.values())
 
@@ -100,8 +100,8 @@ def train_to_end(config: Config, workdir: str) -> float:
 
 
 @dataclasses.dataclass
-class Row:
-  """What was found for a row; `losses` are by seed, `by_rate` means over the seeds that a rate ran with."""
+class Found:
+  """What was found for a preset; `losses` are by seed, `by_rate` means over the seeds that a rate ran with."""
 
   name: str
   config: Config
@@ -110,8 +110,8 @@ class Row:
   by_rate: dict[float, float]
 
 
-def best_of(runs: Runs, row: str, args: argparse.Namespace) -> Row:
-  """A row at its best rate.
+def best_of(runs: Runs, preset: str, args: argparse.Namespace) -> Found:
+  """A preset at its best rate.
 
   Raises:
     UserError: with `--bracket`, the best of `MOST_RATES` is still the lowest or the highest.
@@ -120,13 +120,16 @@ def best_of(runs: Runs, row: str, args: argparse.Namespace) -> Row:
   by_rate: dict[float, float] = {}
   rates = list(args.rates)
   while rates:
-    by_rate |= {rate: statistics.mean(runs.loss(row, rate, seed) for seed in tried) for rate in rates}
+    by_rate |= {rate: statistics.mean(runs.loss(preset, rate, seed) for seed in tried) for rate in rates}
     best, low, high = min(by_rate, key=lambda rate: by_rate[rate]), min(by_rate), max(by_rate)
     rates = [rate for end, rate in ((low, low / 2), (high, high * 2)) if best == end] if args.bracket else []
     if rates and len(by_rate) >= MOST_RATES:
-      raise UserError(f"--bracket: of {len(by_rate)} rates {best:g} is the best for {row}, at an end; change --rates")
-  losses = [runs.loss(row, best, seed) for seed in args.seeds]
-  return Row(row, runs.config(row, f"optimizer.peak_rate={best!r}"), best, losses, dict(sorted(by_rate.items())))
+      raise UserError(
+        f"--bracket: of {len(by_rate)} rates {best:g} is the best for {preset}, at an end; change --rates"
+      )
+  losses = [runs.loss(preset, best, seed) for seed in args.seeds]
+  config = runs.config(preset, f"optimizer.peak_rate={best!r}")
+  return Found(preset, config, best, losses, dict(sorted(by_rate.items())))
 
 
 def operations(config: Config, steps: int) -> float:
@@ -142,51 +145,53 @@ def num_parameters(config: Config) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def table(rows: list[Row]) -> str:
-  """The rows as a Markdown table."""
-  head = ["row", "peak rate", "validation loss", "against the first", "by seed", "by rate", "parameters", "operations"]
+def table(presets: list[Found]) -> str:
+  """The presets as a Markdown table."""
+  head = "preset,peak rate,validation loss,against the first,by seed,by rate,parameters,operations".split(",")
   cells = []
-  for row in rows:
-    against = tables.difference(row.losses, rows[0].losses) if row is not rows[0] else ""
-    by_seed = ", ".join(f"{loss:.4f}" for loss in row.losses)
-    by_rate = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in row.by_rate.items())
-    cost = [f"{num_parameters(row.config):,}", f"{operations(row.config, row.config.train.steps):.3g}"]
-    cells.append([row.name, f"{row.rate:g}", tables.mean_and_error(row.losses), against, by_seed, by_rate, *cost])
+  for preset in presets:
+    against = tables.difference(preset.losses, presets[0].losses) if preset is not presets[0] else ""
+    by_seed = ", ".join(f"{loss:.4f}" for loss in preset.losses)
+    by_rate = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in preset.by_rate.items())
+    cost = [f"{num_parameters(preset.config):,}", f"{operations(preset.config, preset.config.train.steps):.3g}"]
+    cells.append(
+      [preset.name, f"{preset.rate:g}", tables.mean_and_error(preset.losses), against, by_seed, by_rate, *cost]
+    )
   return tables.markdown(head, cells)
 
 
-def plot(runs: Runs, rows: list[Row], seeds: list[int], path: str) -> str:
-  """Draws validation losses of each row at its best rate against tokens and operations; returns them as Markdown."""
+def plot(runs: Runs, presets: list[Found], seeds: list[int], path: str) -> str:
+  """Draws validation losses of each preset at its best rate against tokens and operations; returns them as Markdown."""
   figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-  panels, by_row = figure.subplots(1, 2, sharey=True), {}
-  for row in rows:
-    curves = [runs.curve(row.name, row.rate, seed) for seed in seeds]
+  panels, by_preset = figure.subplots(1, 2, sharey=True), {}
+  for preset in presets:
+    curves = [runs.curve(preset.name, preset.rate, seed) for seed in seeds]
     steps, losses = curves[0][0], np.array([losses for _, losses in curves])
-    by_row[row.name] = {n: tables.mean_and_error(column.tolist(), ".3f") for n, column in zip(steps, losses.T)}
-    tokens = [step * row.config.train.batch_size * row.config.model.seq_len for step in steps]
-    for axes, places in zip(panels, (tokens, [operations(row.config, step) for step in steps])):
-      tables.draw_range(axes, places, losses, row.name)
+    by_preset[preset.name] = {n: tables.mean_and_error(column.tolist(), ".3f") for n, column in zip(steps, losses.T)}
+    tokens = [step * preset.config.train.batch_size * preset.config.model.seq_len for step in steps]
+    for axes, places in zip(panels, (tokens, [operations(preset.config, step) for step in steps])):
+      tables.draw_range(axes, places, losses, preset.name)
   panels[0].set(xlabel="tokens", ylabel="validation loss, nats per token")
   panels[1].set(xlabel="floating-point operations")
   for axes in panels:
     axes.grid(alpha=0.25)
   figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
   figure.savefig(path, dpi=120)
-  steps = sorted(set().union(*by_row.values()))
-  cells = [[name, *(found.get(step, "") for step in steps)] for name, found in by_row.items()]
-  return tables.markdown(["row", *(f"step {step}" for step in steps)], cells)
+  steps = sorted(set().union(*by_preset.values()))
+  cells = [[name, *(found.get(step, "") for step in steps)] for name, found in by_preset.items()]
+  return tables.markdown(["preset", *(f"step {step}" for step in steps)], cells)
 
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  study = {"rows": ["diffeq", "baseline"], "rates": [1e-3, 2e-3, 4e-3], "seeds": [0, 1, 2]}
+  study = {"presets": ["diffeq", "baseline"], "rates": [1e-3, 2e-3, 4e-3], "seeds": [0, 1, 2]}
   parser = programs.make_parser(__doc__, config=str, workdir=str, **study, all_seeds=False, bracket=False, plot=None)
   args = parser.parse_args(argv)
   runs = Runs(args)
-  rows = [best_of(runs, row, args) for row in args.rows]
-  print(table(rows))
+  presets = [best_of(runs, preset, args) for preset in args.presets]
+  print(table(presets))
   if args.plot:
-    print("\n" + plot(runs, rows, args.seeds, args.plot))
+    print("\n" + plot(runs, presets, args.seeds, args.plot))
 
 
 if __name__ == "__main__":

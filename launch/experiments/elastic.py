@@ -1,7 +1,7 @@
-"""Trains one checkpoint for several depths by several recipes, and models for one depth alone; docs/depth.md.
+"""Trains one checkpoint for several depths by several recipes, and models for one depth (docs/evidence/any_depth.md).
 
   python -m launch.experiments.elastic --config=configs/arena.py --workdir=runs/elastic [--recipes=own,late,...] \
-      [--seeds=0,1,2] [--set=KEY=VALUE] [--plot=docs/elastic.png]
+      [--seeds=0,1,2] [--set=KEY=VALUE] [--plot=docs/evidence/elastic.png]
 
 Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
 their paired differences from the models of `--own`, which are trained at that number of steps alone, with standard

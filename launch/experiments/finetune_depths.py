@@ -1,7 +1,7 @@
 """Fine-tunes runs at several numbers of steps; prints validation losses before and after as a Markdown table.
 
   python -m launch.experiments.finetune_depths --config=configs/finetune_small.py \\
-      --from_workdir='runs/english/diffeq_rate0.008_seed*' --workdir=runs/rfc --rows=full,lora --steps=3,4,6,8,12 \\
+      --from_workdir='runs/english/diffeq_rate0.008_seed*' --workdir=runs/rfc --presets=full,lora --steps=3,4,6,8,12 \\
       [--set=train.steps=200]
 
 Losses are in nats per token. `over training` is the validation loss less the mean training loss of the last tenth of
@@ -25,13 +25,13 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
 from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import with_row
+from launch.experiments.compare import with_preset
 
 
-def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> tuple[float, float, float]:
+def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> tuple[float, float, float]:
   """Fine-tunes one run unless that is done; its validation losses before and after, and the latter over training."""
-  config = config_lib.load(with_row(args.config, row), args.set)
-  name = f"{row}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
+  config = config_lib.load(with_preset(args.config, preset), args.set)
+  name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
     settings = lambda config: (config.optimizer, config.train.steps, config.train.batch_size, config.seed)
@@ -48,17 +48,17 @@ def tune(args: argparse.Namespace, source: str, row: str, num_steps: int) -> tup
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  rows, steps = ["full", "lora"], [3, 4, 6, 8, 12]
-  parser = programs.make_parser(__doc__, config=str, from_workdir=str, workdir=str, rows=rows, steps=steps)
+  presets, steps = ["full", "lora"], [3, 4, 6, 8, 12]
+  parser = programs.make_parser(__doc__, config=str, from_workdir=str, workdir=str, presets=presets, steps=steps)
   args = parser.parse_args(argv)
   matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
   sources = matches or [args.from_workdir]  # which may be in a bucket
   cells = []
   for count in args.steps:
-    values = np.array([[tune(args, source, row, count) for source in sources] for row in args.rows])
+    values = np.array([[tune(args, source, preset, count) for source in sources] for preset in args.presets])
     before, after = values[0, :, 0], values[:, :, 1:].swapaxes(1, 2).reshape(-1, len(sources))
     cells.append([str(count), *(tables.mean_and_error(losses, ".3f") for losses in (before, *after))])
-  print(tables.markdown(["steps", "before", *(x for row in args.rows for x in (row, "over training"))], cells))
+  print(tables.markdown(["steps", "before", *(x for preset in args.presets for x in (preset, "over training"))], cells))
 
 
 if __name__ == "__main__":

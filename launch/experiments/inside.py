@@ -1,9 +1,9 @@
-"""What is inside trained models: eigenvalues over depth, clusters, exponents; a Markdown table, rows by seeds.
+"""What is inside trained models: eigenvalues over depth, clusters, exponents; a Markdown table, presets by seeds.
 
   python -m launch.experiments.inside --runs='runs/small/diffeq_rate0.001_seed*,runs/small/gpt_rate0.001_seed*' \
       [--texts=8] [--tokens=32] [--plot=FILE.png]
 
-Of each row, means over seeds with standard errors:
+Of each preset, means over seeds with standard errors:
 
 - mean |eigenvalue| of W_q W_k^T and of W_v W_o in the last third of depth over that in the first, and Spearman's
   correlation of that mean with depth;
@@ -98,23 +98,23 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
   return {name: float(np.mean(values)) for name, values in found.items()}, magnitudes
 
 
-def table(rows: dict[str, list[Measured]]) -> str:
-  """Figures downwards, rows of the comparison across."""
-  names = dict.fromkeys(name for seeds in rows.values() for name in seeds[0][0])
+def table(presets: dict[str, list[Measured]]) -> str:
+  """Figures downwards, presets of the comparison across."""
+  names = dict.fromkeys(name for seeds in presets.values() for name in seeds[0][0])
   found = lambda seeds, name: [figures[name] for figures, _ in seeds if name in figures]
   cell = lambda values: tables.mean_and_error(values, ".2f") if values else ""
-  return tables.markdown(["", *rows], [[name, *(cell(found(s, name)) for s in rows.values())] for name in names])
+  return tables.markdown(["", *presets], [[name, *(cell(found(s, name)) for s in presets.values())] for name in names])
 
 
-def plot(rows: dict[str, list[Measured]], path: str) -> None:
+def plot(presets: dict[str, list[Measured]], path: str) -> None:
   """Mean |eigenvalue| over depth."""
   figure = Figure(figsize=(9.6, 3.4), layout="constrained")
   panels = figure.subplots(1, len(PAIRS))
   for axes, (pair, name) in zip(panels, PAIRS.items()):
-    for row, seeds in rows.items():
+    for preset, seeds in presets.items():
       values = np.array([magnitudes[pair] for _, magnitudes in seeds])
       depth = (np.arange(values.shape[1]) + 1) / values.shape[1]
-      tables.draw_range(axes, depth, values, row)
+      tables.draw_range(axes, depth, values, preset)
     axes.set(xlabel="depth t", ylabel=f"mean |eigenvalue| of {name}", ylim=(0, None))
     axes.grid(alpha=0.25)
   panels[0].legend(fontsize=8)
@@ -124,11 +124,13 @@ def plot(rows: dict[str, list[Measured]], path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
   """Measures every run and prints the table."""
   args = programs.make_parser(__doc__, runs=str, texts=8, tokens=32, plot=None).parse_args(argv)
-  found = tables.runs_by_row(args.runs)
-  rows = {row: [measure(workdir, args.texts, args.tokens) for workdir in seeds] for row, seeds in found.items()}
-  print(table(rows))
+  found = tables.runs_by_preset(args.runs)
+  presets = {
+    preset: [measure(workdir, args.texts, args.tokens) for workdir in seeds] for preset, seeds in found.items()
+  }
+  print(table(presets))
   if args.plot:
-    plot(rows, args.plot)
+    plot(presets, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares the solvers: errors by evaluations, reversible gradients, and losses after the same training.
 
-  python -m launch.experiments.solvers --what=errors --workdir=runs/solvers [--plot=docs/solvers.png]
+  python -m launch.experiments.solvers --what=errors --workdir=runs/solvers [--plot=docs/evidence/solvers.png]
   python -m launch.experiments.solvers --what=gradients --workdir=runs/solvers
   python -m launch.experiments.solvers --what=losses --workdir=runs/solvers --config=configs/english.py:diffeq \
       --set=optimizer.name=adamw --set=optimizer.peak_rate=2e-3 \
@@ -161,7 +161,7 @@ def gradients() -> str:
 
 def losses(args: argparse.Namespace) -> str:
   """Trains what is missing, and returns a Markdown table."""
-  path, _, row = args.config.partition(":")
+  path, _, preset = args.config.partition(":")
   args.config = path
   runs = Runs(args)
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
@@ -170,8 +170,8 @@ def losses(args: argparse.Namespace) -> str:
     for solver, counts in plan.items():
       for count in dict.fromkeys(counts):
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
-        name = f"{row}_{solver}_{count}_seed{seed}"
-        found.setdefault((solver, count), []).append(runs.find_loss(name, row, settings))
+        name = f"{preset}_{solver}_{count}_seed{seed}"
+        found.setdefault((solver, count), []).append(runs.find_loss(name, preset, settings))
   first, rows = [found["euler", count] for count in plan["euler"]], []
   for solver, counts in plan.items():
     cells = []

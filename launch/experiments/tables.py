@@ -1,6 +1,6 @@
-"""What experiments share: results in files, tables of means with errors and differences, curves, runs by row and seed.
+"""What experiments share: results in files, tables of means with errors and differences, curves, runs by seed.
 
-The runs of a row are those that match a pattern, in the order of their seeds: `runs/small/gpt_rate0.001_seed*`.
+The runs of a preset are those that match a pattern, in the order of their seeds: `runs/small/gpt_rate0.001_seed*`.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +48,11 @@ def draw_range(axes: Axes, places: ArrayLike, values: np.ndarray, label: str) ->
   axes.fill_between(places, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
 
 
-def runs_by_row(patterns: str) -> dict[str, list[str]]:
-  """Row -> work directories of its seeds, for comma-separated patterns.
+def runs_by_preset(patterns: str) -> dict[str, list[str]]:
+  """Preset -> work directories of its seeds, for comma-separated patterns.
 
   Raises:
-    UserError: a pattern that nothing matches, directories without `_seedN` at the end, or rows with different seeds.
+    UserError: a pattern that nothing matches, directories without `_seedN` at the end, or presets with different seeds.
   """
   found, seeds = {}, set()
   for pattern in patterns.split(","):
@@ -64,9 +64,9 @@ def runs_by_row(patterns: str) -> dict[str, list[str]]:
       matches[int(named[2])] = path
       names.add(named[1])
     if len(names) != 1:
-      raise UserError(f"{pattern!r}: must match the runs of one row, and matches {', '.join(sorted(names)) or 'none'}")
+      raise UserError(f"{pattern!r}: must match runs of one preset, and matches {', '.join(sorted(names)) or 'none'}")
     found[names.pop()] = [matches[seed] for seed in sorted(matches)]
     seeds.add(tuple(sorted(matches)))
   if len(seeds) > 1:
-    raise UserError(f"{patterns!r}: rows have different seeds: {', '.join(map(str, sorted(seeds)))}")
+    raise UserError(f"{patterns!r}: presets have different seeds: {', '.join(map(str, sorted(seeds)))}")
   return found
