@@ -44,35 +44,43 @@ class DataConfig(Section, prefix="data."):
   """
 
   # builtin | text:GLOB | jsonl:GLOB | parquet:GLOB (paths or URLs) | tfds:NAME/CONFIG:SPLIT | hf:NAME:CONFIG:SPLIT |
-  # shards:DIR | several of the last with weights: 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run whose
-  # text is named later
+  # shards:DIR | several of the last with weights, 0.7*shards:DIR + 0.3*shards:DIR | none, for an imported run that gets
+  # its text later.
   source: str = "builtin"
-  # text: a document under text_key | completion: a prompt and a completion, which alone counts | chat: messages, of
-  # which the assistant's count
+  # text: a document under text_key; completion: a prompt and a completion, which alone counts in the loss; chat:
+  # messages, of which the assistant's count.
   records: str = one_of("text", "completion", "chat")
-  text_key: str = "text"  # the key of a JSON object, the feature or the column that holds the text
-  prompt_key: str = "prompt"  # with records=completion, as completion_key
-  completion_key: str = "completion"
-  messages_key: str = "messages"  # with records=chat
-  chat_template: str | None = None  # the path of a Jinja file; None: the tokenizer's own
-  bad_records: str = one_of("error", "skip")  # at a record that can't be used: stop, or skip and count it
-  tfds_dir: str | None = None  # where TFDS data sets lie; None: TFDS' own choice, ~/tensorflow_datasets
-  download: bool = False  # download and prepare a TFDS data set that is not there
-  validation: str | None = None  # a source; None: documents held out of `source`; for shards: other shards
-  validation_fraction: float = number(0.05, above=0, below=1)  # of the documents, when `validation` is None
-  validation_seed: int | None = number(None, at_least=0)  # chooses them by a hash of seed and document; None: seed
-  tokenizer: str = "train"  # train (a sentencepiece model on the training part; for shards: their own) | bytes | a path
-  begin_mark: bool | None = None  # whether documents begin with the tokenizer's begin mark; None: as its files say
-  begin_token: str | None = None  # the begin mark's token, e.g. <s>; documents begin with it unless begin_mark is False
-  end_token: str | None = None  # the end mark's token; None: as the tokenizer's files say, else <|endoftext|>
-  # what a byte becomes that a byte-level vocabulary lacks: an error with document and byte, or the unknown token;
-  # None: as a run's or shards' tokenizer file says, else error
+  text_key: str = "text"  # The key of a JSON object, the feature or the column that holds the text.
+  prompt_key: str = "prompt"  # The key of the prompt, with records=completion.
+  completion_key: str = "completion"  # The key of the completion, with records=completion.
+  messages_key: str = "messages"  # The key of the messages, with records=chat.
+  chat_template: str | None = None  # The path of a Jinja file. None: the tokenizer's own template.
+  # What happens at a record that can't be used: the job stops, or skips and counts it.
+  bad_records: str = one_of("error", "skip")
+  tfds_dir: str | None = None  # Where TFDS data sets lie. None: TFDS' own choice, ~/tensorflow_datasets.
+  download: bool = False  # Whether a TFDS data set that is not there is downloaded and prepared.
+  # A source of validation text, or other shards. None: documents held out of `source`, or the shards' validation part.
+  validation: str | None = None
+  # Share of the documents that is held out where `validation` is None.
+  validation_fraction: float = number(0.05, above=0, below=1)
+  # Chooses the documents that are held out, by a hash of seed and document. None: `seed`.
+  validation_seed: int | None = number(None, at_least=0)
+  # train: a sentencepiece model is trained on the training part (for shards: their own) | bytes | a path.
+  tokenizer: str = "train"
+  begin_mark: bool | None = None  # Whether documents begin with the tokenizer's begin mark. None: as its files say.
+  # The token of the begin mark, e.g. <s>; documents begin with it unless begin_mark is False.
+  begin_token: str | None = None
+  end_token: str | None = None  # The token of the end mark. None: as the tokenizer's files say, else <|endoftext|>.
+  # What a byte that a byte-level vocabulary lacks becomes: an error with document and byte, or the unknown token.
+  # None: as the tokenizer file of a run or of shards says, else error.
   unknown_bytes: str | None = one_of(None, "error", "unknown")
-  num_processes: int | None = number(None, above=0)  # of --job=prepare; None: one per core
-  attend_across_documents: bool = True  # as in the paper; False: attention and positions stay within a document
-  rows: str = one_of("packed", "padded")  # packed: windows of all tokens in order | padded: a document a row
-  too_long: str = one_of("cut", "drop")  # what becomes of a document that is longer than a padded row
-  cache_dir: str = "~/.cache/diffeq_nnx"
+  num_processes: int | None = number(None, above=0)  # Processes that turn text into tokens. None: one for each core.
+  # True, as in the paper: attention crosses documents. False: attention and positions stay within one.
+  attend_across_documents: bool = True
+  # packed: rows are windows of all tokens in order; padded: each row is one document.
+  rows: str = one_of("packed", "padded")
+  too_long: str = one_of("cut", "drop")  # What happens to a document that is longer than a padded row.
+  cache_dir: str = "~/.cache/diffeq_nnx"  # Where tokenizers and tokens are kept between runs.
 
   def _check_together(self) -> None:
     uses = {"text_key": "text", "prompt_key": "completion", "completion_key": "completion", "messages_key": "chat"}
@@ -91,19 +99,24 @@ class DataConfig(Section, prefix="data."):
 class OptimizerConfig(Section, prefix="optimizer."):
   """The optimizer, with a linear warm-up and a cosine decay."""
 
-  name: str = one_of("adamw", "muon", "muon_weights", "lion")  # docs/training.md
-  peak_rate: float = number(3e-4, above=0)
-  final_fraction: float = number(0.1, at_least=0, at_most=1)  # of the peak, at the last step
-  warmup_fraction: float = number(0.01, at_least=0, below=1)  # of the steps; at least the first step
-  schedule_steps: int | None = number(None, above=0)  # length of the schedule; None: train.steps
-  b1: float = number(0.9, at_least=0, below=1)
-  b2: float = number(0.999, at_least=0, below=1)
-  eps: float = number(1e-8, above=0)
-  muon_by_head: bool = False  # whether Muon updates each head's part of the q, k and v kernels by itself
+  # The optimizer; docs/own_text.md says when to take which.
+  name: str = one_of("adamw", "muon", "muon_weights", "lion")
+  peak_rate: float = number(3e-4, above=0)  # The learning rate after the warm-up.
+  final_fraction: float = number(0.1, at_least=0, at_most=1)  # The rate at the last train step, as a share of the peak.
+  # Share of the train steps in which the rate rises; at least the first.
+  warmup_fraction: float = number(0.01, at_least=0, below=1)
+  schedule_steps: int | None = number(None, above=0)  # Length of the schedule in train steps. None: train.steps.
+  b1: float = number(0.9, at_least=0, below=1)  # Decay of the mean of gradients.
+  b2: float = number(0.999, at_least=0, below=1)  # Decay of the mean of squared gradients.
+  eps: float = number(1e-8, above=0)  # Added to the root of that mean.
+  muon_by_head: bool = False  # Whether Muon updates each head's part of the q, k and v kernels by itself.
+  # Share of a kernel that is taken off in each train step, times the rate.
   weight_decay: float = number(0.1, at_least=0)
-  decay_generated: bool | None = None  # whether F of generated kernels decays as stored ones; None: with muon_weights
+  # Whether F of generated kernels decays as stored kernels do. None: only with muon_weights.
+  decay_generated: bool | None = None
+  # The largest norm of the gradients of all parameters; larger ones are scaled to it.
   clip_norm: float = number(1.0, above=0)
-  # learning rate of e(t)'s parameters, over that of the others; None: 0 with muon_weights, else 1
+  # The learning rate of e(t)'s parameters over that of the others. None: 0 with muon_weights, else 1.
   time_rate: float | None = number(None, at_least=0)
 
 
@@ -111,25 +124,28 @@ class OptimizerConfig(Section, prefix="optimizer."):
 class TrainConfig(Section, prefix="train."):
   """The train loop."""
 
-  steps: int = number(1000, above=0)
-  batch_size: int = number(32, above=0)  # sequences per optimizer step, over all devices and micro-batches
-  # sequences of a micro-batch on a device; None: one micro-batch; -1: the fastest number, measured
+  steps: int = number(1000, above=0)  # Train steps.
+  batch_size: int = number(32, above=0)  # Rows of a train step, over all devices and micro-batches.
+  # Rows of a micro-batch on a device. None: one micro-batch; -1: the fastest number, which is measured.
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
-  step_counts: tuple[int, ...] = ()  # numbers of solver steps, of which a train step draws one; (): model.num_steps
-  draw_from: float = number(0.0, at_least=0, below=1)  # share of the train steps before which model.num_steps is used
-  adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog
-  # rematerialization if checkpointed; dots: matrix products are kept; auto: the fastest of these, measured
+  step_counts: tuple[int, ...] = ()  # Numbers of solver steps, of which each train step draws one. (): model.num_steps.
+  draw_from: float = number(0.0, at_least=0, below=1)  # Share of the train steps before which model.num_steps is used.
+  adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog.
+  # What is computed again for gradients, with adjoint=checkpointed. dots: all but matrix products; auto: the fastest of
+  # these, which is measured.
   remat: str = one_of("full", "none", "dots", "auto")
-  remat_every: int = number(1, above=0)  # solver steps between two stored states; unused where remat is none
-  loss_chunks: int | None = number(None, above=0)  # slices of the sequence, one at a time; None: by memory
-  # the work directory of a run, an imported one too, whose predictions are learned beside the text; docs/training.md
+  remat_every: int = number(1, above=0)  # Solver steps between two stored states; unused with remat=none.
+  # Slices of the row in which the loss is computed one at a time. None: by memory.
+  loss_chunks: int | None = number(None, above=0)
+  # The work directory of a run, also an imported one, whose predictions are learned beside the text.
   teacher: str | None = None
-  teacher_weight: float = number(0.5, at_least=0, at_most=1)  # share of the divergence from the teacher in the loss
-  # whether, in a train step that draws fewer solver steps than the most of step_counts, the same model at the most is
-  # trained too and teaches it
+  teacher_weight: float = number(0.5, at_least=0, at_most=1)  # Share of the divergence from the teacher in the loss.
+  # Whether, in a train step that draws fewer solver steps than the most of step_counts, the same model at the most is
+  # trained too and teaches it.
   self_distillation: bool = False
-  log_every: int = number(10, above=0)
-  peak_tflops: float | None = number(None, above=0)  # of one device, for utilization; None: from its kind, or measured
+  log_every: int = number(10, above=0)  # Train steps between two lines of metrics.
+  # The peak of one device, for utilization. None: from its kind, or measured.
+  peak_tflops: float | None = number(None, above=0)
 
 
 _size = functools.partial(number, at_least=1, minus_one="all remaining devices")
@@ -139,10 +155,10 @@ _size = functools.partial(number, at_least=1, minus_one="all remaining devices")
 class MeshConfig(Section, prefix="mesh."):
   """The device mesh of a TPU slice, or of the whole job elsewhere; several slices split the batch."""
 
-  data: int = _size(1)  # groups of devices that each hold all parameters; -1: what the others leave
-  fsdp: int = _size(-1)  # devices over which parameters and sequences are split
-  context: int = _size(1)  # devices over which the positions of each sequence are split, and parameters
-  tensor: int = _size(1)  # devices over which heads and the feed-forward branch are split
+  data: int = _size(1)  # Groups of devices that each hold all parameters; -1: what the others leave.
+  fsdp: int = _size(-1)  # Devices over which parameters and rows are split.
+  context: int = _size(1)  # Devices over which the positions of each row are split, and parameters.
+  tensor: int = _size(1)  # Devices over which heads and the feed-forward branch are split.
 
   def _check_together(self) -> None:
     sizes = {f"mesh.{name}": size for name, size in dataclasses.asdict(self).items()}
@@ -154,10 +170,10 @@ class MeshConfig(Section, prefix="mesh."):
 class EvalConfig(Section, prefix="eval."):
   """Validation, while training and as a job."""
 
-  every: int = number(500, above=0)
-  batch_size: int = number(32, above=0)
-  max_batches: int | None = number(None, above=0)  # None: the whole validation part
-  num_steps: int | None = number(None, above=0)  # None: model.num_steps
+  every: int = number(500, above=0)  # Train steps between two validations.
+  batch_size: int = number(32, above=0)  # Rows of a batch.
+  max_batches: int | None = number(None, above=0)  # Batches of a validation. None: the whole validation part.
+  num_steps: int | None = number(None, above=0)  # Solver steps. None: model.num_steps.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,38 +183,42 @@ class CheckpointConfig(Section, prefix="checkpoint."):
   At least two stay, since the newest may turn out to be one of a run that diverged, or damaged.
   """
 
-  every: int = number(500, above=0)  # train steps
-  minutes: float | None = number(None, above=0)  # also when so many have passed; looked at when a step is logged
-  keep: int = number(2, above=0)  # 1 counts as 2
+  every: int = number(500, above=0)  # Train steps between two checkpoints.
+  # A checkpoint is also saved when so many minutes have passed; this is looked at when a train step is logged.
+  minutes: float | None = number(None, above=0)
+  keep: int = number(2, above=0)  # How many of the last stay; 1 counts as 2.
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig(Section, prefix="report."):
   """Where metrics go beside the work directory."""
 
-  wandb: str | None = None  # a project of Weights & Biases; WANDB_MODE=offline keeps its files in the work directory
+  wandb: str | None = None  # A project of Weights & Biases; WANDB_MODE=offline keeps its files in the work directory.
 
 
 @dataclasses.dataclass(frozen=True)
 class HarnessConfig(Section, prefix="harness."):
   """Downstream evaluation with lm_eval, as a job; no part of a run's identity."""
 
-  tasks: str = "paper"  # names of tasks, groups or tags, separated by commas, with * and ?; the paper's list; or none
-  num_fewshot: tuple[int, ...] = ()  # examples before each question, once for each number; (): for paper (0, 5), and
-  # else as the tasks say
-  limit: int | None = number(None, above=0)  # questions of each task, and documents of `text`; None: all
-  include_path: str | None = None  # a folder of task files of your own
-  default_tasks: bool = True  # whether lm_eval's own tasks are there too; reading their files takes seconds
-  batch_size: int = number(8, above=0)  # sequences of model.seq_len tokens on a device at a time (more where shorter)
-  dtype: str = one_of("model", "bfloat16", "float32")  # of the computation; model: as the model says
-  apply_chat_template: bool = False  # whether the tokenizer's chat template writes contexts as messages of a user
-  fewshot_as_multiturn: bool = True  # whether examples are turns there; else they are in the last message
-  begin_mark: str = one_of("auto", "none", "always")  # before contexts; auto: the tokenizer's begin mark if it has one;
-  # always: that, or else the end mark
-  window: str = one_of("disjoint", "sliding")  # over long texts
-  stride: int | None = number(None, above=0)  # tokens that a sliding window predicts; None: half of model.seq_len
-  text: str | None = None  # a source as in data.source, whose perplexity is measured
-  folder: str = "harness"  # for the results, in the work directory
+  # Names of tasks, groups or tags, separated by commas, with * and ?; paper: the paper's list; none: only `text`.
+  tasks: str = "paper"
+  # Examples before each question, once for each number. (): 0 and 5 for the paper's list, else as the tasks say.
+  num_fewshot: tuple[int, ...] = ()
+  limit: int | None = number(None, above=0)  # Questions of each task, and documents of `text`. None: all.
+  include_path: str | None = None  # A folder of task files of your own.
+  default_tasks: bool = True  # Whether lm_eval's own tasks are there too; reading their files takes seconds.
+  # Rows of model.seq_len tokens on a device at a time; there are more where they are shorter.
+  batch_size: int = number(8, above=0)
+  dtype: str = one_of("model", "bfloat16", "float32")  # Type of the computation. model: as the model says.
+  apply_chat_template: bool = False  # Whether the tokenizer's chat template writes contexts as messages of a user.
+  # Whether examples are turns of the conversation; otherwise they are in the last message.
+  fewshot_as_multiturn: bool = True
+  # What stands before contexts. auto: the tokenizer's begin mark if it has one; always: that, or else the end mark.
+  begin_mark: str = one_of("auto", "none", "always")
+  window: str = one_of("disjoint", "sliding")  # How long texts are cut into windows.
+  stride: int | None = number(None, above=0)  # Tokens that a sliding window predicts. None: half of model.seq_len.
+  text: str | None = None  # A source as in data.source, whose perplexity is measured.
+  folder: str = "harness"  # The folder for the results, in the work directory.
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -228,6 +248,7 @@ class HarnessConfig(Section, prefix="harness."):
 class Config(Section):
   """One experiment. Keys of different sections are checked against each other by `from_config_dict` and `load`."""
 
+  # Of the initial weights, the order of the text, dropout and the draw of step_counts.
   seed: int = number(0, at_least=0)
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()

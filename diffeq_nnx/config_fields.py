@@ -42,21 +42,21 @@ def number(
   `minus_one` says what -1 stands for, where it is a value too.
   """
   low, high = above if at_least is None else at_least, below if at_most is None else at_most
+  if high is None:
+    rule = f"must be above {low}" if at_least is None else f"must be {low} or above"
+    rule = f"{rule}, or -1 for {minus_one}" if minus_one else rule
+  else:
+    ends = ("excluded" if at_least is None else "included", "excluded" if at_most is None else "included")
+    rule = f"must lie between {low} ({ends[0]}) and {high} ({ends[1]})"
 
   def find_problem(value: Any) -> str | None:
     fits = value is None or (
       (value > low if at_least is None else value >= low)
       and (high is None or (value < high if at_most is None else value <= high))
     )
-    if fits or minus_one and value == -1:
-      return None
-    if high is None:
-      rule = f"must be above {low}" if at_least is None else f"must be {low} or above"
-      return f"{rule}, or -1 for {minus_one}" if minus_one else rule
-    ends = ("excluded" if at_least is None else "included", "excluded" if at_most is None else "included")
-    return f"must lie between {low} ({ends[0]}) and {high} ({ends[1]})"
+    return None if fits or minus_one and value == -1 else rule
 
-  return dataclasses.field(default=default, metadata={"find_problem": find_problem})
+  return dataclasses.field(default=default, metadata={"find_problem": find_problem, "rule": rule})
 
 
 def list_fields(cls: type, prefix: str = "") -> dict[str, dataclasses.Field]:

@@ -14,13 +14,16 @@ SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk
 class TimeConfig(Section, prefix="model.time."):
   """Which times a step has weights of, and how a time becomes the features that generated weights are made from."""
 
-  embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")  # docs/depth.md#the-time-embedding
-  sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies
-  time_embed_dim: int = number(48, above=0)  # T: the size of e(t)
-  scale: float = number(1000.0, above=0)  # radians that the fastest wave turns from t = 0 to t = 1; unless uniform
-  common: float = number(0.0, at_least=0)  # size of a feature that is the same at all t, beside waves of size 1
-  weights_at: str = one_of("nodes", "end", "middle", "mean")  # nodes: the solver's own; else the same at all nodes
-  constant: bool = False  # hold t at 0: the control that has the parameters but not the time
+  # How e(t) is made from t; docs/evidence/any_depth.md compares the four.
+  embedding: str = one_of("fixed", "learned", "shared_mlp", "uniform")
+  sinusoidal_dim: int = number(128, above=0)  # m: the number of frequencies.
+  time_embed_dim: int = number(48, above=0)  # T: the size of e(t).
+  # Radians that the fastest wave turns from t = 0 to t = 1; unused where the embedding is uniform.
+  scale: float = number(1000.0, above=0)
+  common: float = number(0.0, at_least=0)  # Size of a feature that is the same at all t, beside waves of size 1.
+  # The times of a step's weights. nodes: those that the solver evaluates; otherwise one time, or the mean, for all.
+  weights_at: str = one_of("nodes", "end", "middle", "mean")
+  constant: bool = False  # Holds t at 0. This is the control that has the parameters but not the time.
 
   @property
   def radians(self) -> float:
@@ -32,11 +35,12 @@ class TimeConfig(Section, prefix="model.time."):
 class LoraConfig(Section, prefix="model.lora."):
   """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
 
-  rank: int = number(0, at_least=0)  # columns of A; 0: no adapters, all parameters learn
-  alpha: float = number(16.0, above=0)
-  targets: str = "kernel"  # a regular expression found in names like qkv.kernel, out.kernel, up.kernel, down.kernel
-  dropout: float = number(0.0, at_least=0, below=1)  # share of a kernel's inputs dropped before A
-  embeddings: bool = True  # whether the token embedding, learned positions and the head learn too
+  rank: int = number(0, at_least=0)  # Columns of A; 0: no adapters, and all parameters learn.
+  alpha: float = number(16.0, above=0)  # The product A B is scaled by alpha / rank.
+  # A regular expression that is found in names like qkv.kernel, out.kernel, up.kernel, down.kernel.
+  targets: str = "kernel"
+  dropout: float = number(0.0, at_least=0, below=1)  # Share of a kernel's inputs that is dropped before A.
+  embeddings: bool = True  # Whether the token embedding, learned positions and the head learn too.
 
   def _check_together(self) -> None:
     try:
@@ -54,43 +58,53 @@ class RopeConfig(Section, prefix="model.rope."):
   as before, and those between are interpolated.
   """
 
-  base: float = number(10000.0, above=0)
-  factor: float = number(1.0, at_least=1)  # 1: no scaling
-  low_freq_factor: float = number(1.0, above=0)
-  high_freq_factor: float = number(4.0, above=0)
-  original_len: int = number(8192, above=0)  # positions of the training before
+  base: float = number(10000.0, above=0)  # Sets the longest wavelength, 2 pi base positions.
+  factor: float = number(1.0, at_least=1)  # How much slower the slowest pairs turn; 1: no scaling.
+  low_freq_factor: float = number(1.0, above=0)  # Sets the wavelength above which a pair is scaled.
+  high_freq_factor: float = number(4.0, above=0)  # Sets the wavelength below which a pair is not scaled.
+  original_len: int = number(8192, above=0)  # Positions that the model was trained at before it was scaled.
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Section, prefix="model."):
   """Three independent choices (weights, field, solver) and their sizes."""
 
-  weights: str = one_of("generated", "stored", "shared")  # stored: a set for each time; shared: one set
-  field: str = one_of("gpt", "llama")
-  solver: str = one_of(*SOLVER_NAMES)  # euler: parallel branches; sequential: attention first; others: docs/solvers.md
-  initialization: str = one_of("plain", "published")  # plain: W(t) starts with the spread of GPT-2's weights
-  norm_shift: bool | None = None  # whether llama's block norms have a shift (gpt's do); None: if published
-  num_steps: int = number(12, above=0)
-  horizon: float | None = number(None, above=0)  # dt = horizon / num_steps; None: num_steps, so that dt = 1
-  step_sizes: tuple[float, ...] = ()  # dt of each of num_steps steps; (): all alike
-  # the steps 0 to num_steps - 1, the one that matters most first: fewer steps are the first of these, in the order of
-  # time, and the others are left out; (): fewer steps are of one size over the horizon; written by --job=rank_steps
+  # generated: W(t) from hypernetworks; stored: a set of weights for each step; shared: one set for all steps.
+  weights: str = one_of("generated", "stored", "shared")
+  field: str = one_of("gpt", "llama")  # The block: GPT-2's or Llama's.
+  # euler: both branches see the same state; sequential: attention first; the others: docs/reference/solvers.md.
+  solver: str = one_of(*SOLVER_NAMES)
+  # plain: W(t) starts with the spread of GPT-2's weights; published: as in the published code.
+  initialization: str = one_of("plain", "published")
+  # Whether the norms of llama's block have a shift, as gpt's do. None: only if initialization=published.
+  norm_shift: bool | None = None
+  num_steps: int = number(12, above=0)  # Solver steps, which are the layers.
+  # The time that the solver integrates over: dt = horizon / num_steps. None: num_steps, so that dt = 1.
+  horizon: float | None = number(None, above=0)
+  step_sizes: tuple[float, ...] = ()  # dt of each of the num_steps steps; (): all alike.
+  # The steps 0 to num_steps - 1, the one that matters most first, as --job=rank_steps writes them. Fewer steps are then
+  # the first of these in the order of time, and the others are left out. (): they are of one size over the horizon.
   depth_order: tuple[int, ...] = ()
-  embed_dim: int = number(768, above=0)
-  num_heads: int = number(12, above=0)
-  num_kv_heads: int | None = number(None, above=0)  # None: num_heads
-  head_dim: int | None = number(None, above=0)  # channels of a head; None: embed_dim / num_heads
-  qkv_bias: bool = False  # whether llama's queries, keys and values have biases (gpt's do), as in Qwen 2
-  qk_norm: bool = False  # whether llama normalizes each head's query and key before it rotates them, as in Qwen 3
-  tied_head: bool | None = None  # whether the output head is the token embedding; None: if gpt
-  mlp_dim: int | None = number(None, above=0)  # None: 4 embed_dim
-  vocab_size: int = number(50257, above=0)
-  seq_len: int = number(1024, above=0)
-  norm_eps: float | None = number(None, above=0)  # of the norms in the block; None: 1e-5 for gpt, 1e-6 for llama
-  final_norm_eps: float | None = number(None, above=0)  # of the norm after the last step; None: 1e-5
-  dropout: float = number(0.0, at_least=0, below=1)  # on the embeddings and on both residual branches
-  dtype: str = one_of("bfloat16", "float32", "float64")  # of the computation; parameters are float32
-  # the implementation: see kernels/README.md; programs may name a kernel for a device that they compile for
+  embed_dim: int = number(768, above=0)  # Width of the state.
+  num_heads: int = number(12, above=0)  # Heads of the queries.
+  num_kv_heads: int | None = number(None, above=0)  # Heads of the keys and values. None: num_heads.
+  head_dim: int | None = number(None, above=0)  # Channels of a head. None: embed_dim / num_heads.
+  qkv_bias: bool = False  # Whether llama's queries, keys and values have biases, as gpt's and Qwen 2's do.
+  # Whether llama normalizes the queries and keys of each head before it rotates them, as Qwen 3 does.
+  qk_norm: bool = False
+  tied_head: bool | None = None  # Whether the output head is the token embedding. None: only if field=gpt.
+  mlp_dim: int | None = number(None, above=0)  # Width inside the feed-forward branch. None: 4 embed_dim.
+  vocab_size: int = number(50257, above=0)  # Ids of the model; a tokenizer that is trained for it uses all of them.
+  seq_len: int = number(1024, above=0)  # Tokens of a row.
+  # Added to the variance in the norms of the block. None: 1e-5 for gpt, 1e-6 for llama.
+  norm_eps: float | None = number(None, above=0)
+  # Added to the variance in the norm after the last step. None: 1e-5.
+  final_norm_eps: float | None = number(None, above=0)
+  # Share that is dropped of the embeddings and of both residual branches.
+  dropout: float = number(0.0, at_least=0, below=1)
+  dtype: str = one_of("bfloat16", "float32", "float64")  # Type of the computation; parameters are float32.
+  # The implementation, as docs/reference/kernels.md describes; programs may name a kernel for a device that they
+  # compile for.
   attention: str = one_of(
     *("auto", "reference", "pallas", "pallas_deterministic", "cudnn"),
     programs=("pallas_tpu", "pallas_gpu", "pallas_gpu_deterministic"),

@@ -1,8 +1,10 @@
-"""python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
+"""The command line: python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
+from collections.abc import Sequence
 import os
 import re
 import sys
+import textwrap
 import traceback
 from typing import Any
 
@@ -83,6 +85,7 @@ NUM_PROCESSES = flags.DEFINE_integer(
 )
 JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
+COMMON_FLAGS = ("config", "set", "workdir", "coordinator", "num_processes", "process_id", "join_seconds")
 
 
 def run(argv: list[str]) -> None:
@@ -173,11 +176,56 @@ def _num_steps(job: str, parts: list[str]) -> int | tuple[int, ...]:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """absl's flag parsing, with every mistake reported in one line; --config.KEY=VALUE is read as --set=KEY=VALUE."""
+  """absl's flag parsing, with every mistake reported in one line; --config.KEY=VALUE is read as --set=KEY=VALUE.
+
+  --help prints our own text, since absl's lists the flags of all jobs without the jobs.
+  """
+  asks_for_help = not {"-h", "-help", "--help", "--helpshort"}.isdisjoint(argv)
+  if asks_for_help:
+    argv = [argument for argument in argv if not argument.startswith(("-h", "--help"))]
   try:
-    return flags.FLAGS([re.sub(r"^--?config\.", "--set=", argument) for argument in argv])
+    rest = flags.FLAGS([re.sub(r"^--?config\.", "--set=", argument) for argument in argv])
   except (flags.Error, ValueError) as error:
     raise SystemExit(fail(error, 2)) from None
+  if asks_for_help:
+    print(describe_job(ALIASES.get(JOB.value, JOB.value)) if JOB.present else describe_jobs())
+    raise SystemExit(0)
+  return rest
+
+
+def describe_jobs() -> str:
+  """The answer to --help: what each job does, and the flags that all take."""
+  jobs_lines = [_describe(name, job.summary) for name, job in JOBS.items()]
+  return "\n".join(
+    [
+      "python -m diffeq_nnx.main --workdir=DIR [--config=FILE.py] [--config.KEY=VALUE ...] [--job=JOB] [job's flags]",
+      "",
+      "Jobs; --help --job=JOB lists the flags of one:",
+      *jobs_lines,
+      "",
+      "Flags of every job:",
+      *_describe_flags(COMMON_FLAGS),
+    ]
+  )
+
+
+def describe_job(name: str) -> str:
+  """The answer to --help --job=NAME: what the job does, an example, and its flags beside those of every job."""
+  job = JOBS[name]
+  named = "" if name == "train" else f"--job={name} "
+  lines = [f"--job={name} {job.summary}.", "", f"Example: python -m diffeq_nnx.main {named}{job.example}"]
+  if job.flags:
+    lines += ["", "Flags of this job:", *_describe_flags(job.flags)]
+  return "\n".join([*lines, "", f"Flags of every job: {', '.join(f'--{flag}' for flag in COMMON_FLAGS)}; see --help."])
+
+
+def _describe_flags(names: Sequence[str]) -> list[str]:
+  # absl ends the help of a flag that may be given several times with advice of its own
+  return [_describe(f"--{name}", str(flags.FLAGS[name].help).partition(";\n")[0]) for name in names]
+
+
+def _describe(name: str, text: str) -> str:
+  return textwrap.fill(f"  {name:<15} {text}", 100, subsequent_indent=" " * 18, break_on_hyphens=False)
 
 
 def fail(error: BaseException, code: int) -> int:

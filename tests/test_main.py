@@ -1,11 +1,14 @@
 """The command line: every mistake is one line and exit code 2; evaluate prints one JSON line."""
 
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from diffeq_nnx import main
+from diffeq_nnx.jobs import JOBS
 from tests.conftest import mistake
 
 
@@ -129,3 +132,19 @@ def test_the_package_imports_no_jax_and_training_nothing_that_draws_and_public_n
       assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
   """
   subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_help_says_what_each_job_does_and_a_jobs_help_lists_its_flags_alone(capsys):
+  def ask(*arguments):
+    with pytest.raises(SystemExit) as end:
+      main.parse(["diffeq_nnx.main", *arguments])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+  every = ask("--help")
+  flags = {flag for job in JOBS.values() for flag in job.flags}
+  for name, job in JOBS.items():
+    assert re.search(rf"^  {name} +{re.escape(job.summary[:40])}", every, re.MULTILINE)
+    listed = re.findall(r"^  --(\w+)", ask(f"--job={name}", "--help"), re.MULTILINE)
+    assert listed == [*job.flags]
+  assert not flags & {*re.findall(r"^  --(\w+)", every, re.MULTILINE)}

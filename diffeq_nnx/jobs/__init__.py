@@ -11,6 +11,7 @@ class Job:
   """One job.
 
   Attributes:
+    summary: one line for --help that says what it does.
     home: module and name of its function of a config and a work directory, imported when it is called.
     flags: names of the flags that it takes beside those that every job takes.
     required: those that must be given; of a tuple of flags, one of them.
@@ -23,6 +24,7 @@ class Job:
     one_process: whether it is an error to start it in several processes.
   """
 
+  summary: str
   home: str
   flags: tuple[str, ...] = ()
   required: tuple[str | tuple[str, ...], ...] = ()
@@ -47,10 +49,23 @@ def _named(path: str) -> Callable[..., Any]:
 
 
 JOBS = {
-  "train": Job("training.loop:train", config="file_or_run"),
-  "evaluate": Job("jobs.evaluate:evaluate", ("num_steps",), example="--workdir=runs/tiny"),
-  "prepare": Job("jobs.prepare:prepare_shards", config="file", one_process=True),
+  "train": Job(
+    "trains a model; run again, it continues from the last checkpoint", "training.loop:train", config="file_or_run"
+  ),
+  "evaluate": Job(
+    "measures the validation loss, at one number of solver steps or several",
+    "jobs.evaluate:evaluate",
+    ("num_steps",),
+    example="--workdir=runs/tiny",
+  ),
+  "prepare": Job(
+    "turns text into shards of tokens, once for any number of runs",
+    "jobs.prepare:prepare_shards",
+    config="file",
+    one_process=True,
+  ),
   "discretize": Job(
+    "turns W(t) into an ordinary transformer with stored weights for each step",
     "jobs.discretize:discretize",
     ("from_workdir", "num_steps", "step_sizes", "tolerance"),
     ("from_workdir",),
@@ -58,9 +73,14 @@ JOBS = {
     "source",
   ),
   "rank_steps": Job(
-    "jobs.rank_steps:rank_steps", ("num_steps", "tokens", "by"), example="--workdir=runs/tiny", one_process=True
+    "finds the order in which steps matter, so that the least of them can be left out",
+    "jobs.rank_steps:rank_steps",
+    ("num_steps", "tokens", "by"),
+    example="--workdir=runs/tiny",
+    one_process=True,
   ),
   "continuous": Job(
+    "turns an ordinary transformer into W(t), which has the same layers at its own steps",
     "jobs.continuous:continuous",
     ("from_workdir",),
     ("from_workdir",),
@@ -70,6 +90,7 @@ JOBS = {
     one_process=True,
   ),
   "finetune": Job(
+    "trains a run on as an ordinary transformer: all weights or adapters, at any number of steps",
     "jobs.finetune:finetune",
     ("from_workdir", "num_steps", "step_sizes"),
     ("from_workdir",),
@@ -77,6 +98,7 @@ JOBS = {
     "file_or_source",
   ),
   "generate": Job(
+    "continues prompts or conversations",
     "jobs.generate:generate",
     (
       *("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "seed"),
@@ -86,6 +108,7 @@ JOBS = {
     "--workdir=runs/tiny --prompt='The river'",
   ),
   "export": Job(
+    "writes a folder that transformers or peft loads, or a StableHLO program",
     "jobs.export:export_run",
     ("out", "format", "num_steps", "base"),
     ("out",),
@@ -93,6 +116,7 @@ JOBS = {
     one_process=True,
   ),
   "import": Job(
+    "makes a run of a published checkpoint: a folder, a name on the hub, or a GGUF file",
     "jobs.import_hf:import_run",
     ("from_hf",),
     ("from_hf",),
@@ -102,12 +126,18 @@ JOBS = {
     one_process=True,
   ),
   "analyze": Job(
+    "measures spectra, Lyapunov exponents and clusters over depth, and draws a page of them",
     "jobs.analyze:analyze",
     ("text", "position", "leading", "times", "num_steps"),
     example="--workdir=runs/tiny",
     one_process=True,
   ),
-  "harness": Job("jobs.harness:evaluate_downstream", ("baseline", "num_steps"), example="--workdir=runs/tiny"),
+  "harness": Job(
+    "evaluates on tasks of lm_eval, and measures the perplexity of texts",
+    "jobs.harness:evaluate_downstream",
+    ("baseline", "num_steps"),
+    example="--workdir=runs/tiny",
+  ),
 }
 ALIASES = {"analyse": "analyze"}  # other spellings
 

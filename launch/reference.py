@@ -1,0 +1,179 @@
+"""Writes the reference pages of config keys, jobs and modules from the code: python -m launch.reference
+
+tests/test_docs.py fails where the pages differ from what this writes.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator
+import dataclasses
+import inspect
+import io
+import pathlib
+import textwrap
+import tokenize
+import tomllib
+import types
+import typing
+from typing import Any
+
+from absl import flags
+
+from diffeq_nnx import main as main_lib
+from diffeq_nnx.config import Config
+from diffeq_nnx.config_fields import plain_type
+from diffeq_nnx.jobs import JOBS
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+WIDTH = 120
+CONFIG_PAGE = """# Every config key
+
+`python -m launch.reference` writes this page from `diffeq_nnx/config.py` and `diffeq_nnx/config_model.py`.
+
+A config file is Python with a function `get_config(argument)`, which changes the values of
+`diffeq_nnx.config.default()`; `configs/tiny.py` is a small one. On the command line `--config.KEY=VALUE` changes a key,
+for example `--config.train.steps=500`. An unknown key, a value of another type and a value that breaks its rule end the
+command with one line that names the key, the rule and the nearest name.
+"""
+JOBS_PAGE = """# Every job and its flags
+
+`python -m launch.reference` writes this page from the program itself. `python -m diffeq_nnx.main --help` prints the
+list of jobs, and `--help --job=NAME` the flags of one.
+"""
+
+MAP_PAGE = """# Every module
+
+`python -m launch.reference` writes this page from the first sentences of the modules. [The map of the
+code](architecture.md) says where to begin.
+
+A floor of the package imports only floors below it, which import-linter checks. From the top:
+
+{floors}
+"""
+
+
+def list_sections(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
+  """Yields the name and the class of each section that has keys of its own, in the order of their fields."""
+  fields = dataclasses.fields(cls)
+  if not all(dataclasses.is_dataclass(field.type) for field in fields):
+    yield prefix, cls
+  for field in fields:
+    if dataclasses.is_dataclass(field.type):
+      yield from list_sections(typing.cast(type, field.type), f"{prefix}{field.name}.")
+
+
+def read_meanings(cls: type) -> dict[str, str]:
+  """Returns what the comments of a section's source say of each field: those above it, and those behind it."""
+  source = textwrap.dedent(inspect.getsource(cls))
+  comments = {
+    token.start[0]: token.string.lstrip("# ")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    if token.type == tokenize.COMMENT
+  }
+  (definition,) = ast.parse(source).body
+  meanings, last = {}, 0
+  for node in typing.cast(ast.ClassDef, definition).body:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+      meanings[node.target.id] = " ".join(text for line, text in comments.items() if last < line <= last_line(node))
+    last = last_line(node)
+  return meanings
+
+
+def last_line(node: ast.stmt) -> int:
+  """Returns the number of the last line of a statement."""
+  return typing.cast(int, node.end_lineno)
+
+
+def describe_type(field: dataclasses.Field) -> str:
+  """Returns the type of a field and the rule of its values, as a cell of a table."""
+  if "choices" in field.metadata:
+    return "one of " + ", ".join(f"`{name}`" for name in field.metadata["choices"])
+  kind: Any = field.type
+  name = plain_type(kind).__name__
+  if name == "tuple":
+    name = f"tuple of {typing.get_args(kind)[0].__name__}"
+  rule = field.metadata.get("rule", "").removeprefix("must be ").replace("must lie between", "between")
+  return f"{name}{', ' if rule else ''}{rule}{' or None' if isinstance(kind, types.UnionType) else ''}"
+
+
+def write_config_page() -> str:
+  """Returns the page of config keys: a table for each section."""
+  parts = [CONFIG_PAGE]
+  for prefix, cls in list_sections():
+    meanings = read_meanings(cls)
+    rows = [
+      f"| `{prefix}{field.name}` | {describe_type(field)} | `{field.default!r}` | {escape(meanings[field.name])} |"
+      for field in dataclasses.fields(typing.cast(Any, cls))
+      if not dataclasses.is_dataclass(field.type)
+    ]
+    text = "\n\n".join(textwrap.fill(part, WIDTH) for part in typing.cast(str, inspect.getdoc(cls)).split("\n\n"))
+    title = prefix.rstrip(".") or "The top level"
+    table = "\n".join(["| key | type and rule | default | meaning |", "| --- | --- | --- | --- |", *rows])
+    parts.append(f"## {title}\n\n{text}\n\n{table}\n")
+  return "\n".join(parts)
+
+
+def write_jobs_page() -> str:
+  """Returns the page of jobs: a table of them, the flags of each, and those of all."""
+  jobs = [f"| [{name}](#{name}) | {job.summary} |" for name, job in JOBS.items()]
+  parts = [JOBS_PAGE, "\n".join(["| job | what it does |", "| --- | --- |", *jobs, ""])]
+  parts.append(f"## Flags of every job\n\n{list_flags(main_lib.COMMON_FLAGS)}")
+  for name, job in JOBS.items():
+    named = "" if name == "train" else f"--job={name} "
+    example = f"```sh check\npython -m diffeq_nnx.main {named}{job.example}\n```\n"
+    flags_text = f"\n{list_flags(job.flags)}" if job.flags else ""
+    parts.append(f"## {name}\n\n{job.summary[0].upper()}{job.summary[1:]}.\n\n{example}{flags_text}")
+  return "\n".join(parts)
+
+
+def list_flags(names: tuple[str, ...]) -> str:
+  """Returns a table of flags with their help."""
+  rows = [f"| `--{name}` | {escape(str(flags.FLAGS[name].help).partition(';' + chr(10))[0])} |" for name in names]
+  return "\n".join(["| flag | meaning |", "| --- | --- |", *rows, ""])
+
+
+def write_map_page() -> str:
+  """Returns the page of modules: the floors of the package, and a table for each folder."""
+  (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+  floors = [layer.replace("diffeq_nnx.", "").split(" | ") for layer in contract["layers"]]
+  lines = [f"{number}. {', '.join(f'`{name}`' for name in names)}" for number, names in enumerate(floors, 1)]
+  places = [ROOT / "diffeq_nnx", *(ROOT / "diffeq_nnx" / name for names in floors for name in names)]
+  places += [ROOT / "launch", *sorted((ROOT / "launch").iterdir())]
+  parts = [MAP_PAGE.format(floors="\n".join(lines))]
+  for place in places:
+    for folder in [place, *sorted(place.rglob("*/"))] if place.parent != ROOT else [place]:
+      files = [path for path in sorted(folder.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
+      if files and folder.is_dir():
+        title = folder.relative_to(ROOT).as_posix()
+        about = f"{read_summary(folder / '__init__.py')}\n\n" if (folder / "__init__.py").exists() else ""
+        rows = [f"| `{path.name}` | {escape(read_summary(path))} |" for path in files]
+        table = "\n".join(["| module | |", "| --- | --- |", *rows])
+        parts.append(f"## {title}\n\n{about}{table}\n")
+  return "\n".join(parts)
+
+
+def read_summary(path: pathlib.Path) -> str:
+  """Returns the first paragraph of a module's docstring in one line."""
+  text = typing.cast(str, ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
+  return " ".join(text.split("\n\n")[0].split())
+
+
+def escape(text: str) -> str:
+  """Returns text as a cell of a Markdown table holds it."""
+  return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+PAGES = {"config.md": write_config_page, "jobs.md": write_jobs_page, "map.md": write_map_page}
+
+
+def main() -> None:
+  """Writes the pages."""
+  argparse.ArgumentParser(description=__doc__).parse_args()
+  FOLDER.mkdir(parents=True, exist_ok=True)
+  for name, write in PAGES.items():
+    (FOLDER / name).write_text(write(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+  main()
