@@ -3,6 +3,7 @@
 import setuptools
 
 ANALYSIS = ["diffrax>=0.7.2"]
+DOCS = ["latex2mathml", "mkdocs>=1.6", "mkdocs-jupyter", "mkdocs-material", "mkdocstrings[python]"]
 GCS = ["gcsfs>=2026.1"]
 GGUF = ["gguf>=0.17"]
 HARNESS = ["lm_eval>=0.4.13"]
@@ -67,7 +68,8 @@ setuptools.setup(
   ],
   extras_require={
     "analysis": ANALYSIS,
-    "dev": ["import-linter", "mypy", "pre-commit", "ruff"],
+    "dev": ["import-linter", "mypy", "pre-commit", "ruff", *DOCS],
+    "docs": DOCS,
     "gcs": GCS,
     "gguf": GGUF,
     "harness": HARNESS,
@@ -84,7 +86,6 @@ setuptools.setup(
       "moto[s3]",
       "nbclient",
       "nbconvert",
-      "pdoc",
       "peft>=0.18",
       "playwright",
       "pytest",

@@ -1,4 +1,4 @@
-"""Breaks small runs in every way that it knows, and counts what they survive; docs/reliability.md.
+"""Breaks small runs in every way that it knows, and counts what they survive; docs/evidence/reliability.md.
 
   python -m launch.faults --workdir=/tmp/faults [--kinds=kill,term,several,damage,disk,refuse,configs,
       trained_configs,run_files,records,tokenizers] [--tries=20] [--seed=0]

@@ -1,8 +1,9 @@
-"""The pages: every code block is executed or checked, every link leads somewhere, the map names every module.
+"""The pages: every code block is executed or checked, and every link leads somewhere.
 
 A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model
 for two steps. A block of `sh check` would take hours, downloads or hardware: its flags are parsed, and nothing is
-executed.
+executed. A block of `text output` shows what the block of `sh` before it prints: each of its lines must be among them,
+whatever the numbers.
 """
 
 import ast
@@ -18,24 +19,15 @@ from typing import NamedTuple
 
 import pytest
 
+from launch import reference
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(
   path.relative_to(ROOT).as_posix()
   for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "kernels" / "README.md"]
 )
-ARCHITECTURE = "docs/architecture.md"
-LANGUAGES = ("sh", "sh check", "python", "text")
+LANGUAGES = ("sh", "sh check", "python", "text", "text output")
 PYTHONS = ("python", "python3", ".venv/bin/python")
-# folders that the map describes by one line each; every other module has a line of its own
-SUMMARIZED = (
-  "diffeq_nnx/analysis/pages/",
-  "diffeq_nnx/data/preparation/",
-  "diffeq_nnx/data/tokenizers/",
-  "diffeq_nnx/exporting/templates/",
-  "diffeq_nnx/harness/",
-  "launch/benchmarks/",
-  "launch/breaking/",
-)
 SHORT_CONFIG = """import importlib.util
 
 spec = importlib.util.spec_from_file_location("original", {path!r})
@@ -112,7 +104,7 @@ class Project:
     for path in ROOT.glob("configs/*.py"):
       text = SHORT_CONFIG.format(path=str(path), cache=str(folder / "cache"))
       (folder / "configs" / path.name).write_text(text)
-    self.done: list[list[str]] = []
+    self.printed: dict[tuple[str, ...], str] = {}  # by commands that were run
     self.log = folder / "log"
     environment = {
       "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -137,51 +129,64 @@ class Project:
         text=True,
       )
 
-  def ask(self, action: str, words: list[str]) -> None:
-    """Has the process run a command or parse its flags."""
+  def ask(self, action: str, words: list[str]) -> str:
+    """Has the process run a command or parse its flags, and returns what it prints."""
     start = self.log.stat().st_size
     self.process.stdin.write(json.dumps([action, words]) + "\n")
     self.process.stdin.flush()
     answer = self.process.stdout.readline()
     error = json.loads(answer) if answer else f"the process ended with {self.process.wait()}"
-    assert error is None, f"{shlex.join(words)}\n{self.log.read_bytes()[start:][-3000:].decode()}\n{error}"
+    printed = self.log.read_bytes()[start:].decode()
+    assert error is None, f"{shlex.join(words)}\n{printed[-3000:]}\n{error}"
+    return printed
 
-  def run(self, words: list[str]) -> None:
-    """Runs one command."""
+  def run(self, words: list[str]) -> str:
+    """Runs one command, and returns what it prints."""
     if words[0] in PYTHONS and words[1:3] == ["-m", "venv"] or words[0].endswith("pip"):
-      return check(words, self)  # this environment is one
+      check(words, self)  # this environment is one
+      return ""
     assert words[0] in PYTHONS and words[1] in ("-m", "-c"), f"{words}: mark the block `sh check`"
-    if words[1:] not in self.done:  # a command may stand on several pages
-      self.done.append(words[1:])
-      self.ask("run", words[1:])
+    command = tuple(words[1:])
+    if command not in self.printed:  # a command may stand on several pages
+      self.printed[command] = ""
+      self.printed[command] = self.ask("run", words[1:])
+    return self.printed[command]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-  """The folder, with the run that the pages speak of."""
+  """The folder, with the two runs that the pages speak of."""
   made = Project(tmp_path_factory.mktemp("project"))
   with made.process:  # ends when its stdin is closed
-    for words in blocks("docs/training.md")[0].commands():
-      made.run(words)
+    for preset, name in (("elastic", "any"), ("gpt", "tiny_gpt")):
+      made.run(f"python -m diffeq_nnx.main --config=configs/tiny.py:{preset} --workdir=runs/{name}".split())
     yield made
 
 
+LONG_PAGES = [f"docs/{name}.md" for name in ("every_depth", "evaluation", "extending", "looking_inside")]
 LONG = pytest.mark.slow(reason="half a minute or more; the commands that they run have tests of their own")
 
 
-@pytest.mark.parametrize(
-  "page", [pytest.param(page, marks=LONG if page in ("docs/depth.md", "docs/evaluation.md") else ()) for page in PAGES]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG if page in LONG_PAGES else ()) for page in PAGES])
 def test_blocks_run(page, project):
+  printed = ""
   for block in blocks(page):
     if block.language == "sh":
-      for words in block.commands():
-        project.run(words)
+      printed = "".join(project.run(words) for words in block.commands())
+    elif block.language == "text output":
+      lines = {_without_numbers(line) for line in printed.splitlines()}
+      for line in block.text.splitlines():
+        assert line == "..." or _without_numbers(line) in lines, f"{page}:{block.line}: {line!r} is not printed"
   # no page shows other depths of a run that was trained at one
   assert not re.search(r"this run was trained at \d+ solver steps and never", project.log.read_text())
   program = "\n".join(block.text for block in blocks(page) if block.language == "python")
   if program:
     project.run(["python", "-c", program])
+
+
+def _without_numbers(line: str) -> str:
+  """A line with each number, and each run of spaces, replaced by one sign."""
+  return re.sub(r"\s+", " ", re.sub(r"[\d.,:]*\d", "#", line.strip()))
 
 
 def extras() -> set[str]:
@@ -211,6 +216,7 @@ def check(words: list[str], project: Project) -> None:
     _dry_run(["bash", *words[:place], "--dry-run", *words[place:]])
   else:
     known = ["bash .ci/run", ".ci/run", "apt-get install chromium", "pre-commit run --all-files"]
+    known += ["git clone REPOSITORY diffeq-nnx", "cd diffeq-nnx", ". .venv/bin/activate"]
     assert shlex.join(words) in known, f"{words}: unknown command"
   if mine:
     project.ask("parse", ["-m", "diffeq_nnx.main", *mine])
@@ -227,7 +233,7 @@ def _check_python(words: list[str], project: Project) -> None:
   elif words[:2] == ["-m", "pytest"]:
     assert all((ROOT / word).exists() for word in words[2:] if not word.startswith("-")), words
   else:
-    assert words[:2] in (["-m", "venv"], ["-m", "diffeq_nnx.harness"], ["-m", "nbconvert"]), words
+    assert words[:2] in [["-m", name] for name in ("venv", "diffeq_nnx.harness", "nbconvert", "mkdocs")], words
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -278,54 +284,20 @@ def test_links_lead_somewhere(page):
         if line.startswith("#")
       ]
       assert anchor in headings, f"{page}: {target}"
-  if page == "CHANGELOG.md":
-    return  # which also names what is no longer there
   for name in re.findall(r"`((?:diffeq_nnx|launch|tests|configs|kernels|docs)/[\w./]+)`", text):
     assert (ROOT / name).exists(), f"{page}: {name}"
   for name in re.findall(r"`(test_\w+\.py)`", text):
     assert (ROOT / "tests" / name).exists(), f"{page}: {name}"
 
 
-def section_block(heading: str) -> list[str]:
-  """The lines of the `text` block under a heading of the architecture page."""
-  text = (ROOT / ARCHITECTURE).read_text()
-  return re.search(rf"^## {heading}$.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines()
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_the_pages_that_are_made_from_the_code_are_those_of_the_code(name):
+  assert (reference.FOLDER / name).read_text() == reference.PAGES[name](), "run python -m launch.reference"
+  assert "|  |" not in reference.PAGES[name]()  # nothing is without a meaning
 
 
-def mapped() -> list[str]:
-  """Paths that the map names; a name's folder is the nearest line above that is indented less."""
-  found, folders = [], []
-  for line in section_block("Map"):
-    name, indent = line.split()[0], len(line) - len(line.lstrip())
-    folders = [(width, folder) for width, folder in folders if width < indent]
-    path = (folders[-1][1] if folders else "") + name
-    found.append(path)
-    if name.endswith("/"):
-      folders.append((indent, path))
-  return found
-
-
-def test_the_map_names_every_module():
-  named = mapped()
-  assert len(named) == len(set(named))
-  for name in named:
-    assert (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/"), name
-  modules = [
-    path.relative_to(ROOT).as_posix()
-    for folder in ("diffeq_nnx", "kernels", "launch")
-    for path in ROOT.glob(f"{folder}/**/*.py")
-    if path.name != "__init__.py"
-  ]
-  modules = [path for path in modules if not path.startswith("diffeq_nnx/kernels/")]  # a link
-  folders = {f"{path.rpartition('/')[0]}/" for path in modules}
-  single = [path for path in modules if not path.startswith(SUMMARIZED)]
-  missing = sorted({*single, *folders} - {*named})
-  assert not missing
-
-
-def test_the_floors_are_those_that_the_linter_keeps():
-  """import-linter checks the imports against the list in pyproject.toml, which the page repeats."""
+def test_the_linter_knows_every_floor():
+  """import-linter checks the imports of the parts of the package that pyproject.toml lists."""
   (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-  floors = [set(re.findall(r"diffeq_nnx\.(\w+)", layer)) for layer in contract["layers"]]
-  assert [set(line.replace("/", "").replace(".py", "").split()) for line in section_block("Floors")] == floors
-  assert set.union(*floors) == {path.stem for path in ROOT.glob("diffeq_nnx/*") if not path.name.startswith("__")}
+  floors = re.findall(r"diffeq_nnx\.(\w+)", " ".join(contract["layers"]))
+  assert sorted(floors) == sorted(path.stem for path in ROOT.glob("diffeq_nnx/*") if not path.name.startswith("__"))

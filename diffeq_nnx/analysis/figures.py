@@ -25,7 +25,7 @@ def sections(found: Findings) -> list[Section]:
       "eigenvalues mean that tokens attend to similar tokens and that the attended token is copied. Normalization, "
       "biases, rotary positions, gates and the step size dt are not included. In small models that this project "
       "trained, output-value eigenvalues grew with depth in a GPT alone; in a DiffEqFormer they were largest in the "
-      "first step, against the paper's claim (docs/results.md).",
+      "first step, against the paper's claim (docs/evidence/claims.md).",
       [real_parts(found), magnitudes(found), positive_shares(found), induction(found), spectra_table(found)],
     ),
     (
@@ -33,7 +33,7 @@ def sections(found: Findings) -> list[Section]:
       "Finite-time Lyapunov exponents: logarithms of the singular values of the Jacobian of the framed token's final "
       "state with respect to each token's initial state. In the exact form an exponent of 0 is a change that keeps "
       "its size, and no influence is minus infinity. In the paper's form no influence is 0, so the two forms can't be "
-      "compared in size; in small models they ranked tokens alike (docs/results.md). "
+      "compared in size; in small models they ranked tokens alike (docs/evidence/claims.md). "
       f"The most probable next token is {found.next_token[0]!r} (probability "
       f"{found.next_token[1]:.3f}).",
       [*colored_texts(found), exponent_spectra(found), token_table(found)],

@@ -1,8 +1,8 @@
 """Self-speculation across depth: the model at few solver steps drafts tokens, and at many steps verifies them at once.
 
-B rows, N drafted tokens, V vocab_size. An elastic model (docs/depth.md) serves both with one set of parameters. A token
-of the draft is kept if the deep model would draw it; the first that is not is drawn again so that all tokens have the
-deep model's distribution (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding").
+B rows, N drafted tokens, V vocab_size. An elastic model (docs/every_depth.md) serves both with one set of parameters. A
+token of the draft is kept if the deep model would draw it; the first that is not is drawn again so that all tokens have
+the deep model's distribution (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding").
 
 Each row advances by the tokens that it keeps, and so has slots of its own: its text does not depend on other rows. A
 row whose text has ended goes on until all have; nobody reads what it writes.

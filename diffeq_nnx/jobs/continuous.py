@@ -22,7 +22,7 @@ def config_from(source: Config) -> Config:
 
   That is for half to twice the source's number of solver steps, for which muon_weights, at one number, becomes muon; or
   for half to all of them if the source has a `model.depth_order`, whose steps are no samples of a smooth function.
-  docs/depth.md has the measurements behind `CONTINUATION_DIVISOR`, which are of AdamW.
+  docs/evidence/any_depth.md has the measurements behind `CONTINUATION_DIVISOR`, which are of AdamW.
   """
   steps = max(1, source.train.steps // CONTINUATION_DIVISOR)
   peak_rate = source.optimizer.peak_rate / CONTINUATION_DIVISOR

@@ -2,7 +2,7 @@
 
 XLA's library for CPUs copies the right factor of a product into another order, each time; the left factor it reads as
 it lies, if its last axis is the one that is summed over. So `x @ kernel` becomes (kernel^T x^T)^T, with kernel^T in
-memory. docs/generation.md has what that gains.
+memory. docs/evidence/generation.md has what that gains.
 
 B rows, L positions, I in, O out.
 """

@@ -3,7 +3,7 @@
 The gradient of `x @ kernel` is x^T g, and JAX computes it as (g^T x)^T. XLA's library for CPUs first copies a left
 factor that is summed over its first axis into another order, slowly and together with the element-wise work that made
 it. With the smaller of x and g on the left this copy is small, and several kernels that read the same x share it. On
-other platforms the product is JAX's. docs/training.md has what that gains.
+other platforms the product is JAX's. docs/evidence/training_cost.md has what that gains.
 
 B rows, L positions, I in, O out.
 """

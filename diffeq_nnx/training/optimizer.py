@@ -158,7 +158,7 @@ def make_optimizer(
     "muon_weights": muon if vectors is None else _muon_weights(muon, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
   }
-  of_weights = config.name == "muon_weights"  # defaults as they measured best: docs/results.md#muon
+  of_weights = config.name == "muon_weights"  # defaults as they measured best: docs/evidence/quality.md#muon
   decay_generated = of_weights if config.decay_generated is None else config.decay_generated
   time_rate = float(not of_weights) if config.time_rate is None else config.time_rate
   return optax.chain(
