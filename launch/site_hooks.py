@@ -3,11 +3,13 @@
 Browsers draw MathML by themselves, so that a page needs no script from another site.
 """
 
+import html as html_lib
 import pathlib
 import re
 
 from latex2mathml import converter
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -15,10 +17,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES_OUTSIDE = ("demo.ipynb", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
+@event_priority(100)  # before mkdocs-jupyter, which looks for notebooks among the files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
   """Adds the pages that lie outside docs/."""
   for name in PAGES_OUTSIDE:
-    files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
   return files
 
 
@@ -29,10 +32,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-  """Replaces the formulas that pymdownx.arithmatex found."""
-  return re.sub(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', _convert, html, flags=re.DOTALL)
+  """Turns the formulas of the notebook's text into MathML."""
+  if not page.file.src_uri.endswith(".ipynb"):
+    return html
+  return re.sub(
+    r"<p>.*?</p>", lambda paragraph: re.sub(r"(\$\$?)(.+?)\1", _convert, paragraph[0]), html, flags=re.DOTALL
+  )
 
 
 def _convert(found: re.Match) -> str:
-  text = found[3].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")
-  return converter.convert(text, display="block" if found[2] == "[" else "inline")
+  return converter.convert(html_lib.unescape(found[2]), display="block" if found[1] == "$$" else "inline")
