@@ -35,9 +35,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
   """Turns the formulas of the notebook's text into MathML."""
   if not page.file.src_uri.endswith(".ipynb"):
     return html
-  return re.sub(
-    r"<p>.*?</p>", lambda paragraph: re.sub(r"(\$\$?)(.+?)\1", _convert, paragraph[0]), html, flags=re.DOTALL
-  )
+  convert = lambda paragraph: re.sub(r"(\$\$?)(.+?)\1", _convert, paragraph[0], flags=re.DOTALL)
+  return re.sub(r"<p>.*?</p>", convert, html, flags=re.DOTALL)
 
 
 def _convert(found: re.Match) -> str:
