@@ -1,7 +1,7 @@
 """Hugging Face folders: as GPT-2, Llama or Qwen where these can hold the model, else with our own small modeling file.
 
 Models with sequential steps are GPT-2, Llama or Qwen once dt is folded into the projections onto the residual stream.
-No architecture of transformers 5.23 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
+No architecture of transformers 5.24 can represent parallel steps: of those with parallel branches, GPT-NeoX, GPT-J,
 CodeGen, Phi, Falcon, StableLM and Cohere have no learned positions for the gpt field, and only StableLM and Cohere have
 SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a branch more than once.
 """
