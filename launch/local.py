@@ -62,8 +62,8 @@ def _first_failure(running: list[subprocess.Popen]) -> int:
 def main(argv: list[str] | None = None) -> int:
   """Starts the processes and waits for them."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--processes", type=int, default=2)
-  parser.add_argument("--devices-per-process", type=int, default=1)
+  parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
+  parser.add_argument("--devices-per-process", type=int, default=1, help="devices that JAX sees; default: 1")
   parser.add_argument("--dry-run", action="store_true", help="only print the commands")
   parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of python -m diffeq_nnx.main")
   args = parser.parse_args(argv)

@@ -402,11 +402,18 @@ def test_a_model_that_is_not_the_run_s_is_told(begun, tmp_path, capsys):
 # training
 
 
-def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ranked, tmp_path, monkeypatch):
+def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(
+  begun, ranked, tmp_path, monkeypatch, capsys
+):
   config = with_train(begun[0], step_counts=(2, 4, 5), self_distillation=True)
+  config = with_model(config, seq_len=2 * config.model.seq_len)  # becomes that of the run
   tune = lambda workdir: jobs.run("finetune", config, workdir, from_workdir=ranked[0], num_steps=4)
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   tune(whole)
+  kept = sorted(Run.open(ranked[0]).started.model.depth_order[:4])
+  said = capsys.readouterr().err
+  assert f"these 4 stay: {', '.join(map(str, kept))}\n" in said and "warning" not in said
+  assert f"model.seq_len={config.model.seq_len}: becomes {config.model.seq_len // 2}" in said
   start_state, opened = loop.start_state, []
 
   def draw(config, step):

@@ -185,7 +185,7 @@ def test_blocks_run(page, project):
 
 def _without_numbers(text: str) -> str:
   """A text with each number replaced by #, and each run of white space by one space."""
-  return re.sub(r"\s+", " ", re.sub(r"-?(\d[\d.,:]*)?\d(e[-+]?\d+)?", "#", text)).strip()
+  return re.sub(r"\s+", " ", re.sub(r"[-+]?(\d[\d.,:]*)?\d(e[-+]?\d+)?", "#", text)).strip()
 
 
 def extras() -> set[str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.parallel.console import say
 
 
@@ -26,6 +26,15 @@ def find_teaching_count(config: Config, num_steps: int) -> int | None:
   """The number of steps at which the model teaches itself at `num_steps` in the same train step; None: it does not."""
   most = list_num_steps(config)[0]
   return most if config.train.self_distillation and num_steps < most else None
+
+
+def say_kept_steps(model: ModelConfig, num_steps: int) -> bool:
+  """Says which steps stay if a model with a `depth_order` gets fewer of them, and returns whether it does."""
+  if not model.depth_order or num_steps >= model.num_steps:
+    return False
+  kept = ", ".join(map(str, sorted(model.depth_order[:num_steps])))
+  say(f"of the {model.num_steps} steps, numbered from 0, these {num_steps} stay: {kept}")
+  return True
 
 
 def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple[float, ...] = ()) -> None:

@@ -13,7 +13,7 @@ from diffeq_nnx import data
 from diffeq_nnx.config import NO_TEXT, Config, ModelConfig
 from diffeq_nnx.depth import adaptive
 from diffeq_nnx.depth.discretization import discretized_config
-from diffeq_nnx.depth.trained import say_untrained
+from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.jobs.deriving import check_model, derive_config, load_text, store_params, use_tokenizer, validate
 from diffeq_nnx.model import grids
@@ -70,6 +70,7 @@ def discretize(
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, source, workdir)
     corpus, tokenizer, params, identity = load_text(config, source), source.tokenizer, source.params, source.hash
+    say_kept_steps(config.model, model.num_steps)
     say_untrained(config, source.step, model.num_steps, model.step_sizes)
     del source  # which would keep its parameters in memory
     before = validate(here, corpus, mesh, params)

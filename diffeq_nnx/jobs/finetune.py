@@ -6,13 +6,14 @@ import dataclasses
 import jax
 
 from diffeq_nnx import files
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.depth.discretization import discretized_config
-from diffeq_nnx.depth.trained import say_untrained
+from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import derive_config, load_text, store_params, use_tokenizer
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run, load_corpus
@@ -53,7 +54,7 @@ def finetune(
   if workdir_lib.holds_run(workdir):
     return _resume(config, workdir, from_workdir, num_steps)
   run = Run.open(from_workdir, flag="from_workdir")
-  source = run.started
+  source, asked = run.started, config.model
   model = dataclasses.replace(
     discretized_config(source.model, num_steps, step_sizes),
     dropout=config.model.dropout,
@@ -68,7 +69,7 @@ def finetune(
     config = use_tokenizer(config, run, workdir)
     corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
-    say_untrained(source, run.step, config.model.num_steps, config.model.step_sizes)
+    _say_changes(source, run.step, asked, config.model)
     params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
     if "positions" in params:
       params = {**params, "positions": params["positions"][: model.seq_len]}
@@ -80,6 +81,14 @@ def finetune(
     Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh), before["loss"], identity)
     del params
   return train(config, workdir)
+
+
+def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfig) -> None:
+  """Says what the new model has otherwise than the run that it is made from, or than its own config asks for."""
+  if not say_kept_steps(source.model, made.num_steps):
+    say_untrained(source, step, made.num_steps, made.step_sizes)
+  if asked.seq_len > made.seq_len:
+    say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")
 
 
 def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | None) -> dict[str, float]:

@@ -137,7 +137,8 @@ def start_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> tuple[S
     say(parameter_overview.get_parameter_overview(all_params(state), include_stats="global"))  # in all processes
     return state, {"windows": 0, "validate": False}
   state, position = restored
-  say(f"continuing from the checkpoint of step {int(state['step'])}")
+  if step := int(state["step"]):  # at 0 another job made the run, and training begins
+    say(f"continuing from the checkpoint of step {step}")
   return state, position
 
 
