@@ -295,6 +295,11 @@ def test_the_pages_that_are_made_from_the_code_are_those_of_the_code(name):
   assert "|  |" not in reference.PAGES[name]()  # nothing is without a meaning
 
 
+def test_the_example_is_shown_as_it_is():
+  text = (ROOT / "docs" / "examples" / "kutta3.py").read_text().partition('"""\n\n')[2]
+  assert text in (ROOT / "docs" / "extending.md").read_text()
+
+
 def test_the_linter_knows_every_floor():
   """import-linter checks the imports of the parts of the package that pyproject.toml lists."""
   (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
