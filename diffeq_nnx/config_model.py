@@ -58,7 +58,7 @@ class RopeConfig(Section, prefix="model.rope."):
   as before, and those between are interpolated.
   """
 
-  base: float = number(10000.0, above=0)  # Sets the longest wavelength, 2 pi base positions.
+  base: float = number(10000.0, above=0)  # Sets the longest wavelength, about 2 pi base positions.
   factor: float = number(1.0, at_least=1)  # How much slower the slowest pairs turn; 1: no scaling.
   low_freq_factor: float = number(1.0, above=0)  # Sets the wavelength above which a pair is scaled.
   high_freq_factor: float = number(4.0, above=0)  # Sets the wavelength below which a pair is not scaled.

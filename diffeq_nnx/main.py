@@ -85,6 +85,7 @@ NUM_PROCESSES = flags.DEFINE_integer(
 )
 JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 100, "How long to wait for the other processes at the start.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0; goes with --coordinator.")
+HELP_FLAGS = ("-h", "-help", "--help", "--helpshort")  # absl's names
 COMMON_FLAGS = ("config", "set", "workdir", "coordinator", "num_processes", "process_id", "join_seconds")
 
 
@@ -180,14 +181,12 @@ def parse(argv: list[str]) -> list[str]:
 
   --help prints our own text, since absl's lists the flags of all jobs without the jobs.
   """
-  asks_for_help = not {"-h", "-help", "--help", "--helpshort"}.isdisjoint(argv)
-  if asks_for_help:
-    argv = [argument for argument in argv if not argument.startswith(("-h", "--help"))]
+  words = [re.sub(r"^--?config\.", "--set=", argument) for argument in argv if argument not in HELP_FLAGS]
   try:
-    rest = flags.FLAGS([re.sub(r"^--?config\.", "--set=", argument) for argument in argv])
+    rest = flags.FLAGS(words)
   except (flags.Error, ValueError) as error:
     raise SystemExit(fail(error, 2)) from None
-  if asks_for_help:
+  if len(words) < len(argv):
     print(describe_job(ALIASES.get(JOB.value, JOB.value)) if JOB.present else describe_jobs())
     raise SystemExit(0)
   return rest
@@ -212,16 +211,24 @@ def describe_jobs() -> str:
 def describe_job(name: str) -> str:
   """The answer to --help --job=NAME: what the job does, an example, and its flags beside those of every job."""
   job = JOBS[name]
-  named = "" if name == "train" else f"--job={name} "
-  lines = [f"--job={name} {job.summary}.", "", f"Example: python -m diffeq_nnx.main {named}{job.example}"]
+  lines = [f"--job={name} {job.summary}.", "", f"Example: {example_of(name)}"]
   if job.flags:
     lines += ["", "Flags of this job:", *_describe_flags(job.flags)]
   return "\n".join([*lines, "", f"Flags of every job: {', '.join(f'--{flag}' for flag in COMMON_FLAGS)}; see --help."])
 
 
+def example_of(name: str) -> str:
+  """Returns the command line of a job's example."""
+  return f"python -m diffeq_nnx.main {'' if name == 'train' else f'--job={name} '}{JOBS[name].example}"
+
+
+def help_of(name: str) -> str:
+  """Returns the help of a flag, without the advice that absl adds where a flag may be given several times."""
+  return str(flags.FLAGS[name].help).partition(";\n")[0]
+
+
 def _describe_flags(names: Sequence[str]) -> list[str]:
-  # absl ends the help of a flag that may be given several times with advice of its own
-  return [_describe(f"--{name}", str(flags.FLAGS[name].help).partition(";\n")[0]) for name in names]
+  return [_describe(f"--{name}", help_of(name)) for name in names]
 
 
 def _describe(name: str, text: str) -> str:

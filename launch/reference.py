@@ -17,8 +17,6 @@ import types
 import typing
 from typing import Any
 
-from absl import flags
-
 from diffeq_nnx import main as main_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.config_fields import plain_type
@@ -54,18 +52,16 @@ A floor of the package imports only floors below it, which import-linter checks.
 
 
 def list_sections(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
-  """Yields the name and the class of each section that has keys of its own, in the order of their fields."""
-  fields = dataclasses.fields(cls)
-  if not all(dataclasses.is_dataclass(field.type) for field in fields):
-    yield prefix, cls
-  for field in fields:
+  """Yields the prefix of the keys and the class of each section, in the order of their fields."""
+  yield prefix, cls
+  for field in dataclasses.fields(cls):
     if dataclasses.is_dataclass(field.type):
       yield from list_sections(typing.cast(type, field.type), f"{prefix}{field.name}.")
 
 
 def read_meanings(cls: type) -> dict[str, str]:
   """Returns what the comments of a section's source say of each field: those above it, and those behind it."""
-  source = textwrap.dedent(inspect.getsource(cls))
+  source = inspect.getsource(cls)
   comments = {
     token.start[0]: token.string.lstrip("# ")
     for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -120,8 +116,7 @@ def write_jobs_page() -> str:
   parts = [JOBS_PAGE, "\n".join(["| job | what it does |", "| --- | --- |", *jobs, ""])]
   parts.append(f"## Flags of every job\n\n{list_flags(main_lib.COMMON_FLAGS)}")
   for name, job in JOBS.items():
-    named = "" if name == "train" else f"--job={name} "
-    example = f"```sh check\npython -m diffeq_nnx.main {named}{job.example}\n```\n"
+    example = f"```sh check\n{main_lib.example_of(name)}\n```\n"
     flags_text = f"\n{list_flags(job.flags)}" if job.flags else ""
     parts.append(f"## {name}\n\n{job.summary[0].upper()}{job.summary[1:]}.\n\n{example}{flags_text}")
   return "\n".join(parts)
@@ -129,7 +124,7 @@ def write_jobs_page() -> str:
 
 def list_flags(names: tuple[str, ...]) -> str:
   """Returns a table of flags with their help."""
-  rows = [f"| `--{name}` | {escape(str(flags.FLAGS[name].help).partition(';' + chr(10))[0])} |" for name in names]
+  rows = [f"| `--{name}` | {escape(main_lib.help_of(name))} |" for name in names]
   return "\n".join(["| flag | meaning |", "| --- | --- |", *rows, ""])
 
 

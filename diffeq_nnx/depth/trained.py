@@ -3,6 +3,7 @@
 import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.parallel.console import say
 
 
@@ -32,7 +33,7 @@ def say_kept_steps(model: ModelConfig, num_steps: int) -> bool:
   """Says which steps stay if a model with a `depth_order` gets fewer of them, and returns whether it does."""
   if not model.depth_order or num_steps >= model.num_steps:
     return False
-  kept = ", ".join(map(str, sorted(model.depth_order[:num_steps])))
+  kept = ", ".join(map(str, make_grid(model, num_steps).kept_S))
   say(f"of the {model.num_steps} steps, numbered from 0, these {num_steps} stay: {kept}")
   return True
 
