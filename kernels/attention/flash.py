@@ -56,7 +56,7 @@ def pad(x, axis: int, multiple: int, value=0):
 def flash_attention(q, k, v, q_segments, kv_segments, kernel: Kernel) -> tuple[jax.Array, jax.Array]:
   """The result of `kernel.forward`, differentiable once in reverse mode with respect to q, k and v.
 
-  Nothing of size [S, T] is stored: the backward pass recomputes the softmax's weights from the log-sum-exp
+  Nothing of size [S, L] is stored: the backward pass recomputes the softmax's weights from the log-sum-exp
   (FlashAttention, Dao et al. 2022, section 3.1).
   """
   return kernel.forward(q, k, v, q_segments, kv_segments)

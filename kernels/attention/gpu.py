@@ -18,7 +18,7 @@ class GPUKernel(Problem):
   deterministic: bool = False
 
   def forward(self, q, k, v, q_segments, kv_segments):
-    """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, T, K, D]."""
+    """Output [B, S, H, D] and log-sum-exp [B, H, S]; q is [B, S, H, D], k and v are [B, L, K, D]."""
     return gpu_forward.forward(q, k, v, q_segments, kv_segments, self)
 
   def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
@@ -30,10 +30,10 @@ class GPUKernel(Problem):
 
 def attention_gpu(
   q_BxSxHxD: jax.Array,
-  k_BxTxKxD: jax.Array,
-  v_BxTxKxD: jax.Array,
+  k_BxLxKxD: jax.Array,
+  v_BxLxKxD: jax.Array,
   q_segments_BxS: jax.Array | None,
-  kv_segments_BxT: jax.Array | None,
+  kv_segments_BxL: jax.Array | None,
   *,
   mask: Mask,
   scale: float,
@@ -51,8 +51,8 @@ def attention_gpu(
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU. Set the environment variable
       NPROC=8 on machines of fewer cores: the interpreter blocks one of XLA's threads for each warpgroup that waits.
   """
-  kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxTxKxD.shape[1], q_BxSxHxD.shape[3], interpret, deterministic)
+  kernel = GPUKernel(mask, scale, logits_soft_cap, k_BxLxKxD.shape[1], q_BxSxHxD.shape[3], interpret, deterministic)
   out_BxSxHxD, lse_BxHxS = flash.flash_attention(
-    q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments_BxS, kv_segments_BxT, kernel
+    q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments_BxS, kv_segments_BxL, kernel
   )
   return out_BxSxHxD, jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -194,13 +194,13 @@ def _kernel(
     )
 
 
-def forward(q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, static: Problem):
+def forward(q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, static: Problem):
   """Output [B, S, H, D] and log-sum-exp [B, H, S]."""
   B, S, H, D = q_BxSxHxD.shape
-  G = H // k_BxTxKxD.shape[2]
+  G = H // k_BxLxKxD.shape[2]
   ring = static.rings[0]
-  ranges = block_ranges(static.mask, S, static.T, TILE, ring.rows, q_segments, kv_segments)
-  q, k, v = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD))
+  ranges = block_ranges(static.mask, S, static.L, TILE, ring.rows, q_segments, kv_segments)
+  q, k, v = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxLxKxD, v_BxLxKxD))
   width, dtype = q.shape[3], q.dtype
   arrived, consumed = (plgpu.Barrier(num_arrivals=n, num_barriers=ring.stages) for n in (1, 2))
   one_each = plgpu.Barrier(num_arrivals=1, num_barriers=2)

@@ -177,18 +177,18 @@ def _kernel(
 
 
 def backward(
-  q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
+  q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
 ):
   """Gradients of q, k and v; see `flash.Kernel`."""
   B, S, H, D = q_BxSxHxD.shape
-  T, K = k_BxTxKxD.shape[1:3]
-  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  L, K = k_BxLxKxD.shape[1:3]
+  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
   half = columns_of_dq(width)
   part = math.gcd(width, half)  # of which columns are taken by themselves
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   ring = static.rings[1]
-  ranges = block_ranges(static.mask, S, T, ring.rows, TILE, q_segments, kv_segments, by_key=True)
+  ranges = block_ranges(static.mask, S, L, ring.rows, TILE, q_segments, kv_segments, by_key=True)
   per_row = plgpu.SMEM((ring.stages, ring.rows), jnp.float32)
   parts_of_dq = k.shape[1] // ROWS if static.interpret else 1
   dq_ref = jax.new_ref(jnp.zeros((parts_of_dq * B, *q.shape[1:]), jnp.float32))
@@ -215,4 +215,4 @@ def backward(
     (ranges, q, k, v, parts.pad_ids(q_segments), parts.pad_ids(kv_segments), lse, delta, dout, dq_ref),
   )
   dq = (dq_ref[...].reshape(parts_of_dq, *q.shape).sum(0) * static.scale).astype(dtype)
-  return dq[:, :S, :, :D], dk[:, :T, :, :D], dv[:, :T, :, :D]
+  return dq[:, :S, :, :D], dk[:, :L, :, :D], dv[:, :L, :, :D]

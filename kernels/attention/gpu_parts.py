@@ -1,6 +1,6 @@
 """What the kernels for NVIDIA Hopper GPUs share: the problem, tiles, the ring of buffers, products and masks.
 
-B batch, S query positions, T key positions, H query heads, K key/value heads, G = H / K, D head width. A block
+B batch, S query positions, L key positions, H query heads, K key/value heads, G = H / K, D head width. A block
 of threads has two warpgroups that compute, on 64 rows each, and one that fetches: the side that is iterated over is
 copied to a ring of shared-memory buffers (FlashAttention-3, Shah et al. 2024, section 3.1).
 """
@@ -56,7 +56,7 @@ class Problem:
   mask: Mask
   scale: float
   soft_cap: float | None
-  T: int
+  L: int
   D: int
   interpret: Any
 
@@ -147,10 +147,10 @@ def mask_scores(scores, static: Problem, first_row, first_column, by_key: bool, 
   columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
   from_column = below_column = None
   if by_key:
-    from_column = jnp.where(rows < static.T, rows if mask.causal else 0, jnp.iinfo(jnp.int32).max // 2)
+    from_column = jnp.where(rows < static.L, rows if mask.causal else 0, jnp.iinfo(jnp.int32).max // 2)
     below_column = None if mask.window is None else rows + mask.window
   else:
-    below_column = jnp.minimum(rows + 1, static.T) if mask.causal else jnp.full_like(rows, static.T)
+    below_column = jnp.minimum(rows + 1, static.L) if mask.causal else jnp.full_like(rows, static.L)
     from_column = None if mask.window is None else rows - (mask.window - 1)
   visible: Any = True
   if from_column is not None:

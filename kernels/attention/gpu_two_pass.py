@@ -161,13 +161,13 @@ def _dkv_kernel(
 
 
 def backward(
-  q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
+  q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
 ):
   """Gradients of q, k and v; see `flash.Kernel`."""
   B, S, H, D = q_BxSxHxD.shape
-  T, K = k_BxTxKxD.shape[1:3]
+  L, K = k_BxLxKxD.shape[1:3]
   G = H // K
-  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxTxKxD, v_BxTxKxD, dout_BxSxHxD))
+  q, k, v, dout = map(parts.pad_to_tiles, (q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, dout_BxSxHxD))
   width, dtype = q.shape[3], q.dtype
   lse, delta = pad(lse_BxHxS, 2, TILE, EMPTY_ROW_LSE), pad(delta_BxHxS, 2, TILE)
   rest = (q, k, v, parts.pad_ids(q_segments), parts.pad_ids(kv_segments), lse, delta, dout)
@@ -178,7 +178,7 @@ def backward(
     *parts.ring_buffers(ring, width, dtype),
   )
   per_row = plgpu.SMEM((ring.stages, ring.rows), jnp.float32)
-  ranges = functools.partial(block_ranges, static.mask, S, T, q_segments_BxS=q_segments, kv_segments_BxT=kv_segments)
+  ranges = functools.partial(block_ranges, static.mask, S, L, q_segments_BxS=q_segments, kv_segments_BxL=kv_segments)
   (dq,) = parts.call(
     _dq_kernel,
     [jax.ShapeDtypeStruct(q.shape, dtype)],
@@ -203,4 +203,4 @@ def backward(
     by_key,
   )
   dk, dv = dkv(True, True) if width <= 128 else (*dkv(True, False), *dkv(False, True))
-  return dq[:, :S, :, :D], dk[:, :T, :, :D], dv[:, :T, :, :D]
+  return dq[:, :S, :, :D], dk[:, :L, :, :D], dv[:, :L, :, :D]

@@ -1,6 +1,6 @@
 """Which query attends to which key, by position and by block.
 
-S query positions, T key positions, Q = ceil(S / block_q) and N = ceil(T / block_kv) blocks.
+S query positions, L key positions, Q = ceil(S / block_q) and N = ceil(L / block_kv) blocks.
 """
 
 import dataclasses
@@ -24,29 +24,29 @@ class Mask:
     visible = (queries >= keys) if self.causal else (queries >= 0) & (keys >= 0)
     return visible if self.window is None else visible & (keys > queries - self.window)
 
-  def every_row_attends(self, S: int, T: int) -> bool:
-    """Whether each of S queries attends to some of T keys."""
-    return self.window is None or S - self.window < T
+  def every_row_attends(self, S: int, L: int) -> bool:
+    """Whether each of S queries attends to some of L keys."""
+    return self.window is None or S - self.window < L
 
-  def num_visible(self, S: int, T: int) -> int:
+  def num_visible(self, S: int, L: int) -> int:
     """The number of pairs of a query and a key that it attends to: the work needed."""
     rows = np.arange(S)
-    last = np.minimum(rows + 1, T) if self.causal else np.full(S, T)
+    last = np.minimum(rows + 1, L) if self.causal else np.full(S, L)
     first = np.maximum(rows - self.window + 1, 0) if self.window is not None else np.zeros(S, int)
     return int(np.maximum(last - first, 0).sum())
 
-  def blocks(self, S: int, T: int, block_q: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
+  def blocks(self, S: int, L: int, block_q: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks visible at least in part, and fully visible ones: two boolean [Q, N]; rows beyond S don't count."""
     first_row = np.arange(0, S, block_q)[:, None]
     last_row = np.minimum(first_row + block_q, S) - 1
-    first_key = np.arange(0, T, block_kv)[None]
+    first_key = np.arange(0, L, block_kv)[None]
     last_key = first_key + block_kv - 1
-    some = np.ones((math.ceil(S / block_q), math.ceil(T / block_kv)), bool)
-    every = some & (last_key < T)
+    some = np.ones((math.ceil(S / block_q), math.ceil(L / block_kv)), bool)
+    every = some & (last_key < L)
     if self.causal:
       some, every = some & (first_key <= last_row), every & (last_key <= first_row)
     if self.window is not None:
-      some = some & (np.minimum(last_key, T - 1) > first_row - self.window)
+      some = some & (np.minimum(last_key, L - 1) > first_row - self.window)
       every = every & (first_key > last_row - self.window)
     return some, every
 
@@ -61,11 +61,11 @@ def _extremes(segments_BxS: jax.Array, block: int) -> tuple[jax.Array, jax.Array
 def block_ranges(
   mask: Mask,
   S: int,
-  T: int,
+  L: int,
   block_q: int,
   block_kv: int,
   q_segments_BxS: jax.Array | None,
-  kv_segments_BxT: jax.Array | None,
+  kv_segments_BxL: jax.Array | None,
   *,
   by_key: bool = False,
 ) -> jax.Array:
@@ -79,12 +79,12 @@ def block_ranges(
   Args:
     by_key: for each block of keys the range of query blocks instead: [4, B, N].
   """
-  some, every = (a[None] for a in mask.blocks(S, T, block_q, block_kv))
+  some, every = (a[None] for a in mask.blocks(S, L, block_q, block_kv))
   xp: Any = np
-  if q_segments_BxS is not None and kv_segments_BxT is not None:
+  if q_segments_BxS is not None and kv_segments_BxL is not None:
     xp = jnp
     q_low, q_high = (a[:, :, None] for a in _extremes(q_segments_BxS, block_q))
-    kv_low, kv_high = (a[:, None, :] for a in _extremes(kv_segments_BxT, block_kv))
+    kv_low, kv_high = (a[:, None, :] for a in _extremes(kv_segments_BxL, block_kv))
     some = some & (q_low <= kv_high) & (kv_low <= q_high)
     every = every & (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
   if by_key:

@@ -1,6 +1,6 @@
-"""Attention for TPUs, in Pallas (Mosaic TPU): forward and backward without the [S, T] scores in memory.
+"""Attention for TPUs, in Pallas (Mosaic TPU): forward and backward without the [S, L] scores in memory.
 
-B batch, S query positions, T key positions, H query heads, K key/value heads, D head width; W lanes of a block. The
+B batch, S query positions, L key positions, H query heads, K key/value heads, D head width; W lanes of a block. The
 method is FlashAttention's (Dao et al. 2022, 2023): an online softmax in the forward pass; the backward pass recomputes
 probabilities from the log-sum-exp.
 """
@@ -29,10 +29,10 @@ class TPUKernel(TPUProblem):
 
 def attention_tpu(
   q_BxSxHxD: jax.Array,
-  k_BxTxKxD: jax.Array,
-  v_BxTxKxD: jax.Array,
+  k_BxLxKxD: jax.Array,
+  v_BxLxKxD: jax.Array,
   q_segments_BxS: jax.Array | None,
-  kv_segments_BxT: jax.Array | None,
+  kv_segments_BxL: jax.Array | None,
   *,
   mask: Mask,
   scale: float,
@@ -51,19 +51,19 @@ def attention_tpu(
     interpret: True, or a `pltpu.InterpretParams`: run in one of Pallas's interpreters, on any backend.
   """
   B, S, H, D = q_BxSxHxD.shape
-  T, K = k_BxTxKxD.shape[1:3]
+  L, K = k_BxLxKxD.shape[1:3]
   heads = LANES // D if D in (32, 64) else 1
   if H % heads or (H != K and H // K % heads):
     heads = 1
   W = heads * D if heads > 1 else D + -D % LANES
-  blocks = blocks or TPUBlocks.tuned(S, T, W, q_BxSxHxD.dtype.itemsize)
-  kernel = TPUKernel(mask, scale, logits_soft_cap, T, heads, W, q_segments_BxS is not None, blocks, interpret)
+  blocks = blocks or TPUBlocks.tuned(S, L, W, q_BxSxHxD.dtype.itemsize)
+  kernel = TPUKernel(mask, scale, logits_soft_cap, L, heads, W, q_segments_BxS is not None, blocks, interpret)
 
   def join_heads(x, copies: int = 1):
     x = pad(x, 3, W // heads)
     return (jnp.repeat(x, copies, axis=2) if copies > 1 else x).reshape(B, x.shape[1], -1)
 
   copies = heads if H != K else 1
-  q, k, v = join_heads(q_BxSxHxD), join_heads(k_BxTxKxD, copies), join_heads(v_BxTxKxD, copies)
-  out_BxSxM, lse_BxHxS = flash.flash_attention(q, k, v, q_segments_BxS, kv_segments_BxT, kernel)
+  q, k, v = join_heads(q_BxSxHxD), join_heads(k_BxLxKxD, copies), join_heads(v_BxLxKxD, copies)
+  out_BxSxM, lse_BxHxS = flash.flash_attention(q, k, v, q_segments_BxS, kv_segments_BxL, kernel)
   return out_BxSxM.reshape(B, S, H, -1)[..., :D], jnp.swapaxes(lse_BxHxS, 1, 2)

@@ -1,6 +1,6 @@
 """The backward pass of attention on TPUs.
 
-B batch, S query positions, T key positions, H query heads; M lanes of queries, N of keys, W of a block; G blocks of
+B batch, S query positions, L key positions, H query heads; M lanes of queries, N of keys, W of a block; G blocks of
 queries read one of keys.
 """
 
@@ -98,10 +98,10 @@ def _backward_kernel(
 def backward(
   static: TPUProblem,
   q_BxSxM,
-  k_BxTxN,
-  v_BxTxN,
+  k_BxLxN,
+  v_BxLxN,
   q_segments_BxS,
-  kv_segments_BxT,
+  kv_segments_BxL,
   out_BxSxM,
   lse_BxHxS,
   do_BxSxM,
@@ -109,13 +109,13 @@ def backward(
 ):
   """Gradients of q, k and v."""
   B, S, M = q_BxSxM.shape
-  T, N = k_BxTxN.shape[1:]
+  L, N = k_BxLxN.shape[1:]
   blocks, W, G = static.blocks, static.W, M // N
   block_q, block_kv = blocks.block_q_back, blocks.block_kv_back
-  ranges = block_ranges(static.mask, S, T, block_q, block_kv, q_segments_BxS, kv_segments_BxT, by_key=True)
+  ranges = block_ranges(static.mask, S, L, block_q, block_kv, q_segments_BxS, kv_segments_BxL, by_key=True)
   chunk = blocks.backward_chunk(S, W, q_BxSxM.dtype.itemsize)
   q, out, do = (pad(x, 1, chunk) for x in (q_BxSxM, out_BxSxM, do_BxSxM))
-  k, v = (pad(x, 1, block_kv) for x in (k_BxTxN, v_BxTxN))
+  k, v = (pad(x, 1, block_kv) for x in (k_BxLxN, v_BxLxN))
   by_block = lambda x_BxHxS: x_BxHxS.reshape(B, M // W, static.heads, -1)
   lse, dlse = by_block(pad(lse_BxHxS, 2, chunk, EMPTY_ROW_LSE)), by_block(pad(dlse_BxHxS, 2, chunk))
   chunks = q.shape[1] // chunk
@@ -123,7 +123,7 @@ def backward(
   q_spec = pl.BlockSpec((None, chunk, W), lambda b, h, c, j, *_: (b, c, h))
   kv_spec = pl.BlockSpec((None, block_kv, W), lambda b, h, c, j, *_: (b, j, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, chunk), lambda b, h, c, j, *_: (b, h, 0, c))
-  segments = parts.segment_rows(q_segments_BxS, chunk), parts.segment_rows(kv_segments_BxT, block_kv)
+  segments = parts.segment_rows(q_segments_BxS, chunk), parts.segment_rows(kv_segments_BxL, block_kv)
   q_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, c, j, *_: (b, 0, c))
   kv_segment_spec = pl.BlockSpec((None, 1, block_kv), lambda b, h, c, j, *_: (b, 0, j))
   segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)
@@ -150,6 +150,6 @@ def backward(
   def total(x):
     if num_parts > 1:
       x = x.reshape(chunks, B, -1, N // W, G, W).sum((0, 4))
-    return x.reshape(B, -1, N)[:, :T].astype(k.dtype)
+    return x.reshape(B, -1, N)[:, :L].astype(k.dtype)
 
   return dq[:, :S], total(dk), total(dv)

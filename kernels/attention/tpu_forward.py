@@ -1,6 +1,6 @@
 """The forward pass of attention on TPUs.
 
-B batch, S query positions, T key positions, H query heads; M lanes of queries, N of keys, W of a block; G blocks of
+B batch, S query positions, L key positions, H query heads; M lanes of queries, N of keys, W of a block; G blocks of
 queries read one of keys.
 """
 
@@ -81,19 +81,19 @@ def _forward_kernel(
     out_ref[...] = (acc_ref[...] * parts.by_lane(inverses, static)).astype(out_ref.dtype)
 
 
-def forward(static: TPUProblem, q_BxSxM, k_BxTxN, v_BxTxN, q_segments_BxS, kv_segments_BxT):
+def forward(static: TPUProblem, q_BxSxM, k_BxLxN, v_BxLxN, q_segments_BxS, kv_segments_BxL):
   """Output [B, S, M] and log-sum-exp [B, H, S]; M and N are lanes, multiples of W."""
   B, S, M = q_BxSxM.shape
-  blocks, W, G = static.blocks, static.W, M // k_BxTxN.shape[2]
-  ranges = block_ranges(static.mask, S, static.T, blocks.block_q, blocks.block_kv, q_segments_BxS, kv_segments_BxT)
+  blocks, W, G = static.blocks, static.W, M // k_BxLxN.shape[2]
+  ranges = block_ranges(static.mask, S, static.L, blocks.block_q, blocks.block_kv, q_segments_BxS, kv_segments_BxL)
   q = pad(q_BxSxM, 1, blocks.block_q)
-  chunk = blocks.forward_chunk(static.T, W, q.dtype.itemsize)
-  k, v = (pad(x, 1, chunk) for x in (k_BxTxN, v_BxTxN))
+  chunk = blocks.forward_chunk(static.L, W, q.dtype.itemsize)
+  k, v = (pad(x, 1, chunk) for x in (k_BxLxN, v_BxLxN))
   grid = (B, M // W, q.shape[1] // blocks.block_q, k.shape[1] // chunk)
   q_spec = pl.BlockSpec((None, blocks.block_q, W), lambda b, h, i, c, *_: (b, i, h))
   kv_spec = pl.BlockSpec((None, chunk, W), lambda b, h, i, c, *_: (b, c, jax.lax.div(h, G)))
   row_spec = pl.BlockSpec((None, None, static.heads, blocks.block_q), lambda b, h, i, c, *_: (b, h, 0, i))
-  segments = parts.segment_rows(q_segments_BxS, blocks.block_q), parts.segment_rows(kv_segments_BxT, chunk)
+  segments = parts.segment_rows(q_segments_BxS, blocks.block_q), parts.segment_rows(kv_segments_BxL, chunk)
   q_segment_spec = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, c, *_: (b, 0, i))
   kv_segment_spec = pl.BlockSpec((None, 1, chunk), lambda b, h, i, c, *_: (b, 0, c))
   segment_specs = (q_segment_spec, kv_segment_spec) if static.segments else (None, None)

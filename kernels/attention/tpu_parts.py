@@ -30,7 +30,7 @@ class TPUProblem:
   mask: Mask
   scale: float
   soft_cap: float | None
-  T: int
+  L: int
   heads: int
   W: int
   segments: bool
@@ -61,8 +61,8 @@ def visible_in(static: TPUProblem, first_query, first_key, shape, query_axis: in
     visible = query - key >= first_key - first_query  # one comparison in place of two
   else:
     visible = static.mask.visible(first_query + query, first_key + key)
-  if static.T % (shape[1 - query_axis]):
-    visible &= first_key + key < static.T
+  if static.L % (shape[1 - query_axis]):
+    visible &= first_key + key < static.L
   return visible if segments is None else visible & (segments[0] == segments[1])
 
 

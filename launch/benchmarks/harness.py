@@ -3,18 +3,19 @@
   python -m diffeq_nnx.main --job=export --workdir=runs/smol --out=exported/smol
   python -m launch.benchmarks.harness --workdir=runs/smol --folder=exported/smol --out=harness/smol \\
       --include_path=docs/tasks --tasks=everyday [--limit=0] [--num_fewshot=0] [--batch_size=16]
-      [--text=FILE --windows=512,2048]
+      [--text=FILE --windows=512,2048 --ways=disjoint,sliding]
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU. Each task
 is done here and then by the hf backend, with `--batch_size` sequences there, over its first `--limit` questions (0: all
 of them). Results are kept in `--out`, by task and side, and what is there is not computed again. Seconds are those of
 the calls for log-likelihoods, the compilation here included.
 
-With `--text` the perplexity of a file, as one text, is computed in windows of each length, side by side and sliding by
-half of it. There transformers computes the same windows one by one.
+With `--text` the perplexity of a file, as one text, is computed in windows of each length: `disjoint` windows lie side
+by side, `sliding` ones move by half their length. There transformers computes the same windows one by one.
 """
 
 import functools
+import itertools
 import os
 import time
 from typing import Any
@@ -73,23 +74,28 @@ def compare(task: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str
   ]
 
 
-def measure_text(lm: DiffEqLM, model: Any, text: str) -> dict[str, Any]:
-  """Nats of a text on both sides, and the numbers of its words and bytes."""
-  ((ours, _),) = lm.score_texts([text], disable_tqdm=True)
-  theirs = 0.0
+def measure_here(lm: DiffEqLM, text: str) -> float:
+  """Nats of a text by this package."""
+  ((score, _),) = lm.score_texts([text], disable_tqdm=True)
+  return -score
+
+
+def measure_there(lm: DiffEqLM, model: Any, text: str) -> float:
+  """Nats of a text by transformers, in the same windows."""
+  nats = 0.0
   for context, continuation in lm.make_windows(text):
     with torch.no_grad():
       logits = model(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
-    theirs += (
-      torch.log_softmax(logits, -1).gather(1, torch.tensor(continuation)[:, None]).sum(dtype=torch.float64).item()
-    )
-  return {"ours": -ours, "theirs": -theirs, "words": len(text.split()), "bytes": len(text.encode())}
+    scores = torch.log_softmax(logits, -1).gather(1, torch.tensor(continuation)[:, None])
+    nats -= scores.sum(dtype=torch.float64).item()
+  return nats
 
 
 def main() -> None:
   """Evaluates what is not in the folder yet, and prints the tables."""
   names = dict(workdir=str, folder=str, out=str, include_path="docs/tasks", tasks=["everyday"], text=None)
-  parser = programs.make_parser(__doc__, **names, windows=[512], limit=0, num_fewshot=0, batch_size=16)
+  names |= dict(num_fewshot=0, batch_size=16)
+  parser = programs.make_parser(__doc__, **names, windows=[512], ways=["disjoint", "sliding"], limit=0)
   arguments = parser.parse_args()
   hf = HFLM(pretrained=arguments.folder, device="cpu", dtype="float32", batch_size=arguments.batch_size)
   ours = DiffEqLM(arguments.workdir, dtype="float32")
@@ -109,13 +115,13 @@ def main() -> None:
   with open(arguments.text, encoding="utf-8") as file:
     text = file.read()
   rows = []
-  for length in arguments.windows:
-    for window in ("disjoint", "sliding"):
-      lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
-      path = os.path.join(arguments.out, f"text_{window}{length}.json")
-      found = tables.remember(path, functools.partial(measure_text, lm, hf.model, text))
-      per = [[np.exp(found[side] / found[unit]) for side in ("ours", "theirs")] for unit in ("words", "bytes")]
-      rows.append([window, str(length), *(f"{value:.4f}" for pair in per for value in pair)])
+  for window, length in itertools.product(arguments.ways, arguments.windows):
+    lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
+    path = os.path.join(arguments.out, f"text_{window}{length}")
+    ours = tables.remember(f"{path}_ours.json", functools.partial(measure_here, lm, text))
+    theirs = tables.remember(f"{path}_hf.json", functools.partial(measure_there, lm, hf.model, text))
+    sizes = len(text.split()), len(text.encode())
+    rows.append([window, str(length), *(f"{np.exp(nats / size):.4f}" for size in sizes for nats in (ours, theirs))])
   units = [f"{side}, a {unit}" for unit in ("word", "byte") for side in ("ours", "transformers")]
   print(tables.markdown(["windows", "length", *units], rows))
 
