@@ -130,6 +130,8 @@ class TrainConfig(Section, prefix="train."):
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
   step_counts: tuple[int, ...] = ()  # Numbers of solver steps, of which each train step draws one. (): model.num_steps.
   draw_from: float = number(0.0, at_least=0, below=1)  # Share of the train steps before which model.num_steps is used.
+  # Train steps from which the second of step_counts is used, the third, and so on: depth grows. (): they are drawn.
+  step_schedule: tuple[int, ...] = ()
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog.
   # What is computed again for gradients, with adjoint=checkpointed. dots: all but matrix products; auto: the fastest of
   # these, which is measured.
@@ -348,13 +350,19 @@ def _check_training(config: Config) -> None:
   model, train = config.model, config.train
   if not train.step_counts and train.draw_from:
     raise UserError(f"train.draw_from={train.draw_from}: is for train.step_counts; set that too, or leave it at 0")
+  changes = train.step_schedule
+  if changes and (len(changes) != len(train.step_counts) - 1 or train.draw_from or train.self_distillation):
+    raise UserError(
+      f"train.step_schedule={changes}: must have one train step for each of train.step_counts but the first, without "
+      "train.draw_from and train.self_distillation"
+    )
+  if list(changes) != sorted({*changes}) or changes and changes[0] < 1:
+    raise UserError(f"train.step_schedule={changes}: must be train steps above 0 that increase")
   if train.self_distillation and (train.teacher is not None or not train.step_counts):
     raise UserError(
       "train.self_distillation=True: is for train.step_counts, and without train.teacher; set the former and leave out "
       "the latter, or leave it at False"
     )
-  if train.step_counts and model.weights == "generated" and config.optimizer.name == "muon_weights":
-    raise UserError("optimizer.name=muon_weights: trains one number of steps; use muon or adamw with train.step_counts")
   if train.loss_chunks is not None:
     check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = {f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}

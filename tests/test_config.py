@@ -131,7 +131,8 @@ def test_no_key_that_nothing_reads():
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "the weights of this model are stored"]),
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "are stored"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
-    ({"optimizer__name": "muon_weights", "train__step_counts": (2, 3)}, ["optimizer.name=muon_weights", "one number"]),
+    ({"train__step_schedule": (4,)}, ["train.step_schedule=(4,)", "one train step for each of train.step_counts"]),
+    ({"train__step_schedule": (4, 4), "train__step_counts": (1, 2, 3)}, ["train.step_schedule=(4, 4)", "increase"]),
     ({"model__norm_shift": False}, ["model.norm_shift=False", "gpt's norms have a shift", "model.field=llama"]),
   ],
 )

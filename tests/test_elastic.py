@@ -89,14 +89,25 @@ def test_depths_are_drawn_late_from_seed_and_step_alone():
   assert list_num_steps(config) == [6, 4, 3, 2] and list_num_steps(small_config()) == [3]
 
 
-def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
-  """Stopped after the depths began to be drawn, against not stopped."""
+def test_depth_grows_by_schedule(capsys):
+  config = small_config(step_counts=(1, 2, 3), step_schedule=(4, 6), steps=8)
+  assert [draw_num_steps(config, step) for step in range(8)] == [1, 1, 1, 1, 2, 2, 3, 3]
+  assert list_num_steps(config) == [3, 2, 1]
+  say_untrained(config, 5, 2)
+  assert not capsys.readouterr().err
+  say_untrained(config, 5, 3)
+  assert "was trained at 1 and 2 solver steps and never at 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depths", [{"draw_from": 0.4}, {"step_schedule": (8,)}])
+def test_a_run_of_several_depths_goes_on_bit_for_bit(depths, tmp_path):
+  """Stopped after the depths began to change, against not stopped."""
   write_documents(tmp_path)
-  config = run_config(tmp_path, steps=16)
+  config = run_config(tmp_path, steps=16, name="muon_weights")
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, time=UNIFORM),
-    train=dataclasses.replace(config.train, step_counts=(1, 4), draw_from=0.4, log_every=1),
+    train=dataclasses.replace(config.train, step_counts=(1, 4), log_every=1, **depths),
   )
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   train(config, whole)
@@ -117,9 +128,10 @@ def test_an_elastic_run_goes_on_bit_for_bit(tmp_path):
   assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
-def test_an_elastic_run_can_be_discretized():
+@pytest.mark.parametrize("depths", [{"draw_from": 0.5}, {"step_schedule": (4,)}])
+def test_a_run_of_several_depths_can_be_discretized(depths):
   """Stored weights exist for one depth, so that nothing is drawn."""
-  config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), draw_from=0.5)
+  config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), **depths)
   stored = derive_config(config, discretized_config(config.model, 2))
   assert list_num_steps(stored) == [2]
 

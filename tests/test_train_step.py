@@ -211,6 +211,7 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
 
 
 def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix():
+  """Also where the next train step takes other solver steps."""
   config = OptimizerConfig(name="muon_weights", peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
   made = lambda seed, *shape: np.random.default_rng(seed).normal(size=shape).astype("float32")
   e_UxT1, of_weights = made(0, 3, 6), made(1, 3, 8, 16)
@@ -224,6 +225,13 @@ def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix()
   plain = make_optimizer(dataclasses.replace(config, name="muon"), 10)
   expected = updated(plain)(tree(of_weights), tree(of_weights))
   np.testing.assert_allclose(change_UxDxF, expected["weight_source"]["generator"]["up"]["kernel"], atol=1e-4)
+  e_VxT1 = made(3, 2, 6)
+  other = make_optimizer(config, 10, vectors=lambda params: {"up": e_VxT1})
+  state = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[1]
+  updates, _ = jax.jit(other.update)(tree(np.tensordot(e_VxT1.T, of_weights[:2], 1)), state, params)
+  change_VxDxF = np.tensordot(e_VxT1, updates["weight_source"]["generator"]["up"]["kernel"], 1)
+  singular = np.linalg.svd(change_VxDxF, compute_uv=False)
+  np.testing.assert_allclose(singular, singular.max(), rtol=0.4)  # as near to 1 as Muon's five iterations bring them
 
 
 def test_the_time_embedding_learns_at_its_own_rate():

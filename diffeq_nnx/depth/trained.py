@@ -1,5 +1,7 @@
 """With which number of solver steps a train step computes its loss, and what a run was not trained for."""
 
+import bisect
+
 import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
@@ -10,6 +12,8 @@ from diffeq_nnx.parallel.console import say
 def draw_num_steps(config: Config, step: int) -> int:
   """The number of solver steps of train step `step`, from the seed and the step alone."""
   train = config.train
+  if train.step_schedule:
+    return train.step_counts[bisect.bisect_right(train.step_schedule, step)]
   if not train.step_counts or step < train.draw_from * train.steps:
     return config.model.num_steps
   return int(np.random.default_rng((config.seed, step)).choice(train.step_counts))
@@ -48,8 +52,11 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
     sizes: of the solver steps, where others than its own are asked for.
   """
   own, asked = config.model.num_steps, num_steps or len(sizes) or config.model.num_steps
+  changes = config.train.step_schedule
   drawn = step > config.train.draw_from * config.train.steps  # before, the model's own alone
   trained = set(list_num_steps(config)) if drawn else {own}
+  if changes:
+    trained = {draw_num_steps(config, number) for number in (0, *changes) if number < max(step, 1)}
   if asked in trained and sizes in ((), config.model.step_sizes):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"

@@ -20,8 +20,9 @@ CONTINUATION_DIVISOR = 4  # divides the train steps and the peak rate of the sou
 def config_from(source: Config) -> Config:
   """The config of the new run: generated weights, as of `continuation.continuous_config`, to be trained elastically.
 
-  That is for half to twice the source's number of solver steps, for which muon_weights, at one number, becomes muon; or
-  for half to all of them if the source has a `model.depth_order`, whose steps are no samples of a smooth function.
+  That is for half to twice the source's number of solver steps, or for half to all of them if the source has a
+  `model.depth_order`, whose steps are no samples of a smooth function. Instead of muon_weights, which was not measured
+  at several numbers of steps, it takes muon.
   docs/evidence/any_depth.md has the measurements behind `CONTINUATION_DIVISOR`, which are of AdamW.
   """
   steps = max(1, source.train.steps // CONTINUATION_DIVISOR)
@@ -34,7 +35,7 @@ def config_from(source: Config) -> Config:
     source,
     model=continuous_config(source.model),
     optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=peak_rate),
-    train=dataclasses.replace(source.train, steps=steps, step_counts=counts, remat_every=1),
+    train=dataclasses.replace(source.train, steps=steps, step_counts=counts, step_schedule=(), remat_every=1),
     eval=dataclasses.replace(source.eval, every=min(source.eval.every, steps)),
     checkpoint=dataclasses.replace(source.checkpoint, every=min(source.checkpoint.every, steps)),
   )

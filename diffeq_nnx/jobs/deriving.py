@@ -41,6 +41,7 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
         train=dataclasses.replace(
           train,
           step_counts=counts,
+          step_schedule=(),
           draw_from=train.draw_from if counts else 0.0,
           self_distillation=train.self_distillation and bool(counts),
           loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),

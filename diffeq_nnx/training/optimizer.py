@@ -77,44 +77,39 @@ def orthogonalize_parts(update: jax.Array, heads: Heads | None, by_head: bool) -
   return jnp.concatenate(made, axis=-2).reshape(update.shape)
 
 
-def _muon(rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool) -> optax.GradientTransformation:
-  """Muon for matrices, `rest` for the other parameters."""
-
-  def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-    spec = specs.get(path_names(path)[2], {}).get("kernel")
-    return orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
-
-  apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
-  matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
-  return optax.partition({True: matrices, False: rest}, _by_path(is_matrix))
-
-
 Vectors = Callable[[Any], dict[str, jax.Array]]  # parameters -> by group, e(t) with a one for F_0, [U, T + 1]
 
 
-def _muon_weights(muon: optax.GradientTransformation, vectors: Vectors) -> optax.GradientTransformation:
-  """`muon` for W(t) at the times of the solver, W_u = sum_j e_uj F_j, and for all but the kernels.
+def _muon(
+  rest: optax.GradientTransformation, specs: BlockSpecs, by_head: bool, vectors: Vectors | None = None
+) -> optax.GradientTransformation:
+  """Muon for matrices, `rest` for the other parameters.
 
-  F's gradient is e^T G, where G is that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are
-  independent; the momentum and update of W are Muon's, and p pulls the update back: the smallest change of F that
-  changes W so.
+  With `vectors` it is Muon for W(t) at the times of the solver, W_u = sum_j e_uj F_j. F's gradient is e^T G, where G is
+  that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are independent. The update of W is
+  Muon's for G, and p pulls it back: the smallest change of F that changes W so. Momentum is kept of e^T G, so that it
+  outlives a change of the times.
   """
 
-  def mapped(tree: Any, matrices: dict[str, jax.Array]) -> Any:
-    """The tree with every F [T + 1, ...] or W [U, ...] multiplied by its group's matrix."""
-    product = lambda path, leaf: jnp.tensordot(matrices[path[2].key], leaf, 1) if is_matrix(path_names(path)) else leaf
-    return jax.tree_util.tree_map_with_path(product, tree)
+  def with_inverses(inverses: dict[str, jax.Array]) -> optax.GradientTransformation:
+    def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+      group = path_names(path)[2]
+      spec, inverse = specs.get(group, {}).get("kernel"), inverses.get(group)
+      if inverse is not None:
+        update = jnp.tensordot(inverse.T, update, 1)
+      update = orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
+      return update if inverse is None else jnp.tensordot(inverse, update, 1)
 
-  def init(params: Any) -> optax.OptState:
-    return muon.init(mapped(params, vectors(params)))
+    apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
+    matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
+    return optax.partition({True: matrices, False: rest}, _by_path(is_matrix))
 
-  def update(gradients: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
-    inverses = {group: jnp.linalg.pinv(e_UxT1, rcond=1e-3) for group, e_UxT1 in vectors(params).items()}
-    transposed = {group: inverse.T for group, inverse in inverses.items()}
-    updates, state = muon.update(mapped(gradients, transposed), state)
-    return mapped(updates, inverses), state
+  def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    found = {} if vectors is None else vectors(params)
+    inverses = {group: jnp.linalg.pinv(e_UxT1, rcond=1e-3) for group, e_UxT1 in found.items()}
+    return with_inverses(inverses).update(gradients, state, params)
 
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformation(with_inverses({}).init, update)
 
 
 def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
@@ -151,11 +146,10 @@ def make_optimizer(
     vectors: e(t) of the parameters, for muon_weights; None: weights are not generated, so that it is muon.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-  muon = _muon(adam, specs or {}, config.muon_by_head)
   directions = {
     "adamw": adam,
-    "muon": muon,
-    "muon_weights": muon if vectors is None else _muon_weights(muon, vectors),
+    "muon": _muon(adam, specs or {}, config.muon_by_head),
+    "muon_weights": _muon(adam, specs or {}, config.muon_by_head, vectors),
     "lion": optax.scale_by_lion(config.b1, config.b2),
   }
   of_weights = config.name == "muon_weights"  # defaults as they measured best: docs/evidence/quality.md#muon

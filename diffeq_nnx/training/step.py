@@ -74,13 +74,13 @@ def place_state(config: Config, params: Params, mesh: Mesh) -> State:
   return jax.jit(state_of, static_argnums=0, out_shardings=places)(config, params)
 
 
-def _optimizer(config: Config) -> optax.GradientTransformation:
-  """The config's, which may read e(t) at the times of the model's own steps from the parameters."""
+def _optimizer(config: Config, num_steps: int | None = None) -> optax.GradientTransformation:
+  """The config's, which may read e(t) from the parameters at the times of so many solver steps; None: its own."""
 
   def vectors(params: Params) -> dict[str, jax.Array]:
     source = parameters.build(config.model, params).weight_source
     assert isinstance(source, weight_sources.GeneratedWeights)
-    return source.vectors_of_kernels(solvers.weight_times(config.model))
+    return source.vectors_of_kernels(solvers.weight_times(config.model, grids.make_grid(config.model, num_steps)))
 
   generated = config.model.weights == "generated"
   specs = vector_fields.make_field(config.model).specs(config.model)
@@ -270,7 +270,6 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   gradient_norm (before clipping), learning_rate, and counted_tokens where the batch has a mask. Call it inside
   `jax.set_mesh(mesh)`; without a mesh, it is for one device.
   """
-  optimizer = _optimizer(config)
   schedule = optimizer_lib.schedule(config.optimizer, config.train.steps)
 
   places = None if mesh is None else (state_shardings(config, mesh), sharding.replicated(mesh))
@@ -288,6 +287,7 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     full = None if teaching is None else grids.make_grid(config.model, teaching)
     key = jax.random.fold_in(state["key"], state["step"])
     losses, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"], teacher, full)
+    optimizer = _optimizer(config, num_steps)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
       **losses,

@@ -29,7 +29,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.depth.trained import draw_num_steps
+from diffeq_nnx.depth.trained import draw_num_steps, find_teaching_count
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
@@ -135,6 +135,7 @@ def best_of(runs: Runs, preset: str, args: argparse.Namespace) -> Found:
 def operations(config: Config, steps: int) -> float:
   """Floating-point operations of so many train steps, generating weights included."""
   counts = [draw_num_steps(config, step) for step in range(steps)]
+  counts += filter(None, [find_teaching_count(config, count) for count in counts])
   each = {one: flops.model_flops(config, one) + flops.generator_flops(config.model, one) for one in set(counts)}
   return sum(each[one] for one in counts)
 
