@@ -93,7 +93,42 @@ def test_an_imported_model_gives_the_same_logits_and_goes_back_to_its_class(kind
     torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind,changes", [("mistral", {}), ("qwen2", {"use_sliding_window": True})])
+SLIDING = {"use_sliding_window": True, "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+  "written",
+  [
+    {**SLIDING, "layer_types": None},  # layers slide from max_window_layers, 28, on
+    {**SLIDING, "layer_types": ["full_attention"] * 2},
+    {"use_sliding_window": False, "sliding_window": 6, "max_window_layers": 1, "layer_types": None},
+  ],
+)
+def test_a_window_that_no_layer_has_is_no_limit(written, tmp_path):
+  theirs = foreign("qwen2")
+  theirs.save_pretrained(tmp_path)
+  path = tmp_path / "config.json"
+  path.write_text(json.dumps({**json.loads(path.read_text()), **written}))
+  same_logits(tmp_path, theirs)
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+  with torch.no_grad():
+    tokens = torch.tensor(TOKENS_2x12)
+    torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_may_be_those_of_the_model_without_its_head(kind, tmp_path):
+  theirs = foreign(kind, tie_word_embeddings=True)
+  getattr(theirs, "model" if kind == "llama" else "transformer").save_pretrained(tmp_path)
+  assert not any(
+    name.startswith(("model.", "transformer.")) for name in safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  )
+  same_logits(tmp_path, theirs)
+
+
+@pytest.mark.parametrize(
+  "kind,changes", [("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1})]
+)
 def test_a_sliding_window_is_told_and_no_limit_to_a_model_as_short_as_it(kind, changes, tmp_path):
   theirs = foreign(kind, sliding_window=12, max_position_embeddings=32, **changes)
   theirs.save_pretrained(tmp_path)

@@ -94,16 +94,16 @@ BAD_FILES = {  # name: files, what the line says
   "no object": (pair_of_files(config__json=[]), "config.json must be a JSON object"),
   "two eos": (
     beside(eos_token=END) | beside("special_tokens_map", eos_token=BEGIN),
-    "special_tokens_map.json is '<|begin|>': not one token of the vocabulary (ids 0 to 299); set data.end_token",
+    "special_tokens_map.json is '<|begin|>': these differ; set data.end_token",
   ),
   "eos and number": (
     beside(eos_token=END) | beside("generation_config", eos_token_id=1),
-    "generation_config.json is 1: not one token",
+    "generation_config.json is 1: these differ",
   ),
   "several": (beside("config", eos_token_id=[0, 300]), "config.json is [0, 300]: not one token"),
   "several others": (
     beside(eos_token=END) | beside("generation_config", eos_token_id=[1, 5]),
-    "generation_config.json is [1, 5]: not one token of the vocabulary (ids 0 to 299); set data.end_token",
+    "generation_config.json is [1, 5]: these differ; set data.end_token",
   ),
   "several of a type": (beside("config", eos_token_id=[0, "<|begin|>", None]), "not one token"),
   "none of several": (beside("config", eos_token_id=[]), "config.json is []: not one token"),
@@ -142,7 +142,7 @@ BAD_FILES = {  # name: files, what the line says
   ),
   "bos and not": (
     one(post_processor=template([BEGIN], [])) | {"tokenizer_config__json": {"add_bos_token": False}},
-    "is False: unclear whether documents begin with the begin mark; set data.begin_mark",
+    "is False: these differ; set data.begin_mark",
   ),
 }
 

@@ -263,7 +263,11 @@ def _checked_len(kind: str, config: _Values, most: int, seq_len: int | None) -> 
   values, chosen = config.values, most if seq_len is None else seq_len
   if not 0 < chosen <= most:
     raise config.folder.error(f"the model has {most} positions, not {chosen}; choose at most {most}")
-  slides = kind == "mistral" or values.get("use_sliding_window") or "sliding_attention" in values.get("layer_types", ())
+  layers, kinds = config.size(*_SIZES[kind]["num_steps"]), values.get("layer_types")
+  if kinds is None:  # as transformers fills it in
+    slides = kind == "mistral" or values.get("use_sliding_window") and values.get("max_window_layers", 28) < layers
+  else:
+    slides = kind == "mistral" or "sliding_attention" in kinds
   window = values.get("sliding_window", 4096) if slides else None
   if kind != "gpt2" and window is not None and window < chosen:
     raise config.folder.error(
@@ -295,11 +299,10 @@ def _rope(config: _Values, seq_len: int) -> RopeConfig:
 def _params(kind: str, model: ModelConfig, folder: _Folder) -> Params:
   """The parameters; raises UserError unless each array of the files has its counterpart."""
   tensors = folder.tensors()
+  prefix = "transformer." if kind == "gpt2" else "model."
+  if not any(name.startswith(prefix) for name in tensors):  # as transformers saves the model without its head
+    tensors = {name if name.startswith("lm_head.") else f"{prefix}{name}": array for name, array in tensors.items()}
   if kind == "gpt2":
-    tensors = {
-      name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": array
-      for name, array in tensors.items()
-    }
     positions = tensors.get("transformer.wpe.weight")
     if positions is not None:
       tensors["transformer.wpe.weight"] = positions[: model.seq_len]

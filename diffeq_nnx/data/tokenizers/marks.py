@@ -59,19 +59,19 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
   """
   said = {what: configured.get(what) or stated[what] for what in KINDS}
 
-  def complaint(values: dict[str, Any], rule: str) -> UserError:
-    shown = ", ".join(f"{place} is {value!r}" for place, value in values.items())
-    return UserError(f"{label}: {shown}: {rule}, or correct the files")
+  def complaint(values: dict[str, Any], problem: str) -> UserError:
+    shown = ", ".join(f"{place} is {read_name(value)!r}" for place, value in values.items())
+    return UserError(f"{label}: {shown}: {problem}, or correct the files")
 
-  def agree(what: str, options: Callable[[Any], Any], rule: str) -> Any:
-    found = {options(value) for value in said[what].values()} or {None}
-    if len(found) != 1 or said[what] and None in found:
-      raise complaint(said[what], rule)
+  def agree(what: str, read: Callable[[Any], Any], problem: str, remedy: str) -> Any:
+    found = {read(value) for value in said[what].values()} or {None}
+    if said[what] and None in found or len(found) != 1:
+      raise complaint(said[what], f"{problem if None in found else 'these differ'}; {remedy}")
     return found.pop()
 
-  id_rule = f"not one token of the vocabulary (ids 0 to {len(ids) - 1}); set"
+  no_token = f"not one token of the vocabulary (ids 0 to {len(ids) - 1})"
   number_of = lambda value: find_id(value, ids)
-  eos_id = agree("eos", number_of, f"{id_rule} data.end_token")
+  eos_id = agree("eos", number_of, no_token, "set data.end_token")
   lists: dict[str, list[Any]] = {place: [number_of(one) for one in values] for place, values in stated["ends"].items()}
   if configured.get("eos"):
     lists = {place: ends for place, ends in lists.items() if eos_id in ends and None not in ends}
@@ -79,19 +79,20 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
     common = [one for one in next(iter(lists.values())) if all(one in ends for ends in lists.values())]
     eos_id = ids.get(END_OF_TEXT) if ids.get(END_OF_TEXT) in common else next(iter(common), None)
   if any(None in ends or eos_id not in ends for ends in lists.values()):
-    raise complaint(said["eos"] | stated["ends"], f"{id_rule} data.end_token")
+    unknown = eos_id is None or any(None in ends for ends in lists.values())
+    raise complaint(said["eos"] | stated["ends"], f"{no_token if unknown else 'these differ'}; set data.end_token")
   if eos_id is None and (eos_id := ids.get(END_OF_TEXT)) is None:
     raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
 
-  unclear = "unclear whether documents begin with the begin mark; set data.begin_mark to True or False"
-  begins = agree("begins", lambda value: value if isinstance(value, bool) else None, unclear)
+  unclear, remedy = "unclear whether documents begin with the begin mark", "set data.begin_mark to True or False"
+  begins = agree("begins", lambda value: value if isinstance(value, bool) else None, unclear, remedy)
   if begins is None:
     begins = next(iter(stated["otherwise_begins"].values()), None)
-  bos_id = None if begins is False else agree("bos", number_of, f"{id_rule} data.begin_token")
+  bos_id = None if begins is False else agree("bos", number_of, no_token, "set data.begin_token")
   if begins and bos_id is None:
     raise UserError(f"{label}: has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
   if begins is None and bos_id not in (None, eos_id):  # GPT-2 names one mark twice: the end mark divides documents
-    raise UserError(f"{label}: names a begin mark (id {bos_id}), but it is {unclear}")
+    raise UserError(f"{label}: names a begin mark (id {bos_id}), but it is {unclear}; {remedy}")
   return Marks(eos_id, bos_id if begins else None, _find_more_ends(lists, eos_id))
 
 
