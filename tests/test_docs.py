@@ -247,7 +247,7 @@ def test_flags_of_what_is_not_run(page, project):
 GUIDES = [page for page in PAGES if re.fullmatch(r"docs/\w+\.md|README\.md", page)]
 SMALL = "--config.data.tokenizer=bytes --config.model.vocab_size=257 --config.model.dtype=float32 "
 SMALL += "--config.model.mlp_dim=32 --config.model.seq_len=64 --config.model.time.time_embed_dim=4"
-STAND_INS = {
+STAND_INS = {  # a regular expression for a part of a command, and what stands in its place
   r"^[A-Z_]+=\S+ ": "",
   r"gs://(BUCKET|bucket)/": "bucket/",
   r"hf:ORG/NAME:(\w+)": r"jsonl:records/\1.jsonl",
@@ -277,7 +277,7 @@ TEMPLATE += "{% if add_generation_prompt %}<s>assistant {% endif %}"
 @pytest.fixture(scope="module")
 def stand_ins(project):
   """The folder, with a small model in place of the published one, texts, shards and runs that the guides speak of."""
-  from tests import test_gguf
+  from tests import test_gguf  # here, since it imports torch, which takes seconds
 
   folder = project.log.parent
   for name, record in RECORDS.items():

@@ -141,6 +141,14 @@ def test_a_sliding_window_is_told_and_no_limit_to_a_model_as_short_as_it(kind, c
   np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-5)
 
 
+def test_a_scaled_llama_that_was_shortened_says_that_transformers_warns(tmp_path):
+  foreign("llama", rope_parameters={"rope_theta": 50.0, **LLAMA_3}).save_pretrained(tmp_path / "there")
+  model = diffeq_nnx.import_hf(str(tmp_path / "there"), LLAMA_3["original_max_position_embeddings"])
+  (note,) = diffeq_nnx.export_hf(model, str(tmp_path / "back"))["notes"]
+  assert "transformers warns that max_position_embeddings" in note
+  assert not any("warns" in one for one in diffeq_nnx.export_hf(model, str(tmp_path / "code"), form="hf_code")["notes"])
+
+
 def test_weights_in_several_files_and_in_bfloat16(tmp_path):
   theirs = foreign("llama").to(torch.bfloat16)
   theirs.save_pretrained(tmp_path, max_shard_size="5KB")

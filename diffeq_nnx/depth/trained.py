@@ -52,11 +52,11 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
     sizes: of the solver steps, where others than its own are asked for.
   """
   own, asked = config.model.num_steps, num_steps or len(sizes) or config.model.num_steps
-  changes = config.train.step_schedule
-  drawn = step > config.train.draw_from * config.train.steps  # before, the model's own alone
-  trained = set(list_num_steps(config)) if drawn else {own}
-  if changes:
+  if changes := config.train.step_schedule:
     trained = {draw_num_steps(config, number) for number in (0, *changes) if number < max(step, 1)}
+  else:
+    drawn = step > config.train.draw_from * config.train.steps  # before, the model's own alone
+    trained = set(list_num_steps(config)) if drawn else {own}
   if asked in trained and sizes in ((), config.model.step_sizes):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"

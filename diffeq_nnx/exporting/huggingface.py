@@ -125,7 +125,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
       f"{stored.final_eps:g} here, and all of logit_difference beyond rounding comes from that; "
       "--format=hf_code and --format=stablehlo keep both"
     )
-  if exported.rope.factor != 1 and exported.seq_len <= exported.rope.original_len:
+  if architecture in layouts.LLAMAS and exported.rope.factor != 1 and exported.seq_len <= exported.rope.original_len:
     notes.append(
       f"transformers warns that max_position_embeddings, {exported.seq_len}, is not above the length of the rotary "
       f"scaling, {exported.rope.original_len}, and computes the same"

@@ -241,7 +241,7 @@ def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfi
     )
   tied, usually_tied = values.get("tie_word_embeddings", field == "gpt"), FIELDS[field].tied_head
   changes["tied_head"] = None if tied is usually_tied else bool(tied)
-  changes["seq_len"] = _checked_len(kind, config, changes["seq_len"], seq_len)
+  changes["seq_len"] = _checked_len(kind, config, changes["num_steps"], changes["seq_len"], seq_len)
   dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
   if dtype not in _DTYPES:
     raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
@@ -258,16 +258,15 @@ def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfi
   )
 
 
-def _checked_len(kind: str, config: _Values, most: int, seq_len: int | None) -> int:
+def _checked_len(kind: str, config: _Values, layers: int, most: int, seq_len: int | None) -> int:
   """The number of positions; raises UserError unless the folder's model sees all of them from the last."""
   values, chosen = config.values, most if seq_len is None else seq_len
   if not 0 < chosen <= most:
     raise config.folder.error(f"the model has {most} positions, not {chosen}; choose at most {most}")
-  layers, kinds = config.size(*_SIZES[kind]["num_steps"]), values.get("layer_types")
-  if kinds is None:  # as transformers fills it in
-    slides = kind == "mistral" or values.get("use_sliding_window") and values.get("max_window_layers", 28) < layers
-  else:
-    slides = kind == "mistral" or "sliding_attention" in kinds
+  kinds = values.get("layer_types")
+  if kinds is None and values.get("use_sliding_window") and values.get("max_window_layers", 28) < layers:
+    kinds = ["sliding_attention"]  # of the last layers, as transformers fills it in
+  slides = kind == "mistral" or "sliding_attention" in (kinds or ())
   window = values.get("sliding_window", 4096) if slides else None
   if kind != "gpt2" and window is not None and window < chosen:
     raise config.folder.error(
@@ -307,7 +306,7 @@ def _params(kind: str, model: ModelConfig, folder: _Folder) -> Params:
     if positions is not None:
       tensors["transformer.wpe.weight"] = positions[: model.seq_len]
   if has_tied_head(model):
-    head, embedding = tensors.pop("lm_head.weight", None), {"gpt2": "transformer.wte"}.get(kind, "model.embed_tokens")
+    head, embedding = tensors.pop("lm_head.weight", None), prefix + ("wte" if kind == "gpt2" else "embed_tokens")
     if head is not None and not np.array_equal(head, tensors.get(f"{embedding}.weight", np.zeros(0))):
       raise folder.error(
         "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "

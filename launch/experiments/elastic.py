@@ -155,7 +155,7 @@ def evaluate(config: config_lib.Config, workdir: str, averaged: bool) -> dict[in
 
 
 def average(run: Run) -> Params:
-  """The means of the parameters of the newest checkpoints, AVERAGED of them; the best one before them is kept too."""
+  """The means of the parameters of the newest AVERAGED checkpoints; an older one, the best, may lie beside them."""
   folder = os.path.join(run.workdir, CHECKPOINT_FOLDER)
   found = []
   for step in sorted(filter(str.isdecimal, os.listdir(folder)), key=int)[-AVERAGED:]:
