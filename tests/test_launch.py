@@ -13,7 +13,7 @@ from launch.benchmarks import analysis as benchmark_analysis
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
-from launch.experiments import cloze, compare, finetune_depths, inside, inside_stored, tables
+from launch.experiments import compare, finetune_depths, inside, inside_stored, tables
 
 SMALL = [f"--set=model.{one}" for one in ("num_steps=2", "embed_dim=16", "num_heads=2", "seq_len=16")]
 SMALL += ["--set=train.loss_chunks=4", "--set=train.batch_size=2"]
@@ -109,12 +109,6 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   cells = read_table(capsys.readouterr().out.splitlines())
   assert cells[0][1] == "gpt_rate0.03" and all("±" in cell for row in cells[2:] for cell in row[1:])
   assert (tmp_path / "inside.png").stat().st_size > 10_000
-  arguments = [runs, "--text=builtin", f"--to={tmp_path}/cloze", "--passages=20"]
-  cloze.main(arguments)
-  out = capsys.readouterr().out.splitlines()
-  assert out[-2].count("±") == 3 and out[-1].count("±") == 6
-  cloze.main(arguments)
-  assert capsys.readouterr().out.splitlines() == out[-4:]
 
   (tmp_path / "text.txt").write_text("The river rose in the night, and the people came down to see how far. " * 4)
   (workdir,) = (tmp_path / "runs").glob("gpt@*_seed0")
@@ -153,14 +147,6 @@ def test_kernels_over_depth_are_approximated_as_well_as_the_rank_allows():
   size_U = np.square(kernel_UxN).sum(1)
   unit_UxN = kernel_UxN / np.sqrt(size_U)[:, None]
   assert (relative / size_U).sum() == pytest.approx(np.square(np.linalg.svd(unit_UxN, compute_uv=False)[3:]).sum())
-
-
-def test_passages_end_in_a_word_that_they_hold():
-  words = " ".join(f"word{i}" for i in range(34))
-  text = (
-    f"Too short. The lake was cold. {words} and the river met the lake. {words} and then there was the END. No more."
-  )
-  assert list(cloze.passages(text)) == [(f"The lake was cold. {words} and the river met the", "lake")]
 
 
 @pytest.mark.parametrize("killed_in,how", [*zip(range(5), ["kill", "SIGTERM"] * 3)])

@@ -23,6 +23,8 @@ from diffeq_nnx.parallel import sharding
 
 LOGITS = 1 << 24  # limit of the logits that a device holds at a time
 UNSEEN = -1e30  # finite: a slot that sees nothing must not give a NaN
+# Slots of a batch on a CPU, whose caches hold no more: SmolLM2 scored PIQA 2.5 times as fast as with 16,384.
+CPU_SLOTS = 1024
 QUERIES = 256  # slots whose attention is computed at a time, so that later slots can be left out
 
 
@@ -86,7 +88,7 @@ class Scorer:
       num_steps: of the solver; None: the model's own.
       config: the model's, with another dtype of the computation; None: unchanged.
       mesh: None: of the one device that the model is on.
-      batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more.
+      batch_size: sequences of `max_length` tokens that a device holds at a time, at most; of shorter ones it holds more.
       max_length: tokens of the longest sequence; None: seq_len.
       share: whether sequences with a common beginning share a row; affects results only by rounding.
 
@@ -97,7 +99,10 @@ class Scorer:
     max_length = self.ready.config.seq_len if max_length is None else max_length
     self._share, self._most_slots = share, packing.round_up(max_length)
     self._rows = sharding.num_shards("batch", self.ready.mesh.shape)
-    self._tokens = batch_size * max_length * self._rows
+    slots = batch_size * max_length
+    if self.ready.mesh.devices.flat[0].platform == "cpu":
+      slots = min(slots, CPU_SLOTS)
+    self._slots = slots * self._rows
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """Yields the index of each request and its score, in any order, as they are computed.
@@ -110,7 +115,7 @@ class Scorer:
       numbers.setdefault(request, []).append(number)
     equal, previous = list(numbers.values()), None  # indices of equal requests
     rows = packing.make_rows(list(numbers), self._most_slots, self._share)
-    for batch in packing.make_batches(rows, self._tokens, self._rows):
+    for batch in packing.make_batches(rows, self._slots, self._rows):
       started = batch, self._score(batch)
       if previous is not None:
         yield from _read_scores(*previous, equal)
