@@ -22,7 +22,7 @@ class Paragraphs:
 
 def resolve(path, prefix, options):
   """The parts of paragraphs:PATH, and a JSON value that changes with the source, as its cache must."""
-  return [Paragraphs(path)], [path, os.path.getmtime(path)]
+  return [Paragraphs(path)], [path, os.path.getsize(path), os.path.getmtime(path)]
 
 
 sources.RESOLVERS["paragraphs"] = resolve
