@@ -32,5 +32,5 @@ def get_config(choice=""):
   """The experiment of configs/tiny.py on the paragraphs of this project's README."""
   config = runpy.run_path("configs/tiny.py")["get_config"](choice)
   config.data.source = "paragraphs:README.md"
-  config.model.vocab_size = 300
+  config.data.tokenizer, config.model.vocab_size = "bytes", 257
   return config
