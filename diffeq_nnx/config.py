@@ -209,7 +209,7 @@ class HarnessConfig(Section, prefix="harness."):
   limit: int | None = number(None, above=0)  # Questions of each task, and documents of `text`. None: all.
   include_path: str | None = None  # A folder of task files of your own.
   default_tasks: bool = True  # Whether lm_eval's own tasks are there too; reading their files takes seconds.
-  # Rows of model.seq_len tokens on a device, more where they are shorter. A CPU takes at most 1,024 tokens at a time.
+  # Rows of model.seq_len tokens on a device, more where they are shorter. A CPU takes one row or 1,024 tokens.
   batch_size: int = number(8, above=0)
   dtype: str = one_of("model", "bfloat16", "float32")  # Type of the computation. model: as the model says.
   apply_chat_template: bool = False  # Whether the tokenizer's chat template writes contexts as messages of a user.

@@ -88,7 +88,8 @@ class Scorer:
       num_steps: of the solver; None: the model's own.
       config: the model's, with another dtype of the computation; None: unchanged.
       mesh: None: of the one device that the model is on.
-      batch_size: sequences of `max_length` tokens that a device holds at most; of shorter ones it holds more.
+      batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more. A CPU
+        holds one sequence, or of shorter ones at most CPU_SLOTS slots.
       max_length: tokens of the longest sequence; None: seq_len.
       share: whether sequences with a common beginning share a row; affects results only by rounding.
 
