@@ -103,6 +103,24 @@ def attention(
   Query head h reads key/value head h // (H / K). Softmax and sums are float32 (float64 for float64 input, which
   only the reference takes). A row without keys is zero.
 
+  Limits of the kernels:
+
+  - They support first-order reverse-mode differentiation only; the reference supports higher orders and forward mode.
+  - The gradient of the scores is a difference of two rounded sums. Where one weight of a row is 1, it is rounding
+    instead of zero, which counts only for very large q and k.
+  - TPU: heads of 64 lie two to a block of 128 lanes, heads of 32 four, and each costs the arithmetic of a head of 128.
+    Shared key/value heads are copied for that. Where two (four) does not divide the number of heads, or of query heads
+    that share a key/value head, each head is padded to 128 and copied. So are other widths, such as 80 and 96.
+  - TPU: without a soft cap, q is multiplied by the scale and log2 e and rounded to its dtype before the product with k.
+  - TPU: block sizes don't depend on the chip, except on v4, which has 16 MiB of VMEM. Ahead of time, v4 is recognized
+    under `jax.shard_map` only, and long sequences don't compile for it otherwise.
+  - TPU: gradients of more than 8,448 positions of width 128 in bfloat16 are computed in chunks, which write their parts
+    of dK and dV in float32. With grouped heads, each query head writes such a part.
+  - GPU: Hopper only, since Blackwell lacks its matrix instructions. Block sizes were derived, not tuned. Heads are
+    padded to multiples of 16. One pass takes a float32 array of the size of dQ.
+  - GPU: with grouped heads there are as many blocks of threads as tiles of keys and key/value heads, which may be fewer
+    than multiprocessors.
+
   Args:
     q_BxSxHxD: queries, float32 or bfloat16.
     k_BxLxKxD: keys; K divides H.

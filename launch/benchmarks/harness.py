@@ -11,9 +11,11 @@ of them). Results are kept in `--out`, by task and side, and what is there is no
 the calls for log-likelihoods, the compilation here included.
 
 With `--text` the perplexity of a file, as one text, is computed in windows of each length: `disjoint` windows lie side
-by side, `sliding` ones move by half their length. There transformers computes the same windows one by one.
+by side, `sliding` ones move by half their length. There transformers computes the same windows one by one. Of a text,
+too, `--out` keeps what was computed, PART windows at a time.
 """
 
+from collections.abc import Callable
 import functools
 import itertools
 import os
@@ -29,8 +31,12 @@ import numpy as np
 import torch
 
 from diffeq_nnx.harness.adapter import DiffEqLM
+from diffeq_nnx.harness.packing import Request
 from launch import programs
 from launch.experiments import tables
+
+PART = 100
+Windows = list[tuple[list[int], list[int]]]
 
 
 def evaluate(lm: Any, task: str, manager: TaskManager, arguments: Any) -> dict[str, Any]:
@@ -74,18 +80,26 @@ def compare(task: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str
   ]
 
 
-def measure_here(lm: DiffEqLM, text: str) -> float:
-  """Nats of a text by this package."""
-  ((score, _),) = lm.score_texts([text], disable_tqdm=True)
-  return -score
+def measure(path: str, windows: Windows, count_nats: Callable[[Windows], float]) -> float:
+  """Nats of all windows; they are counted, and written to files that begin with `path`, in parts."""
+  parts = [windows[first : first + PART] for first in range(0, len(windows), PART)]
+  remember = lambda number: tables.remember(f"{path}_{number}.json", functools.partial(count_nats, parts[number]))
+  return tables.remember(f"{path}.json", lambda: sum(map(remember, range(len(parts)))))
 
 
-def measure_there(lm: DiffEqLM, model: Any, text: str) -> float:
-  """Nats of a text by transformers, in the same windows."""
+def count_here(lm: DiffEqLM, windows: Windows) -> float:
+  """Nats of the continuations in windows by this package."""
+  requests = [Request(tuple(context), tuple(continuation)) for context, continuation in windows]
+  return -sum(score.logprob for _, score in lm.scorer(requests))
+
+
+def count_there(model: Any, windows: Windows) -> float:
+  """Nats of the continuations in windows by transformers."""
   nats = 0.0
-  for context, continuation in lm.make_windows(text):
+  for context, continuation in windows:
+    tokens = torch.tensor([[*context, *continuation[:-1]]])
     with torch.no_grad():
-      logits = model(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
+      logits = model(tokens, logits_to_keep=len(continuation)).logits[0]
     scores = torch.log_softmax(logits, -1).gather(1, torch.tensor(continuation)[:, None])
     nats -= scores.sum(dtype=torch.float64).item()
   return nats
@@ -117,9 +131,9 @@ def main() -> None:
   rows = []
   for window, length in itertools.product(arguments.ways, arguments.windows):
     lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
-    path = os.path.join(arguments.out, f"text_{window}{length}")
-    ours = tables.remember(f"{path}_ours.json", functools.partial(measure_here, lm, text))
-    theirs = tables.remember(f"{path}_hf.json", functools.partial(measure_there, lm, hf.model, text))
+    path, windows = os.path.join(arguments.out, f"text_{window}{length}"), lm.make_windows(text)
+    ours = measure(f"{path}_ours", windows, functools.partial(count_here, lm))
+    theirs = measure(f"{path}_hf", windows, functools.partial(count_there, hf.model))
     sizes = len(text.split()), len(text.encode())
     rows.append([window, str(length), *(f"{np.exp(nats / size):.4f}" for size in sizes for nats in (ours, theirs))])
   units = [f"{side}, a {unit}" for unit in ("word", "byte") for side in ("ours", "transformers")]
