@@ -16,7 +16,10 @@ from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.jobs import ALIASES, JOBS
 
 CONFIG = flags.DEFINE_string(
-  "config", None, "The experiment's config file, PATH.py or PATH.py:ARGUMENT; --config.KEY=VALUE changes a key."
+  "config",
+  None,
+  "The experiment's config file, PATH.py or PATH.py:ARGUMENT, which discretize and continuous don't take; "
+  "--config.KEY=VALUE changes a key.",
 )
 SETTINGS = flags.DEFINE_multi_string("set", [], "KEY=VALUE of a config key, the same as --config.KEY=VALUE.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run: checkpoints, metrics, results.")

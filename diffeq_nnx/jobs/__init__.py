@@ -61,6 +61,7 @@ JOBS = {
   "prepare": Job(
     "turns text into shards of tokens, once for any number of runs",
     "jobs.prepare:prepare_shards",
+    example="--config=configs/tiny.py --workdir=shards/tiny",
     config="file",
     one_process=True,
   ),
@@ -69,7 +70,7 @@ JOBS = {
     "jobs.discretize:discretize",
     ("from_workdir", "num_steps", "step_sizes", "tolerance"),
     ("from_workdir",),
-    "--from_workdir=runs/tiny --workdir=runs/tiny9",
+    "--from_workdir=runs/tiny --workdir=runs/tiny_stored",
     "source",
   ),
   "rank_steps": Job(
@@ -94,7 +95,7 @@ JOBS = {
     "jobs.finetune:finetune",
     ("from_workdir", "num_steps", "step_sizes"),
     ("from_workdir",),
-    "--from_workdir=runs/tiny --workdir=runs/tiny9",
+    "--from_workdir=runs/tiny --workdir=runs/tiny_tuned",
     "file_or_source",
   ),
   "generate": Job(
