@@ -230,6 +230,13 @@ BAD = [
   ({"messages": [*TURNS, {"role": "judge", "content": "x"}]}, "that the chat template refuses", "no role judge"),
   ({"messages": TURNS[:1]}, "without an assistant's turn", "no message has the role"),
   ({"messages": [{"role": "assistant", "content": "a\ud800"}]}, "with a lone surrogate", "'\\ud800'; remove it"),
+  (
+    {"messages": [TURNS[0], TURNS[1] | {"content": "", "tool_calls": [{"function": {"name": "look"}}]}, *TURNS]},
+    "with tool calls that the chat template does not write",
+    "does not write tool_calls",
+  ),
+  ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "with a weight that is not 0 or 1", "has the weight 0.5"),
+  ({"messages": [*TURNS, TURNS[0], TURNS[1] | {"weight": 0}]}, "with a weight of 0", "remove the messages"),
 ]
 
 
@@ -244,6 +251,15 @@ def test_a_conversation_that_cannot_be_used_has_one_line_and_is_counted(tmp_path
   source = read(bad_records="skip")
   assert len(list(source.documents())) == 1
   assert source.counts.bad == {reason: 1} and source.counts.documents == 1
+
+
+def test_a_turn_of_weight_0_is_written_and_does_not_count():
+  template, muted = ChatTemplate(without_blocks(CHATML)), [TURNS[0], TURNS[1] | {"weight": 0}]
+  pieces = template.divide([*muted, TURNS[0], TURNS[1] | {"weight": 1}])
+  assert "".join(piece.text for piece in pieces) == template.render([*TURNS, *TURNS])
+  assert [piece.text for piece in pieces if piece.counts] == ["Bye<|im_end|>\n"]
+  with pytest.raises(chat.BadConversation, match="no text of the assistant"):
+    template.divide(muted)
 
 
 def test_a_template_whose_turns_depend_on_later_ones_needs_blocks():
@@ -264,6 +280,13 @@ def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_mes
   with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks"):
     ChatTemplate(first).divide(TURNS[1:])
   assert ChatTemplate(without_blocks(CHATML).replace("messages[0].role != 'system'", "false")).divide(TURNS[1:])
+  in_the_loop = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }};"
+    "{% if loop.last and add_generation_prompt %}<assistant>{% endif %}{% endfor %}"
+  )
+  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks"):
+    ChatTemplate(in_the_loop).divide(TURNS[1:])
+  assert [piece.text for piece in ChatTemplate(in_the_loop).divide(TURNS) if piece.counts] == ["Bye;"]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +295,7 @@ def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_mes
     "{% macro t(x) %}[[{{ x }}!]]--[[{{ x }}?]]{% endmacro %}{{ t('a') }}",
     "{% for m in messages %}[[<[[{{ m.content }}]]>]]{% endfor %}",
     "{% for m in messages %}{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}{% endfor %}",
+    "{% macro t(m) %}<{{ m.role }}>[[{{ m.content }}]]{% endmacro %}{% for m in messages %}{{ t(m) }}{% endfor %}",
   ],
 )
 def test_blocks_out_of_order_are_refused(text):

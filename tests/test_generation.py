@@ -1,6 +1,7 @@
 """Generation: the tokens of the uncached forward, rows that don't touch each other, draws, ends, streaming."""
 
 import itertools
+import json
 
 from flax import nnx
 import jax
@@ -19,7 +20,7 @@ from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.output_first import OutputFirst
 from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, on_eight_devices, small_model, told
-from tests.test_tokenizer import sentencepiece_model, trained_pairs
+from tests.test_tokenizer import sentencepiece_model, spec_of, trained_pairs
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
 
@@ -364,6 +365,21 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
     for one, row in zip(ended, ids):
       at = next(place for place, token in enumerate(row) if token in tokenizer.more_end_ids)
       assert one.stopped == "eos" and one.ids == row[:at]
+
+
+def test_a_stop_string_that_begins_with_a_special_token_ends_the_text_there(tmp_path):
+  """As a chat's turn ends in a model whose end mark is another: the token's name is in no decoded text."""
+  spec, names = spec_of(), [f"<|{number}|>" for number in range(200)]
+  spec["added_tokens"] += [spec["added_tokens"][0] | {"id": 300 + n, "content": name} for n, name in enumerate(names)]
+  tokenizer = _saved(tmp_path, json.dumps(spec))
+  decoder = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=500)))
+  make_text = lambda **more: diffeq_nnx.generate_texts(decoder, tokenizer, ["one"], max_tokens=20, **more)[0]
+  whole = make_text()
+  at = next(place for place, token in enumerate(whole.ids) if token >= 300)
+  cut = make_text(stop=["\ud800", f"{names[whole.ids[at] - 300]}\n"])
+  assert at and cut.stopped == "stop" and cut.ids == whole.ids[: at + 1] != whole.ids
+  assert cut.text == tokenizer.decode(whole.ids[:at])
+  assert not generation.find_stop_ids(tokenizer, ["\n", "one", "<|no token|>", "\ud800"])
 
 
 def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):

@@ -42,6 +42,7 @@ class _Generation(jinja2.ext.Extension):
   found = False  # whether the template has such blocks
   length = 0  # of the text before the block
   spans: list[tuple[int, int]] = []  # the first character of each block's text, and its last plus 1
+  texts: list[str] = []  # of the blocks
 
   def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
     self.found, line = True, next(parser.stream).lineno
@@ -51,6 +52,7 @@ class _Generation(jinja2.ext.Extension):
   def _note(self, caller: Callable[[], str]) -> str:
     text = caller()
     self.spans.append((self.length, self.length + len(text)))
+    self.texts.append(text)
     return text
 
 
@@ -95,7 +97,7 @@ class ChatTemplate:
   def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     given = [_name_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
     blocks, parts = self._blocks, []
-    blocks.length, blocks.spans = 0, []
+    blocks.length, blocks.spans, blocks.texts = 0, [], []
     variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None, **self._marks}
     try:
       for part in self._template.generate(**variables, add_generation_prompt=add_generation_prompt):
@@ -116,20 +118,28 @@ class ChatTemplate:
     """Writes a conversation as pieces, of which the assistant's turns count.
 
     They are the text of the template's `generation` blocks. Without such blocks a turn is what follows the messages
-    before it, written with `add_generation_prompt`, where these messages and the turn are written.
+    before it, written with `add_generation_prompt`, where these messages and the turn are written; turns with
+    "weight": 0 don't count.
 
     Raises:
-      BadConversation: As `render`; if there is no assistant's turn; and if turns can't be told from the rest.
+      BadConversation: As `render`; if there is no assistant's turn; if turns can't be told from the rest; if the
+        template does not write tool calls; and for weights that can't be kept.
     """
     _check_messages(messages)
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     if not turns:
       raise BadConversation("without an assistant's turn", 'no message has the role "assistant"; add one')
+    counted = _find_counted(messages, turns)
     text = self._render(messages, False)
     spans = self._blocks.spans
+    moved = any(text[start:stop] != block for (start, stop), block in zip(spans, self._blocks.texts))
+    self._check_tool_calls(messages, text)
     if not self._blocks.found:
-      spans = [self._find_turn(messages, number, text) for number in turns]
-    if any(start < stop for (_, stop), (start, _) in zip([(0, 0), *spans], [*spans, (len(text),) * 2])):
+      spans = [self._find_turn(messages, number, text) for number in counted]
+    elif counted != turns:
+      problem = f"{self._label} says by its generation blocks what counts; remove the messages with the weight 0"
+      raise BadConversation("with a weight of 0", problem)
+    if moved or any(start < stop for (_, stop), (start, _) in zip([(0, 0), *spans], [*spans, (len(text),) * 2])):
       problem = f"{self._label} writes its generation blocks out of order (in each other, or in text kept for later)"
       raise BadConversation("whose generation blocks are out of order", f"{problem}; take them out of these")
     pieces = divide(text, spans)
@@ -137,14 +147,26 @@ class ChatTemplate:
       raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
     return pieces
 
+  def _check_tool_calls(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raises BadConversation if `text`, which the template wrote, is the same without the calls of tools."""
+    if any(one.get("tool_calls") for one in messages):
+      bare = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
+      if self._render(bare, False) == text:
+        problem = f"{self._label} does not write tool_calls; give one that does, or remove the record"
+        raise BadConversation("with tool calls that the chat template does not write", problem)
+
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
     needed = BadConversation("that need generation blocks", f"{self._label} {_GENERATION}")
+    head = ""
     try:
       before = self._render(messages[:number], True)
       until = self._render(messages[: number + 1], False)
+      if number == 0:  # a template that begins the answer in its loop over messages writes nothing for none of them
+        asked = [{"role": "user", "content": "A question."}]
+        head = self._render(asked, True).removeprefix(self._render(asked, False))
     except BadConversation as error:  # of a template that refuses a part of a conversation which it accepts whole
       raise needed from error
-    if not (until.startswith(before) and text.startswith(until)):
+    if not (before.endswith(head) and until.startswith(before) and text.startswith(until)):
       raise needed
     return len(before), len(until)
 
@@ -160,6 +182,16 @@ def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemp
       "tokenizer as chat_template.jinja"
     )
   return compile_template(tokenizer.chat_template)
+
+
+def _find_counted(messages: Sequence[Mapping[str, Any]], turns: Sequence[int]) -> list[int]:
+  """The turns that count: those without a weight, or with the weight 1; raises BadConversation for others than 0."""
+  for number in turns:
+    weight = messages[number].get("weight")
+    if weight not in (None, 0, 1):
+      problem = f"message {number} has the weight {weight!r}; give 0, which leaves it out of the loss, or 1"
+      raise BadConversation("with a weight that is not 0 or 1", problem)
+  return [number for number in turns if messages[number].get("weight") != 0]
 
 
 def _check_messages(messages: Any) -> None:

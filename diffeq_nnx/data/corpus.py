@@ -7,9 +7,11 @@ import json
 import os
 import re
 
+from absl import logging
+
 from diffeq_nnx import files
 from diffeq_nnx.config import NO_TEXT, DataConfig
-from diffeq_nnx.data import preparation, shards, tokenizers
+from diffeq_nnx.data import preparation, shards, sources, tokenizers
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
@@ -192,20 +194,30 @@ def _open_directory(directory: str, key: str) -> shards.Directory:
   return shards.open_directory(path, manifest, label)
 
 
+def _warn_of_bad_records(config: DataConfig, prepared: shards.Directory) -> None:
+  """Says again how many records were skipped when a directory was prepared."""
+  for key, record in prepared.manifest["records"].items():
+    counts = sources.Counts(**record)
+    if counts.num_bad:
+      logging.warning("%s=%s: %s", key, getattr(config, key.removeprefix("data.")), counts.describe())
+
+
 def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Loads the corpus of text from the cache, or prepares it."""
   recipe = preparation.make_recipe(config, vocab_size, seed)
   key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
   folder = os.path.join(files.absolute(config.cache_dir), key)
 
-  def open_entry() -> Corpus:
+  def open_entry(prepared_before: bool) -> Corpus:
     found = [_open_directory(folder, "data.cache_dir")]
+    if prepared_before:
+      _warn_of_bad_records(config, found[0])
     corpus = _make_corpus(config, found, [1.0], found)
     corpus.tokenizer.chat_template = recipe.chat_template  # which may have changed since
     return corpus
 
   with contextlib.suppress(UserError):  # it is missing or damaged
-    return open_entry()
+    return open_entry(prepared_before=True)
   try:
     preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
   except UserError:
@@ -216,4 +228,4 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"
     ) from error
-  return open_entry()
+  return open_entry(prepared_before=False)

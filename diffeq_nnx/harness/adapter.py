@@ -32,7 +32,7 @@ from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
 from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import encode_texts
+from diffeq_nnx.inference.generation import encode_texts, find_stop_ids
 from diffeq_nnx.inference.ready import one_device_mesh
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.inference.text_stream import TextStream
@@ -370,7 +370,7 @@ class DiffEqLM(TemplateLM):
       for (options, until), group in groups.items():
         numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
         streams = [TextStream(self._tokenizer.decode_within, until, self._tokenizer.leading) for _ in group]
-        take = functools.partial(self._take_token, streams)
+        take = functools.partial(self._take_token, streams, find_stop_ids(self._tokenizer, until))
         for n, _ in continue_prompts(self._decoder, prompts, options, take, row_numbers=row_numbers):
           streams[n].finish()
           texts[numbers[n]] = streams[n].text
@@ -403,12 +403,12 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _take_token(self, streams: Sequence[TextStream], n: int, token: int) -> str | None:
+  def _take_token(self, streams: Sequence[TextStream], stop_ids: set[int], n: int, token: int) -> str | None:
     """Adds a token to the n-th text. Returns why the text ends with it, or None if it goes on."""
     if token in self._tokenizer.end_ids:
       return "eos"
     streams[n].add(token)
-    return "stop" if streams[n].stopped else None
+    return "stop" if token in stop_ids or streams[n].stopped else None
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))

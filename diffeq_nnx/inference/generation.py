@@ -1,6 +1,7 @@
 """Text generation: prompts of token ids, or texts, continued together."""
 
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -125,6 +126,7 @@ def continue_texts(
     raise UserError("stop: holds an empty string, which every text contains; leave it out")
   ids: list[list[int]] = [[] for _ in prompts]
   texts = [TextStream(tokenizer.decode_within, stop) for _ in prompts]
+  stop_ids = find_stop_ids(tokenizer, stop)
 
   def emit(row: int, piece: str) -> None:
     if piece and on_text is not None:
@@ -135,12 +137,22 @@ def continue_texts(
       return "eos"
     ids[row].append(token)
     emit(row, texts[row].add(token))
-    return "stop" if texts[row].stopped else None
+    return "stop" if token in stop_ids or texts[row].stopped else None
 
   for row, reason in _continue(draft, decoder, prompts_ids, options, take, row_numbers=row_numbers):
     emit(row, texts[row].finish())
     reason = "stop" if texts[row].stopped else reason
     yield row, Continuation(prompts[row], texts[row].text, ids[row], reason)
+
+
+def find_stop_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> set[int]:
+  """Finds the special tokens with which stop strings begin: their names are in no text that is decoded."""
+  found = set()
+  for one in stop:
+    with contextlib.suppress(UnicodeEncodeError, UnknownByte):  # no generated text holds this
+      first = tokenizer.encode_rendered(one)[:1].tolist()
+      found.update([] if tokenizer.decode_within(first) else first)
+  return found
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], name: str, rendered: bool = False) -> list[list[int]]:
