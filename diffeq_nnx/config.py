@@ -129,7 +129,8 @@ class TrainConfig(Section, prefix="train."):
   # Rows of a micro-batch on a device. None: one micro-batch; -1: the fastest number, which is measured.
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
   step_counts: tuple[int, ...] = ()  # Numbers of solver steps, of which each train step draws one. (): model.num_steps.
-  draw_from: float = number(0.0, at_least=0, below=1)  # Share of the train steps before which model.num_steps is used.
+  # Share of the train steps, or of optimizer.schedule_steps, before which model.num_steps is used.
+  draw_from: float = number(0.0, at_least=0, below=1)
   # Train steps from which the second of step_counts is used, the third, and so on: depth grows. (): they are drawn.
   step_schedule: tuple[int, ...] = ()
   adjoint: str = one_of("checkpointed", "reversible")  # reversible: no states are stored, for solver=leapfrog.
@@ -142,8 +143,8 @@ class TrainConfig(Section, prefix="train."):
   # The work directory of a run, also an imported one, whose predictions are learned beside the text.
   teacher: str | None = None
   teacher_weight: float = number(0.5, at_least=0, at_most=1)  # Share of the divergence from the teacher in the loss.
-  # Whether, in a train step that draws fewer solver steps than the most of step_counts, the same model at the most is
-  # trained too and teaches it.
+  # Whether, in a train step of fewer solver steps than the most of the run, the same model at the most is trained too
+  # and teaches it.
   self_distillation: bool = False
   log_every: int = number(10, above=0)  # Train steps between two lines of metrics.
   # The peak of one device, for utilization. None: from its kind, or measured.

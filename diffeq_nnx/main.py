@@ -156,12 +156,12 @@ def _options(name: str) -> dict[str, Any]:
     if all(given[flag] is None for flag in either):
       raise UserError(f"--{either[0]}: missing; e.g. --job={name} {JOBS[name].example}")
   for flag in ("step_sizes", "times"):
-    if given.get(flag):
+    if given.get(flag) is not None:
       try:
         given[flag] = tuple(map(float, given[flag]))
       except ValueError:
         raise UserError(f"--{flag}={','.join(given[flag])}: must be numbers, e.g. 0.5,0.25,0.25") from None
-  if given.get("num_steps"):
+  if given.get("num_steps") is not None:
     given["num_steps"] = _num_steps(name, given["num_steps"])
   return {flag: value for flag, value in given.items() if value is not None}
 
@@ -169,7 +169,7 @@ def _options(name: str) -> dict[str, Any]:
 def _num_steps(job: str, parts: list[str]) -> int | tuple[int, ...]:
   """The flag's one number, or for evaluate perhaps several."""
   try:
-    counts = tuple(map(int, parts))
+    counts = tuple(map(int, parts or [""]))
   except ValueError:
     raise UserError(f"--num_steps={','.join(parts)}: must be a whole number, e.g. 12") from None
   if len(counts) == 1:

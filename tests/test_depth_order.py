@@ -19,6 +19,8 @@ from diffeq_nnx.config import LoraConfig, TimeConfig
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import draw_num_steps
 from diffeq_nnx.exporting import importing
+from diffeq_nnx.jobs import finetune, rank_steps
+from diffeq_nnx.jobs.deriving import derive_config
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack
 from diffeq_nnx.model.parameters import build, params_of
@@ -50,6 +52,22 @@ def ordered(**changes):
 def equal(found, expected, atol=0.0):
   """Checks trees of arrays; to the last bit, unless a tolerance is given."""
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found, expected)
+
+
+def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):
+  given = small_config(small_model(num_steps=4), step_counts=(2, 3), self_distillation=True)
+  rank_steps._warn_of_even_steps(given)
+  rank_steps._warn_of_even_steps(small_config(ordered(), step_counts=(2, 3)))
+  made = derive_config(given, discretized_config(given.model))
+  finetune._say_left_out(small_config(given.model), given, made)
+  finetune._say_left_out(given, given, made)  # nobody asked for these
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 3 and "was trained at 2, 3 even steps" in lines[0]
+  assert "train.step_counts=(2, 3): becomes ()" in lines[1] and "self_distillation=True: becomes False" in lines[2]
+  grows = small_config(ordered(), step_counts=(2, 4), step_schedule=(5,))
+  grows = dataclasses.replace(grows, eval=dataclasses.replace(grows.eval, num_steps=2))
+  made = derive_config(grows, discretized_config(grows.model))
+  assert (made.train.step_counts, made.train.step_schedule, made.eval.num_steps) == ((2, 4), (5,), 2)
 
 
 # grids, weights and states

@@ -89,6 +89,14 @@ def test_depths_are_drawn_late_from_seed_and_step_alone():
   assert list_num_steps(config) == [6, 4, 3, 2] and list_num_steps(small_config()) == [3]
 
 
+def test_a_run_that_is_trained_further_goes_on_drawing_if_the_length_of_its_schedule_is_fixed():
+  config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=80)
+  fixed = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=40))
+  drawn = [[draw_num_steps(one, step) for step in range(80)] for one in (config, fixed)]
+  assert set(drawn[0][:56]) == {3} == set(drawn[1][:28]) and set(drawn[1][28:56]) == {2, 4, 6}
+  assert drawn[0][56:] == drawn[1][56:]
+
+
 def test_depth_grows_by_schedule(capsys):
   config = small_config(step_counts=(1, 2, 3), step_schedule=(4, 6), steps=8)
   assert [draw_num_steps(config, step) for step in range(8)] == [1, 1, 1, 1, 2, 2, 3, 3]

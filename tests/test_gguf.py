@@ -142,6 +142,30 @@ def test_byte_pairs_are_merged_within_what_the_file_s_name_for_it_divides(pre, d
   assert tokenizer.bos_id == (len(BYTES) - 2 if pre == "llama-bpe" else None)
 
 
+def test_what_a_file_does_not_say_is_as_in_llama_cpp(tmp_path):
+  """Llama 3's own files lack a word about the begin mark; without a name for the division there is none."""
+  path, pairs = str(tmp_path / "model.gguf"), byte_pairs("llama-bpe")
+  del pairs["tokenizer.ggml.add_bos_token"]
+  write(path, small(len(BYTES)), pairs)
+  with hub.open_folder(path) as folder:
+    assert importing.read_tokenizer(folder).bos_id == len(BYTES) - 2
+  del pairs["tokenizer.ggml.pre"]
+  write(path, small(len(BYTES)), pairs)
+  assert "'gpt2' with tokenizer.ggml.pre=None" in told(lambda: diffeq_nnx.import_hf(path))
+
+
+def test_any_piece_can_be_the_end_mark(tmp_path):
+  """As the end of a chat's turn, which follows the pieces."""
+  pieces, path = sentencepieces(published_model()), str(tmp_path / "model.gguf")
+  pieces["tokenizer.ggml.tokens"].append("<|im_end|>")
+  pieces["tokenizer.ggml.scores"].append(0.0)
+  pieces["tokenizer.ggml.token_type"].append(3)
+  last = len(pieces["tokenizer.ggml.tokens"]) - 1
+  write(path, small(last + 1), pieces | {"tokenizer.ggml.eos_token_id": (last, UINT)})
+  with hub.open_folder(path) as folder:
+    assert importing.read_tokenizer(folder).end_ids == (last,)
+
+
 def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_path):
   proto, path = published_model(), str(tmp_path / "model.gguf")
   theirs = sentencepiece.SentencePieceProcessor(model_proto=proto)
@@ -160,6 +184,9 @@ def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
   assert "'gpt2' with tokenizer.ggml.pre='other'" in told(read)
   write(path, small(len(BYTES)), byte_pairs("gpt-2"), {"llama.rope.scaling.type": ("yarn", STRING)})
   assert "llama.rope.scaling is not supported" in told(read)
+  for key in ("scaling.factor", "scale_linear"):
+    write(path, small(len(BYTES)), byte_pairs("gpt-2"), {f"llama.rope.{key}": (4.0, gguf.GGUFValueType.FLOAT32)})
+    assert "llama.rope.scaling is not supported" in told(read)
   write(path, small(len(BYTES)), byte_pairs("gpt-2"), architecture="gemma")
   assert "architecture is 'gemma'" in told(read)
   short = byte_pairs("gpt-2") | {"tokenizer.ggml.token_type": [1, 3]}

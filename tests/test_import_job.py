@@ -21,6 +21,7 @@ from diffeq_nnx.training.loop import train
 from tests.conftest import run_command, small_model, told, write_documents
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
+from tests.test_tokenizer import added_token, spec_of
 from tests.test_tokenizer import write as write_files
 
 
@@ -62,6 +63,15 @@ def test_a_run_exported_and_imported_has_the_same_loss(finished, tmp_path, capsy
   loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
   prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
   assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_told(tmp_path, caplog):
+  spec = spec_of()
+  spec["added_tokens"].append(added_token(300, "<pad>", special=True))
+  folder = write_files(tmp_path / "there", tokenizer__json=spec)
+  foreign("llama", vocab_size=300).save_pretrained(folder)
+  jobs.run("import", jobs.JOBS["import"].prepared(Config()), str(tmp_path / "run"), from_hf=str(folder))
+  assert "no embedding for 1 tokens of its tokenizer (<pad>)" in caplog.text
 
 
 def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_path, capsys):

@@ -64,6 +64,7 @@ def test_a_config_file_that_fails_is_one_line(tmp_path, capsys):
       "--num_steps=3: is for --job=evaluate or discretize",
     ),
     (["--workdir=x", "--job=evaluate", "--num_steps=3,b"], "--num_steps=3,b: must be a whole number"),
+    (["--workdir=x", "--job=evaluate", "--num_steps="], "--num_steps=: must be a whole number"),
     (["--workdir=x", "--job=analyze", "--num_steps=3,4"], "--num_steps=3,4: several are for --job=evaluate"),
     (["--workdir=x", "--job=generate"], "--prompt: missing"),
     (["--workdir=/none", "--job=generate", "--prompt=a"], "--workdir=/none: holds no run"),

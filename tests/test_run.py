@@ -23,6 +23,7 @@ from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
@@ -82,6 +83,10 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(run, whole, monke
     assert bool(train(config, str(workdir))) == (moment == "last validation")
   assert kept(workdir)[-1] == step and read_metrics(workdir, "validation")[-1]["step"] < step
   assert signal.getsignal(signal.SIGTERM) == before
+  if moment != "training":  # again, in the validation that it repeats
+    with monkeypatch.context() as patch:
+      patch.setattr(distributed.Preemption, "reached", lambda self: True)
+      assert train(config, str(workdir)) == {} and kept(workdir)[-1] == step
   if moment != "training":  # as if the run had been killed after the validation that it repeats
     with open(workdir / "metrics.jsonl", "a") as file:
       file.write(json.dumps({"step": step, "split": "validation", "loss": 0.0}) + "\n")
@@ -266,8 +271,16 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   )
 
 
-def test_the_last_checkpoints_and_the_best_are_kept(run):
+def test_the_last_checkpoints_and_the_best_are_kept(run, monkeypatch):
+  """A loss that is no number is not the best; and orbax does not ask whether SIGTERM came, which the loop counts."""
   config, workdir = run
+  save = Checkpoints.save
+  monkeypatch.setattr(
+    Checkpoints,
+    "save",
+    lambda self, state, position, loss: save(self, state, position, math.nan if self.steps()[-1] == 20 else loss),
+  )
+  monkeypatch.setattr("orbax.checkpoint.utils.reached_preemption", None)
   losses = {r["step"]: r["loss"] for r in read_metrics(workdir, "validation")}
   best = min(losses, key=losses.get)
   assert kept(workdir) == sorted({16, 20, best})

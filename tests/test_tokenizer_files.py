@@ -189,7 +189,8 @@ def test_a_sentencepiece_model_and_its_config_must_agree(tmp_path, said, part):
 
 
 def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
-  files = {"tokenizer_config__json": {"eos_token": END, "bos_token": END}, "config__json": {"eos_token_id": 1}}
+  files = {"tokenizer_config__json": {"eos_token": END, "bos_token": END}}
+  files["generation_config__json"] = {"eos_token_id": 1}
   pair = str(write(tmp_path / "pair", **pair_of_files(), **files))
   assert "data.end_token" in told(lambda: data.load_tokenizer(pair))
   tokenizer = data.load_tokenizer(pair, begin_token=END, end_token=BEGIN)
@@ -220,6 +221,38 @@ def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
   assert (tokens[0], tokens[-1]) == (0, 1)
   config = dataclasses.replace(config, tokenizer="train")
   assert "data.end_token=<|begin|>: data.tokenizer=train" in told(lambda: data.load(config, 500, seed=0))
+
+
+def test_a_step_that_removes_what_a_pattern_leaves_divides_as_one_that_removes_nothing(tmp_path):
+  """As in files that were made from tiktoken's."""
+  steps = {"type": "Split", "pattern": {"Regex": " ?[a-z]+|[^a-z]"}}, BYTE_LEVEL | {"use_regex": False}
+  loaded = []
+  for flags in ({"behavior": "Removed", "invert": True}, {"behavior": "Isolated", "invert": False}):
+    sequence = {"type": "Sequence", "pretokenizers": [steps[0] | flags, steps[1]]}
+    loaded.append(data.load_tokenizer(str(write(tmp_path / flags["behavior"], **one(pre_tokenizer=sequence)))))
+  for text in prose(20):
+    assert loaded[0].encode(text).tolist() == loaded[1].encode(text).tolist()
+  assert loaded[0].hash == loaded[1].hash
+
+
+def test_a_vocabulary_may_lack_the_bytes_that_utf_8_never_has_and_add_the_letters_that_stand_for_them(tmp_path):
+  """As those of DeepSeek."""
+  spec = spec_of()
+  for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
+    number = spec["model"]["vocab"].pop(chr(byte))
+    spec["added_tokens"].append(added_token(number, chr(byte)))
+  tokenizer = data.load_tokenizer(str(write(tmp_path, tokenizer__json=spec)))
+  text = "\u00f8 \u00dcn\u00efcode \u00fcber \u00ff\u00c0 \u5b57\U0001f642"
+  assert tokenizer.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode_rendered(text)) == text
+  assert tokenizer.encode("\u00f8").tolist() == [spec_of()["model"]["vocab"]["\u00f8"]]
+
+
+def test_the_tokenizer_s_files_say_the_marks_and_config_json_only_where_they_do_not(tmp_path):
+  """Published ids there may be those of another tokenizer."""
+  folder = write(tmp_path, **beside(eos_token=END), config__json={"eos_token_id": 1})
+  assert data.load_tokenizer(str(folder)).eos_id == 0
+  (folder / "tokenizer_config.json").unlink()
+  assert data.load_tokenizer(str(folder)).eos_id == 1
 
 
 def damaged(node, rng):

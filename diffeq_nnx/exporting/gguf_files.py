@@ -78,7 +78,9 @@ def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
   """config.json but for whether the head is tied."""
   if (kind := values.get("general.architecture")) != "llama":
     raise UserError(f"from_hf={path}: its architecture is {kind!r}; of GGUF files, those of llama can be imported")
-  if values.get("llama.rope.scaling.type", "none") != "none":
+  # `scale_linear` is the older key; llama.cpp takes a factor without a type for linear scaling
+  factors = [values.get(f"llama.rope.{key}", 0.0) for key in ("scaling.factor", "scale_linear")]
+  if values.get("llama.rope.scaling.type", "none") != "none" or any(factor not in (0, 1) for factor in factors):
     raise UserError(f"from_hf={path}: llama.rope.scaling is not supported; give the model's Hugging Face folder")
   values = {  # floats are of 32 bits: 1e-5, not 9.999999747378752e-06
     key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in values.items()
@@ -121,15 +123,18 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
   def said(key: str, default: Any = None) -> Any:
     return values.get(f"tokenizer.ggml.{key}", default)
 
-  kind, tokens, divided = said("model"), said("tokens"), _DIVIDED.get(said("pre", "gpt-2"))
+  kind, tokens, divided = said("model"), said("tokens"), _DIVIDED.get(said("pre"))
   kinds = said("token_type", [1] * len(tokens))
   for key in ("token_type", "scores"):
     if (count := len(said(key, tokens))) != len(tokens):
       raise UserError(
         f"from_hf={path}: its tokenizer has {len(tokens)} tokens and {count} in tokenizer.ggml.{key}; restore the file"
       )
+  named = {"bos_token": said("bos_token_id"), "eos_token": said("eos_token_id"), "unk_token": said("unknown_token_id")}
+  config = {key: tokens[number] for key, number in named.items() if number is not None}
   if kind == "llama":
-    _write_sentencepieces(tokens, said("scores", [0.0] * len(tokens)), kinds, said("add_space_prefix", True), folder)
+    pieces = list(zip(tokens, said("scores", [0.0] * len(tokens)), kinds, strict=True))
+    _write_sentencepieces(pieces, config, said("add_space_prefix", True), folder)
   elif kind != "gpt2" or divided is None:
     name = f"{kind!r} with tokenizer.ggml.pre={said('pre')!r}"
     known = f"those of llama, and gpt2's with {', '.join(_DIVIDED)}"
@@ -149,22 +154,26 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
     pre_tokenizer = {"type": "Sequence", "pretokenizers": divided}
     spec = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model}
     folders.write_json(folder, "tokenizer.json", spec)
-  named = {"bos_token": said("bos_token_id"), "eos_token": said("eos_token_id"), "unk_token": said("unknown_token_id")}
-  config = {key: tokens[number] for key, number in named.items() if number is not None}
-  config["add_bos_token"] = bool(said("add_bos_token", kind == "llama"))
+  # as in llama.cpp where the file does not say it: Llama 3's own files lack the key
+  config["add_bos_token"] = bool(said("add_bos_token", kind == "llama" or said("pre") == "llama-bpe"))
   if template := values.get("tokenizer.chat_template"):
     config["chat_template"] = template
   folders.write_json(folder, "tokenizer_config.json", config)
 
 
-def _write_sentencepieces(tokens: list[str], scores: list[float], kinds: list[int], prefix: bool, folder: str) -> None:
-  """tokenizer.model: kinds of tokens have the same numbers as in sentencepiece."""
+def _write_sentencepieces(
+  pieces: list[tuple[str, float, int]], names: dict[str, str], prefix: bool, folder: str
+) -> None:
+  """tokenizer.model: kinds of pieces have the same numbers as in sentencepiece; `names` are those of its marks."""
   from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
 
   messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
   proto = messages.ModelProto()
-  for token, score, kind in zip(tokens, scores, kinds, strict=True):
+  for token, score, kind in pieces:
     proto.pieces.add(piece=token, score=score, type=kind)
+  for key in ("bos", "eos"):
+    if name := names.get(f"{key}_token"):
+      setattr(proto.trainer_spec, f"{key}_piece", name)
   proto.trainer_spec.model_type = messages.TrainerSpec.BPE
   proto.trainer_spec.byte_fallback = True
   proto.normalizer_spec.name = "identity"

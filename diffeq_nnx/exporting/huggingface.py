@@ -114,6 +114,11 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
       notes.append(_explain_own(stored, form))
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
+      if architecture == "qwen2":
+        notes.append(
+          "tokenizer: AutoTokenizer of transformers 5.24 takes Qwen2Tokenizer for any qwen2, which divides text as "
+          "Qwen's own tokenizer does, after NFC; PreTrainedTokenizerFast.from_pretrained gives our ids"
+        )
     path = os.path.join(place, "model.safetensors")
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     del tensors

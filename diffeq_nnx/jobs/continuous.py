@@ -34,7 +34,7 @@ def config_from(source: Config) -> Config:
   return dataclasses.replace(
     source,
     model=continuous_config(source.model),
-    optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=peak_rate),
+    optimizer=dataclasses.replace(source.optimizer, name=name, peak_rate=peak_rate, schedule_steps=None),
     train=dataclasses.replace(source.train, steps=steps, step_counts=counts, step_schedule=(), remat_every=1),
     eval=dataclasses.replace(source.eval, every=min(source.eval.every, steps)),
     checkpoint=dataclasses.replace(source.checkpoint, every=min(source.checkpoint.every, steps)),

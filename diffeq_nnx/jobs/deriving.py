@@ -32,6 +32,7 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
   """
   train = config.train
   counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)
+  validated = config.eval.num_steps if model.depth_order and (config.eval.num_steps or 0) <= model.num_steps else None
   return config_lib.from_dict(
     config_lib.to_dict(
       dataclasses.replace(
@@ -41,13 +42,13 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
         train=dataclasses.replace(
           train,
           step_counts=counts,
-          step_schedule=(),
+          step_schedule=train.step_schedule if counts == train.step_counts else (),
           draw_from=train.draw_from if counts else 0.0,
           self_distillation=train.self_distillation and bool(counts),
           loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
           remat_every=train.remat_every if math.gcd(model.num_steps, *counts) % train.remat_every == 0 else 1,
         ),
-        eval=dataclasses.replace(config.eval, num_steps=None),
+        eval=dataclasses.replace(config.eval, num_steps=validated),
       )
     )
   )

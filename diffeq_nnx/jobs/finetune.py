@@ -62,7 +62,7 @@ def finetune(
     lora=config.model.lora,
     seq_len=min(config.model.seq_len, source.model.seq_len),
   )
-  config = derive_config(config, model)
+  given, config = config, derive_config(config, model)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = run.mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
@@ -70,6 +70,7 @@ def finetune(
     corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     _say_changes(source, run.step, asked, config.model)
+    _say_left_out(source, given, config)
     params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
     if "positions" in params:
       params = {**params, "positions": params["positions"][: model.seq_len]}
@@ -89,6 +90,14 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
     say_untrained(source, step, made.num_steps, made.step_sizes)
   if asked.seq_len > made.seq_len:
     say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")
+
+
+def _say_left_out(source: Config, given: Config, made: Config) -> None:
+  """Says which keys about depth are not those that were given, but for those of the run that this one is made from."""
+  for key in ("step_counts", "step_schedule", "self_distillation"):
+    wanted, value = getattr(given.train, key), getattr(made.train, key)
+    if value != wanted != getattr(source.train, key):
+      say(f"train.{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
 
 
 def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | None) -> dict[str, float]:

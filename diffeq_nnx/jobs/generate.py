@@ -74,7 +74,7 @@ def generate(
     prompt = [prompt_files.write_prompt(one, template) for one in prompt]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
   steps = config.eval.num_steps if num_steps is None else num_steps
-  for count in (steps, draft_steps):
+  for count in (steps,) if draft_steps is None else (steps, draft_steps):
     say_untrained(config, run.step, count)
   with jax.set_mesh(run.mesh):
     decoder = Decoder(run.model, steps, mesh=run.mesh)

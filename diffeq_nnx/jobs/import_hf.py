@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from absl import logging
 import jax
 
 from diffeq_nnx import config as config_lib
@@ -44,6 +45,12 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
   with open_folder(from_hf) as folder:
     model, params = importing.read(folder, seq_len)
     tokenizer = importing.read_tokenizer(folder, config.data)
+  if beyond := [tokenizer.name_token(number) for number in range(model.vocab_size, tokenizer.vocab_size)]:
+    logging.warning(
+      "from_hf=%s: the model has no embedding for %d tokens of its tokenizer (%s); jobs that need text refuse it until "
+      "you import a folder whose tokenizer's files lack them",
+      *(from_hf, len(beyond), ", ".join(beyond[:3])),
+    )
   model = dataclasses.replace(model, attention=config.model.attention)
   config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir))
   config = config_lib.apply_settings(config, model_settings)

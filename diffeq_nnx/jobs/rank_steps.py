@@ -87,12 +87,23 @@ def rank_steps(
   gone = [step for step, _ in left_out]
   kept = [step for step in np.argsort(known["influences"], kind="stable")[::-1].tolist() if step not in gone]
   order = (*kept, *reversed(gone))
+  _warn_of_even_steps(run.started)
   workdir_lib.set_depth_order(workdir, order)
   say(_table(known, own))
   _draw(known, grids.make_grid(config.model), os.path.join(workdir, PICTURE))
   return print_result(
     {"job": "rank_steps", "workdir": workdir, **known, "depth_order": order, "seconds": time.perf_counter() - start}
   )
+
+
+def _warn_of_even_steps(config: Config) -> None:
+  """Warns if a run was trained at fewer steps, evenly over its horizon, which an order gives another meaning."""
+  model, fewer = config.model, [count for count in config.train.step_counts if count < config.model.num_steps]
+  if fewer and model.weights == "generated" and not model.depth_order:
+    say(
+      f"warning: this run was trained at {', '.join(map(str, fewer))} even steps, and from now on leaves steps out "
+      "there; with --config.model.depth_order='()' jobs and training take even ones"
+    )
 
 
 def _read(path: str) -> dict[str, Any]:

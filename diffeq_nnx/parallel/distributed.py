@@ -300,8 +300,9 @@ def shorten_errors() -> Iterator[None]:
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     if "RESOURCE_EXHAUSTED" in str(error):
       raise RunError(
-        f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size, or take more "
-        "devices (launch/compile_ahead.py reports ahead of time what fits)"
+        f"out of memory on a device ({first_line(error, 300)}); lower train.device_batch_size (in training), "
+        "eval.batch_size, --rows (generate) or harness.batch_size, or take more devices (launch/compile_ahead.py "
+        "reports ahead of time what fits)"
       ) from error
     if isinstance(error, UserError) or not is_process_death(error):
       raise

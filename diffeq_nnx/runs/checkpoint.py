@@ -27,6 +27,17 @@ State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
 
 
+class _Manager(ocp.CheckpointManager):
+  """Orbax's manager, which does not ask by train step whether SIGTERM came.
+
+  The answer comes at one count of the questions alone, which are counted by `distributed.Preemption`.
+  """
+
+  def reached_preemption(self, step: int) -> bool:
+    """Whether a checkpoint is due for this reason: `save` is called when it is."""
+    return False
+
+
 class Checkpoints:
   """The checkpoints of one work directory.
 
@@ -48,7 +59,7 @@ class Checkpoints:
     score = lambda metrics: -metrics["loss"]
     best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     newest = checkpoint_managers.LatestN(max(2, config.checkpoint.keep))
-    self._manager = ocp.CheckpointManager(
+    self._manager = _Manager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
         create=not read_only,
@@ -80,8 +91,9 @@ class Checkpoints:
       run=json_save(self._run),
       **{name: save(item) for name, item in items.items()},
     )
+    known = validation_loss is not None and math.isfinite(validation_loss)  # NaN has no place in an order
     with self._explain(f"save the checkpoint of step {step}"):
-      self._manager.save(step, args=args, metrics={"loss": math.inf if validation_loss is None else validation_loss})
+      self._manager.save(step, args=args, metrics={"loss": validation_loss if known else math.inf})
     self._saved.append(step)
 
   def without(self, step: int) -> list[int]:

@@ -243,6 +243,10 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     return found
 
   values = run_validation(start) if run.position["validate"] else {}
+  if run.position["validate"] and not values:
+    _finish(run, start)
+    say(f"SIGTERM: run the same command to continue from the checkpoint of step {start}, which is to be validated")
+    return values
   for step in range(start, steps):
     num_steps = draw_num_steps(config, step)
     with run.goodput.spending("waiting for data"):

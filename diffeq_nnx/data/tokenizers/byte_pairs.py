@@ -33,6 +33,7 @@ _EMPTY = """{"version": "1.0", "truncation": null, "padding": null, "added_token
 "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
 "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
 "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}}"""
+_IN_NO_TEXT = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 never has; DeepSeek's vocabularies lack them
 _BLOCK_CHARS = 1 << 16  # of a long text, encoded at once: several threads share it
 _WORD_END = re.compile(r"[^\W_](?=[ \n])")
 _WORDS = "two words 12 \u5b57\nnext\u00e9  x\n\ny_ z's \U0001f642 a"
@@ -87,18 +88,23 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
 
 
 def find_missing_bytes(spec: Spec) -> list[int]:
-  """Returns the bytes for which a vocabulary has no piece."""
-  return [byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]]
+  """Returns the bytes of texts for which a vocabulary has no piece."""
+  return list(_make_stand_ins(spec, 0).values())
 
 
 def _make_stand_ins(spec: Spec, start: int) -> dict[str, int]:
   """Makes a piece for each missing byte, with the id `start` + byte."""
-  return {char: start + byte for char, byte in ALPHABET.items() if char not in spec["model"]["vocab"]}
+  vocab = spec["model"]["vocab"].keys()
+  return {char: start + byte for char, byte in ALPHABET.items() if char not in vocab and byte not in _IN_NO_TEXT}
 
 
 def _convert_pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
   """Returns the steps that divide text; raises UserError if they drop text, or none maps bytes to GPT-2's alphabet."""
   steps = list_steps(given) if given else []
+  # A step that removes what its pattern does not match keeps all text in files made from tiktoken's, whose patterns
+  # match everything. As one that removes nothing it divides that text in the same way.
+  keeps = {"behavior": "Isolated", "invert": False}
+  steps = [step | keeps if (step.get("behavior"), step.get("invert")) == ("Removed", True) else step for step in steps]
   drops = [step for step in steps if step.get("type") not in _DIVIDING or step.get("behavior") == "Removed"]
   if drops or sum(step["type"] == "ByteLevel" for step in steps) != 1:
     rule = f"must be one ByteLevel and steps that drop no text ({', '.join(_DIVIDING[1:])})"

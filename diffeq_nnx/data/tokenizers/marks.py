@@ -1,6 +1,7 @@
 """Which tokens are marks, from what the configuration and a tokenizer's files say about them."""
 
 from collections.abc import Callable, Iterable
+import os
 from typing import Any
 
 from diffeq_nnx.data.tokenizers.base import END_OF_TEXT, Marks
@@ -58,6 +59,8 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
     UserError: Where marks are missing, contradict each other or aren't tokens of the vocabulary.
   """
   said = {what: configured.get(what) or stated[what] for what in KINDS}
+  for what in ("eos", "bos"):  # which no tokenizer reads in config.json, where published ids may be another tokenizer's
+    said[what] = {place: v for place, v in said[what].items() if os.path.basename(place) != "config.json"} or said[what]
 
   def complaint(values: dict[str, Any], problem: str) -> UserError:
     shown = ", ".join(f"{place} is {read_name(value)!r}" for place, value in values.items())
