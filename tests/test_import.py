@@ -20,7 +20,8 @@ from diffeq_nnx.exporting import importing
 from tests.conftest import small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import make
-from tests.test_tokenizer import spec_of, write
+from tests.test_tokenizer import spec_of
+from tests.test_tokenizer import write as write_files
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
 LLAMA = dict(
@@ -119,7 +120,7 @@ def test_a_window_that_no_layer_has_is_no_limit(written, tmp_path):
 
 def test_an_exported_qwen_2_says_that_auto_tokenizer_takes_its_own_class(tmp_path):
   spec, text = spec_of(), "e\u0301 12"
-  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__json=spec)))
+  tokenizer = data.load_tokenizer(str(write_files(tmp_path / "given", tokenizer__json=spec)))
   foreign("qwen2", vocab_size=300).save_pretrained(tmp_path / "there")
   out = str(tmp_path / "out")
   notes = diffeq_nnx.export_hf(diffeq_nnx.import_hf(str(tmp_path / "there")), out, tokenizer=tokenizer)["notes"]
