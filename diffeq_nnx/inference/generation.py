@@ -147,7 +147,7 @@ def continue_texts(
 
 def find_stop_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> set[int]:
   """Finds the special tokens with which stop strings begin: their names are in no text that is decoded."""
-  found = set()
+  found: set[int] = set()
   for one in stop:
     with contextlib.suppress(UnicodeEncodeError, UnknownByte):  # no generated text holds this
       first = tokenizer.encode_rendered(one)[:1].tolist()
