@@ -41,8 +41,7 @@ class _Generation(jinja2.ext.Extension):
   tags = {"generation"}
   found = False  # whether the template has such blocks
   length = 0  # of the text before the block
-  spans: list[tuple[int, int]] = []  # the first character of each block's text, and its last plus 1
-  texts: list[str] = []  # of the blocks
+  texts: list[tuple[int, str]] = []  # where each block begins in the text, if none is kept for later, and its text
 
   def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
     self.found, line = True, next(parser.stream).lineno
@@ -51,8 +50,7 @@ class _Generation(jinja2.ext.Extension):
 
   def _note(self, caller: Callable[[], str]) -> str:
     text = caller()
-    self.spans.append((self.length, self.length + len(text)))
-    self.texts.append(text)
+    self.texts.append((self.length, text))
     return text
 
 
@@ -97,7 +95,7 @@ class ChatTemplate:
   def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     given = [_name_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
     blocks, parts = self._blocks, []
-    blocks.length, blocks.spans, blocks.texts = 0, [], []
+    blocks.length, blocks.texts = 0, []
     variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None, **self._marks}
     try:
       for part in self._template.generate(**variables, add_generation_prompt=add_generation_prompt):
@@ -131,8 +129,8 @@ class ChatTemplate:
       raise BadConversation("without an assistant's turn", 'no message has the role "assistant"; add one')
     counted = _find_counted(messages, turns)
     text = self._render(messages, False)
-    spans = self._blocks.spans
-    moved = any(text[start:stop] != block for (start, stop), block in zip(spans, self._blocks.texts))
+    spans = [(start, start + len(block)) for start, block in self._blocks.texts]
+    moved = any(not text.startswith(block, start) for start, block in self._blocks.texts)
     self._check_tool_calls(messages, text)
     if not self._blocks.found:
       spans = [self._find_turn(messages, number, text) for number in counted]

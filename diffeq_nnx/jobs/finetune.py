@@ -93,7 +93,7 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
 
 
 def _say_left_out(source: Config, given: Config, made: Config) -> None:
-  """Says which keys about depth are not those that were given, but for those of the run that this one is made from."""
+  """Says which keys about depth the new run can't keep, unless they are those of the run that it is made from."""
   for key in ("step_counts", "step_schedule", "self_distillation"):
     wanted, value = getattr(given.train, key), getattr(made.train, key)
     if value != wanted != getattr(source.train, key):

@@ -47,8 +47,8 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
     tokenizer = importing.read_tokenizer(folder, config.data)
   if beyond := [tokenizer.name_token(number) for number in range(model.vocab_size, tokenizer.vocab_size)]:
     logging.warning(
-      "from_hf=%s: the model has no embedding for %d tokens of its tokenizer (%s); jobs that need text refuse it until "
-      "you import a folder whose tokenizer's files lack them",
+      "from_hf=%s: the model has no embedding for %d tokens of its tokenizer (%s); jobs that need text will "
+      "refuse the run; import a folder whose tokenizer's files lack these tokens",
       *(from_hf, len(beyond), ", ".join(beyond[:3])),
     )
   model = dataclasses.replace(model, attention=config.model.attention)

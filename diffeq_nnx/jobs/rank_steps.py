@@ -97,12 +97,12 @@ def rank_steps(
 
 
 def _warn_of_even_steps(config: Config) -> None:
-  """Warns if a run was trained at fewer steps, evenly over its horizon, which an order gives another meaning."""
+  """Warns if a run was trained at fewer even steps over its horizon, in whose place an order leaves steps out."""
   model, fewer = config.model, [count for count in config.train.step_counts if count < config.model.num_steps]
   if fewer and model.weights == "generated" and not model.depth_order:
     say(
-      f"warning: this run was trained at {', '.join(map(str, fewer))} even steps, and from now on leaves steps out "
-      "there; with --config.model.depth_order='()' jobs and training take even ones"
+      f"warning: this run was trained at {', '.join(map(str, fewer))} even steps; from now on, jobs and training "
+      f"take so many of its {model.num_steps} steps instead; --config.model.depth_order='()' gives the even ones back"
     )
 
 

@@ -28,13 +28,14 @@ BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed b
 
 
 class _Manager(ocp.CheckpointManager):
-  """Orbax's manager, which does not ask by train step whether SIGTERM came.
+  """Orbax's manager without its own question whether SIGTERM came.
 
-  The answer comes at one count of the questions alone, which are counted by `distributed.Preemption`.
+  JAX answers yes at one number of the question alone. Orbax would ask with the train step as the number, so that the
+  questions that `distributed.Preemption` counts could miss the answer.
   """
 
   def reached_preemption(self, step: int) -> bool:
-    """Whether a checkpoint is due for this reason: `save` is called when it is."""
+    """Returns False, since the train loop asks, and then saves."""
     return False
 
 

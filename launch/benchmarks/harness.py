@@ -11,8 +11,8 @@ of them). Results are kept in `--out`, by task and side, and what is there is no
 the calls for log-likelihoods, the compilation here included.
 
 With `--text` the perplexity of a file, as one text, is computed in windows of each length: `disjoint` windows lie side
-by side, `sliding` ones move by half their length. There transformers computes the same windows one by one. Of a text,
-too, `--out` keeps what was computed, PART windows at a time.
+by side, `sliding` ones move by half their length. There transformers computes the same windows one by one. The
+results are kept in `--out` after every 100 windows, so that a command that was interrupted goes on there.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from diffeq_nnx.harness.packing import Request
 from launch import programs
 from launch.experiments import tables
 
-PART = 100
+PART = 100  # windows whose results are written together
 Windows = list[tuple[list[int], list[int]]]
 
 

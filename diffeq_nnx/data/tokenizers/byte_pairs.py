@@ -88,14 +88,15 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
 
 
 def find_missing_bytes(spec: Spec) -> list[int]:
-  """Returns the bytes of texts for which a vocabulary has no piece."""
-  return list(_make_stand_ins(spec, 0).values())
+  """Returns the bytes that texts can have, and for which a vocabulary has no piece."""
+  vocab = spec["model"]["vocab"]
+  return [byte for char, byte in ALPHABET.items() if char not in vocab and byte not in _IN_NO_TEXT]
 
 
 def _make_stand_ins(spec: Spec, start: int) -> dict[str, int]:
   """Makes a piece for each missing byte, with the id `start` + byte."""
-  vocab = spec["model"]["vocab"].keys()
-  return {char: start + byte for char, byte in ALPHABET.items() if char not in vocab and byte not in _IN_NO_TEXT}
+  missing = find_missing_bytes(spec)
+  return {char: start + byte for char, byte in ALPHABET.items() if byte in missing}
 
 
 def _convert_pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
     UserError: Where marks are missing, contradict each other or aren't tokens of the vocabulary.
   """
   said = {what: configured.get(what) or stated[what] for what in KINDS}
-  for what in ("eos", "bos"):  # which no tokenizer reads in config.json, where published ids may be another tokenizer's
+  # No tokenizer reads its marks in config.json, and published ids there may belong to another tokenizer.
+  for what in ("eos", "bos"):
     said[what] = {place: v for place, v in said[what].items() if os.path.basename(place) != "config.json"} or said[what]
 
   def complaint(values: dict[str, Any], problem: str) -> UserError:
