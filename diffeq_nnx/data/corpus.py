@@ -7,8 +7,6 @@ import json
 import os
 import re
 
-from absl import logging
-
 from diffeq_nnx import files
 from diffeq_nnx.config import NO_TEXT, DataConfig
 from diffeq_nnx.data import preparation, shards, sources, tokenizers
@@ -194,14 +192,6 @@ def _open_directory(directory: str, key: str) -> shards.Directory:
   return shards.open_directory(path, manifest, label)
 
 
-def _warn_of_bad_records(config: DataConfig, prepared: shards.Directory) -> None:
-  """Says again how many records were skipped when a directory was prepared."""
-  for key, record in prepared.manifest["records"].items():
-    counts = sources.Counts(**record)
-    if counts.num_bad:
-      logging.warning("%s=%s: %s", key, getattr(config, key.removeprefix("data.")), counts.describe())
-
-
 def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Loads the corpus of text from the cache, or prepares it."""
   recipe = preparation.make_recipe(config, vocab_size, seed)
@@ -210,8 +200,9 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
 
   def open_entry(prepared_before: bool) -> Corpus:
     found = [_open_directory(folder, "data.cache_dir")]
-    if prepared_before:
-      _warn_of_bad_records(config, found[0])
+    if prepared_before:  # says again what was said then
+      for name, counts in found[0].manifest["records"].items():
+        sources.Counts(**counts).warn_of_bad(f"{name}={getattr(config, name.removeprefix('data.'))}:")
     corpus = _make_corpus(config, found, [1.0], found)
     corpus.tokenizer.chat_template = recipe.chat_template  # which may have changed since
     return corpus

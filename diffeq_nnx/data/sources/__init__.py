@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 
-from absl import logging
-
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
 from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part, name_columns
@@ -63,8 +61,8 @@ class Source:
     if not counts.documents:
       skipped = f" ({counts.describe()})" if counts.num_bad else ""
       raise UserError(f"{self._prefix} holds no text{skipped}; give a source with at least one non-empty document")
-    if counts.num_bad and counts != self._reported:
-      logging.warning("%s %s", self._prefix, counts.describe())
+    if counts != self._reported:
+      counts.warn_of_bad(self._prefix)
       self._reported = counts
 
   def documents(self) -> Iterator[Document]:

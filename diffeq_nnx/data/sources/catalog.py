@@ -127,7 +127,8 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
       "tfds:wiki40b/en:train"
     ) from error
   _check_feature(tfds, builder, prefix, options)
-  return _divide(builder, dataset, split or "train", prefix, options)
+  _check_format(tfds, builder, dataset, prefix)
+  return _divide(builder, split or "train", prefix, options)
 
 
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
@@ -185,7 +186,18 @@ def _check_feature(tfds: Any, builder: Any, prefix: str, options: Options) -> No
     )
 
 
-def _divide(builder: Any, dataset: str, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+def _check_format(tfds: Any, builder: Any, dataset: str, prefix: str) -> None:
+  """Raises UserError unless the files have a format whose records can be read in any order."""
+  info = builder.info
+  if not info.available_file_formats() & tfds.core.FileFormat.with_random_access():
+    found = info.file_format.value if info.file_format else "an unknown format"
+    raise UserError(
+      f"{prefix} {info.full_name} is stored in {os.fspath(builder.data_path)} as {found}, which needs TensorFlow; "
+      f"prepare it again with {_BUILD.format(name=dataset, directory='ANOTHER_DIRECTORY')}"
+    )
+
+
+def _divide(builder: Any, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
   """Divides a split into parts. Returns them, and name, directory, split and files with their sizes and times."""
   info, directory = builder.info, os.fspath(builder.data_path)
   try:
@@ -198,18 +210,11 @@ def _divide(builder: Any, dataset: str, split: str, prefix: str, options: Option
   if not num_records:
     raise UserError(f"{prefix} split {split!r} of {info.full_name} holds no records; name a larger one")
   try:
-    builder.as_data_source(split)  # raises an error for another format
     shards = [
       (os.path.basename(shard.filename), shard.skip, shard.take, stat.st_size, stat.st_mtime_ns)
       for shard in info.splits[split].file_instructions
       for stat in [os.stat(shard.filename)]
     ]
-  except NotImplementedError as error:
-    found = info.file_format.value if info.file_format else "an unknown format"
-    raise UserError(
-      f"{prefix} {info.full_name} is stored in {directory} as {found}, which needs TensorFlow; prepare it again "
-      f"with {_BUILD.format(name=dataset, directory='ANOTHER_DIRECTORY')}"
-    ) from error
   except OSError as error:
     raise UserError(
       f"{prefix} {info.full_name} in {directory} can't be read ({error.strerror or _reason(error)}); remove it and "

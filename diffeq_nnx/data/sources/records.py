@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any, Protocol
 
+from absl import logging
+
 from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.documents import Document, Piece
 from diffeq_nnx.errors import UserError
@@ -59,6 +61,11 @@ class Counts:
     """Words the counts as part of a message."""
     reasons = [f"{number} {reason} (first: {self.examples[reason]})" for reason, number in self.bad.items()]
     return f"{self.num_bad} of {self.records} records skipped as bad: {'; '.join(reasons) or 'none'}"
+
+  def warn_of_bad(self, prefix: str) -> None:
+    """Logs in one line, which begins with `prefix`, how many records were skipped, if any were."""
+    if self.num_bad:
+      logging.warning("%s %s", prefix, self.describe())
 
 
 @dataclasses.dataclass(frozen=True)
