@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from diffeq_nnx import data, files
+from diffeq_nnx import files
 from diffeq_nnx.config import DataConfig, ModelConfig, RopeConfig
-from diffeq_nnx.data import Tokenizer
+from diffeq_nnx.data.tokenizers import Tokenizer, load_from_config
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
 from diffeq_nnx.exporting.hub import open_folder
@@ -89,20 +89,12 @@ def import_hf(folder: str, seq_len: int | None = None) -> Model:
 def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
   """The tokenizer in a Hugging Face folder, used as it was trained: tokenizer.json if there is one, as in transformers.
 
-  Marks, and what becomes of unknown bytes, are chosen as by `load_tokenizer` with these keys of `config`.
+  Marks, and what becomes of unknown bytes, are chosen by `config`.
 
   Raises:
     UserError: there is none, or one that can't be used.
   """
-  return data.load_tokenizer(
-    folder,
-    begin_mark=config.begin_mark,
-    begin_token=config.begin_token,
-    end_token=config.end_token,
-    unknown_bytes=config.unknown_bytes,
-    chat_template=config.chat_template,
-    key="from_hf",
-  )
+  return load_from_config(config, folder, lossless=False, key="from_hf")
 
 
 def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:

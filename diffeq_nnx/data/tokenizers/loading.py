@@ -61,7 +61,12 @@ def load(
   """
   label, path = f"{key}={name}", os.path.expanduser(name)
   directory = path if files.is_folder(path) else os.path.dirname(path)
-  tokenizer = _load(name, begin_mark, begin_token, end_token, unknown_bytes, lossless, label)
+  configured: Stated = {
+    "eos": {"data.end_token": end_token} if end_token else {},
+    "bos": {"data.begin_token": begin_token} if begin_token else {},
+    "begins": {"data.begin_mark": begin_mark is not False} if begin_token or begin_mark is not None else {},
+  }
+  tokenizer = _load(name, configured, unknown_bytes, lossless, label)
   template, names = (None, {}) if name == "bytes" else read_chat_template(directory, label)
   if chat_template is not None:
     template = read_template_file(chat_template)
@@ -91,22 +96,9 @@ def read_template_file(path: str) -> str:
     raise UserError(f"{label}: can't be read ({first_line(error, 200)}); give a Jinja file in UTF-8") from error
 
 
-def _load(
-  name: str,
-  begin_mark: bool | None,
-  begin_token: str | None,
-  end_token: str | None,
-  unknown_bytes: str | None,
-  lossless: bool,
-  label: str,
-) -> Tokenizer:
+def _load(name: str, configured: Stated, unknown_bytes: str | None, lossless: bool, label: str) -> Tokenizer:
   """Loads the tokenizer without its chat template; see `load`."""
   path = os.path.expanduser(name)
-  configured: Stated = {
-    "eos": {"data.end_token": end_token} if end_token else {},
-    "bos": {"data.begin_token": begin_token} if begin_token else {},
-    "begins": {"data.begin_mark": begin_mark is not False} if begin_token or begin_mark is not None else {},
-  }
   if name == "bytes":
     return _make_byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
   found = _choose_files(path, label) if files.is_folder(path) else [path]
@@ -132,16 +124,19 @@ def _load(
   return _make_byte_pairs(read, configured, said, unknown_bytes, label)
 
 
-def load_from_config(config: Any) -> Tokenizer:
-  """Loads the tokenizer that a config's section `data` names; raises UserError as `load` does."""
+def load_from_config(
+  config: Any, name: str | None = None, *, lossless: bool = True, key: str = "data.tokenizer"
+) -> Tokenizer:
+  """Loads the tokenizer that a config's section `data` names, or another with its keys; raises UserError as `load`."""
   return load(
-    config.tokenizer,
+    config.tokenizer if name is None else name,
     begin_mark=config.begin_mark,
     begin_token=config.begin_token,
     end_token=config.end_token,
     unknown_bytes=config.unknown_bytes,
-    lossless=True,
+    lossless=lossless,
     chat_template=config.chat_template,
+    key=key,
   )
 
 

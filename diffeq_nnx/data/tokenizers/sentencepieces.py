@@ -144,6 +144,12 @@ def _encode_with_places(model: sentencepiece.SentencePieceProcessor, text: str) 
   return [(one.id, chars[one.begin], chars[one.end]) for one in pieces]
 
 
+def _find_any(names: Iterable[str]) -> re.Pattern | None:
+  """Returns a pattern that finds the longest of these names, or None if there are none."""
+  longest_first = sorted(names, key=len, reverse=True)
+  return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
 def _append_facts(model_bytes: bytes, facts: dict[str, Any]) -> bytes:
   """Appends facts to a model, as a field that the sentencepiece library skips."""
   text = json.dumps(facts).encode()
@@ -199,8 +205,7 @@ class SentencePieceTokenizer(base.Tokenizer):
       raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
     self._own = own
     self._names = {number: "" if number in marks.ids else name for name, number in self.added.items()}
-    found = sorted((name for name in self._names.values() if name), key=len, reverse=True)
-    self._added_names = re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+    self._added_names = _find_any(filter(None, self._names.values()))
     byte_ids = [own.piece_to_id(piece) for piece in BYTE_PIECES]
     self._separator_ids = {mark: [byte_ids[byte] for byte in mark.encode()] for mark in ("\n", SPACE)}
     own_marks = (marks.eos_id, marks.more_end_ids) == (own.eos_id(), ()) and marks.bos_id in (None, own_bos)
@@ -227,14 +232,14 @@ class SentencePieceTokenizer(base.Tokenizer):
       yield from _cut(part, base.GROUP_CHARS)
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    split = [list((self._split_lines if self.lossless else self._split_added)(block)) for block in blocks]
+    split = [list(self._split(block, self._added_names, self.added)) for block in blocks]
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else min(os.cpu_count() or 1, 16)
     encoded = {}
     for model in {self._first, self._rest}:
-      texts = [part for parts in split for one, part in parts if one is model and isinstance(part, str)]
+      texts = [text for parts in split for one, text, known in parts if one is model and known is None]
       encoded[id(model)] = iter(model.encode(texts, out_type=int, num_threads=threads) if texts else ())
     for parts in split:
-      ids = (next(encoded[id(model)]) if isinstance(part, str) else part for model, part in parts)
+      ids = (next(encoded[id(model)]) if known is None else known for model, _, known in parts)
       yield np.fromiter(chain.from_iterable(ids), np.int32)
 
   def name_token(self, number: int) -> str:
@@ -250,38 +255,33 @@ class SentencePieceTokenizer(base.Tokenizer):
     """See `Tokenizer.encode_spans`."""
     text.encode()
     names = self._special_names if rendered else {name: number for number, name in self._names.items() if name}
-    longest_first = sorted(names, key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if names else [text]
     ids, spans, at = [], [], 0
-    for place, piece in enumerate(pieces):
-      plain = self._split_lines(piece) if self.lossless else [(self._rest if at else self._first, piece)]
-      for model, part in [(self._plain, [names[piece]])] if place % 2 else plain:
-        if isinstance(part, str):
-          found, length = _encode_with_places(model, part), len(part)
-        else:  # of a name, or the bytes of one character
-          length = len(piece) if place % 2 else 1
-          found = [(number, 0, length) for number in part]
-        ids += [number for number, _, _ in found]
-        # the library gives a character to the last of its bytes alone
-        spans += [(at + begin, at + max(end, begin + 1)) for _, begin, end in found]
-        at += length
+    for model, piece, known in self._split(text, _find_any(names), names):
+      if known is None:
+        found = _encode_with_places(model, piece)
+      else:  # of a name, or the bytes of one character
+        found = [(number, 0, len(piece)) for number in known]
+      ids += [number for number, _, _ in found]
+      # the library gives a character to the last of its bytes alone
+      spans += [(at + begin, at + max(end, begin + 1)) for _, begin, end in found]
+      at += len(piece)
     return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
-  def _split_added(self, text: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
-    """Yields the ids of added tokens and the texts between them, each with the processor that encodes it."""
-    pieces = self._added_names.split(text) if self._added_names else [text]
-    for place, piece in enumerate(pieces):
-      if piece:
-        yield self._rest if place else self._first, [self.added[piece]] if place % 2 else piece
+  def _split(
+    self, text: str, pattern: re.Pattern | None, ids: dict[str, int]
+  ) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str, list[int] | None]]:
+    """Yields the pieces of a text, each with the processor that encodes it, or with its ids where these are known.
 
-  def _split_lines(self, block: str) -> Iterator[tuple[sentencepiece.SentencePieceProcessor, str | list[int]]]:
-    """Yields the lines of a block. Newlines, literal U+2581 and added tokens are ids already."""
-    if self._added_names and self._added_names.fullmatch(block):
-      yield self._plain, [self.added[block]]
-      return
-    for part in filter(None, re.split(_SEPARATORS, block)):
-      for piece in _cut(part, _LINE_CHARS):
-        yield self._plain, self._separator_ids.get(piece, piece)
+    They are known of the names that `pattern` finds, and without loss of newlines and literal U+2581.
+    """
+    for place, piece in enumerate(pattern.split(text) if pattern else [text]):
+      if place % 2:
+        yield self._plain, piece, [ids[piece]]
+      elif self.lossless:
+        for part in filter(None, re.split(_SEPARATORS, piece)):
+          yield from ((self._plain, line, self._separator_ids.get(line)) for line in _cut(part, _LINE_CHARS))
+      elif piece:
+        yield self._rest if place else self._first, piece, None
 
   def _decode(self, ids: Iterable[int], within: bool) -> str:
     unknown, texts = self._plain.unk_id(), []
