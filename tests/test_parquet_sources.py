@@ -84,7 +84,7 @@ def test_every_form_of_the_same_records_gives_the_same_documents(corpus, monkeyp
     assert all(part.size > 0 for part in parts)
   assert len(sources.open_source(corpus["parquet"]).parts) == 6 + 4
   ids = sources.open_source(
-    corpus["folder of parquet"].replace("parquet", "splits") + ":test", options=Options("other")
+    corpus["folder of parquet"].replace("parquet", "splits") + ":test", options=Options(text_key="other")
   )
   assert list(ids.documents()) == ["x" * 50]
 
@@ -241,7 +241,7 @@ def test_files_that_are_no_whole_parquet_file_are_errors(tmp_path, place):
 
 def test_a_missing_column_is_an_error_that_names_the_columns(corpus, tmp_path):
   for form, name in corpus.items():
-    message = told(lambda name=name: list(data.documents(name, options=Options("body", bad_records="error"))))
+    message = told(lambda name=name: list(data.documents(name, options=Options(text_key="body", bad_records="error"))))
     assert message.startswith(f"data.source={name}: {tmp_path}/corpus/"), form
     assert "'id', 'text', 'other'" in message and '"body"' in message and "data.text_key names the" in message
 
@@ -282,7 +282,7 @@ def test_without_the_packages_one_line_says_what_to_install(corpus, monkeypatch)
 def test_fingerprints_follow_files_splits_and_columns(corpus, tmp_path):
   path = tmp_path / "corpus" / "parquet" / "0.parquet"
   for form in ("parquet", "folder of parquet"):
-    seen = [data.open_source(corpus[form], options=Options(key)).fingerprint() for key in ("text", "other")]
+    seen = [data.open_source(corpus[form], options=Options(text_key=key)).fingerprint() for key in ("text", "other")]
     os.utime(path, ns=(1, 1))
     seen.append(data.open_source(corpus[form]).fingerprint())
     write_parquet(path, records_of(TEXTS[:39]))

@@ -135,7 +135,7 @@ def test_lines_of_json_end_at_line_feeds_alone(tmp_path, mark):
 def test_home_expands_another_key_may_hold_the_text_and_documents_are_read_lazily(tmp_path, monkeypatch):
   monkeypatch.setenv("HOME", str(tmp_path))
   (tmp_path / "a.jsonl").write_bytes(jsonl(["first"], 'the "body"') + b"broken\n")
-  documents = data.documents("jsonl:~/a.jsonl", options=Options('the "body"'))
+  documents = data.documents("jsonl:~/a.jsonl", options=Options(text_key='the "body"'))
   assert next(documents) == "first"
   assert "line 2" in told(lambda: next(documents))
 

@@ -32,7 +32,7 @@ def test_tfds_splits_and_versions(tfds_dir, split, expected):
 
 
 def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog):
-  titles = data.documents("tfds:written_text/odd:validation", options=Options("title", tfds_dir=tfds_dir))
+  titles = data.documents("tfds:written_text/odd:validation", options=Options(text_key="title", tfds_dir=tfds_dir))
   assert list(titles) == ["title 0", "title 1", "title 2"]
   name = "tfds:written_text/odd:train"
   message = told(lambda: list(data.documents(name, options=Options(tfds_dir=tfds_dir))))
@@ -84,7 +84,7 @@ def test_tfds_errors_name_key_value_and_way_out(tfds_dir):
     message = told(lambda: data.documents(f"tfds:{name}", options=Options(tfds_dir=tfds_dir)))
     assert message.startswith(f"data.source=tfds:{name}: ") and part.replace("{}", tfds_dir) in message
   for key in ("length", "body"):
-    message = told(lambda: data.documents(f"tfds:{en}", options=Options(key, tfds_dir=tfds_dir)))
+    message = told(lambda: data.documents(f"tfds:{en}", options=Options(text_key=key, tfds_dir=tfds_dir)))
     assert message.startswith(f"data.text_key={key}: ") and message.endswith("use one of text, title")
   message = told(lambda: data.documents(f"tfds:{en}", options=Options(tfds_dir="gs://bucket")))
   assert message.startswith("data.tfds_dir=gs://bucket: ") and "gcsfuse" in message

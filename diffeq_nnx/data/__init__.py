@@ -8,26 +8,3 @@ from diffeq_nnx.data.sources import Options, documents, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, UnknownByte, train
 from diffeq_nnx.data.tokenizers import load as load_tokenizer
 from diffeq_nnx.data.tokenizers import save as save_tokenizer
-
-__all__ = [
-  "Corpus",
-  "Mixture",
-  "Options",
-  "Split",
-  "Tokenizer",
-  "UnknownByte",
-  "choose_document_end",
-  "count_eval_batches",
-  "documents",
-  "eval_batches",
-  "find_documents",
-  "load",
-  "load_tokenizer",
-  "make_recipe",
-  "num_cores",
-  "open_source",
-  "prepare",
-  "save_tokenizer",
-  "train",
-  "train_batches",
-]

@@ -19,12 +19,12 @@ from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import folders, layouts, methods, tokenizer_files
+from diffeq_nnx.exporting import folders, layouts, tokenizer_files
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params, build, params_of
-from diffeq_nnx.model.solvers import SOLVERS
+from diffeq_nnx.model.solvers import SOLVERS, Leapfrog, RungeKutta, Solver, Splitting, weight_times
 
 FORMS = ("hf", "hf_code")
 CLASSES = {
@@ -74,7 +74,7 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
   """
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}")
-  if model.field not in ("gpt", "llama") or methods.describe(SOLVERS[model.solver]) is None:
+  if model.field not in ("gpt", "llama") or _describe_method(SOLVERS[model.solver]) is None:
     raise UserError(
       f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support the fields gpt and llama, "
       "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any"
@@ -158,25 +158,43 @@ def _explain_own(stored: ModelConfig, form: str) -> str:
 
 def folded_factors(stored: ModelConfig) -> tuple[float, ...] | None:
   """The dt of each weight set where it is folded into the projections `layouts.WRITING`."""
-  return make_grid(stored).dts if methods.folds(SOLVERS[stored.solver]) else None
+  return make_grid(stored).dts if _folds(SOLVERS[stored.solver]) else None
+
+
+def _folds(solver: Solver) -> bool:
+  """Whether dt is folded into the weights: those of one evaluation a step are used by that step alone."""
+  return solver.evaluations == (1, 1)
+
+
+def _describe_method(solver: Solver) -> dict[str, Any] | None:
+  """The method as JSON values, which our own modeling file runs; None: it can't.
+
+  A subclass of a method is another one, since it may define its own step.
+  """
+  if type(solver) is RungeKutta:
+    nodes = [solver.nodes.index(c) for c in solver.c]  # of each stage
+    return {"kind": "runge_kutta", "a": solver.a, "b": solver.b, "nodes": nodes}
+  if type(solver) is Splitting:
+    return {"kind": "splitting", "parts": solver.parts}
+  return {"kind": "leapfrog"} if type(solver) is Leapfrog else None
 
 
 def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
-  folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if methods.folds(SOLVERS[stored.solver]) else {}
+  folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if _folds(SOLVERS[stored.solver]) else {}
   return dataclasses.replace(stored, norm_eps=stored.block_eps, final_norm_eps=final_eps, **folded)
 
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
   """The values of config.json, without the marks."""
-  tied = vector_fields.has_tied_head(exported)
   common = {
     "architectures": [CLASSES[architecture]],
     "model_type": architecture,
     "torch_dtype": "float32",
     "vocab_size": exported.vocab_size,
     "initializer_range": 0.02,
+    "tie_word_embeddings": vector_fields.has_tied_head(exported),
     **({"depth_order": exported.depth_order} if exported.depth_order else {}),  # which only this package reads
   }
   if architecture == "gpt2":
@@ -191,7 +209,6 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "resid_pdrop": exported.dropout,
       "embd_pdrop": exported.dropout,
       "attn_pdrop": 0.0,
-      "tie_word_embeddings": tied,
     }
   sizes = {
     "hidden_size": exported.embed_dim,
@@ -200,7 +217,6 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     "num_attention_heads": exported.num_heads,
     "num_key_value_heads": exported.kv_heads,
     "max_position_embeddings": exported.seq_len,
-    "tie_word_embeddings": tied,
     "head_dim": exported.head_size,
   }
   if architecture in layouts.LLAMAS:
@@ -212,24 +228,30 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     }
     without_biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(architecture, ())
     return common | sizes | llama | dict.fromkeys(without_biases, False)
-  module = MODELING_FILE.removesuffix(".py")
-  auto_map = {"AutoConfig": f"{module}.DiffEqFormerConfig", "AutoModelForCausalLM": f"{module}.DiffEqFormerForCausalLM"}
-  return (
-    common
-    | sizes
-    | {
-      "auto_map": auto_map,
-      "field": exported.field,
-      **methods.keys(exported),
-      "norm_eps": exported.block_eps,
-      "final_norm_eps": exported.final_eps,
-      "norm_shift": exported.block_shift,
-      "qkv_bias": exported.qkv_bias,
-      "qk_norm": exported.qk_norm,
-      "rotary_base": exported.rope.base,
-      "rotary_scaling": _scaling(exported.rope),
-    }
-  )
+  module, solver, grid = MODELING_FILE.removesuffix(".py"), SOLVERS[exported.solver], make_grid(exported)
+  times = weight_times(exported, grid)
+  own = {
+    "auto_map": {
+      "AutoConfig": f"{module}.DiffEqFormerConfig",
+      "AutoModelForCausalLM": f"{module}.{CLASSES[layouts.OWN]}",
+    },
+    "num_hidden_layers": grid.num_steps * solver.evaluations.attention,  # entries of a key-value cache
+    "field": exported.field,
+    "num_steps": grid.num_steps,
+    "num_weight_sets": len(times.points_UxQ),
+    "solver": exported.solver,
+    "method": _describe_method(solver),
+    "step_sizes": grid.dts,  # all are 1 where dt is folded
+    "weight_sets": times.index_SxN.tolist(),
+    "norm_eps": exported.block_eps,
+    "final_norm_eps": exported.final_eps,
+    "norm_shift": exported.block_shift,
+    "qkv_bias": exported.qkv_bias,
+    "qk_norm": exported.qk_norm,
+    "rotary_base": exported.rope.base,
+    "rotary_scaling": _scaling(exported.rope),
+  }
+  return common | sizes | own
 
 
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:

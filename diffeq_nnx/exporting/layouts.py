@@ -43,6 +43,12 @@ _LLAMA_GROUPS = {
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
 }
+_OUTSIDE = {
+  "gpt2": {"embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f"},
+  "llama": {"embedding": "model.embed_tokens", "final_norm": "model.norm"},
+  OWN: {"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm"},
+}
+_LAYERS = {"gpt2": ("transformer.h", _GPT2_GROUPS), "llama": ("model.layers", _LLAMA_GROUPS), OWN: ("layers", None)}
 
 
 class Entry(NamedTuple):
@@ -63,31 +69,9 @@ class Entry(NamedTuple):
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
   """The arrays of a model in an architecture: gpt2, one of `LLAMAS`, or diffeqformer."""
-  outside, layer, groups, kernel = {
-    "gpt2": (
-      {
-        "embedding": "transformer.wte",
-        "positions": "transformer.wpe",
-        "final_norm": "transformer.ln_f",
-        "head": "lm_head",
-      },
-      "transformer.h",
-      _GPT2_GROUPS,
-      "same",
-    ),
-    "llama": (
-      {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
-      "model.layers",
-      _LLAMA_GROUPS,
-      "transposed",
-    ),
-    OWN: (
-      {"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm", "head": "lm_head"},
-      "layers",
-      None,
-      "transposed",
-    ),
-  }["llama" if architecture in LLAMAS else architecture]
+  family = "llama" if architecture in LLAMAS else architecture
+  outside, (layer, groups) = _OUTSIDE[family] | {"head": "lm_head"}, _LAYERS[family]
+  kernel = "same" if architecture == "gpt2" else "transposed"
   field = vector_fields.FIELDS[model.field]
   tables = ["embedding"] + ["positions"] * field.learned_positions + ["head"] * (not vector_fields.has_tied_head(model))
   for name in tables:

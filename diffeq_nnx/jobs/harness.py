@@ -62,7 +62,8 @@ def evaluate_downstream(
   Run.open(workdir, config)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
-  options = sources.Options(config.data.text_key, config.data.bad_records, config.data.tfds_dir, config.data.download)
+  keys = ("text_key", "bad_records", "tfds_dir", "download")
+  options = sources.Options(**{key: getattr(config.data, key) for key in keys})
   texts = None if settings.text is None else sources.open_source(settings.text, "harness.text", options)
   names, manager = [], None
   if settings.names:

@@ -13,6 +13,7 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import files
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.data.preparation import workers
@@ -33,7 +34,7 @@ _SAMPLE_BYTES = 1 << 30  # that a tokenizer is trained on, about
 class Recipe:
   """Everything that decides what is in the shards."""
 
-  config: Any  # has the attributes that `corpus.load` names
+  config: DataConfig
   vocab_size: int  # the model's number of ids, all of which a tokenizer trained here uses
   seed: int  # chooses the documents held out, unless `config.validation_seed` does
   tokenizer: Tokenizer | None  # the one that the config names; None: one is trained
@@ -55,8 +56,7 @@ class Recipe:
   def opened(self) -> dict[str, Source]:
     """The sources by their configuration keys, opened at the first use."""
     config = self.config
-    names = [field.name for field in dataclasses.fields(sources.Options)]
-    options = sources.Options(**{name: getattr(config, name) for name in names} | {"chat_template": self.chat_template})
+    options = dataclasses.replace(config, chat_template=self.chat_template)
     named = {"data.source": config.source, "data.validation": config.validation}
     return {key: sources.open_source(name, key, options) for key, name in named.items() if name is not None}
 
@@ -81,7 +81,7 @@ class Recipe:
     return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.split_seed}
 
 
-def make_recipe(config: Any, vocab_size: int, seed: int) -> Recipe:
+def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
 
   Raises:

@@ -13,8 +13,6 @@ from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
 from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part, name_columns
 from diffeq_nnx.errors import UserError
 
-__all__ = ["BadRecord", "Counts", "Options", "Part", "Source", "documents", "name_columns", "open_source"]
-
 KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "parquet:GLOB", "tfds:NAME/CONFIG:SPLIT", "hf:NAME:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
 _EXTRAS = {"parquet": "hf"}  # kinds whose packages an extra of another name installs

@@ -69,7 +69,7 @@ class Records:
       return data.decode("utf-8")
     except UnicodeDecodeError as error:
       where = f"{self.dataset}:{self.split} record {index}"
-      return BadRecord("not UTF-8", where, f"{self.text_key!r} is not UTF-8 ({error.reason}); repair the data set")
+      return BadRecord("not UTF-8", f"{self.text_key!r} is not UTF-8 ({error.reason}); repair the data set", where)
 
 
 @functools.cache

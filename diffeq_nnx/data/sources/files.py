@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import compressed
-from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, make_rule, read_document
+from diffeq_nnx.data.sources.records import BadRecord, Options, make_rule, read_document
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
@@ -125,11 +125,11 @@ class File:
     if not isinstance(record, dict):
       return self._make_bad("not an object", number, f"of type {type(record).__name__}, not an object; {rule}")
     document = read_document(record, self.options)
-    return self._make_bad(document.reason, number, document.detail) if isinstance(document, Problem) else document
+    return self._make_bad(document.reason, number, document.detail) if isinstance(document, BadRecord) else document
 
   def _make_empty(self) -> BadRecord:
     detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
-    return BadRecord("empty files", self.path, detail)
+    return BadRecord("empty files", detail, self.path)
 
   def _make_not_utf8(self, number: int, error: UnicodeDecodeError) -> BadRecord:
     return self._make_bad("not UTF-8", number, f"not UTF-8 ({error.reason}); convert the file, for example with iconv")
@@ -137,7 +137,7 @@ class File:
   def _make_bad(self, reason: str, number: int, detail: str) -> BadRecord:
     """Returns the bad record in the `number`-th line of the range."""
     before = 1 + _count_newlines(self.path, self.start - 1) if self.start else 0
-    return BadRecord(reason, f"{self.path} line {before + number}", detail)
+    return BadRecord(reason, detail, f"{self.path} line {before + number}")
 
 
 @functools.lru_cache(1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.records import BadRecord, Options, Problem, columns, make_rule, name_columns, read_document
+from diffeq_nnx.data.sources.records import BadRecord, Options, columns, make_rule, name_columns, read_document
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
@@ -108,9 +108,10 @@ def read_rows(
         record = {name: _decode(array[row].as_py(), array.type) for name, array in arrays.items()}
         document = read_document(record, options)
       except UnicodeDecodeError as error:  # any bytes can be in a column of text
-        document = Problem("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
-      place = f"{where} row {start}"
-      yield BadRecord(document.reason, place, document.detail) if isinstance(document, Problem) else document
+        document = BadRecord("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
+      if isinstance(document, BadRecord):
+        document = dataclasses.replace(document, where=f"{where} row {start}")
+      yield document
 
 
 def _decode(value: Any, kind: Any) -> Any:

@@ -16,22 +16,8 @@ from diffeq_nnx.errors import UserError
 _SKIP = "or set data.bad_records=skip to skip and count such records"
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """How the records of a source are read; the fields are the keys of `config.DataConfig` with these names.
-
-  But `chat_template` is the template itself.
-  """
-
-  text_key: str = "text"
-  bad_records: str = "error"
-  tfds_dir: str | None = None
-  download: bool = False
-  records: str = "text"
-  prompt_key: str = "prompt"
-  completion_key: str = "completion"
-  messages_key: str = "messages"
-  chat_template: str | None = None
+# How the records of a source are read. But `chat_template` is the template itself, not its path.
+Options = DataConfig
 
 
 @dataclasses.dataclass
@@ -73,19 +59,11 @@ class BadRecord:
   """Takes the place of the text of a record that can't be used."""
 
   reason: str  # the kind of problem, worded to follow a number, as in "3 not UTF-8"
-  where: str  # file and line, or data set and index
   detail: str  # the problem of this record, the rule, and the way to repair it
+  where: str = ""  # file and line, or data set and index
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """Why the fields of a record give no document; the parts of a `BadRecord` without the place."""
-
-  reason: str
-  detail: str
-
-
-def name_columns(options: Options | DataConfig) -> dict[str, str]:
+def name_columns(options: Options) -> dict[str, str]:
   """Returns the fields of a record that `read_document` reads, by the configuration keys that name them."""
   if options.records == "completion":
     return {"prompt_key": options.prompt_key, "completion_key": options.completion_key}
@@ -97,28 +75,28 @@ def columns(options: Options) -> list[str]:
   return list(name_columns(options).values())
 
 
-def read_document(record: Mapping[str, Any], options: Options) -> Document | Problem:
-  """Returns the document that a record of named fields holds, as every kind of source with such records does."""
+def read_document(record: Mapping[str, Any], options: Options) -> Document | BadRecord:
+  """Returns the document that a record of named fields holds, or a `BadRecord` whose place the source fills in."""
   rule = make_rule(options)
   for name, field in name_columns(options).items():
     key = json.dumps(field)
     if field not in record:
       names = ", ".join(map(repr, list(record)[:10])) or "none"
-      return Problem(f"without key {key}", f"no key {key} (its keys: {names}); {rule}; data.{name} names the key")
+      return BadRecord(f"without key {key}", f"no key {key} (its keys: {names}); {rule}; data.{name} names the key")
     text = record[field]
     if options.records == "chat":
       break
     if not isinstance(text, str):
-      return Problem(f"where {key} is not a string", f"{key} is of type {type(text).__name__}, not a string; {rule}")
+      return BadRecord(f"where {key} is not a string", f"{key} is of type {type(text).__name__}, not a string; {rule}")
     try:
       text.encode()  # JSON escapes can spell half a surrogate pair, which UTF-8 can't hold
     except UnicodeEncodeError as error:
-      return Problem("with a lone surrogate", f"{key} holds a lone surrogate at character {error.start}; remove it")
+      return BadRecord("with a lone surrogate", f"{key} holds a lone surrogate at character {error.start}; remove it")
   if options.records == "text":
     return text
   if options.records == "completion":
     if not text:
-      return Problem("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
+      return BadRecord("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
     return Piece(record[options.prompt_key], False), Piece(text, True)
   assert options.chat_template is not None  # which `make_recipe` checks
   from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
@@ -126,7 +104,7 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Pro
   try:
     return chat.compile_template(options.chat_template).divide(text)
   except chat.BadConversation as error:
-    return Problem(error.reason, str(error))
+    return BadRecord(error.reason, str(error))
 
 
 def make_rule(options: Options) -> str:

@@ -6,19 +6,3 @@ from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokeniz
 from diffeq_nnx.data.tokenizers.files import CHAT_TEMPLATE, name_marks
 from diffeq_nnx.data.tokenizers.loading import load, load_from_config, read_template_file, save
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer, train
-
-__all__ = [
-  "CHAT_TEMPLATE",
-  "ByteFallbackTokenizer",
-  "BytePairTokenizer",
-  "ByteTokenizer",
-  "SentencePieceTokenizer",
-  "Tokenizer",
-  "UnknownByte",
-  "load",
-  "load_from_config",
-  "name_marks",
-  "read_template_file",
-  "save",
-  "train",
-]
