@@ -67,9 +67,8 @@ class AnalyzedModel:
   def check_times(self, times_M: Sequence[float] | np.ndarray) -> tuple[float, ...]:
     """The times as numbers, in their order.
 
-    Raises:
-      UserError: no times, or some outside 0 to 1; or stored weights, which exist at the times of the
-        model's own steps only.
+    Raises UserError for no times, times outside 0 to 1, or stored weights, which exist at the times of the model's own
+    steps only.
     """
     if not len(times_M) or not all(0 <= t <= 1 for t in times_M):
       raise UserError(f"times={list(times_M)}: must be one or more times from 0 to 1")
@@ -88,8 +87,7 @@ class AnalyzedModel:
   def check_tokens(self, tokens_L: Sequence[int] | np.ndarray) -> np.ndarray:
     """The tokens as an array [L].
 
-    Raises:
-      UserError: none, ids that the model lacks, or more than it has positions.
+    Raises UserError for no tokens, ids that the model lacks, or more than it has positions.
     """
     tokens_L = np.asarray(tokens_L)
     if len(tokens_L) and (tokens_L.ndim != 1 or tokens_L.dtype.kind not in "iu"):

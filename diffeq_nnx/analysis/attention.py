@@ -80,10 +80,7 @@ def prefix_matching(model: AnalyzedModel, half: int) -> np.ndarray:
   """A measure of each head as an induction head: [S, H], from 0 to 1 (Olsson et al. 2022).
 
   On texts of `half` random tokens that are repeated once: the mean attention from each token of the second half to the
-  token after its first occurrence.
-
-  Raises:
-    UserError: fewer than two tokens, or more than the positions allow.
+  token after its first occurrence. Raises UserError for fewer than two tokens, or more than the positions allow.
   """
   most = model.config.seq_len // 2
   if not 2 <= half <= most:

@@ -112,8 +112,7 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
 def choose_document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
   """Returns the end mark at which `find_documents` separates documents, or None if `attend_across_documents` is set.
 
-  Raises:
-    UserError: If documents begin and end with the same mark.
+  Raises UserError if documents begin and end with the same mark.
   """
   if config.attend_across_documents:
     return None

@@ -86,8 +86,8 @@ class ChatTemplate:
   def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
     """Writes a conversation, with the beginning of the assistant's answer after it if `add_generation_prompt`.
 
-    Raises:
-      BadConversation: If a message lacks a role or a content that is a string, or the template refuses the messages.
+    Raises BadConversation if a message lacks a role or a content that is a string, or the template refuses the
+    messages.
     """
     _check_messages(messages)
     return self._render(messages, add_generation_prompt)
@@ -116,12 +116,9 @@ class ChatTemplate:
     """Writes a conversation as pieces, of which the assistant's turns count.
 
     They are the text of the template's `generation` blocks. Without such blocks a turn is what follows the messages
-    before it, written with `add_generation_prompt`, where these messages and the turn are written; turns with
-    "weight": 0 don't count.
-
-    Raises:
-      BadConversation: As `render`; if there is no assistant's turn; if turns can't be told from the rest; if the
-        template does not write tool calls; and for weights that can't be kept.
+    before it, written with `add_generation_prompt`, where these messages and the turn are written; turns with "weight":
+    0 don't count. Raises BadConversation as `render` does, and if there is no assistant's turn, turns can't be told from
+    the rest, the template does not write tool calls, or weights can't be kept.
     """
     _check_messages(messages)
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]

@@ -24,9 +24,7 @@ def choose_limit(documents: Iterable[Document], config: DataConfig, seed: int) -
 
   It is the fraction that the config asks for, unless all documents would be on one side. Then the document with the
   lowest score is held out, or that with the highest one is trained on. Reading ends when each side has a document.
-
-  Raises:
-    UserError: If all documents are equal.
+  Raises UserError if all documents are equal.
   """
   limit = round(config.validation_fraction * EVERY_DOCUMENT)
   lowest, highest, count = EVERY_DOCUMENT, -1, 0

@@ -44,10 +44,7 @@ def _find_examples(split: Split, seq_len: int) -> np.ndarray:
   """Returns the first token of each document that makes a row, and its last one plus 1, int64 [num_rows, 2].
 
   A document is cut, or left out, if it has more than `seq_len + 1` tokens, and left out if no token of its row counts.
-  A warning says how many there are.
-
-  Raises:
-    UserError: If no document is left.
+  A warning says how many there are. Raises UserError if no document is left.
   """
   starts, counted = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
   size, padding = len(split.tokens), split.padding

@@ -199,8 +199,7 @@ def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   """Reads a directory's manifest; returns None if it has none.
 
-  Raises:
-    UserError: If it can't be read, is incomplete or has another version; the message begins with `label`.
+  Raises UserError if it can't be read, is incomplete or has another version; the message begins with `label`.
   """
   path = os.path.join(directory, MANIFEST)
   try:
@@ -262,8 +261,7 @@ class Directory:
 def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Directory:
   """Opens what a manifest describes, after checking the size of every file.
 
-  Raises:
-    UserError: For a missing shard, one of another size, or another tokenizer.
+  Raises UserError for a missing shard, one of another size, or another tokenizer.
   """
   splits, found = {}, files.list_sizes(directory)
   for name, info in manifest["splits"].items():

@@ -21,8 +21,7 @@ def check_new(folder: str) -> None:
 def new_folder(folder: str, last: str) -> Iterator[str]:
   """A temporary folder, which becomes `folder` once everything is written; `last` as for `files.replacing_folder`.
 
-  Raises:
-    UserError: the folder is not empty, or can't be written.
+  Raises UserError if the folder is not empty, or can't be written.
   """
   check_new(folder)
   try:

@@ -50,9 +50,8 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
 def write_folder(path: str, folder: str) -> None:
   """Writes config.json, model.safetensors in float32, and the tokenizer's files of a GGUF file to a folder.
 
-  Raises:
-    UserError: gguf is not installed, or the file can't be read, is of another architecture, has properties that are not
-      supported, or a tokenizer that is not known.
+  Raises UserError if gguf is not installed, or the file can't be read, is of another architecture, has properties that
+  are not supported, or a tokenizer that is not known.
   """
   try:
     import gguf

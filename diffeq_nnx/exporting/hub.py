@@ -23,8 +23,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 def open_folder(name: str) -> Iterator[str]:
   """The folder with a model: `find_folder` of its name, or of a GGUF file a temporary one.
 
-  Raises:
-    UserError: as `find_folder` and `gguf_files.write_folder`.
+  Raises UserError as `find_folder` and `gguf_files.write_folder`.
   """
   if not name.endswith(".gguf"):
     yield find_folder(name)

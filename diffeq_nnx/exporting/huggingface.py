@@ -69,8 +69,7 @@ def export_hf(
 def choose_architecture(model: ModelConfig, form: str) -> str:
   """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer.
 
-  Raises:
-    UserError: an unknown form, or a model that it can't represent.
+  Raises UserError for an unknown form, or a model that it can't represent.
   """
   if form not in FORMS:
     raise UserError(f"form={form!r}: must be one of {', '.join(FORMS)}")

@@ -89,10 +89,8 @@ def import_hf(folder: str, seq_len: int | None = None) -> Model:
 def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
   """The tokenizer in a Hugging Face folder, used as it was trained: tokenizer.json if there is one, as in transformers.
 
-  Marks, and what becomes of unknown bytes, are chosen by `config`.
-
-  Raises:
-    UserError: there is none, or one that can't be used.
+  Marks, and what becomes of unknown bytes, are chosen by `config`. Raises UserError if there is none, or it
+  can't be used.
   """
   return load_from_config(config, folder, lossless=False, key="from_hf")
 

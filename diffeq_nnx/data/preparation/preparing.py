@@ -84,8 +84,7 @@ class Recipe:
 def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
 
-  Raises:
-    UserError: For a tokenizer that can't be used, and a vocabulary larger than the model's.
+  Raises UserError for a tokenizer that can't be used, and a vocabulary larger than the model's.
   """
   if config.tokenizer != "train":
     tokenizer = tokenizers.load_from_config(config)

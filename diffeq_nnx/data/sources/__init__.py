@@ -39,11 +39,8 @@ class Source:
     """Yields each record's document in order, or "" for one that is empty or was skipped as bad.
 
     One record is held in memory, or 64 of a TFDS data set, or the needed columns of a row group of a Parquet file. At
-    the end skipped records are logged in one line.
-
-    Raises:
-      UserError: For a bad record, unless `options.bad_records` is "skip"; for a file that can't be read to
-        its end; and for a source without text.
+    the end skipped records are logged in one line. Raises UserError for a bad record, unless `options.bad_records` is
+    "skip"; for a file that can't be read to its end; and for a source without text.
     """
     counts = self.counts = Counts()
     for part in self.parts:
@@ -53,8 +50,7 @@ class Source:
   def check(self, counts: Counts) -> None:
     """Logs the skipped records of the complete source, and the same counts only once.
 
-    Raises:
-      UserError: If there was no text.
+    Raises UserError if there was no text.
     """
     if not counts.documents:
       skipped = f" ({counts.describe()})" if counts.num_bad else ""

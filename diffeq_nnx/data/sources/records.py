@@ -127,17 +127,15 @@ class Part(Protocol):
   def read(self) -> Iterator[Document | BadRecord]:
     """Yields the document of each record in order, or a `BadRecord`; holds one record in memory.
 
-    Raises:
-      UserError: If the rest can't be read, so that the number of lost records is unknown.
+    Raises UserError if the rest can't be read, so that the number of lost records is unknown.
     """
 
 
 def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[Document]:
   """Yields one document for each record of a part, "" for an empty or bad one, and adds the records to `counts`.
 
-  Raises:
-    UserError: For a bad record, unless the options say that they are skipped, and what `part.read` raises. The message
-      begins with `prefix`, the key and the source.
+  Raises UserError for a bad record, unless the options say that they are skipped, and what `part.read` raises. The
+  message begins with `prefix`, the key and the source.
   """
   for text in part.read():
     counts.records += 1

@@ -54,10 +54,8 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   """Returns a parsed `tokenizer.json` in canonical form, without marks, and what it says about marks.
 
   Its normalizer, truncation, padding and the space that it puts before a text are left out: they would lose text. The
-  unknown token is left out where every byte has a piece.
-
-  Raises:
-    UserError: If it isn't a byte-level byte-pair vocabulary, contradicts itself, or would lose text.
+  unknown token is left out where every byte has a piece. Raises UserError if it isn't a byte-level byte-pair
+  vocabulary, contradicts itself, or would lose text.
   """
   model = given.get("model") if isinstance(given, dict) else None
   if not isinstance(model, dict) or not isinstance(model.get("merges"), list):

@@ -83,8 +83,7 @@ def name_marks(template: str, names: Mapping[str, str]) -> str:
 def read_added_tokens(directory: str, ids: dict[str, int], label: str) -> list[str]:
   """Returns the tokens that files add to a vocabulary, in the order of their ids, which follow those of its pieces.
 
-  Raises:
-    UserError: For ids that don't follow the vocabulary's one by one, or contradict them or each other.
+  Raises UserError for ids that don't follow the vocabulary's one by one, or contradict them or each other.
   """
   found: dict[str, int] = {}
   for path, content in _read_objects(directory, ("added_tokens.json", "tokenizer_config.json"), label):

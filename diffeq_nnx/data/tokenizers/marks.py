@@ -27,8 +27,7 @@ def read_name(value: Any) -> Any:
 def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int], label: str) -> str:
   """Returns the token that stands for what a vocabulary lacks, from the first file that names it.
 
-  Raises:
-    UserError: If there is none, or it is a mark.
+  Raises UserError if there is none, or it is a mark.
   """
   place, value = next(iter(stated.items()), ("no file", None))
   name = read_name(value)
@@ -54,9 +53,7 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
   """Decides the marks. What is configured comes before what files state, and statements of equal rank must agree.
 
   A list of end marks is no statement about the end of documents unless nothing else is; it must hold the end mark.
-
-  Raises:
-    UserError: Where marks are missing, contradict each other or aren't tokens of the vocabulary.
+  Raises UserError where marks are missing, contradict each other or aren't tokens of the vocabulary.
   """
   said = {what: configured.get(what) or stated[what] for what in KINDS}
   # No tokenizer reads its marks in config.json, and published ids there may belong to another tokenizer.
