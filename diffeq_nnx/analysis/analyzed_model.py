@@ -115,16 +115,10 @@ class AnalyzedModel:
   def observe(
     self, tokens_L: Sequence[int] | np.ndarray, weights: GridWeights | None = None, *, attention: bool = False
   ) -> "Pass":
-    """Records one forward pass of a text.
+    """Records one forward pass of a text, with `weights` in place of the model's own if they are given.
 
-    Args:
-      tokens_L: the text.
-      weights: in place of the model's own.
-      attention: whether to record the attention probabilities too, S H L^2 numbers.
-
-    Raises:
-      UserError: as `check_tokens`.
-      RunError: a state is not finite.
+    With `attention` the attention probabilities are recorded too, S H L^2 numbers. Raises UserError as `check_tokens`,
+    and RunError if a state is not finite.
     """
     tokens_1xL = self.check_tokens(tokens_L)[None]
     weights = self.weights if weights is None else weights

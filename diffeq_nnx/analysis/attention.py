@@ -33,14 +33,8 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
 def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, token: int) -> np.ndarray:
   """The gradient of one logit times each token's initial state, summed over D: [L], signed.
 
-  Args:
-    model: the model.
-    passed: a forward pass of one text.
-    position: of the logit; negative ones count from the end.
-    token: of the logit.
-
-  Raises:
-    UserError: a position or token out of range.
+  The logit is that of `token` at `position`, counted from the end if it is negative, in a forward pass of one text.
+  Raises UserError if the position or the token is out of range.
   """
   position = model.check_position(position, passed.states.shape[2])
   if not 0 <= token < model.config.vocab_size:

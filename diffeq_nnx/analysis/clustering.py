@@ -53,13 +53,8 @@ def depth_spread(
 ) -> tuple[np.ndarray, np.ndarray]:
   """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 
-  Args:
-    model: the model.
-    tokens_L: at least two.
-    held: a step, from 0, whose weights are used at every step; None: each step has its own.
-
-  Raises:
-    UserError: as `AnalyzedModel.check_tokens`, a single token, or a step out of range.
+  The weights of the step `held`, from 0, are used at every step; None: each step has its own. Raises UserError as
+  `AnalyzedModel.check_tokens`, for a single token, and for a step out of range.
   """
   if len(tokens_L) == 1:
     raise UserError("tokens: there is one, which is at no distance from another; give two or more")

@@ -93,10 +93,8 @@ def find(
   """Analyzes a model with one text; shows progress on stderr.
 
   Args:
-    analyzed: the model.
     tokens_L: the text's tokens.
     pieces: their texts, [L].
-    decode: a token's text.
     position: of the output token; negative ones count from the end.
     leading: how many exponents, at most embed_dim; None: all.
     times: of the spectra, from 0 to 1, which pictures show in rising order; None: the model's own.

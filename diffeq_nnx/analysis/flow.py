@@ -116,15 +116,8 @@ def _integrate(
 def distances(model: Model, tokens_L: Sequence[int], num_steps: Sequence[int], flow: Flow) -> np.ndarray:
   """|x_n - x| / |x| for each number of steps n, where x is the state of the flow and x_n that of the model's solver.
 
-  Args:
-    model: the one that `flow` is of.
-    tokens_L: the text that `flow` is of.
-    num_steps: numbers of steps of one size.
-    flow: from `integrate`.
-
-  Raises:
-    UserError: as `Model.grid` and `AnalyzedModel.check_tokens`.
-    RunError: a state is not finite.
+  `flow` is what `integrate` gave for this model and text. Steps are of one size. Raises UserError as `Model.grid` and
+  `AnalyzedModel.check_tokens`, and RunError if a state is not finite.
   """
   states = [AnalyzedModel(model, n).observe(tokens_L).states[-1] for n in num_steps]
   size = np.linalg.norm(flow.state_1xLxD)

@@ -46,9 +46,7 @@ def measure(
   The states before all steps are computed once and kept, so that a candidate costs the steps after it.
 
   Args:
-    config: of the model.
-    params: its parameters.
-    weights: at the times of its own grid.
+    weights: at the times of the model's own grid.
     batch: as for a train step.
     sizes_S: the size of each step; 0: it is left out.
     candidates_S: the steps to leave out beside these, one at a time; S: none.
@@ -113,11 +111,8 @@ class Ranker:
   ) -> tuple[np.ndarray, float]:
     """Summed losses in nats with the steps `kept` but one, of each candidate, and the number of tokens.
 
-    Args:
-      kept: the steps that are not left out.
-      candidates: the steps to leave out, one at a time; the number of steps: none.
-      start: the first batch to measure on.
-      stop: the one after the last; None: all.
+    A candidate is the step to leave out; the number of steps: none. The batches are those from `start` to `stop` - 1,
+    or to the last.
     """
     found = self._measure(kept, candidates, self._batches[start:stop])
     return np.asarray(found.losses_S)[: len(candidates)], float(found.num_tokens)
@@ -150,12 +145,8 @@ def leave_out(
 ) -> Iterator[tuple[int, float]]:
   """Leaves out the step whose absence costs least, again and again; yields each and the mean loss without it.
 
-  Candidates are compared by successive halving: all on a part of the text, and the best of them on more of it.
-
-  Args:
-    losses: as `Ranker.losses`.
-    kept: the steps to begin with.
-    fewest: how many are left at the end.
+  It begins with the steps `kept` and ends when `fewest` are left. Candidates are compared by successive halving: all on
+  a part of the text, and the best of them on more of it. `losses` is that of a `Ranker`.
   """
   kept = list(kept)
   while len(kept) > fewest:

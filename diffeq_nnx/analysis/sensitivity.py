@@ -50,8 +50,6 @@ def exponents(
   The matrices M_k are computed by vector-Jacobian products, D for each group of tokens whose matrices take 1 GiB.
 
   Args:
-    model: the model.
-    tokens_L: the text's tokens.
     position: of the output token; negative ones count from the end.
     leading: number of exponents, r; None: all D.
     form: exact or per_token.
@@ -87,8 +85,6 @@ def jacobian(
   """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
   Args:
-    model: the model.
-    passed: a forward pass of one text.
     ks: which tokens; None: all L. Negative ones count from the end, as do steps.
     progress: called with fractions of K.
     alone: a step to differentiate in place of all, as started at its recorded state.

@@ -49,16 +49,11 @@ def spectra(
   feedforward: bool = True,
   progress: Progress = lambda done: None,
 ) -> Spectra:
-  """The spectra of a model.
+  """The spectra of a model at times from 0 to 1; None: at those of its own weights.
 
-  Args:
-    model: the model.
-    times_S: from 0 to 1; None: those of the model's own weights.
-    feedforward: whether to include the feed-forward pair, whose eigenvalues take the longest.
-    progress: called with the number of times done since the last call.
-
-  Raises:
-    UserError: times outside 0 to 1, or any for stored weights.
+  The eigenvalues of the feed-forward pair, which take the longest, are computed if `feedforward`. `progress` is called
+  with the number of times done since the last call. Raises UserError for times outside 0 to 1, and for any times if
+  weights are stored.
   """
   field = vector_fields.make_field(model.config)
   own = times_S is None

@@ -204,11 +204,7 @@ def eval_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
   """Yields the split in order; each token that counts, but the first of all, is a target exactly once.
 
-  Args:
-    split: The tokens.
-    seq_len, batch_size, eos_id: As for `train_batches`.
-    max_batches: The largest number of batches; None for all.
-    rows: The rows of each batch to read, in order; None for all B. Rows from B on are padding.
+  Arguments are those of `train_batches`, but rows from B on are padding, and at most `max_batches` are made, or all.
 
   Yields:
     What `train_batches` gives, and always "mask", which is 0 also in the padding of the last window and in the rows

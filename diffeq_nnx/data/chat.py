@@ -58,16 +58,10 @@ class ChatTemplate:
   """A chat template, ready to write conversations. Messages are dicts with "role", "content" and what else it reads."""
 
   def __init__(self, text: str, marks: Mapping[str, str] | None = None, label: str = "the chat template"):
-    """Compiles a template.
+    """Compiles a template, which errors call `label`; raises UserError if it is none.
 
-    Args:
-      text: The template.
-      marks: The names of tokens by the variables that stand for them, as `bos_token`. `Tokenizer.chat_template` needs
-        none: it holds them.
-      label: What errors call the template.
-
-    Raises:
-      UserError: If it is no template.
+    `marks` are the names of tokens by the variables that stand for them, as `bos_token`. `Tokenizer.chat_template`
+    needs none: it holds them.
     """
     self._label, self._marks = label, dict(marks or {})
     extensions = [_Generation, jinja2.ext.loopcontrols]
@@ -116,9 +110,9 @@ class ChatTemplate:
     """Writes a conversation as pieces, of which the assistant's turns count.
 
     They are the text of the template's `generation` blocks. Without such blocks a turn is what follows the messages
-    before it, written with `add_generation_prompt`, where these messages and the turn are written; turns with "weight":
-    0 don't count. Raises BadConversation as `render` does, and if there is no assistant's turn, turns can't be told from
-    the rest, the template does not write tool calls, or weights can't be kept.
+    before it, written with `add_generation_prompt`, where these messages and the turn are written; turns with
+    "weight": 0 don't count. Raises BadConversation as `render` does, and if there is no assistant's turn, turns can't
+    be told from the rest, the template does not write tool calls, or weights can't be kept.
     """
     _check_messages(messages)
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]

@@ -54,7 +54,6 @@ def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   one of them, and an entry whose files have the wrong size is made again. Neither text nor tokens are held in memory.
 
   Args:
-    config: The keys of `data` in a config.
     vocab_size: The model's number of ids, all of which a tokenizer trained here uses.
     seed: Chooses the held-out documents, unless `config.validation_seed` does.
 

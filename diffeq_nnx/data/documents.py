@@ -46,13 +46,9 @@ def divide(text: str, spans: Iterable[tuple[int, int]]) -> tuple[Piece, ...]:
 def encode(document: Document, tokenizer: Tokenizer, rendered: bool) -> np.ndarray:
   """Encodes the whole text, and notes which tokens count.
 
-  A token counts if it overlaps a piece that counts, as in transformers. The first token of a document never counts.
-
-  Args:
-    document: The text.
-    tokenizer: Encodes it.
-    rendered: Whether the text is one that a chat template made: then the names of special tokens are these tokens, and
-      no marks are added. Else the document gets the tokenizer's marks, and the end mark counts.
+  A token counts if it overlaps a piece that counts, as in transformers. The first token of a document never counts. If
+  the text is `rendered`, a chat template made it: then the names of special tokens are these tokens, and no marks are
+  added. Else the document gets the tokenizer's marks, and the end mark counts.
 
   Returns:
     [num_tokens] uint32: ids, with the bits `NOT_COUNTED` and `FIRST`.

@@ -21,7 +21,6 @@ def write(model: ModelConfig, params: Params, folder: str, base: str | None = No
   Args:
     model: with stored weights and adapters.
     params: all of its parameters, on the host.
-    folder: made by this call.
     base: where PEFT finds the base model, a folder or a name on the hub; None: its user says.
 
   Returns:

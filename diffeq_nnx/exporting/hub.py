@@ -36,14 +36,10 @@ def open_folder(name: str) -> Iterator[str]:
 def find_folder(name: str) -> str:
   """The folder of this path or, where there is none, of the model with this name on the hub.
 
-  The model is fetched to huggingface_hub's cache, with the token of `hf auth login` or of HF_TOKEN. HF_ENDPOINT names
-  another hub, and with HF_HUB_OFFLINE=1 the cache alone is used.
-
-  Args:
-    name: a path, or ORGANIZATION/MODEL, and perhaps @REVISION (a branch, a tag or a commit).
-
-  Raises:
-    UserError: huggingface_hub is not installed, the hub can't be reached, or it does not give this model.
+  A name is ORGANIZATION/MODEL, and perhaps @REVISION (a branch, a tag or a commit). The model is fetched to
+  huggingface_hub's cache, with the token of `hf auth login` or of HF_TOKEN. HF_ENDPOINT names another hub, and with
+  HF_HUB_OFFLINE=1 the cache alone is used. Raises UserError if huggingface_hub is not installed, the hub can't be
+  reached, or it does not give this model.
   """
   if not _NAME.fullmatch(name) or files.exists(name):
     return name

@@ -125,11 +125,8 @@ def _of_set(leaf: np.ndarray, entry: Entry, factors_U: Sequence[float] | None) -
 def to_params(architecture: str, model: ModelConfig, tensors: Tensors) -> Params:
   """Converts the arrays of a file to parameters with stored weights, in float32; the inverse of `to_tensors`.
 
-  Removes the arrays from `tensors`; those left there are unused.
-
-  Raises:
-    KeyError: an array is missing; its name.
-    ValueError: an array has another shape than the model.
+  Removes the arrays from `tensors`; those left there are unused. Raises KeyError with the name of an array that is
+  missing, and ValueError for an array of another shape than the model's.
   """
   abstract = traverse_util.flatten_dict(params_of(abstract_model(model)))
   stacks: dict[tuple[str, ...], list[np.ndarray]] = {}

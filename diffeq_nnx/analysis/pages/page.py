@@ -20,19 +20,11 @@ LAYOUT |= {"modebar": {"bgcolor": CLEAR, "color": "#8a8a8a", "activecolor": "#00
 
 
 def write_page(path: str, title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> None:
-  """Writes the page atomically.
+  """Writes the page atomically; `facts` are (name, value) pairs, which it shows at the top.
 
   A chart is drawn when it comes near the window. In the page, drawAll() draws the rest and returns a promise. Without
-  JavaScript, each chart is a link to its PNG file beside the page (see `png.draw`).
-
-  Args:
-    path: of the HTML file.
-    title: of the page.
-    facts: (name, value) pairs, shown at the top.
-    sections: (heading, paragraph, items).
-
-  Raises:
-    ValueError: Two charts or texts have the same name.
+  JavaScript, each chart is a link to its PNG file beside the page (see `png.draw`). Raises ValueError if two charts or
+  texts have the same name.
   """
   names = [item.name for _, _, items in sections for item in items if hasattr(item, "name")]
   if len(set(names)) < len(names):

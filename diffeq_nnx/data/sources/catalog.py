@@ -96,7 +96,6 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
     name: `NAME[/CONFIG][:VERSION][:SPLIT]`, by default the newest version on disk, and the split `train`. SPLIT is any
       of TFDS's expressions, like `train[:1%]`.
     prefix: The start of error messages.
-    options: Directory, permission to download, and the feature that holds the text.
 
   Returns:
     The parts, and a JSON value that changes when the data set does.

@@ -157,13 +157,11 @@ def open_bytes(path: str, compression: str | None = None) -> Any:
 
 
 def resolve(kind: str, globs: str, prefix: str, options: Options) -> tuple[list[File], list]:
-  """Finds the files that a source names.
+  """Finds the files that a source of the kind "text", "jsonl" or "parquet" names.
 
   Args:
-    kind: "text", "jsonl" or "parquet".
     globs: Paths, URLs and globs of both, separated by commas; `~` expands.
     prefix: The start of error messages.
-    options: Names the key that holds a JSON object's text.
 
   Returns:
     The parts of the files, sorted by name, and the state of each file (see `File.state`).

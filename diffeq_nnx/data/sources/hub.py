@@ -61,7 +61,6 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
     rest: `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name, and
       else a split. The split is `train` by default, or the only one.
     prefix: The start of error messages.
-    options: How the records are read.
 
   Returns:
     The parts, and a JSON value that changes with the data: it holds the commit that REVISION stands for, or name, size

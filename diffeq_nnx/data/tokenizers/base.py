@@ -102,16 +102,11 @@ class Tokenizer(abc.ABC):
   def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Encodes a text, and tells which characters each token stands for.
 
-    Args:
-      text: The text.
-      rendered: Whether a chat template made it; then the names of all special tokens in it, also those of marks, are
-        these tokens.
+    If the text is `rendered`, a chat template made it: then the names of all special tokens in it, also those of marks,
+    are these tokens. Raises as `encode_batch`.
 
     Returns:
       The ids, int32 [num_tokens], and the first character of each token and its last plus 1, int64 [num_tokens, 2].
-
-    Raises:
-      UnicodeEncodeError, UnknownByte: As `encode_batch`.
     """
 
   def encode_rendered(self, text: str) -> np.ndarray:
@@ -123,10 +118,9 @@ class Tokenizer(abc.ABC):
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes many texts, without any mark, on several threads; the result doesn't depend on the threads.
+    """Encodes many texts, each to its int32 ids, [num_tokens], without any mark.
 
-    Returns:
-      For each text its int32 ids, shape [num_tokens].
+    It uses several threads, on which the result doesn't depend.
 
     Raises:
       UnicodeEncodeError: If a text holds a lone surrogate.
