@@ -286,10 +286,6 @@ def local(path: str) -> Iterator[str]:
 
 def write(path: str, content: bytes) -> None:
   """Writes a file, whole or not at all."""
-  if is_url(path):
-    with _accessing(path) as (fs, place):
-      fs.pipe_file(place, content)
-    return
   with replacing(path) as part, open(part, "wb") as file:
     file.write(content)
 

@@ -19,7 +19,7 @@ from diffeq_nnx.config import ModelConfig, RopeConfig
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.exporting import folders, layouts, tokenizer_files
+from diffeq_nnx.exporting import folders, importing, layouts, tokenizer_files
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.model import Model
@@ -187,21 +187,18 @@ def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
 
 def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
   """The values of config.json, without the marks."""
-  common = {
+  names = importing.SIZES["gpt2" if architecture == "gpt2" else "llama"]
+  common: dict[str, Any] = {
     "architectures": [CLASSES[architecture]],
     "model_type": architecture,
     "torch_dtype": "float32",
-    "vocab_size": exported.vocab_size,
+    **{theirs: getattr(exported, ours) for ours, (theirs, _) in names.items()},
     "initializer_range": 0.02,
     "tie_word_embeddings": vector_fields.has_tied_head(exported),
     **({"depth_order": exported.depth_order} if exported.depth_order else {}),  # which only this package reads
   }
   if architecture == "gpt2":
     return common | {
-      "n_positions": exported.seq_len,
-      "n_embd": exported.embed_dim,
-      "n_layer": exported.num_steps,
-      "n_head": exported.num_heads,
       "n_inner": exported.hidden_dim,
       "activation_function": "gelu_new",
       "layer_norm_epsilon": exported.block_eps,
@@ -209,13 +206,9 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "embd_pdrop": exported.dropout,
       "attn_pdrop": 0.0,
     }
-  sizes = {
-    "hidden_size": exported.embed_dim,
-    "intermediate_size": exported.hidden_dim,
-    "num_hidden_layers": exported.num_steps,
-    "num_attention_heads": exported.num_heads,
+  common |= {
+    "intermediate_size": exported.hidden_dim,  # also where `mlp_dim` leaves it to the field
     "num_key_value_heads": exported.kv_heads,
-    "max_position_embeddings": exported.seq_len,
     "head_dim": exported.head_size,
   }
   if architecture in layouts.LLAMAS:
@@ -226,10 +219,10 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
       "rope_scaling": _scaling(exported.rope),
     }
     without_biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(architecture, ())
-    return common | sizes | llama | dict.fromkeys(without_biases, False)
+    return common | llama | dict.fromkeys(without_biases, False)
   module, solver, grid = MODELING_FILE.removesuffix(".py"), SOLVERS[exported.solver], make_grid(exported)
   times = weight_times(exported, grid)
-  own = {
+  return common | {
     "auto_map": {
       "AutoConfig": f"{module}.DiffEqFormerConfig",
       "AutoModelForCausalLM": f"{module}.{CLASSES[layouts.OWN]}",
@@ -250,7 +243,6 @@ def _settings(exported: ModelConfig, architecture: str) -> dict[str, Any]:
     "rotary_base": exported.rope.base,
     "rotary_scaling": _scaling(exported.rope),
   }
-  return common | sizes | own
 
 
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:

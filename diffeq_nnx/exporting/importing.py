@@ -47,7 +47,7 @@ _QWEN_SIZES = _LLAMA_SIZES | {
   "vocab_size": ("vocab_size", 151936),
   "seq_len": ("max_position_embeddings", 32768),
 }
-_SIZES = {
+SIZES = {
   "gpt2": _GPT2_SIZES,
   "llama": _LLAMA_SIZES,
   "mistral": _LLAMA_SIZES | {"mlp_dim": ("intermediate_size", 14336), "seq_len": ("max_position_embeddings", 131072)},
@@ -102,8 +102,8 @@ def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:
     raise opened.error(f"there is no such folder; name one with config.json and {_WEIGHTS}")
   config = opened.json("config.json")
   kind = config.get("model_type")
-  if kind not in tuple(_SIZES):
-    raise opened.error(f"model_type is {kind!r}; {', '.join(_SIZES)} can be imported")
+  if kind not in tuple(SIZES):
+    raise opened.error(f"model_type is {kind!r}; {', '.join(SIZES)} can be imported")
   if config.get("quantization_config") is not None:
     raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
   try:
@@ -199,7 +199,7 @@ class _Values:
 
 def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfig:
   """The config of our model."""
-  folder, values, keys = config.folder, config.values, _SIZES[kind]
+  folder, values, keys = config.folder, config.values, SIZES[kind]
   for key, allowed in _SUPPORTED[kind].items():
     config.require(key, *allowed)
   changes: dict[str, Any] = {ours: config.size(*theirs) for ours, theirs in keys.items()}

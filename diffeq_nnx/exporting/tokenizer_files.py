@@ -66,13 +66,14 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       notes.append("tokenizer: bytes that the vocabulary lacks are an error here, and left out by AutoTokenizer")
   if tokenizer.chat_template is not None:
     files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
-  marks = {"eos_token": names[tokenizer.eos_id]}
+  marks, begin = {"eos_token": names[tokenizer.eos_id]}, {}
   if tokenizer.bos_id is not None:
     marks["bos_token"] = names[tokenizer.bos_id]
+    begin = {names[tokenizer.bos_id]: tokenizer.bos_id}
   if spec is not None:
-    folders.write_json(
-      folder, "tokenizer.json", {**spec, "post_processor": _begin_mark(tokenizer, marks.get("bos_token"))}
-    )
+    processor = specs.make_post_processor(begin, {})
+    processor["pair"] = [*processor["single"], processor["pair"][1]]
+    folders.write_json(folder, "tokenizer.json", {**spec, "post_processor": processor})
   folders.write_json(
     folder,
     "tokenizer_config.json",
@@ -87,19 +88,6 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
     },
   )
   return notes + ["tokenizer: AutoTokenizer reads the names of marks in a text as marks, our tokenizer as text"]
-
-
-def _begin_mark(tokenizer: Tokenizer, name: str | None) -> dict[str, Any]:
-  """The post-processor that writes the begin mark alone."""
-  text, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-  begin = [] if name is None else [{"SpecialToken": {"id": name, "type_id": 0}}]
-  special = {} if name is None else {name: {"id": name, "ids": [tokenizer.bos_id], "tokens": [name]}}
-  return {
-    "type": "TemplateProcessing",
-    "single": [*begin, text],
-    "pair": [*begin, text, second],
-    "special_tokens": special,
-  }
 
 
 def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, Any] | None, dict[int, str]]:

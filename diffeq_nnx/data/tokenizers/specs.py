@@ -109,33 +109,29 @@ def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated
   return {"eos": eos, "bos": bos, "ends": ends, "begins": said if eos or bos else {}, "otherwise_begins": said}
 
 
+def make_post_processor(begin: dict[str, int], end: dict[str, int]) -> dict[str, Any]:
+  """Returns the post-processor that puts tokens, given as name and id, around a text, and none around a pair."""
+  text, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
+  before, after = ([{"SpecialToken": {"id": name, "type_id": 0}} for name in names] for names in (begin, end))
+  tokens = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in (end | begin).items()}
+  single, pair = [*before, text, *after], [text, second]
+  return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+
+
 def add_marks(spec: Spec, marks: Marks) -> Spec:
   """Returns a vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
   names = {number: token for token, number in map_ids(spec).items()}
   flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
   added = [token for token in spec["added_tokens"] if token["id"] not in marks.ids]
   added += [{"id": number, "content": names[number]} | flags for number in marks.ids]
-  text, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
-  before, after = (
-    [] if one is None else [{"SpecialToken": {"id": names[one], "type_id": 0}}] for one in (marks.bos_id, marks.eos_id)
-  )
-  processor = {
-    "type": "TemplateProcessing",
-    "single": [*before, text, *after],
-    "pair": [text, second],
-    "special_tokens": {
-      names[number]: {"id": names[number], "ids": [number], "tokens": [names[number]]}
-      for number in dict.fromkeys((marks.eos_id, marks.bos_id))
-      if number is not None
-    },
-  }
+  begin, end = ({} if one is None else {names[one]: one} for one in (marks.bos_id, marks.eos_id))
   model = {key: value for key, value in spec["model"].items() if key != OURS}
   ours = spec["model"].get(OURS, {})
   if marks.more_end_ids:
     ours = ours | {"end_ids": [marks.eos_id, *marks.more_end_ids]}
   return spec | {
     "added_tokens": sorted(added, key=lambda token: token["id"]),
-    "post_processor": processor,
+    "post_processor": make_post_processor(begin, end),
     "model": model | ({OURS: ours} if ours else {}),
   }
 
