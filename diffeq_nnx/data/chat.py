@@ -20,6 +20,7 @@ from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
 _GENERATION = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
+_LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
 
 
@@ -57,13 +58,8 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
   """A chat template, ready to write conversations. Messages are dicts with "role", "content" and what else it reads."""
 
-  def __init__(self, text: str, marks: Mapping[str, str] | None = None, label: str = "the chat template"):
-    """Compiles a template, which errors call `label`; raises UserError if it is none.
-
-    `marks` are the names of tokens by the variables that stand for them, as `bos_token`. `Tokenizer.chat_template`
-    needs none: it holds them.
-    """
-    self._label, self._marks = label, dict(marks or {})
+  def __init__(self, text: str):
+    """Compiles a template, which holds the names of the marks that it uses; raises UserError if it is none."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=extensions
@@ -75,7 +71,7 @@ class ChatTemplate:
       self._template = environment.from_string(text)
     except Exception as error:  # of Jinja, and of Python for what Jinja makes of it
       line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-      raise UserError(f"{label}: is no Jinja template ({first_line(error, 200)}{line}); correct it") from error
+      raise UserError(f"{_LABEL}: is no Jinja template ({first_line(error, 200)}{line}); correct it") from error
 
   def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
     """Writes a conversation, with the beginning of the assistant's answer after it if `add_generation_prompt`.
@@ -90,13 +86,13 @@ class ChatTemplate:
     given = [_name_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
     blocks, parts = self._blocks, []
     blocks.length, blocks.texts = 0, []
-    variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None, **self._marks}
+    variables: dict[str, Any] = {"messages": given, "tools": None, "documents": None}
     try:
       for part in self._template.generate(**variables, add_generation_prompt=add_generation_prompt):
         parts.append(part)
         blocks.length += len(part)
     except Exception as error:  # whatever a template does wrong
-      problem = f"{self._label} refuses the messages ({first_line(error, 200)}); change them, or the template"
+      problem = f"{_LABEL} refuses the messages ({first_line(error, 200)}); change them, or the template"
       raise BadConversation("that the chat template refuses", problem) from error
     text = "".join(parts)
     try:
@@ -126,10 +122,10 @@ class ChatTemplate:
     if not self._blocks.found:
       spans = [self._find_turn(messages, number, text) for number in counted]
     elif counted != turns:
-      problem = f"{self._label} says by its generation blocks what counts; remove the messages with the weight 0"
+      problem = f"{_LABEL} says by its generation blocks what counts; remove the messages with the weight 0"
       raise BadConversation("with a weight of 0", problem)
     if moved or any(start < stop for (_, stop), (start, _) in zip([(0, 0), *spans], [*spans, (len(text),) * 2])):
-      problem = f"{self._label} writes its generation blocks out of order (in each other, or in text kept for later)"
+      problem = f"{_LABEL} writes its generation blocks out of order (in each other, or in text kept for later)"
       raise BadConversation("whose generation blocks are out of order", f"{problem}; take them out of these")
     pieces = divide(text, spans)
     if not count_bytes(pieces):
@@ -141,11 +137,11 @@ class ChatTemplate:
     if any(one.get("tool_calls") for one in messages):
       bare = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
       if self._render(bare, False) == text:
-        problem = f"{self._label} does not write tool_calls; give one that does, or remove the record"
+        problem = f"{_LABEL} does not write tool_calls; give one that does, or remove the record"
         raise BadConversation("with tool calls that the chat template does not write", problem)
 
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
-    needed = BadConversation("that need generation blocks", f"{self._label} {_GENERATION}")
+    needed = BadConversation("that need generation blocks", f"{_LABEL} {_GENERATION}")
     head = ""
     try:
       before = self._render(messages[:number], True)

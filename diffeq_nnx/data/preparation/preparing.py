@@ -84,25 +84,21 @@ class Recipe:
 def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
 
-  Raises UserError for a tokenizer that can't be used, and a vocabulary larger than the model's.
+  Raises UserError for a tokenizer or a chat template that can't be used, and a vocabulary larger than the model's.
   """
+  tokenizer = None
   if config.tokenizer != "train":
     tokenizer = tokenizers.load_from_config(config)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
-    return _check_template(Recipe(config, vocab_size, seed, tokenizer))
-  if config.begin_mark or config.begin_token or config.end_token:
+  elif config.begin_mark or config.begin_token or config.end_token:
     raise UserError(
       f"data.begin_mark={config.begin_mark}, data.begin_token={config.begin_token}, data.end_token="
       f"{config.end_token}: data.tokenizer=train makes a tokenizer with an end mark alone; set them to None"
     )
-  return _check_template(Recipe(config, vocab_size, seed, None))
-
-
-def _check_template(recipe: Recipe) -> Recipe:
-  """Returns the recipe; raises UserError if it needs a chat template and has none that can be used."""
-  if recipe.config.records == "chat":
+  recipe = Recipe(config, vocab_size, seed, tokenizer)
+  if config.records == "chat":
     if recipe.chat_template is None:
-      problem = f"data.tokenizer={recipe.config.tokenizer} has no chat template"
+      problem = f"data.tokenizer={config.tokenizer} has no chat template"
       raise UserError(f"data.records=chat: {problem}; set data.chat_template to the path of one")
     from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
 
