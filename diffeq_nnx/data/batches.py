@@ -204,7 +204,7 @@ def eval_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
   """Yields the split in order; each token that counts, but the first of all, is a target exactly once.
 
-  Arguments are those of `train_batches`, but rows from B on are padding, and at most `max_batches` are made, or all.
+  Arguments are those of `train_batches`, but rows from B on are padding. At most `max_batches` are yielded; None: all.
 
   Yields:
     What `train_batches` gives, and always "mask", which is 0 also in the padding of the last window and in the rows

@@ -25,11 +25,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a messag
 
 
 class BadConversation(UserError):
-  """Messages that can't be used.
-
-  Attributes:
-    reason: The kind of problem, worded to follow a number, as in "3 without an assistant's turn".
-  """
+  """Messages that can't be used. Its `reason` is worded to follow a number, as in "3 without an assistant's turn"."""
 
   def __init__(self, reason: str, detail: str):
     super().__init__(detail)

@@ -52,19 +52,14 @@ _LAYERS = {"gpt2": ("transformer.h", _GPT2_GROUPS), "llama": ("model.layers", _L
 
 
 class Entry(NamedTuple):
-  """One array of a file.
+  """One array of a file."""
 
-  Attributes:
-    name: its name in the file.
-    path: its path in our parameters.
-    weight_set: the number of the weight set that it belongs to; None: to none, as an embedding.
-    kind: how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
-  """
-
-  name: str
-  path: tuple[str, ...]
-  weight_set: int | None
-  kind: str
+  name: str  # in the file
+  path: tuple[str, ...]  # in our parameters
+  weight_set: int | None  # the number of the weight set that it belongs to; None: to none, as an embedding
+  kind: (
+    str  # how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there)
+  )
 
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:

@@ -29,11 +29,7 @@ class Marks:
 
 
 class UnknownByte(UserError):
-  """A text holds a byte for which a vocabulary has no piece.
-
-  Attributes:
-    index: The text's place among those that were encoded together.
-  """
+  """A text, at the place `index` among those encoded together, holds a byte for which a vocabulary has no piece."""
 
   def __init__(self, byte: int, text: str, index: int):
     at, char = text.encode().index(byte), next(char for char in text if byte in char.encode())
