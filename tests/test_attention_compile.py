@@ -18,7 +18,8 @@ from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.shapes import SHAPES
 from launch import gpus
-from launch.benchmarks import hopper_code, kernel_schedule
+from launch.benchmarks import kernel_schedule
+from tests import hopper_code
 
 pytestmark = pytest.mark.usefixtures("optimizations")
 
