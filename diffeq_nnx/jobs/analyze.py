@@ -99,18 +99,16 @@ def analyze(
   except OSError as error:
     raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
   return print_result(
-    {
-      "job": "analyze",
-      "workdir": workdir,
-      "step": step,
-      "report": os.path.join(folder, "index.html"),
-      "num_steps": analyzed.grid.num_steps,
-      "tokens": len(ids),
-      "position": found.position,
-      "leading_exponent": round(float(found.exact[found.position, 0]), 4),
-      "most_sensitive_to": _most_sensitive(found),
-      "seconds": time.perf_counter() - start,
-    }
+    "analyze",
+    workdir,
+    step=step,
+    report=os.path.join(folder, "index.html"),
+    num_steps=analyzed.grid.num_steps,
+    tokens=len(ids),
+    position=found.position,
+    leading_exponent=round(float(found.exact[found.position, 0]), 4),
+    most_sensitive_to=_most_sensitive(found),
+    seconds=time.perf_counter() - start,
   )
 
 

@@ -71,13 +71,5 @@ def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
     difference = max(float(abs(a - b).max()) for a, b in pairs)
     state = place_state(config, made, mesh)
     Run.create(config, workdir, source.tokenizer, corpus, state, after.get("loss"), source.hash)
-  return print_result(
-    {
-      "job": "continuous",
-      "workdir": workdir,
-      "from_workdir": from_workdir,
-      "before": before,
-      "after": after,
-      "largest_difference": difference,
-    }
-  )
+  values = {"before": before, "after": after, "largest_difference": difference}
+  return print_result("continuous", workdir, from_workdir=from_workdir, **values)

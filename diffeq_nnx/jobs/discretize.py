@@ -83,16 +83,7 @@ def discretize(
     params = store_params(config, stored, params, mesh)
     after = validate(portable(stored), corpus, mesh, params)
     Run.create(stored, workdir, tokenizer, corpus, place_state(stored, params, mesh), after.get("loss"), identity)
-    return print_result(
-      {
-        "job": "discretize",
-        "workdir": workdir,
-        "from_workdir": from_workdir,
-        "before": before,
-        "after": after,
-        **chosen,
-      }
-    )
+    return print_result("discretize", workdir, from_workdir=from_workdir, before=before, after=after, **chosen)
 
 
 def _check_tolerance(

@@ -40,14 +40,13 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
   with jax.set_mesh(mesh):
     run = Run.open(workdir, config, mesh=mesh)
     corpus, params, step = run.corpus, run.params, run.step
-    result: dict[str, Any] = {"job": "evaluate", "workdir": workdir, "step": step}
     model = build(config.model, params)
     for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
       model.grid(count)  # a number that can't be is reported before any work
       say_untrained(config, step, count or config.eval.num_steps)
     if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)
-      return print_result({**result, "num_steps": evaluator.num_steps, **evaluator(params)})
+      return print_result("evaluate", workdir, step=step, num_steps=evaluator.num_steps, **evaluator(params))
     rows = []
     for count in num_steps:
       evaluator = Evaluator(config, corpus, mesh, count)
@@ -58,7 +57,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
       rows.append({"num_steps": count, **values, "tokens_per_second": speed, "flops_per_token": per_token})
   say(_table(rows))
   distributed.on_main_process(_draw, rows, os.path.join(workdir, PICTURE))
-  return print_result({**result, "by_num_steps": rows})
+  return print_result("evaluate", workdir, step=step, by_num_steps=rows)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

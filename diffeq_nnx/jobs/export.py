@@ -65,4 +65,4 @@ def export_run(
   else:
     params["weight_source"].pop("lora", None)  # of hf_base
     result = huggingface.write(model, params, out, run.tokenizer, "hf" if of_adapters else format)
-  return print_result({"job": "export", "workdir": workdir, "step": run.step, "format": format, **result})
+  return print_result("export", workdir, step=run.step, format=format, **result)

@@ -109,16 +109,14 @@ def evaluate_downstream(
     if key.metric == "acc"
   }
   return print_result(
-    {
-      "job": "harness",
-      "workdir": workdir,
-      "step": info["checkpoint_step"],
-      "results": folder,
-      "begin_mark": info["begin_mark"],
-      "acc": accuracies,
-      "text": text,
-      "seconds": time.perf_counter() - start,
-    }
+    "harness",
+    workdir,
+    step=info["checkpoint_step"],
+    results=folder,
+    begin_mark=info["begin_mark"],
+    acc=accuracies,
+    text=text,
+    seconds=time.perf_counter() - start,
   )
 
 

@@ -60,15 +60,6 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     corpus = None if config.data.source == NO_TEXT else load_corpus(config)
     Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh))
-  return print_result(
-    {
-      "job": "import",
-      "workdir": workdir,
-      "from_hf": from_hf,
-      "field": config.model.field,
-      "num_steps": config.model.num_steps,
-      "seq_len": config.model.seq_len,
-      "dtype": config.model.dtype,
-      "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-    }
-  )
+  facts = {key: getattr(config.model, key) for key in ("field", "num_steps", "seq_len", "dtype")}
+  size = sum(leaf.size for leaf in jax.tree.leaves(params))
+  return print_result("import", workdir, from_hf=from_hf, **facts, parameters=size)

@@ -30,12 +30,5 @@ def prepare_shards(config: Config, workdir: str) -> dict:
     | {"shards": len(split["shards"])}
     for name, split in manifest["splits"].items()
   }
-  return print_result(
-    {
-      "job": "prepare",
-      "workdir": workdir,
-      "tokenizer": manifest["tokenizer"]["hash"],
-      "records": manifest["records"],
-      **counts,
-    }
-  )
+  tokenizer, records = manifest["tokenizer"]["hash"], manifest["records"]
+  return print_result("prepare", workdir, tokenizer=tokenizer, records=records, **counts)

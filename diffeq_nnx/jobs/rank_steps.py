@@ -91,9 +91,8 @@ def rank_steps(
   workdir_lib.set_depth_order(workdir, order)
   say(_table(known, own))
   _draw(known, grids.make_grid(config.model), os.path.join(workdir, PICTURE))
-  return print_result(
-    {"job": "rank_steps", "workdir": workdir, **known, "depth_order": order, "seconds": time.perf_counter() - start}
-  )
+  seconds = time.perf_counter() - start
+  return print_result("rank_steps", workdir, **known, depth_order=order, seconds=seconds)
 
 
 def _warn_of_even_steps(config: Config) -> None:

@@ -16,8 +16,9 @@ def say(line: str) -> None:
     tqdm.write(printable(line), file=sys.stderr)
 
 
-def print_result(result: dict[str, Any]) -> dict[str, Any]:
-  """Prints one JSON line on stdout, from process 0 only."""
+def print_result(job: str, workdir: str, **values: Any) -> dict[str, Any]:
+  """Prints the result of a job as one JSON line on stdout, from process 0 only, and returns it."""
+  result = {"job": job, "workdir": workdir, **values}
   if distributed.is_main_process():
     print(json.dumps(result), flush=True)
   return result
