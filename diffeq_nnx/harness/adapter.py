@@ -30,12 +30,10 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.conversations import Rendered, render
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
-from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
-from diffeq_nnx.inference.generation import encode_texts, find_stop_ids
+from diffeq_nnx.inference.generation import continue_texts, encode_texts
 from diffeq_nnx.inference.ready import one_device_mesh
 from diffeq_nnx.inference.sampling import GenerationOptions
-from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.parallel import distributed
@@ -69,7 +67,6 @@ class DiffEqLM(TemplateLM):
     *,
     model: Model | None = None,
     tokenizer: Tokenizer | None = None,
-    mesh: jax.sharding.Mesh | None = None,
     batch_size: int | str = AUTO,
     num_steps: int | None = None,
     dtype: str = "model",
@@ -86,9 +83,8 @@ class DiffEqLM(TemplateLM):
 
     Args:
       workdir: the run's directory.
-      model: used instead of a run, together with `tokenizer`, and with `mesh` if it is on several devices.
+      model: used instead of a run, together with `tokenizer`; it is on one device.
       tokenizer: the tokenizer of `model`.
-      mesh: the devices of `model`.
       batch_size: sequences of `max_length` tokens that a device holds at a time (of shorter ones more), or auto: 8.
       num_steps: number of solver steps; None: eval.num_steps of the run, or else the model's own.
       dtype: of the computation: bfloat16, float32, or model for the model's own.
@@ -108,29 +104,23 @@ class DiffEqLM(TemplateLM):
     super().__init__()
     for name in unknown.keys() - {"max_batch_size", "device"}:
       raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
-    if (workdir is None) == (model is None) or (model is None) != (tokenizer is None) or mesh is not None and workdir:
+    if (workdir is None) == (model is None) or (model is None) != (tokenizer is None):
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
     for name, value in (("num_steps", num_steps), ("max_length", max_length)):
       if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UserError(f"{name}={value!r}: must be a whole number above 0")
-    given = str(batch_size)
-    self.batch_size = AUTO if given.startswith("auto") else int(given) if given.isdecimal() else 0
-    if not self.batch_size:
-      raise UserError(f"batch_size={batch_size!r}: must be a whole number above 0, or auto")
+    self.batch_size = _read_batch_size(batch_size)
     try:  # the rules of the keys with these names in a config
       HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
     except UserError as error:
       raise UserError(str(error).replace("harness.", "")) from error
     self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
     if model is not None:
-      mesh = mesh or one_device_mesh(model)
-      known = {"config": Config(model=model.config), "model": model, "tokenizer": tokenizer, "mesh": mesh}
-      run = types.SimpleNamespace(step=None, **known)
-      self._open = lambda: run
+      known = {"config": Config(model=model.config), "mesh": one_device_mesh(model), "step": None}
+      self._open = functools.partial(types.SimpleNamespace, model=model, tokenizer=tokenizer, **known)
     run = self._open()
-    config = dataclasses.replace(
-      run.config.model, dropout=0.0, dtype=run.config.model.dtype if dtype == "model" else dtype
-    )
+    dtype = run.config.model.dtype if dtype == "model" else dtype
+    config = dataclasses.replace(run.config.model, dropout=0.0, dtype=dtype)
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
     if model is None:
       say_attention(config)
@@ -138,25 +128,16 @@ class DiffEqLM(TemplateLM):
     self.max_length = config.seq_len if max_length is None else max_length
     if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
-    self._stride = None  # windows side by side
-    if window == "sliding":
-      self._stride = max(self.max_length // 2, 1) if stride is None else stride
-      if self._stride > self.max_length:
-        raise UserError(f"stride={stride}: must be 1 to {self.max_length}, the tokens that the model reads at a time")
+    half = max(self.max_length // 2, 1)
+    self._stride = None if window == "disjoint" else half if stride is None else stride
+    if self._stride is not None and self._stride > self.max_length:
+      raise UserError(f"stride={stride}: must be 1 to {self.max_length}, the tokens that the model reads at a time")
     self.truncated = self.merged = 0
     self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
-    self._step = run.step if model is None else None
-    self._begin_mark = begin_mark
+    self._step, self._begin_mark = run.step, begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
-    self.scorer = Scorer(
-      run.model,
-      self._num_steps,
-      config=config,
-      mesh=run.mesh,
-      batch_size=self.batch_size,
-      max_length=self.max_length,
-      share=share,
-    )
+    sizes = {"batch_size": self.batch_size, "max_length": self.max_length, "share": share}
+    self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, **sizes)
     self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
 
   @property
@@ -369,12 +350,11 @@ class DiffEqLM(TemplateLM):
     with tqdm(total=len(requests), desc="texts generated", disable=quiet) as bar:
       for (options, until), group in groups.items():
         numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
-        streams = [TextStream(self._tokenizer.decode_within, until, self._tokenizer.leading) for _ in group]
-        take = functools.partial(self._take_token, streams, find_stop_ids(self._tokenizer, until))
-        for n, _ in continue_prompts(self._decoder, prompts, options, take, row_numbers=row_numbers):
-          streams[n].finish()
-          texts[numbers[n]] = streams[n].text
-          self.cache_hook.add_partial("generate_until", requests[numbers[n]].args, streams[n].text)
+        asked = [requests[number].args[0] for number in numbers]
+        choices = {"stop": until, "row_numbers": row_numbers, "leading": self._tokenizer.leading}
+        for n, one in continue_texts(self._decoder, self._tokenizer, asked, prompts, options, **choices):
+          texts[numbers[n]] = one.text
+          self.cache_hook.add_partial("generate_until", requests[numbers[n]].args, one.text)
           bar.update()
     return texts
 
@@ -403,12 +383,14 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"{prefix}{error}") from error
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
-  def _take_token(self, streams: Sequence[TextStream], stop_ids: set[int], n: int, token: int) -> str | None:
-    """Adds a token to the n-th text. Returns why the text ends with it, or None if it goes on."""
-    if token in self._tokenizer.end_ids:
-      return "eos"
-    streams[n].add(token)
-    return "stop" if token in stop_ids or streams[n].stopped else None
+
+def _read_batch_size(given: int | str) -> int:
+  """The number that is meant; raises UserError if it is none."""
+  text = str(given)
+  size = AUTO if text.startswith("auto") else int(text) if text.isdecimal() else 0
+  if not size:
+    raise UserError(f"batch_size={given!r}: must be a whole number above 0, or auto")
+  return size
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))

@@ -95,9 +95,9 @@ def generate_texts(
     tokenizer: the model's.
     prompts: texts.
     stop: strings that end a text; they are left out.
+    on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
     num_steps: as for `generate`.
     draft: as for `generate`.
-    on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
     **options: as for `generate`.
 
   Raises:
@@ -120,12 +120,17 @@ def continue_texts(
   on_text: Callable[[int, str], None] | None = None,
   draft: Decoder | None = None,
   row_numbers: Sequence[int] | None = None,
+  leading: str = "",
 ) -> Iterator[tuple[int, Continuation]]:
-  """Yields (number, continuation) of texts as they end; the rest is as for `generate_texts`."""
+  """Yields (number, continuation) of texts as they end.
+
+  `leading` is dropped where a text begins with it; `row_numbers` are as for `batching.continue_prompts`, and the rest
+  is as for `generate_texts`.
+  """
   if not all(stop):
     raise UserError("stop: holds an empty string, which every text contains; leave it out")
   ids: list[list[int]] = [[] for _ in prompts]
-  texts = [TextStream(tokenizer.decode_within, stop) for _ in prompts]
+  texts = [TextStream(tokenizer.decode_within, stop, leading) for _ in prompts]
   stop_ids = find_stop_ids(tokenizer, stop)
 
   def emit(row: int, piece: str) -> None:
