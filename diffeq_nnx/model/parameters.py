@@ -124,8 +124,5 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
   """Shapes and shardings of the parameters, without their arrays."""
-  return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    params_of(abstract_model(config)),
-    param_shardings(config, mesh),
-  )
+  shapes, places = params_of(abstract_model(config)), param_shardings(config, mesh)
+  return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)

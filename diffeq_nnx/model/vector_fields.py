@@ -69,8 +69,8 @@ class HeadKernels(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTField:
-  """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
+class _Field:
+  """What both blocks need to know of the model."""
 
   num_heads: int
   num_kv_heads: int
@@ -79,6 +79,11 @@ class GPTField:
   norm_eps: float  # of the block's norms
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
+
+
+class GPTField(_Field):
+  """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
+
   attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "qkv", "out")  # the rest is the other branch's
   learned_positions: ClassVar[bool] = True
   tied_head: ClassVar[bool] = True
@@ -154,8 +159,7 @@ class GPTField:
     return _once(layer_norm(x_BxLxD, w["scale"], w["shift"], self.norm_eps))
 
 
-@dataclasses.dataclass(frozen=True)
-class LlamaField:
+class LlamaField(_Field):
   """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases.
 
   With `model.block_shift` the block's two norms have a shift beside the scale, as in the published code of Tong et al.
@@ -164,13 +168,6 @@ class LlamaField:
   before they are rotated, as in Qwen 3.
   """
 
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  implementation: str  # of attention, as in model.attention
-  norm_eps: float  # of the block's norms
-  final_norm_eps: float  # of the norm after the last step
-  rope: config_lib.RopeConfig = config_lib.RopeConfig()  # the rotary positions
   attention_groups: ClassVar[tuple[str, ...]] = ("attention_norm", "query", "key", "value", "out")
   learned_positions: ClassVar[bool] = False
   tied_head: ClassVar[bool] = False

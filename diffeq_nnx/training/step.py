@@ -234,11 +234,8 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
   """Shapes and shardings of the state, without its arrays."""
-  return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    jax.eval_shape(lambda: init_state(config)),
-    state_shardings(config, mesh),
-  )
+  shapes, places = jax.eval_shape(lambda: init_state(config)), state_shardings(config, mesh)
+  return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
