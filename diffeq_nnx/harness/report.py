@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.parallel.console import markdown
 
 NAME = "results.json"
 # of results, in lm_eval's `config`
@@ -130,7 +131,7 @@ def _tabulate(results: Results) -> str:
 def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
   """Makes a table with a row for each metric: our estimate, the baseline's and the difference."""
   other = collect_estimates(baseline)
-  rows = [["task", "shots", "metric", "ours", "baseline", "difference"], ["---"] * 6]
+  rows = []
   for key, one in collect_estimates(ours).items():
     rows.append(
       [
@@ -141,7 +142,7 @@ def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
         *([str(other[key]), f"{one.value - other[key].value:+.4f}"] if key in other else ["", ""]),
       ]
     )
-  return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+  return markdown(["task", "shots", "metric", "ours", "baseline", "difference"], rows) + "\n"
 
 
 def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:

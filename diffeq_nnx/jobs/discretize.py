@@ -20,7 +20,7 @@ from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.parallel import distributed, sharding
-from diffeq_nnx.parallel.console import print_result, say
+from diffeq_nnx.parallel.console import markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, localize, portable
 from diffeq_nnx.training.evaluate import Evaluator
@@ -47,8 +47,6 @@ def discretize(
 
   Args:
     config: of the run in `from_workdir`, perhaps with other text and other settings of training and validation.
-    workdir: the new run's directory.
-    from_workdir: the run's.
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
     tolerance: nats per token; the steps are then the fewest whose validation loss exceeds the limit of many steps by
@@ -225,6 +223,5 @@ def fewest_that_fit(fits: Callable[[int], bool], most: int) -> int:
 
 def _print_table(losses: _Losses, rows: dict[str, ModelConfig]) -> None:
   speeds = {model: losses.speed(model) for model in dict.fromkeys(rows.values())}
-  say("| tolerance | steps | loss | tokens/s |\n| --- | --- | --- | --- |")
-  for label, model in rows.items():
-    say(f"| {label} | {_describe(model)} | {losses(model):.4f} | {speeds[model]:,.0f} |")
+  cells = [[label, _describe(one), f"{losses(one):.4f}", f"{speeds[one]:,.0f}"] for label, one in rows.items()]
+  say(markdown(["tolerance", "steps", "loss", "tokens/s"], cells))

@@ -11,7 +11,7 @@ from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.files import replacing
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import print_result, say
+from diffeq_nnx.parallel.console import markdown, print_result, say
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
@@ -28,8 +28,6 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
   when the program is compiled; `flops_per_token` are those of the forward pass.
 
   Args:
-    config: of the run.
-    workdir: the run's directory.
     num_steps: of the solver; None: eval.num_steps, or else the model's own.
 
   Raises:
@@ -61,13 +59,11 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-  lines = ["| steps | loss | perplexity | tokens/s | MFLOP a token |", "| --- | --- | --- | --- | --- |"]
+  cells = []
   for row in rows:
-    lines.append(
-      f"| {row['num_steps']} | {row['loss']:.4f} | {row['perplexity']:.2f} | {row['tokens_per_second']:,.0f} | "
-      f"{row['flops_per_token'] / 1e6:,.2f} |"
-    )
-  return "\n".join(lines)
+    costs = f"{row['tokens_per_second']:,.0f}", f"{row['flops_per_token'] / 1e6:,.2f}"
+    cells.append([str(row["num_steps"]), f"{row['loss']:.4f}", f"{row['perplexity']:.2f}", *costs])
+  return markdown(["steps", "loss", "perplexity", "tokens/s", "MFLOP a token"], cells)
 
 
 def _draw(rows: list[dict[str, Any]], path: str) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.parallel.console import markdown as markdown
 
 
 def remember(path: str, compute: Callable[[], Any]) -> Any:
@@ -35,11 +36,6 @@ def mean_and_error(values: Sequence[float], digits: str = ".4f") -> str:
 def difference(values: Sequence[float], base: Sequence[float], digits: str = "+.4f") -> str:
   """`mean_and_error` of the paired differences from `base`."""
   return mean_and_error([float(x) for x in np.subtract(values, base)], digits)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A Markdown table."""
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def draw_range(axes: Axes, places: ArrayLike, values: np.ndarray, label: str) -> None:
