@@ -46,7 +46,6 @@ def analyze(
   report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
 
   Args:
-    config: of the run.
     workdir: the run's directory; the text that it was trained on need not be there.
     text: whose tokens the sensitivity is of; None: an English sentence, its first 32 tokens.
     position: of the output token; negative ones count from the end.
@@ -55,8 +54,7 @@ def analyze(
     times: of the spectra, from 0 to 1; None: the model's own.
 
   Raises:
-    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of
-      range.
+    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of range.
     RunError: the report can't be written.
   """
   start = time.perf_counter()
@@ -75,29 +73,18 @@ def analyze(
   say_untrained(config, step, num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
-  found = find(
-    analyzed,
-    ids,
-    shown,
-    lambda token: tokenizer.decode_within([token]),
-    position=position,
-    leading=leading,
-    times=times,
-  )
-  model = config.model
-  facts = [
-    ("Run", os.path.basename(files.absolute(workdir))),
-    ("Optimizer steps", str(step)),
-    ("Field", model.field),
-    ("Weights", model.weights),
-    ("Solver", f"{model.solver}, {analyzed.grid.num_steps} steps"),
-    ("Width", f"{model.embed_dim}, {model.num_heads} heads"),
-    ("Tokens of the text", str(len(ids))),
-  ]
-  try:
-    write_report(found, folder, f"Inside {os.path.basename(files.absolute(workdir))}", facts)
-  except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
+  decode = lambda token: tokenizer.decode_within([token])
+  found = find(analyzed, ids, shown, decode, position=position, leading=leading, times=times)
+  facts = {
+    "Run": os.path.basename(files.absolute(workdir)),
+    "Optimizer steps": str(step),
+    "Field": config.model.field,
+    "Weights": config.model.weights,
+    "Solver": f"{config.model.solver}, {analyzed.grid.num_steps} steps",
+    "Width": f"{config.model.embed_dim}, {config.model.num_heads} heads",
+    "Tokens of the text": str(len(ids)),
+  }
+  _write_report(found, folder, facts)
   return print_result(
     "analyze",
     workdir,
@@ -121,20 +108,23 @@ def _most_sensitive(found: Findings) -> dict[str, Any] | None:
   return {"position": token, "text": found.pieces[token]}
 
 
-def write_report(found: Findings, folder: str, title: str, facts: Sequence[tuple[str, str]]) -> None:
+def _write_report(found: Findings, folder: str, facts: dict[str, str]) -> None:
   """Writes index.html, the PNGs and numbers.npz to a folder, which replaces an existing one atomically.
 
   Raises:
-    OSError: it can't be written.
+    RunError: it can't be written.
   """
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  with files.replacing_folder(folder, "index.html") as place, show_progress("pictures", len(pictures)) as progress:
-    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
-    for picture in pictures:
-      draw(picture, os.path.join(place, f"{picture.name}.png"))
-      progress(1)
-    write_page(os.path.join(place, "index.html"), title, facts, made)
+  try:
+    with files.replacing_folder(folder, "index.html") as place, show_progress("pictures", len(pictures)) as progress:
+      np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
+      for picture in pictures:
+        draw(picture, os.path.join(place, f"{picture.name}.png"))
+        progress(1)
+      write_page(os.path.join(place, "index.html"), f"Inside {facts['Run']}", [*facts.items()], made)
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

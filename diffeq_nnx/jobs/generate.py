@@ -1,6 +1,7 @@
 """--job=generate: text from a run's newest model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+import functools
 import json
 import sys
 from typing import Any
@@ -84,33 +85,35 @@ def generate(
       raise UserError(f"--draft_steps: {error}") from None
   step = run.step
   del run  # the decoder has what it needs
-  if answers is not None:
-    depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None}
-    # No text depends on the number of rows.
-    drawn = {name: value for name, value in options.items() if name != "rows"}
-    drawn |= {"chat": tokenizer.chat_template} if chat else {}
-    identity = {"workdir": workdir, "step": step, "depth_order": list(config.model.depth_order), **depths, **drawn}
-    texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
-    if texts:
-      continued = continue_texts(decoder, tokenizer, texts, ids, settings, stop=stop, row_numbers=numbers, draft=draft)
-      for n, one in continued:
-        answers.add(numbers[n], _to_record(one))
-    with distributed.sync_errors():  # no process leaves while another still continues prompts
-      return answers.close()
-  assert prompt is not None
-  alone = len(prompt) == 1
+  continue_them = functools.partial(continue_texts, decoder, tokenizer, options=settings, stop=stop, draft=draft)
+  if prompt is not None:
+    return _print_texts(continue_them, prompt, prompt_ids)
+  assert answers is not None
+  depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None}
+  # No text depends on the number of rows.
+  drawn = {name: value for name, value in options.items() if name != "rows"}
+  drawn |= {"chat": tokenizer.chat_template} if chat else {}
+  identity = {"workdir": workdir, "step": step, "depth_order": list(config.model.depth_order), **depths, **drawn}
+  texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
+  for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
+    answers.add(numbers[n], _to_record(one))
+  with distributed.sync_errors():  # no process leaves while another still continues prompts
+    return answers.close()
+
+
+def _print_texts(
+  continue_them: Callable[..., Iterator[tuple[int, Continuation]]], prompts: Sequence[str], ids: list[list[int]]
+) -> list[dict]:
+  """Continues prompts, and prints their texts as `generate` says; returns their records."""
+  alone = len(prompts) == 1
   streams = alone and sys.stdout.isatty()
-  show = (
-    (lambda _, piece: print(printable(piece), end="", flush=True))
-    if streams and distributed.is_main_process()
-    else None
-  )
+  show = lambda _, piece: print(printable(piece), end="", flush=True)
   try:
-    found = dict(continue_texts(decoder, tokenizer, prompt, prompt_ids, settings, stop=stop, on_text=show, draft=draft))
+    found = dict(continue_them(prompts, ids, on_text=show if streams and distributed.is_main_process() else None))
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
     raise SystemExit(130) from None
-  results = [_to_record(found[n]) for n in range(len(prompt))]
+  results = [_to_record(found[n]) for n in range(len(prompts))]
   for result in results if distributed.is_main_process() else ():
     print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
   return results

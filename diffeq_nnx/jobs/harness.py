@@ -46,7 +46,6 @@ def evaluate_downstream(
 
   Args:
     config: of the run; `config.harness` sets what is evaluated, and how.
-    workdir: the run's directory.
     baseline: another run's directory that has results, or a results.json, to compare with.
     num_steps: number of solver steps; None: eval.num_steps, or else the model's own.
 
@@ -90,19 +89,7 @@ def evaluate_downstream(
     )
   folder = os.path.join(workdir, settings.folder)
   info = lm.get_model_info()
-  with distributed.sync_errors():
-    if distributed.is_main_process():
-      written = {
-        report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
-        for count, one in zip(shots, ours)
-      }
-      if text is not None:
-        conditions = {name: info[name] for name in CONDITIONS}
-        record = {"text": settings.text, **text, **conditions}
-        written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
-      notes = _notes(info, shots, ours, theirs, text, settings)
-      written["table.md"] = report.make_table(ours, theirs, notes).encode()
-      _write(folder, written)
+  distributed.on_main_process(_write, folder, info, shots, ours, theirs, text, settings)
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -211,12 +198,29 @@ def _notes(
   return notes
 
 
-def _write(folder: str, written: dict[str, bytes]) -> None:
-  """Writes the files, and removes those of an earlier job.
+def _write(
+  folder: str,
+  info: dict[str, Any],
+  shots: list[int | None],
+  ours: list[report.Results],
+  theirs: list[report.Results],
+  text: dict[str, Any] | None,
+  settings: HarnessConfig,
+) -> None:
+  """Writes the results to the folder, and removes those of an earlier job.
 
   Raises:
     RunError: they can't be written.
   """
+  written = {
+    report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
+    for count, one in zip(shots, ours)
+  }
+  if text is not None:
+    record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
+    written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
+  notes = _notes(info, shots, ours, theirs, text, settings)
+  written["table.md"] = report.make_table(ours, theirs, notes).encode()
   try:
     files.make_folder(folder)
     for name, content in written.items():

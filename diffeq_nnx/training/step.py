@@ -143,26 +143,7 @@ def loss_and_gradients(
     hidden = functools.partial(
       _hidden, config, model, batch, dropout_key=key, rows_B=batch["rows"], adjoint=adjoint, prepare=prepare
     )
-    hidden_BxLxD = hidden(block_weights[0])
-    targets_BxL, mask_BxL = batch["targets"], batch.get("mask")
-    if mask_BxL is None:
-      mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
-    wanted: tuple[jax.Array, ...] = ()
-    if teacher is not None:
-      guide = teacher.make_model()
-      wanted = _hidden(config, guide, batch, teacher.weights), guide.unembedding()
-    head_VxD, train = model.unembedding(), config.train
-    if full is not None:
-      full_BxLxD = hidden(block_weights[1])
-      wanted = jax.lax.stop_gradient((full_BxLxD, head_VxD))
-    loss, *parts = chunked_losses(
-      hidden_BxLxD, head_VxD, wanted, targets_BxL, mask_BxL, train.loss_chunks, train.teacher_weight
-    )
-    named = dict(zip(("cross_entropy", "divergence"), parts))
-    if full is None:
-      return loss, named
-    full_loss = chunked_cross_entropy(full_BxLxD, head_VxD, targets_BxL, mask_BxL, train.loss_chunks)
-    return (loss + full_loss) / 2, {**named, "full_cross_entropy": full_loss}
+    return _losses(config, model, batch, teacher, *map(hidden, block_weights))
 
   gradient = jax.value_and_grad(microbatch_loss, argnums=(0, 1), has_aux=True)
   count = num_microbatches(config)
@@ -175,6 +156,38 @@ def loss_and_gradients(
   weight_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), weight_gradients, block_weights)
   (source_gradients,) = pull_back(weight_gradients)
   return {"loss": loss, **parts}, {**rest_gradients, "weight_source": source_gradients}
+
+
+def _losses(
+  config: Config,
+  model: Model,
+  batch: Batch,
+  teacher: Teacher | None,
+  hidden_BxLxD: jax.Array,
+  full_BxLxD: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The loss of a micro-batch, and its parts by name, as of `loss_and_gradients`.
+
+  The last hidden states are those on its `grid` and, if there is one, on `full`.
+  """
+  targets_BxL, mask_BxL, train = batch["targets"], batch.get("mask"), config.train
+  if mask_BxL is None:
+    mask_BxL = jnp.full(targets_BxL.shape, 1.0 / targets_BxL.size, jnp.float32)
+  head_VxD = model.unembedding()
+  wanted: tuple[jax.Array, ...] = ()
+  if teacher is not None:
+    guide = teacher.make_model()
+    wanted = _hidden(config, guide, batch, teacher.weights), guide.unembedding()
+  if full_BxLxD is not None:
+    wanted = jax.lax.stop_gradient((full_BxLxD, head_VxD))
+  loss, *parts = chunked_losses(
+    hidden_BxLxD, head_VxD, wanted, targets_BxL, mask_BxL, train.loss_chunks, train.teacher_weight
+  )
+  named = dict(zip(("cross_entropy", "divergence"), parts))
+  if full_BxLxD is None:
+    return loss, named
+  full_loss = chunked_cross_entropy(full_BxLxD, head_VxD, targets_BxL, mask_BxL, train.loss_chunks)
+  return (loss + full_loss) / 2, {**named, "full_cross_entropy": full_loss}
 
 
 def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.GridWeights, **more) -> jax.Array:
