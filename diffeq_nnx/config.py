@@ -25,6 +25,7 @@ from diffeq_nnx.config_model import TimeConfig as TimeConfig
 from diffeq_nnx.errors import UserError
 
 NO_TEXT = "none"  # the data.source of an imported run until its text is named
+KEYS_OF_TOKENIZER = ("tokenizer", "begin_mark", "begin_token", "end_token", "unknown_bytes")  # of data
 KEYS_OF_ROWS = ("attend_across_documents", "rows", "too_long")  # of data, for prepared text too
 RUN_FILE = "run.json"  # of a work directory, as the folders below
 CHECKPOINT_FOLDER = "checkpoints"

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 
 from diffeq_nnx import files
-from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import UserError
@@ -39,7 +39,6 @@ def finetune(
   Args:
     config: what to train on and how; of `config.model` only dropout, attention, lora and a seq_len that is shorter than
       the run's are read, the rest is the run's.
-    workdir: the new run's directory.
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
@@ -106,14 +105,7 @@ def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | No
   known = Run.open(workdir).started
   model, data_config = known.model, config.data
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
-    data_config = dataclasses.replace(
-      config.data,
-      tokenizer=known.data.tokenizer,
-      begin_mark=known.data.begin_mark,
-      begin_token=known.data.begin_token,
-      end_token=known.data.end_token,
-      unknown_bytes=known.data.unknown_bytes,
-    )
+    data_config = dataclasses.replace(config.data, **{key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER})
   model = dataclasses.replace(
     model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora
   )

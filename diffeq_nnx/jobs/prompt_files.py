@@ -65,12 +65,7 @@ class Answers:
     if len(set(distributed.exchange(self._identity["prompts"]))) > 1:
       raise UserError("--prompts: the file differs between processes; give all hosts the same")
     self._identity |= identity
-    with distributed.sync_errors():
-      if distributed.is_main_process():
-        self._answers = self._read_unfinished()
-    self._answers = {
-      one["line"]: one for one in json.loads(distributed.exchange(json.dumps([*self._answers.values()]))[0])
-    }
+    self._answers = {one["line"]: one for one in distributed.on_main_process(self._read_unfinished)}
     self._bar = tqdm(
       total=len(self._lines), initial=len(self._answers), desc="prompts", disable=not distributed.is_main_process()
     )
@@ -112,7 +107,7 @@ class Answers:
       os.remove(self._unfinished)
     return answers
 
-  def _read_unfinished(self) -> dict[int, dict[str, Any]]:
+  def _read_unfinished(self) -> list[dict[str, Any]]:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
     lines = []
     if files.exists(self._unfinished):
@@ -130,7 +125,7 @@ class Answers:
     if not lines:
       self._file.write(json.dumps(self._identity) + "\n")
       self._file.flush()
-    return {one["line"]: one for one in lines[1:]}
+    return lines[1:]
 
 
 def split_lines(content: bytes) -> dict[int, bytes]:

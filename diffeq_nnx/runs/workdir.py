@@ -32,8 +32,8 @@ def identity(config: Config) -> dict[str, Any]:
   flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
   flat["optimizer.name"] = config.optimizer.name  # of which checkpoints hold moments
   # the tokenizer is identified by its hash, and the others say where and how, not what
-  of_tokenizer = {"tokenizer", "chat_template", "begin_mark", "begin_token", "end_token", "unknown_bytes"}
-  ignored = {f"data.{key}" for key in of_tokenizer | {"cache_dir", "tfds_dir", "download", "num_processes"}}
+  of_place = ("chat_template", "cache_dir", "tfds_dir", "download", "num_processes")
+  ignored = {f"data.{key}" for key in (*config_lib.KEYS_OF_TOKENIZER, *of_place)}
   ignored |= {"model.attention", "model.depth_order"}
   if "shards:" in config.data.source:
     ignored |= {key for key in flat if key.startswith("data.")} - {f"data.{key}" for key in KEYS_OF_ROWS}
