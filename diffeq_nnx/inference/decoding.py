@@ -178,13 +178,7 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
   They are moved by one program: of several, each process could begin another one first, and wait for the others.
   """
   at = lambda leaf, axes: sharding.make_sharding(ready.mesh, axes, leaf.shape)
-  sets = [
-    {
-      group: {name: at(leaf, model.block_axes[group][name]) for name, leaf in one.items()}
-      for group, one in set_.items()
-    }
-    for set_ in ready.weights.sets
-  ]
+  sets = [model.map_leaves(at, one) for one in ready.weights.sets]
   tables: dict[str, Any] = {"embedding": model.embedding, "positions": model.positions, "head": model.head}
   rest = dict.fromkeys(ready.rest, sharding.replicated(ready.mesh))
   for name, table in tables.items():

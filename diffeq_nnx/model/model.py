@@ -3,6 +3,9 @@
 B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times of a pass).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -52,7 +55,7 @@ class Model(nnx.Module):
       }
     )
     specs = self.field.specs(config)
-    self.block_axes = nnx.static(weight_sources.block_axes(specs))
+    self.block_axes = nnx.static(jax.tree.map(lambda leaf: leaf.axes, specs))
     self.weight_source = _make_source(config, specs, self.times(), dtype, rngs)
 
   @property
@@ -84,12 +87,12 @@ class Model(nnx.Module):
     """
     grid = grid or self.grid()
     weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
-    weights = self._per_leaf(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
+    weights = self.map_leaves(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
     return weight_sources.GridWeights(weights, grid)
 
   def gather(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
     """The weights at one time, from the devices that hold parts of them."""
-    return self._per_leaf(sharding.gather, weights)
+    return self.map_leaves(sharding.gather, weights)
 
   def hidden(
     self,
@@ -212,8 +215,8 @@ class Model(nnx.Module):
     """A table of rows in the compute dtype, gathered."""
     return sharding.gather(table[...].astype(self.config.dtype), table.get_metadata("axes"))
 
-  def _per_leaf(self, function, weights):
-    """function(leaf, axes) of every leaf of BlockWeights."""
+  def map_leaves(self, function: Callable, weights: weight_sources.BlockWeights) -> dict[str, dict[str, Any]]:
+    """function(leaf, the names of its axes) of every leaf of BlockWeights, in their structure."""
     return {
       group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
       for group, leaves in weights.items()

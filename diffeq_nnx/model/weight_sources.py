@@ -10,7 +10,6 @@ groups (weight matrices and norms).
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from flax import nnx
@@ -63,11 +62,6 @@ class LeafSpec:
 
 
 BlockSpecs = dict[str, dict[str, LeafSpec]]
-
-
-def block_axes(specs: BlockSpecs) -> dict[str, dict[str, tuple[str | None, ...]]]:
-  """The axis names of BlockWeights at one time, in its structure."""
-  return {group: {name: leaf.axes for name, leaf in leaves.items()} for group, leaves in specs.items()}
 
 
 def initial_leaf(spec: LeafSpec, lead: tuple[int, ...], rngs: nnx.Rngs, dtype) -> nnx.Param:
@@ -269,10 +263,3 @@ def _contract(a: jax.Array, b: jax.Array, axes) -> jax.Array:
 
 
 _combine.defvjp(_combine_forward, _combine_backward)
-
-
-def num_elements(specs: BlockSpecs, leaf_name: str | None = None) -> int:
-  """Elements of the block at one time: of all its leaves, or of those called `leaf_name`."""
-  return sum(
-    math.prod(leaf.shape) for leaves in specs.values() for name, leaf in leaves.items() if leaf_name in (None, name)
-  )

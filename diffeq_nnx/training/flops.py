@@ -11,6 +11,7 @@ teacher counts apart too.
 """
 
 import dataclasses
+import math
 import time
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.model import grids, solvers, vector_fields
-from diffeq_nnx.model.weight_sources import num_elements
+from diffeq_nnx.model.weight_sources import BlockSpecs
 
 # bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
 # of the device kind counts
@@ -57,9 +58,9 @@ def forward_flops(model: ModelConfig, num_steps: int) -> float:
   """FLOPs of a forward pass for each token of a sequence of `model.seq_len`."""
   field, evaluations = vector_fields.make_field(model), solvers.SOLVERS[model.solver].evaluations
   specs = field.specs(model)
-  in_attention = num_elements({group: specs[group] for group in field.attention_groups}, "kernel")
+  in_attention = _count_elements({group: specs[group] for group in field.attention_groups})
   attention = 2 * in_attention + 4 * model.seq_len * model.num_heads * model.head_size
-  feedforward = 2 * (num_elements(specs, "kernel") - in_attention)
+  feedforward = 2 * (_count_elements(specs) - in_attention)
   step = evaluations.attention * attention + evaluations.feedforward * feedforward
   return float(num_steps * step + 2 * model.vocab_size * model.embed_dim)
 
@@ -72,7 +73,12 @@ def generator_flops(model: ModelConfig, num_steps: int) -> float:
   T, P = model.time.time_embed_dim, 2 * model.time.sinusoidal_dim + 1
   mlps = 1 if model.time.embedding == "shared_mlp" else len(specs)
   U, Q = solvers.weight_times(model, grids.make_grid(model, num_steps)).points_UxQ.shape
-  return 3.0 * U * (2 * (T + 1) * num_elements(specs, "kernel") + Q * mlps * 2 * (P * T + T * T))
+  return 3.0 * U * (2 * (T + 1) * _count_elements(specs) + Q * mlps * 2 * (P * T + T * T))
+
+
+def _count_elements(specs: BlockSpecs) -> int:
+  """Elements of the block's kernels at one time."""
+  return sum(math.prod(leaves["kernel"].shape) for leaves in specs.values() if "kernel" in leaves)
 
 
 def peak_tflops(config: Config) -> tuple[float, str]:
