@@ -136,7 +136,7 @@ class DiffEqLM(TemplateLM):
     self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
     self._step, self._begin_mark = run.step, begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
-    sizes = {"batch_size": self.batch_size, "max_length": self.max_length, "share": share}
+    sizes: dict[str, Any] = {"batch_size": self.batch_size, "max_length": self.max_length, "share": share}
     self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, **sizes)
     self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
 
@@ -351,7 +351,7 @@ class DiffEqLM(TemplateLM):
       for (options, until), group in groups.items():
         numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
         asked = [requests[number].args[0] for number in numbers]
-        choices = {"stop": until, "row_numbers": row_numbers, "leading": self._tokenizer.leading}
+        choices: dict[str, Any] = {"stop": until, "row_numbers": row_numbers, "leading": self._tokenizer.leading}
         for n, one in continue_texts(self._decoder, self._tokenizer, asked, prompts, options, **choices):
           texts[numbers[n]] = one.text
           self.cache_hook.add_partial("generate_until", requests[numbers[n]].args, one.text)
