@@ -35,15 +35,12 @@ def speculate(
 ) -> Iterator[tuple[int, str]]:
   """As `batching.continue_prompts`, with the same tokens if greedy, and tokens of the same distribution otherwise.
 
-  Prompts that are continued together all end before the next ones are read.
+  Prompts that are continued together all end before the next ones are read. The arguments that are not listed are as
+  for `continue_prompts`.
 
   Args:
     decoder: the model at many steps.
     draft: the same model at fewer steps.
-    prompts: as for `continue_prompts`, as are the next three.
-    options: of all prompts.
-    take: called for each token.
-    row_numbers: for the random numbers.
     on_round: called with the number of drafted tokens that a row kept, for each round of drafting and unfinished text.
 
   Raises:

@@ -26,8 +26,6 @@ def export_run(
   """Writes the newest model of a run for other libraries, with stored weights, and prints one JSON line on stdout.
 
   Args:
-    config: of the run.
-    workdir: the run's directory.
     out: the folder to make.
     format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always),
       stablehlo, peft (the adapters alone) or hf_base (hf without the adapters).

@@ -38,7 +38,6 @@ def rank_steps(
 
   Args:
     config: of the run, perhaps with other keys of `data`; the text is the training part of it.
-    workdir: the run's directory.
     num_steps: at how many steps to stop; None: half of them.
     tokens: of the text that losses are measured on, rounded up to whole batches.
     by: loss; or influence, which takes one pass over the text, and whose table has no losses.
