@@ -25,6 +25,9 @@ from diffeq_nnx.runs.workdir import check_place
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
+# What the errors of XLA and of tensorstore say of a device, a disk or a bucket rather than of a checkpoint.
+_PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED")
+_UNDAMAGED = "undamaged: "  # begins problems that need not be the checkpoint's, so that processes can tell each other
 
 
 class _Manager(ocp.CheckpointManager):
@@ -122,7 +125,8 @@ class Checkpoints:
 
     Raises:
       UserError: there are checkpoints, and none can be read.
-      RunError: some processes can read it, and others can't.
+      RunError: some processes can read it, and others can't; or what keeps it from being read need not be the
+        checkpoint's, such as a lack of memory.
     """
     items, _ = self._restore({name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()})
     if items is None:
@@ -152,7 +156,7 @@ class Checkpoints:
         changed = [name for name in wanted if _bit_sums(items[name]) != sums[name]]
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
-        problem = f"{type(error).__name__}: {first_line(error, 200)}"
+        problem = _describe(error)
       problem = self._find_problem(step, problem)
       if not problem:
         return items, step
@@ -186,7 +190,7 @@ class Checkpoints:
       with ocp.StandardCheckpointer() as checkpointer:
         frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN_FOLDER), abstract)
     except Exception as error:  # as above
-      problem = f"{type(error).__name__}: {first_line(error, 200)}"
+      problem = _describe(error)
     problem = self._find_problem(0, problem)
     if problem:
       raise UserError(
@@ -196,15 +200,26 @@ class Checkpoints:
     return frozen
 
   def _find_problem(self, step: int, problem: str) -> str:
-    """The first process's problem, or "". If only some could restore, those still wait for the others in orbax."""
+    """The first process's problem with a checkpoint that is damaged, or "".
+
+    Raises:
+      RunError: the problem is none of the checkpoint's, or only some processes have one: those without still wait for
+        the others in orbax.
+    """
     try:
-      return next(filter(None, distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)), "")
+      found = next(filter(None, distributed.exchange(problem, wait_seconds=distributed.HEARTBEAT_SECONDS)), "")
     except jax.errors.JaxRuntimeError as error:
       raise RunError(
         f"the checkpoint of step {step} can be read by some processes only "
-        f"({problem or 'not by another'}); check that all hosts mount the work directory alike, and start "
-        "again"
+        f"({problem.removeprefix(_UNDAMAGED) or 'not by another'}); check that all hosts mount the work directory "
+        "alike, and start again"
       ) from error
+    if found.startswith(_UNDAMAGED):
+      raise RunError(
+        f"the checkpoint of step {step} can't be read at the moment ({found.removeprefix(_UNDAMAGED)}); it stays where "
+        "it is: free memory or take more devices, or make the work directory readable, and run the same command again"
+      )
+    return found
 
   def _set_aside_without_metrics(self) -> None:
     """Moves checkpoints whose loss can't be read, which would keep orbax from opening the others."""
@@ -248,6 +263,13 @@ class Checkpoints:
         f"could not {what} ({type(error).__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"
       ) from error
+
+
+def _describe(error: Exception) -> str:
+  """A problem of restoring in a line, which begins with _UNDAMAGED where the checkpoint need not be at fault."""
+  refused = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
+  passes = refused or isinstance(error, MemoryError) or any(status in str(error) for status in _PASSING)
+  return f"{_UNDAMAGED if passes else ''}{type(error).__name__}: {first_line(error, 200)}"
 
 
 def _numbered(folder: str) -> list[str]:
