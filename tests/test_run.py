@@ -1,6 +1,7 @@
 """Whole runs on a small model: what they leave behind, and how they meet trouble."""
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -10,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 
 from flax import nnx
 import jax
 import matplotlib
+import orbax.checkpoint as ocp
 import pytest
 
 import diffeq_nnx
@@ -140,7 +143,7 @@ def test_what_a_run_leaves_behind(finished):
   assert json.loads((workdir / "run.json").read_text())["tokenizer_hash"]
 
 
-def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
+def test_metrics_also_go_to_weights_and_biases_where_each_run_is_its_own(run, tmp_path, monkeypatch):
   pytest.importorskip("wandb")
   config, workdir = run
   for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
@@ -150,6 +153,9 @@ def test_metrics_also_go_to_weights_and_biases(run, monkeypatch):
   (folder,) = (workdir / "wandb").glob("offline-run-*")
   (log,) = folder.glob("*.wandb")
   assert folder.name.endswith(workdir_lib.run_hash(workdir)[:16])
+  again = str(tmp_path / "again")
+  workdir_lib.claim(again, config, Run.open(str(workdir)).tokenizer, None)  # another run, by the same command
+  assert workdir_lib.run_hash(again) != workdir_lib.run_hash(str(workdir))
   assert b"validation/loss" in log.read_bytes() and b"rivers" in log.read_bytes()
 
 
@@ -332,6 +338,20 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
   assert (workdir / DAMAGED_FOLDER / "20").is_dir()
   assert kept(workdir)[-1] == 28
   assert [r["step"] for r in read_metrics(workdir, "validation")] == [4, 8, 12, 16, 20, 24, 28]
+
+
+@pytest.mark.parametrize(
+  "error", [OSError(5, "Input/output error"), MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of")]
+)
+def test_a_checkpoint_that_can_t_be_read_at_the_moment_stays(run, error, monkeypatch):
+  """A lack of memory or a disk that does not answer says nothing of the checkpoint, and the one before is not taken."""
+  config, workdir = run
+  monkeypatch.setattr(ocp.CheckpointManager, "restore", unittest.mock.Mock(side_effect=error))
+  before = kept(workdir)
+  for use in (train, functools.partial(jobs.run, "evaluate")):
+    with pytest.raises(RunError, match="the checkpoint of step 20 can't be read at the moment"):
+      use(config, str(workdir))
+  assert kept(workdir) == before
 
 
 def test_a_job_that_only_reads_leaves_a_damaged_checkpoint_where_it_is(run, capfd):

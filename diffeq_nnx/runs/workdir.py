@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from typing import Any
+import uuid
 
 from absl import logging
 
@@ -75,13 +76,14 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | N
 def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None) -> None:
   """Writes the tokenizer, and then run.json, where there is none, or one without text for a run that has it now."""
   known = _read(workdir)
-  identifier = None
-  if known is not None and corpus is not None and _lacks_text(known):
+  identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
+  claimed = known is not None and (corpus is None or not _lacks_text(known))
+  if known is not None and not claimed:
     _check(workdir, known, config, corpus)
     source, identifier = known.get("source"), run_hash(workdir)
   try:
     files.make_folder(workdir)
-    if known is not None and identifier is None:
+    if claimed:
       files.check_writable(workdir)
       return
     save_tokenizer(tokenizer, workdir)
@@ -135,7 +137,7 @@ def set_depth_order(workdir: str, order: Sequence[int]) -> None:
 
 
 def run_hash(workdir: str) -> str:
-  """A hash that identifies a run wherever its directory is, in hex; it stays when an imported run gets its text."""
+  """What identifies a run wherever its directory is, in hex; it stays when an imported run gets its text."""
   kept = (_read(workdir) or {}).get("hash")
   return kept or hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
 
