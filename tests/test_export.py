@@ -224,6 +224,10 @@ def test_our_own_modeling_file_gives_a_loss_and_gradients(tmp_path):
   loaded = load(diffeq_nnx.export_hf(make(small_model(solver="euler")), str(tmp_path / "out"))).train()
   tokens = torch.tensor(TOKENS_2x12)
   loss = loaded(tokens, labels=tokens).loss
+  rows = [loaded(row, labels=row, num_items_in_batch=22).loss.item() for row in tokens[:, None]]
+  assert sum(rows) == pytest.approx(loss.item(), rel=1e-5)  # so Trainer adds up micro-batches
+  packed = loaded(tokens.reshape(1, -1), position_ids=torch.arange(12).repeat(2)[None]).logits
+  close(packed.reshape(2, 12, -1).detach(), torch_logits(loaded))  # documents of a row don't see each other
   loss.backward()
   assert loss.item() > 0 and all(p.grad is not None and p.grad.isfinite().all() for p in loaded.parameters())
   loaded.save_pretrained(tmp_path / "again")

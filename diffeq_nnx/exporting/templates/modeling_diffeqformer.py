@@ -230,11 +230,15 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     use_cache=None,
     labels=None,
     logits_to_keep=0,
+    num_items_in_batch=None,
     **kwargs,
   ):
     """Logits [B, L, V]. attention_mask [B, past + L] is 0 at padding, on either side.
 
-    `cache` is the name under which transformers 5.24 passes past_key_values.
+    Without attention_mask, position_ids [B, L] that begin again divide a row into documents, which don't see each
+    other. The loss is the mean over the labels of this call, or their sum over num_items_in_batch, which Trainer gives:
+    the labels of all calls whose gradients it adds up. `cache` is the name under which transformers 5.24 passes
+    past_key_values.
     """
     B, L = input_ids.shape
     past_key_values = past_key_values if cache is None else cache
@@ -253,6 +257,9 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     if attention_mask is not None:
       visible = attention_mask.bool()[:, None, None]
       mask = mask & (visible | (slots[None, :] == slots[past:, None]))  # padding attends to itself: no row is empty
+    elif past == 0:
+      documents = F.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+      mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     x, rotation = self.embed_tokens(input_ids), None
     if self.positions is not None:
       x = x + self.positions(position_ids)
@@ -272,5 +279,8 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     logits = F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
     loss = None
     if labels is not None:
-      loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+      reduction = "mean" if num_items_in_batch is None else "sum"
+      loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction=reduction)
+      if num_items_in_batch is not None:
+        loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
