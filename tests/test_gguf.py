@@ -187,6 +187,16 @@ def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
   for key in ("scaling.factor", "scale_linear"):
     write(path, small(len(BYTES)), byte_pairs("gpt-2"), {f"llama.rope.{key}": (4.0, gguf.GGUFValueType.FLOAT32)})
     assert "llama.rope.scaling is not supported" in told(read)
+  for key, value, kind in (
+    ("llama.rope.dimension_count", 4, UINT),
+    ("llama.attention.value_length", 4, UINT),
+    ("llama.attention.causal", False, BOOL),
+    ("llama.attention.sliding_window", 8, UINT),
+  ):
+    write(path, small(len(BYTES)), byte_pairs("gpt-2"), {key: (value, kind)})
+    assert key in told(read)
+  write(path, small(len(BYTES)), byte_pairs("gpt-2"), {"split.count": (2, UINT)})
+  assert "is one of 2 parts" in told(read)
   write(path, small(len(BYTES)), byte_pairs("gpt-2"), architecture="gemma")
   assert "architecture is 'gemma'" in told(read)
   short = byte_pairs("gpt-2") | {"tokenizer.ggml.token_type": [1, 3]}

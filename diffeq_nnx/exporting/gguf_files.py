@@ -45,6 +45,7 @@ _DIVIDED = {
   "qwen2": rf"{_LETTERS}\p{{N}}{_OTHERS}",
 }
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_OTHERWISE = "give the model's Hugging Face folder"
 
 
 def write_folder(path: str, folder: str) -> None:
@@ -75,17 +76,25 @@ def write_folder(path: str, folder: str) -> None:
 
 def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
   """config.json but for whether the head is tied."""
+  if (parts := values.get("split.count", 1)) > 1:
+    raise UserError(f"from_hf={path}: is one of {parts} parts; join them with llama-gguf-split --merge")
   if (kind := values.get("general.architecture")) != "llama":
     raise UserError(f"from_hf={path}: its architecture is {kind!r}; of GGUF files, those of llama can be imported")
   # `scale_linear` is the older key; llama.cpp takes a factor without a type for linear scaling
   factors = [values.get(f"llama.rope.{key}", 0.0) for key in ("scaling.factor", "scale_linear")]
   if values.get("llama.rope.scaling.type", "none") != "none" or any(factor not in (0, 1) for factor in factors):
-    raise UserError(f"from_hf={path}: llama.rope.scaling is not supported; give the model's Hugging Face folder")
+    raise UserError(f"from_hf={path}: llama.rope.scaling is not supported; {_OTHERWISE}")
   values = {  # floats are of 32 bits: 1e-5, not 9.999999747378752e-06
     key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in values.items()
   }
   config = {theirs: values[f"llama.{key}"] for theirs, key in _CONFIG.items() if f"llama.{key}" in values}
   size = values.get("llama.attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+  plain = {"rope.dimension_count": size, "attention.value_length": size, "attention.causal": True}
+  for key, value in plain.items():
+    if (said := values.get(f"llama.{key}", value)) != value:
+      raise UserError(f"from_hf={path}: llama.{key} is {said}, and only {value} is supported here; {_OTHERWISE}")
+  if 0 < values.get("llama.attention.sliding_window", 0) < config["max_position_embeddings"]:
+    raise UserError(f"from_hf={path}: llama.attention.sliding_window is not supported; {_OTHERWISE}")
   return config | {
     "model_type": "llama",
     "dtype": "float32",
@@ -102,7 +111,7 @@ def _translate_name(path: str, name: str) -> str:
     return f"{_OUTSIDE[last]}.weight"
   if len(before) == 2 and before[0] == "blk" and last in _LAYER and kind == "weight":
     return f"model.layers.{before[1]}.{_LAYER[last]}.weight"
-  raise UserError(f"from_hf={path}: holds {name}, which is not supported; give the model's Hugging Face folder")
+  raise UserError(f"from_hf={path}: holds {name}, which is not supported; {_OTHERWISE}")
 
 
 def _pair_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -137,7 +146,7 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
   elif kind != "gpt2" or divided is None:
     name = f"{kind!r} with tokenizer.ggml.pre={said('pre')!r}"
     known = f"those of llama, and gpt2's with {', '.join(_DIVIDED)}"
-    raise UserError(f"from_hf={path}: its tokenizer is {name}; {known} are known; give the model's Hugging Face folder")
+    raise UserError(f"from_hf={path}: its tokenizer is {name}; {known} are known; {_OTHERWISE}")
   else:
     if isinstance(divided, str):
       split = {"type": "Split", "pattern": {"Regex": divided}, "behavior": "Isolated", "invert": False}
