@@ -57,9 +57,8 @@ class Entry(NamedTuple):
   name: str  # in the file
   path: tuple[str, ...]  # in our parameters
   weight_set: int | None  # the number of the weight set that it belongs to; None: to none, as an embedding
-  kind: (
-    str  # how the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there)
-  )
+  # How the layouts differ: same, transposed (a kernel), or qkv (head by head here; all q, all k, all v there).
+  kind: str
 
 
 def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
