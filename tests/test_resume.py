@@ -13,8 +13,8 @@ from tests.processes import Process
 
 SMALL = [
   "--config=configs/tiny.py",
-  *(f"--config.model.{one}" for one in ("num_steps=2", "embed_dim=32", "vocab_size=512")),
-  *(f"--config.{one}" for one in ("train.steps=40", "train.log_every=1", "checkpoint.every=20", "eval.every=20")),
+  *(f"--config.model.{one}" for one in ("num_steps=2", "embed_dim=32", "vocab_size=512", "seq_len=64")),
+  *(f"--config.{one}" for one in ("train.steps=16", "train.log_every=1", "checkpoint.every=8", "eval.every=8")),
   "--config.eval.max_batches=1",
 ]
 
@@ -38,25 +38,40 @@ def arrays(workdir, step) -> dict[str, np.ndarray]:
   return found
 
 
-def start(workdir) -> Process:
+STANDS_STILL = """
+import time
+from absl import app
+from diffeq_nnx import main
+from diffeq_nnx.parallel import distributed
+
+def reached(self):
+  time.sleep(300 * (self._calls == 12))
+  return told(self)
+
+told, distributed.Preemption.reached = distributed.Preemption.reached, reached
+app.run(main.main, flags_parser=main.parse)
+"""
+
+
+def start(workdir, program=None) -> Process:
   """The main program on a small model."""
-  return Process([*SMALL, f"--config.data.cache_dir={workdir.parent}/cache", f"--workdir={workdir}"])
+  return Process([*SMALL, f"--config.data.cache_dir={workdir.parent}/cache", f"--workdir={workdir}"], program=program)
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   uninterrupted = start(whole)
   assert uninterrupted.end(240) == 0, uninterrupted.lines[-20:]
-  process, deadline = start(broken), time.monotonic() + 200
-  while not (broken / "checkpoints" / "20").is_dir() and time.monotonic() < deadline:
+  process, deadline = start(broken, STANDS_STILL), time.monotonic() + 200
+  while not (broken / "checkpoints" / "8").is_dir() and time.monotonic() < deadline:
     time.sleep(0.005)
   process.send(signal.SIGKILL)
   assert process.end() == -signal.SIGKILL
-  assert max(record["step"] for record in records(broken)) < 40
+  assert 8 < max(record["step"] for record in records(broken)) < 16
   resumed = start(broken)
-  assert resumed.end(240) == 0 and "continuing from the checkpoint of step 20" in "\n".join(resumed.lines)
-  assert len(records(whole)) == 42 and records(broken) == records(whole)  # 40 of training, 2 of validation
-  ours, theirs = arrays(broken, 40), arrays(whole, 40)
+  assert resumed.end(240) == 0 and "continuing from the checkpoint of step 8" in "\n".join(resumed.lines)
+  assert len(records(whole)) == 18 and records(broken) == records(whole)  # 16 of training, 2 of validation
+  ours, theirs = arrays(broken, 16), arrays(whole, 16)
   assert ours.keys() == theirs.keys() and len(ours) > 20
   for name in ours:
     np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
