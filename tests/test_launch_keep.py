@@ -43,83 +43,73 @@ CREATE, START = ["create"], ["scp", "install", "idle", "start"]
 FIRST = [NOT_THERE, "ACCEPTED", "WAITING_FOR_RESOURCES", "ACTIVE", EMPTY, "ACTIVE", RUNNING]  # until it runs
 
 
-def keep(bench, answers, *options, **changes):
-  """What keep did, with these answers of gcloud: the process, and the subcommands that change something."""
+MOMENT = ["ACTIVE", "ERROR: ssh", "ACTIVE", "ERROR: ssh", "ERROR: UNAVAILABLE"]
+LOST = {
+  "suspended": ["SUSPENDING", "SUSPENDED"],
+  "silent": ["ACTIVE", "ERROR: ssh"] * 3,
+  "a slice silent": ["ACTIVE", "a: running, process 7\\n"] * 3,  # the other slice is left out
+}
+ONCE, AGAIN = [*CREATE, *START, "delete"], [*CREATE, *START * 3, "delete"]
+SIZE = "creates: queued TPU pod in us-east5-a, spot: 2 slices of v5p-16, 16 chips on 4 hosts"
+MISTAKE = "a: not running, exit code 1\\nb: not running, exit code 2; error: no such config\\n"
+FAILED = "error: the program failed, and --max-restarts=2 is reached\n"
+REFUSED = "ended with exit code 1\n"
+
+
+def failing(said):
+  """Three times the answers of hosts of which one did not end with 0."""
+  return [*FIRST, *["ACTIVE", f"a: not running, {said}\\nb: not running, exit code 0\\n"] * 3]
+
+
+# what happens: gcloud's answers and the call that fails; then the exit code, the calls that change something, and how
+# stdout and stderr end
+CASES = {
+  "it ends": (
+    [*FIRST, "ACTIVE", RUNNING, "ACTIVE", ENDED],
+    "",
+    0,
+    ONCE,
+    "the job has ended\n",
+    f"{SIZE}; deleted when the job has ended\n",
+  ),
+  **{
+    name: ([*FIRST, *gone, *FIRST, "ACTIVE", ENDED], "", 0, [*ONCE, *ONCE], "the job has ended\n", "")
+    for name, gone in LOST.items()
+  },
+  "no answer for a moment": ([*FIRST, *MOMENT, "ACTIVE", RUNNING, *MOMENT, "ACTIVE", ENDED], "", 0, ONCE, "", ""),
+  "an error in the command": (
+    [*FIRST, "ACTIVE", MISTAKE],
+    "",
+    2,
+    ONCE,
+    "",
+    "error: exit code 2: an error in the command\n",
+  ),
+  **{
+    said: (failing(said), "", 1, AGAIN, "", FAILED)
+    for said in ("exit code 1", "no exit code", "exit code 20", "never started")
+  },
+  "keep was killed, and takes over": (["ACTIVE", RUNNING, "ACTIVE", ENDED], "", 0, ["delete"], "", ""),
+  "gcloud does not create": ([NOT_THERE], "create", 1, CREATE, "", REFUSED),
+  "gcloud does not delete": (["ACTIVE", ENDED], "delete", 1, ["delete"], "", REFUSED),
+  "requests fail": ([NOT_THERE, "FAILED"] * 3, "", 1, ["create", "delete"] * 3, "", ""),
+  "the project can not be asked": (["ERROR: PERMISSION_DENIED: no"], "", 1, [], "PERMISSION_DENIED: no\n", ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_goes_on_in_a_new_pod_until_it_has_ended_or_can_not(case, bench):
+  answers, fails, code, calls, out, err = CASES[case]
   bench.make_repository()
   (bench.home / "answers").write_text("\n".join(answers) + "\n")
   write_tool(bench.bin / "gcloud", GCLOUD)
   write_tool(bench.bin / "sleep", "#!/bin/sh\n")
-  done = bench.script("tpu_pod.sh", *KEEP, *options, "--", *PROGRAM, **changes)
+  done = bench.script("tpu_pod.sh", *KEEP, "--max-restarts=2", "--", *PROGRAM, FAIL=fails)
   record = bench.home / "record"
   assert not (bench.home / "answers").read_text().strip(), "it ended before its time"
-  return done, record.read_text().split() if record.exists() else []
-
-
-def test_a_job_is_created_filled_started_and_deleted_when_it_has_ended(bench):
-  done, calls = keep(bench, [*FIRST, "ACTIVE", RUNNING, "ACTIVE", ENDED])
-  assert (done.returncode, calls) == (0, [*CREATE, *START, "delete"])
-  size = "2 slices of v5p-16, 16 chips on 4 hosts"
-  assert done.stderr == f"creates: queued TPU pod in us-east5-a, spot: {size}; deleted when the job has ended\n"
-  assert done.stdout.endswith("b: not running, exit code 0\nthe job has ended\n")
-
-
-@pytest.mark.parametrize(
-  "gone",
-  [
-    ["SUSPENDING", "SUSPENDED"],
-    ["ACTIVE", "ERROR: ssh", "ACTIVE", "ERROR: ssh", "ACTIVE", "ERROR: ssh"],
-    ["ACTIVE", "a: running, process 7\\n"] * 3,  # the other slice is left out
-  ],
-  ids=["suspended", "silent", "a slice silent"],
-)
-def test_a_pod_that_was_preempted_is_created_again_and_the_job_goes_on(gone, bench):
-  done, calls = keep(bench, [*FIRST, *gone, *FIRST, "ACTIVE", ENDED])
-  assert (done.returncode, calls) == (0, [*CREATE, *START, "delete", *CREATE, *START, "delete"])
-  assert "restart 1 of 10\n" in done.stdout
-
-
-def test_hosts_that_do_not_answer_for_a_moment_are_no_preemption(bench):
-  moment = ["ACTIVE", "ERROR: ssh", "ACTIVE", "ERROR: ssh", "ERROR: UNAVAILABLE"]
-  done, calls = keep(bench, [*FIRST, *moment, "ACTIVE", RUNNING, *moment, "ACTIVE", ENDED])
-  assert (done.returncode, calls) == (0, [*CREATE, *START, "delete"])
-
-
-def test_an_error_in_the_command_is_not_tried_again(bench):
-  answer = "a: not running, exit code 1\\nb: not running, exit code 2; error: no such config\\n"
-  done, calls = keep(bench, [*FIRST, "ACTIVE", answer])
-  assert (done.returncode, calls) == (2, [*CREATE, *START, "delete"])
-  assert "b: not running, exit code 2; error: no such config\n" in done.stdout
-  assert done.stderr.endswith("error: exit code 2: an error in the command\n")
-
-
-@pytest.mark.parametrize("said", ["exit code 1", "no exit code", "exit code 20", "never started"])
-def test_a_program_that_fails_is_started_again_so_many_times(said, bench):
-  failed = ["ACTIVE", f"a: not running, {said}\\nb: not running, exit code 0\\n"]
-  done, calls = keep(bench, [*FIRST, *failed * 3], "--max-restarts=2")
-  assert (done.returncode, calls) == (1, [*CREATE, *START * 3, "delete"])
-  assert done.stderr.endswith("error: the program failed, and --max-restarts=2 is reached\n")
-
-
-def test_keep_that_was_killed_takes_over_a_running_job(bench):
-  done, calls = keep(bench, ["ACTIVE", RUNNING, "ACTIVE", ENDED])
-  assert (done.returncode, calls) == (0, ["delete"])
-
-
-@pytest.mark.parametrize("fails,made", [("create", CREATE), ("delete", ["delete"])])
-def test_keep_ends_with_an_error_when_gcloud_refuses_for_good(fails, made, bench):
-  done, calls = keep(bench, [NOT_THERE] if fails == "create" else ["ACTIVE", ENDED], FAIL=fails)
-  assert (done.returncode, calls) == (1, made)
-  assert done.stderr.splitlines()[-1].startswith("error: 'gcloud compute tpus queued-resources ")
-
-
-def test_requests_that_fail_do_not_go_on_for_ever(bench):
-  done, calls = keep(bench, [NOT_THERE, "FAILED"] * 3, "--max-restarts=2")
-  assert (done.returncode, calls) == (1, ["create", "delete"] * 3)
-
-
-def test_a_project_that_can_not_be_asked_is_an_error(bench):
-  done, calls = keep(bench, ["ERROR: PERMISSION_DENIED: no"])
-  assert (done.returncode, calls) == (1, []) and "PERMISSION_DENIED" in done.stdout
+  assert (done.returncode, record.read_text().split() if record.exists() else []) == (code, calls)
+  assert out in done.stdout and done.stderr.endswith(err), done.stderr
+  assert ("restart 1 of 2\n" in done.stdout) == (calls in ([*ONCE, *ONCE], AGAIN) or case == "requests fail")
 
 
 def test_a_dry_run_shows_the_commands_of_a_job_without_failures(bench):
