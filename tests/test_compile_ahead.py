@@ -95,8 +95,8 @@ class Size(NamedTuple):
   basis: str  # an eighth of F of `up`, as the program names its type
 
 
-SIZES = ("embed_dim=512", "num_heads=4", "vocab_size=512", "seq_len=512")
-SMALL_STEP = Size((*(f"model.{size}" for size in (*SIZES, "mlp_dim=1024")), "train.batch_size=16"), "f32[97,64,1024]")
+SIZES = ("embed_dim=256", "num_heads=2", "vocab_size=512", "seq_len=256", "mlp_dim=512")
+SMALL_STEP = Size((*(f"model.{size}" for size in SIZES), "train.batch_size=16"), "f32[97,32,512]")
 LLAMA1B = Size((), "f32[97,256,8192]")
 at_sizes = pytest.mark.parametrize(
   "size",
@@ -147,7 +147,7 @@ def test_generated_weights_cost_no_communication():
   ours, plain = (
     compile_ahead.communication(hlo.Program(train_step(SMALL_STEP, preset))) for preset in ("diffeq", "llama")
   )
-  assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e8
+  assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e7
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind
 
@@ -176,8 +176,9 @@ def test_parameters_and_moments_shrink_with_the_devices(name):
   assert sizes[0] / sizes[1] == pytest.approx(8, rel=0.15)
 
 
-TINY = ["--config=configs/llama1b.py", *(f"--set=model.{size}" for size in (*SIZES, "mlp_dim=512", "num_steps=2"))]
-TINY.append("--set=train.batch_size=16")
+TINY = ["--config=configs/llama1b.py", "--set=train.batch_size=16"]
+TINY += [f"--set=model.{size}=512" for size in ("embed_dim", "mlp_dim", "vocab_size", "seq_len")]
+TINY += ["--set=model.num_heads=4", "--set=model.num_steps=2"]
 
 
 def read_report(report: str) -> tuple[str, list[str], dict[str, float]]:
@@ -191,13 +192,14 @@ def read_report(report: str) -> tuple[str, list[str], dict[str, float]]:
 
 @needs_libtpu
 def test_what_it_prints(capsys, tmp_path):
-  mesh = ["--topology=v5e:2x2", "--num-slices=2", "--set=mesh.context=4", "--set=train.device_batch_size=8"]
-  arguments = [*mesh, f"--save-hlo={tmp_path}/step.txt", "--profile"]
+  mesh = ["--topology=v5e:2x2", "--num-slices=2", "--set=mesh.context=2", "--set=train.device_batch_size=4"]
+  sizes = ["--set=model.embed_dim=256", "--set=model.mlp_dim=256", "--set=model.num_heads=2"]
+  arguments = [*mesh, *sizes, f"--save-hlo={tmp_path}/step.txt", "--profile"]
   assert compile_ahead.main([*TINY, *arguments]) == 0
   report, heads, profile = capsys.readouterr().out.partition("     % % of peak")
   first, _, figures = read_report(report)
   assert first == (
-    "configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 1 x context 4 x tensor 1, "
+    "configs/llama1b.py on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 2 x context 2 x tensor 1, "
     "16 x 512 tokens a step"
   )
   assert figures["optimizer"] == pytest.approx(2 * figures["parameters"], abs=0.01)
@@ -208,12 +210,12 @@ def test_what_it_prints(capsys, tmp_path):
   assert sum(float(line[:6]) for line in kinds) == pytest.approx(100, abs=0.1) and len(largest) == 30
   assert {"products", "our kernels"} < {line[35:] for line in kinds}
   assert any(re.search(r" backward .*\] x \[.* model/vector_fields.py:\d+$", line) for line in largest)
-  # The ring of four sends keys and values three times forward, forward again for the backward pass, and back; then once
-  # each way to restore the order of positions.
+  # The ring of two sends keys and values once forward, forward again for the backward pass, and back; then once each
+  # way to restore the order of positions.
   sent, times = re.search(r"collective-permute +([\d.]+)   in (\d+) operations", report).groups()
-  held = 8 * 128 * 512 * 2  # bytes of the keys, the values, or the state: in two chunks
-  assert int(times) == 2 * 3 * 3 * 2 + 2 * 2
-  assert float(sent) == pytest.approx((2 * 3 * 3 * 2 * held + 2 * held) / 1e9, abs=6e-4)
+  held = 4 * 256 * 256 * 2  # bytes of the keys, the values, or the state: in two chunks
+  assert int(times) == 2 * 3 * 2 + 2 * 2
+  assert float(sent) == pytest.approx((2 * 3 * 2 * held + 2 * held) / 1e9, abs=6e-4)
 
 
 @pytest.mark.slow(reason="compiles a small train step for GPUs, which takes half a minute")
