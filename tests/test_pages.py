@@ -15,78 +15,38 @@ from diffeq_nnx.analysis.pages import charts, page, palette, png
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Table
 from tests.browser import chromium, opened
 
-HOSTILE = [
-  "</script><b>x</b>",
-  "<!--",
-  "$x^2$ & $",
-  "\n",
-  "\t",
-  " ",
-  " <img src=x onerror=alert(1)>",
-  "%{x} 100%",
-  "\x00\x1b",
-  "漢字\U0001f600\u202e",
-  "\ud800",
-  "&amp;",
-  "\"quoted'",
-]
+HOSTILE = ["</script><b>x</b>", "<!--", "$x^2$ & $", "\n", "\t", " ", " <img src=x onerror=alert(1)>", "%{x} 100%"]
+HOSTILE += ["\x00\x1b", "漢字\U0001f600\u202e", "\ud800", "&amp;", "\"quoted'"]
 NAN = float("nan")
 
 
-def make_text(**changes) -> ColoredText:
-  values = dict(
-    name="text",
-    title="A <i>text</i>",
-    caption="",
-    pieces=[*HOSTILE, "", " plain"],
-    marked=3,
-    value_label="weight",
-    values=[NAN, np.inf, *np.linspace(-2, 3.25, len(HOSTILE))],
-    diverging=True,
-  )
-  return ColoredText(**{**values, **changes})
+def make_text(pieces=(*HOSTILE, "", " plain"), **changes) -> ColoredText:
+  values = [NAN, np.inf, *np.linspace(-2, 3.25, len(pieces) - 2)]
+  return ColoredText("text", "A <i>text</i>", "", [*pieces], values, "weight", marked=3, diverging=True, **changes)
 
 
 def make_items() -> dict[str, Chart | ColoredText]:
   rng = np.random.default_rng(0)
   x, y = rng.normal(size=(2, 4321))
   x[5], y[7], y[8] = NAN, np.inf, -np.inf
-  few = Points(
-    [0, 1, 2, NAN, 4],
-    [3, 5.4321, 4, 1, 2],
-    label="few",
-    color=[0, 1, NAN, 2, 3],
-    hover=["a", "<b>b</b>", "c", "d", "e"],
-  )
+  hover, color = ["a", "<b>b</b>", "c", "d", "e"], [0, 1, NAN, 2, 3]
+  few = Points([0, 1, 2, NAN, 4], [3, 5.4321, 4, 1, 2], label="few", color=color, hover=hover)
   lines = [Line(np.arange(30), rng.normal(size=30), label=f"line {index}") for index in range(3)]
   z = rng.normal(size=(3, len(HOSTILE)))
   z[1, 2] = NAN
+  points = [
+    Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)]),
+    Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d"),
+  ]
+  lines = [Panel("three", "step", "loss", lines), Panel("gap", "", "", [Line([1, 2, 3, 4], [1, NAN, 2, 3])])]
+  cells = [
+    Panel("hostile", "key", "query", heatmap=Heatmap(HOSTILE, ["a", "b", "c"], z)),
+    Panel("nothing", "", "", heatmap=Heatmap(["a"], ["b"], [[NAN]])),
+  ]
   return {
-    "points": Chart(
-      "points",
-      "Points",
-      "Some.",
-      [
-        Panel("many", "real", "imaginary", [Points(x, y), Line([0, 1], [0, 1], dashed=True)]),
-        Panel("few", "x % of $a$", "y <b>", [few], color_label="c & d"),
-      ],
-    ),
-    "lines": Chart(
-      "lines",
-      "Lines",
-      "",
-      [Panel("three", "step", "loss", lines), Panel("gap", "", "", [Line([1, 2, 3, 4], [1, NAN, 2, 3])])],
-    ),
-    "cells": Chart(
-      "cells",
-      "Cells",
-      "",
-      [
-        Panel("hostile", "key", "query", heatmap=Heatmap(HOSTILE, ["a", "b", "c"], z)),
-        Panel("nothing", "", "", heatmap=Heatmap(["a"], ["b"], [[NAN]])),
-      ],
-      columns=1,
-    ),
+    "points": Chart("points", "Points", "Some.", points),
+    "lines": Chart("lines", "Lines", "", lines),
+    "cells": Chart("cells", "Cells", "", cells, columns=1),
     "text": make_text(),
     "plain": ColoredText("plain", "", "A caption.", ["so", " it", " goes"], [1, 2, 3], "nats"),
   }
@@ -152,7 +112,7 @@ def test_a_png_is_written_without_a_warning_or_a_trace(name, tmp_path):
 
 def test_boxes_of_tokens_hold_all_text_and_do_not_overlap():
   pieces = ["long" * 100, *HOSTILE, *[" word"] * 50, "\n"]
-  boxes = png.text_boxes(make_text(pieces=pieces, values=np.zeros(len(pieces))))
+  boxes = png.text_boxes(make_text(pieces))
   for token, piece in enumerate(pieces):
     assert "".join(box[3] for box in boxes if box[0] == token) == charts.visible(piece)
   for (_, row, column, part), (_, next_row, next_column, _) in zip(boxes, boxes[1:]):
