@@ -129,12 +129,10 @@ def test_a_subcommand_calls_its_tool_a_dry_run_prints_just_that_and_a_failure_is
 @pytest.mark.parametrize(
   "command,what",
   [
-    ("tpu_pod.sh create {pod} --type=v5p-8", "TPU pod in us-east5-a: 1 slice of v5p-8, 4 chips on 1 host"),
     (
       "tpu_pod.sh create {pod} --type=v4-32 --queued --num-slices=2",
       "queued TPU pod in us-east5-a: 2 slices of v4-32, 32 chips on 8 hosts",
     ),
-    ("tpu_pod.sh create {pod} --type=v6e-256 --spot", "TPU pod in us-east5-a, spot: 1 slice of v6e-256, 256 chips"),
     ("tpu_pod.sh create {pod} --type=v5litepod-16", "TPU pod in us-east5-a: 1 slice of v5litepod-16, 16 chips"),
     ("tpu_pod.sh create {pod} --type=v9-16 --version=mine", "TPU pod in us-east5-a: 1 slice of v9-16"),
     (
@@ -160,11 +158,8 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
   "command,part",
   [
     ("tpu_pod.sh", "no subcommand: not one of create, fill, "),
-    ("tpu_pod.sh begin {pod}", "begin: not one of create, fill, "),
-    ("tpu_pod.sh stop --zone=z", "--name: missing"),
     ("tpu_pod.sh stop --name=pod", "--zone: missing"),
     ("tpu_pod.sh stop {pod} --project=", "--project: write --project=VALUE"),
-    ("tpu_pod.sh stop {pod} --project p", "--project: write --project=VALUE"),
     ("tpu_pod.sh stop {pod} --queued=yes", "--queued: takes no value"),
     ("tpu_pod.sh stop {pod} --spot", "--spot: no option of this subcommand"),
     ("tpu_pod.sh stop {pod} now", "now: not an option"),
@@ -174,26 +169,20 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=2", "--num-slices=2: needs --queued"),
     ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=0 --queued", "--num-slices=0: must "),
     ("tpu_pod.sh follow {pod} --host=x", "--host=x: must be an integer of at least 0"),
-    ("tpu_pod.sh follow {pod} --slice=1", "--slice=1: needs --queued"),
-    ("tpu_pod.sh keep {pod} -- {program}", "--type: missing"),
     ("tpu_pod.sh keep {pod} --type=v5p-16 --poll-seconds=0 -- {program}", "--poll-seconds=0: must "),
     ("tpu_pod.sh keep {pod} --type=v5p-16 -- {program}", "--workdir: must be gs://BUCKET/DIR with keep"),
-    ("tpu_pod.sh start {pod}", "--config: missing"),
     ("tpu_pod.sh start {pod} -- --workdir=/runs/a", "--config: missing"),
     ("tpu_pod.sh start {pod} -- --config=a.py", "--workdir: missing"),
     ("tpu_pod.sh start {pod} -- --config=a.py --workdir=runs/a", "--workdir: must be gs://BUCKET/DIR, "),
     ("gke.sh begin", "begin: not one of start, follow, status, stop"),
-    ("gke.sh stop", "--name: missing"),
     ("gke.sh stop --name=Llama_1", "--name=Llama_1: must be up to 40 of a-z"),
     ("gke.sh start {gke_without_topology} -- {program}", "--topology: missing"),
-    ("gke.sh start {gke}", "--config: missing"),
     ("gke.sh start {gke} --topology=2by2 -- {program}", "--topology=2by2: must be of the form 4x4"),
     ("gke.sh start {gke} --topology=3x3 -- {program}", "--topology=3x3: its 9 chips are not a multiple of --chips"),
     ("gke.sh start {gke} --chips-per-host=none -- {program}", "--chips-per-host=none: must "),
     ("gke.sh start {gke} -- --config=a.py --workdir=/tmp/a", "--workdir: must be gs://BUCKET/DIR, "),
     ("gke.sh start {gke} -- {program} 'a\nb'", "a line break or tab in an argument"),
     ("slurm.sbatch --workdir=/runs/a", "--config: missing"),
-    ("slurm.sbatch --dry-run --config=a.py", "--workdir: missing"),
     ("slurm.sbatch {program}", "not a Slurm job"),
   ],
 )
@@ -204,13 +193,13 @@ def test_a_mistake_is_one_line_and_calls_nothing(command, part, bench):
   assert bench.calls() == []
 
 
-@pytest.mark.parametrize("command,tool", [("tpu_pod.sh stop {pod}", "gcloud"), ("gke.sh stop --name=llama", "kubectl")])
-def test_a_tool_that_is_not_installed_is_a_mistake(command, tool, bench, tmp_path):
+def test_a_tool_that_is_not_installed_is_a_mistake(bench, tmp_path):
   (tmp_path / "few").mkdir()
   (tmp_path / "few" / "dirname").symlink_to(shutil.which("dirname"))
-  done = bench.script(*split(command), PATH=str(tmp_path / "few"))
-  assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-  assert done.stderr.startswith(f"error: {tool}: not found; install ")
+  for command, tool in (("tpu_pod.sh stop {pod}", "gcloud"), ("gke.sh stop --name=llama", "kubectl")):
+    done = bench.script(*split(command), PATH=str(tmp_path / "few"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"error: {tool}: not found; install ")
 
 
 def test_scripts_are_executable_and_help_shows_every_subcommand(bench):
