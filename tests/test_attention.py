@@ -38,8 +38,7 @@ FEATURES = {
   "documents": (dataclasses.replace(PLAIN, documents=5), {}),
   "documents_in_a_window": (dataclasses.replace(PLAIN, documents=3, window=70), {}),
   "documents_not_causal": (dataclasses.replace(PLAIN, documents=5), {"causal": False}),
-  "soft_cap": (dataclasses.replace(PLAIN, logits_soft_cap=2.0), {}),
-  "scale": (PLAIN, {"scale": 0.3}),
+  "soft_cap_and_scale": (dataclasses.replace(PLAIN, logits_soft_cap=2.0), {"scale": 0.3}),
   "head_32": (dataclasses.replace(PLAIN, heads=4, kv_heads=4, head_dim=32), {}),
   "head_64_alone": (dataclasses.replace(PLAIN, heads=3, kv_heads=3), {}),
   "head_64_grouped_by_four": (dataclasses.replace(PLAIN, heads=8), {}),
@@ -112,12 +111,13 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
     assert np.abs(a - b).max() < 30 * limit * max(1.0, np.abs(b).max()), name
 
 
-@pytest.mark.parametrize(
-  "feature,dtype", [*((feature, "float32") for feature in FEATURES), ("documents", "bfloat16")]
-)  # the named shapes, below, are all bfloat16
-def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature, dtype):
+NAMED = ("head_80", "head_96", "head_128", "head_256", "one_kv_head")  # which the named shapes, below, have
+
+
+@pytest.mark.parametrize("feature", [feature for feature in FEATURES if feature not in NAMED])
+def test_every_feature_of_the_tpu_kernel_agrees_with_the_reference(feature):
   shape, options = FEATURES[feature]
-  check(shape, dtype, functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
+  check(shape, "float32", functools.partial(kernel_of("tpu"), blocks=SMALL_BLOCKS), **options)
 
 
 # one group of heads: of one head the first of these is "plain", and the second "one_kv_head"
@@ -168,7 +168,7 @@ def lengths_differ(S, T, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("S,T,causal", [(100, 300, True), (300, 100, True), (100, 300, False)])
+@pytest.mark.parametrize("S,T,causal", [(100, 300, True), (100, 300, False)])  # more queries: below
 def test_queries_and_keys_of_different_lengths(S, T, causal, kernel):
   check(PLAIN, "bfloat16", kernel_of(kernel), inputs=lengths_differ(S, T), causal=causal)
 
@@ -198,11 +198,6 @@ def test_rows_that_see_nothing_are_zero(kernel):
 def test_segment_ids_in_any_order(kernel):
   ids = jnp.asarray(np.random.default_rng(3).integers(4, size=(2, 300)), jnp.int32)
   check(PLAIN, "bfloat16", kernel_of(kernel), segment_ids=ids)
-
-
-def test_large_scores_do_not_overflow():
-  large = lambda q, k, v: small_attention(10 * q, 10 * k, 10 * v, scale=1.0)
-  assert np.isfinite(jax.jit(large)(*PLAIN.inputs("float32"))).all()
 
 
 MASKS = [(True, None), (True, 1), (True, 90), (False, None)]
@@ -242,29 +237,30 @@ def test_blocks_that_hold_nothing_are_not_visited(S, T, causal, window, document
           assert block.all()
 
 
-def small_attention(q, k, v, scale=0.125):
+def small_attention(q, k, v):
   """The interpreted kernel."""
   return attention_tpu(
-    q, k, v, None, None, mask=Mask(True, None), scale=scale, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
+    q, k, v, None, None, mask=Mask(True, None), scale=0.125, logits_soft_cap=None, blocks=SMALL_BLOCKS, interpret=True
   )[0]
 
 
 def test_it_works_under_the_transformations_of_jax():
   """And under shard_map over batch and heads."""
-  q, k, v = PLAIN.inputs("float32")
+  q, k, v = dataclasses.replace(PLAIN, length=150).inputs("float32")
   plain = jax.jit(small_attention)(q, k, v)
-  stacked = tuple(np.stack([x, 2 * np.asarray(x)]) for x in (q, k, v))
-  np.testing.assert_allclose(jax.jit(jax.vmap(small_attention))(*stacked)[0], plain, atol=1e-6)
+  stacked = tuple(np.stack([x, 30 * np.asarray(x)]) for x in (q, k, v))
+  usual, large = jax.jit(jax.vmap(small_attention))(*stacked)
+  np.testing.assert_allclose(usual, plain, atol=1e-6)
+  assert np.isfinite(large).all()  # large scores do not overflow
   loss = lambda f: lambda q: jnp.square(f(q, k, v)).sum()
   slope = lambda f: jax.jit(jax.grad(loss(f)))(q)
   gradient = slope(small_attention)
-  np.testing.assert_allclose(slope(jax.checkpoint(small_attention)), gradient, atol=1e-5)
-  scanned = lambda q, k, v: jax.lax.scan(lambda c, _: (c, small_attention(c, k, v)), q, None, length=2)[1][1]
+  kept = jax.checkpoint(small_attention)
+  scanned = lambda q, k, v: jax.lax.scan(lambda c, _: (c, kept(c, k, v)), q, None, length=2)[1][1]
   np.testing.assert_allclose(slope(scanned), gradient, atol=1e-5)
   mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   spec = jax.sharding.PartitionSpec("data", None, "model", None)
   mapped = jax.shard_map(small_attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-  np.testing.assert_allclose(jax.jit(mapped)(q, k, v), plain, atol=1e-6)
   np.testing.assert_allclose(slope(mapped), gradient, atol=1e-5)
 
 

@@ -18,8 +18,6 @@ from tests.conftest import moved_instance, small_model
 from tests.test_attention import tpu_races_found
 from tests.test_attention_compile import tpu
 
-pytestmark = pytest.mark.usefixtures("optimizations")
-
 # rows, key heads, query heads for each, slots, new tokens, slots of a block
 CASES = [(4, 2, 1, 64, 1, None), (4, 2, 3, 64, 1, 16), (3, 1, 4, 128, 5, 32), (5, 4, 2, 96, 3, 48)]
 
@@ -46,7 +44,7 @@ def expected(q, keys, values, slot, next_B) -> np.ndarray:
   return out
 
 
-@pytest.mark.parametrize("case,dtype", [*((case, "float32") for case in CASES), (CASES[-1], "bfloat16")])
+@pytest.mark.parametrize("case,dtype", [*zip(CASES, ["float32", "bfloat16", "float32", "float32"])])
 def test_both_implementations_agree_with_numpy(case, dtype):
   """At the ends of the ring and of blocks, with rows that hold nothing before, all slots, and more than there are."""
   *shape, block = case
@@ -85,7 +83,7 @@ def test_the_interpreter_finds_no_race():
 
 def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):
   """Heads 128 wide, and a prompt that takes another's row, so that its tokens go around the ring."""
-  model = moved_instance(small_model(field="llama", embed_dim=256, num_heads=2, num_kv_heads=1), scale=0.2)
+  model = moved_instance(small_model(field="llama", num_steps=2, embed_dim=256, num_heads=2, num_kv_heads=1), scale=0.2)
   prompts = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
   how = {"max_tokens": 30, "temperature": 0, "rows": 2}
   right = diffeq_nnx.generate(diffeq_nnx.Decoder(model), prompts, **how)
@@ -119,6 +117,7 @@ def test_other_widths_numbers_and_backends_take_plain_jax(monkeypatch):
     np.testing.assert_allclose(found, expected(*arrays, 7, [7, 3]), rtol=0, atol=3e-6)
 
 
+@pytest.mark.usefixtures("optimizations")
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
 @pytest.mark.parametrize(
   "topology,shape,dtype",
