@@ -197,23 +197,16 @@ def test_parts_are_the_whole_however_they_are_shared_out(tmp_path, tfds_dir):
 
 
 FIRST = b'{"text": "x"}\n'
-BAD_FILES = {
+BAD_FILES = {  # of compressed ones one of each kind: what is damaged in each format is above
   "empty.text": (b"", ": the file is empty"),
   "empty.jsonl": (b"", ": the file is empty"),
   "latin.text": (b"fine\ncaf\xe9\n", " line 2: not UTF-8"),
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
-  "cut.text.xz": (lzma.compress(NOISE)[:500], " can't be read"),
-  "cut.text.zst": (zstd.compress(NOISE)[:500], " can't be read"),
-  "cut.text.bz2": (bz2.compress(NOISE)[:500], " can't be read"),
-  "plain.text.gz": (b"plain", " can't be read"),
-  "plain.text.xz": (b"plain", " can't be read"),
   "plain.text.zst": (b"plain", " can't be read"),
-  "plain.text.bz2": (b"plain", " can't be read"),
   "nothing.text.xz": (b"", " can't be read"),
   "broken.jsonl": (FIRST + b"{", " line 2: not JSON"),
   "list.jsonl": (FIRST + b"[1]", " line 2: of type list, not an object"),
   "key.jsonl": (FIRST + b'{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
-  "nokey.jsonl": (FIRST + b"{}", ' line 2: no key "text" (its keys: none)'),
   "type.jsonl": (FIRST + b'{"text": 3}', ' line 2: "text" is of type int'),
   "latin.jsonl": (FIRST + b'{"text": "\xe9"}', " line 2: not UTF-8"),
   "half.jsonl": (FIRST + b'{"text": "\\ud800"}', ' line 2: "text" holds a lone surrogate'),
@@ -331,12 +324,17 @@ def test_a_bucket_that_fails_is_one_line(bucket, monkeypatch):
 
 
 def test_memory_stays_flat(tmp_path):
-  """25 MB of text in a file of each kind, of which the largest document has 1 MB, in less than 12 MB."""
+  """16 MB of text in a file of each kind, of which the largest document has 1 MB, in less than 12 MB."""
   rng = random.Random(0)
   lines = jsonl(f"{rng.random()} " * (50_000 if row == 200 else 500) for row in range(400))
-  for suffix, opener in (OPENERS | {".gz": lambda path, mode: gzip.open(path, mode, compresslevel=1)}).items():
+  quick = {
+    ".gz": lambda path, mode: gzip.open(path, mode, compresslevel=1),
+    ".xz": lambda path, mode: lzma.open(path, mode, preset=0),
+    ".bz2": lambda path, mode: bz2.open(path, mode, compresslevel=1),
+  }
+  for suffix, opener in (OPENERS | quick).items():
     with opener(tmp_path / f"a.jsonl{suffix}", "wb") as file:
-      for _ in range(25_000_000 // len(lines)):
+      for _ in range(16_000_000 // len(lines)):
         file.write(lines)
   printed = in_subprocess(f"""
     import tracemalloc
@@ -348,7 +346,7 @@ def test_memory_stays_flat(tmp_path):
       print(size, tracemalloc.get_traced_memory()[1])
   """)
   found = [tuple(map(int, line.split())) for line in printed.splitlines()]
-  assert len(found) == len(OPENERS) and all(size > 20_000_000 and peak < 12_000_000 for size, peak in found), found
+  assert len(found) == len(OPENERS) and all(size > 13_000_000 and peak < 12_000_000 for size, peak in found), found
 
 
 def test_documents_are_held_out_by_their_bytes():
