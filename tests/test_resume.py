@@ -16,6 +16,7 @@ SMALL = [
   *(f"--config.model.{one}" for one in ("num_steps=2", "embed_dim=32", "vocab_size=512", "seq_len=64")),
   *(f"--config.{one}" for one in ("train.steps=16", "train.log_every=1", "checkpoint.every=8", "eval.every=8")),
   "--config.eval.max_batches=1",
+  "--config.train.peak_tflops=0.1",
 ]
 
 
