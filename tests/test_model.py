@@ -121,8 +121,7 @@ def test_logits_agree_with_the_numpy_reference_to_1e_10(preset, field, x64):
   np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("weights", ["generated", "stored"])
-def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none(weights):
+def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none():
   for changes, shifted in (
     ({}, False),
     ({"initialization": "published"}, True),
@@ -131,21 +130,11 @@ def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_no
     ({"field": "gpt"}, True),
     ({"field": "gpt", "norm_shift": True}, True),
   ):
-    model = moved_instance(small_model(**{"field": "llama", "weights": weights, **changes}))
+    model = moved_instance(small_model(**{"field": "llama", **changes}))
     sets = jax.eval_shape(lambda model: model.block_weights().sets, model)
     for norm in ("attention_norm", "mlp_norm"):
       assert ("shift" in sets[norm]) == shifted == model.config.block_shift
     assert ("shift" in model.final_norm) == (model.config.field == "gpt")
-
-
-@pytest.mark.parametrize("field,solver", [("gpt", "sequential"), ("llama", "euler")])
-def test_no_position_sees_a_later_one(field, solver):
-  model = make(small_model(field=field, solver=solver))
-  embedded = np.random.default_rng(0).normal(size=(1, 12, 24)).astype("float32")
-  seen = lambda x_BxLxD: solved(model, x_BxLxD, model.block_weights())[0].sum(-1)
-  influence_LxL = np.abs(jax.jit(jax.jacobian(seen))(embedded)[:, 0]).sum(-1)
-  assert (influence_LxL[np.tril_indices(12)] > 0).all()
-  assert (influence_LxL[np.triu_indices(12, 1)] == 0).all()
 
 
 LENGTHS = (5, 4, 3)  # of three documents that share a row
@@ -167,10 +156,10 @@ def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solv
   np.testing.assert_allclose(packed[0], np.concatenate(alone), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("field,packing", [("gpt", PACKING), ("llama", PACKING), ("gpt", {})])
-def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, packing, x64):
+@pytest.mark.parametrize("field,solver,packing", [("gpt", "sequential", {}), ("llama", "euler", PACKING)])
+def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, solver, packing, x64):
   """Where documents are not apart, all that follows in the row."""
-  model = make(small_model(field=field, dtype="float64"))
+  model = make(small_model(field=field, solver=solver, dtype="float64"))
   tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
   tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
   logits_13x12xV = np.asarray(
@@ -183,8 +172,8 @@ def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, pa
 
 
 def test_rematerialization_changes_neither_value_nor_gradient():
-  """One step, several steps and all steps at a time; "none" ignores the number."""
-  model = make(small_model(num_steps=6))
+  """One step and several steps at a time; "none" ignores the number."""
+  model = make(small_model(num_steps=4))
   tokens = jnp.arange(24).reshape(2, 12)
 
   def norm(weights, adjoint):
@@ -193,7 +182,9 @@ def test_rematerialization_changes_neither_value_nor_gradient():
   value_and_gradient = jax.jit(jax.value_and_grad(norm), static_argnums=1)
   weights = weights_of(model)
   plain = value_and_gradient(weights, integration.Checkpointed())
-  for kind, every in (("none", 2), ("dots", 1), ("full", 2), ("dots", 6)):
+  text = lambda *how: value_and_gradient.lower(weights, integration.Checkpointed(*how)).as_text()
+  assert text() == text("none", 2)
+  for kind, every in (("dots", 1), ("full", 2)):
     again = value_and_gradient(weights, integration.Checkpointed(kind, every))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
@@ -219,10 +210,9 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
   assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
 
 
-@pytest.mark.parametrize("solver", ["euler", "rk4"])
-def test_weights_are_integrated_over_their_own_grid(solver):
+def test_weights_are_integrated_over_their_own_grid():
   """At a number of steps that is not the model's own, and at steps of other sizes."""
-  model = make(small_model(solver=solver))
+  model = make(small_model(solver="heun"))
   tokens = np.arange(24).reshape(2, 12)
   own = np.asarray(logits_of(model, tokens))
   for grid, expected in (
@@ -275,16 +265,14 @@ def test_parameters_of_another_model_are_told_by_name_shape_and_dtype(change, pa
   build(config, params)
   change(params)
   assert part in told(lambda: build(config, params))
-  for one in (lambda: nnx.jit(lambda: build(config, params))(), lambda: build(config, nnx.State({}))):
+  for one in (
+    lambda: nnx.jit(lambda: build(config, params))(),
+    lambda: build(config, nnx.State({})),
+    lambda: partial_model(config, {"embedding": np.zeros((24, 31), np.float32)}),  # a part is checked too
+    lambda: partial_model(config, {"final_norm": {}}),
+  ):
     assert "params: " in told(one)
-
-
-def test_a_part_of_the_parameters_is_checked_too():
-  config = small_model()
-  params = numpy_of(make(config))
-  for wrong in ({"embedding": params["embedding"].T}, {"embeddings": params["embedding"]}, {"final_norm": {}}):
-    assert "params: " in told(lambda wrong=wrong: partial_model(config, wrong))
-  partial_model(config, {"embedding": params["embedding"].astype("bfloat16")})  # as for generation
+  partial_model(config, {"embedding": np.zeros((31, 24), "bfloat16")})  # as for generation
 
 
 def test_arguments_that_cannot_be_are_told():
@@ -305,9 +293,8 @@ def test_arguments_that_cannot_be_are_told():
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-  "make_grid,part",
-  [
+def test_a_grid_that_cannot_be_is_an_error():
+  for make_grid, part in (
     (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
@@ -315,12 +302,8 @@ def test_arguments_that_cannot_be_are_told():
     (lambda: grids.uneven_grid(()), "step_sizes=(): must be one or more numbers above 0"),
     (lambda: grids.uneven_grid((2.0, -1.0)), "step_sizes=(2.0, -1.0): must be"),
     (lambda: grids.make_grid(small_model(), 0), "num_steps=0: must be 1 or above"),
-  ],
-)
-def test_a_grid_that_cannot_be_is_an_error(make_grid, part):
-  with pytest.raises(ValueError) as error:
-    make_grid()
-  assert part in str(error.value)
+  ):
+    assert part in told(make_grid)
 
 
 def test_bfloat16_computes_near_float32():
