@@ -19,14 +19,9 @@ END = 256  # of the tokenizer bytes
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 COMPLETIONS = [{"prompt": "ask " * (n % 4), "completion": f"answer {n} \u00e9" * (n % 5 + 1)} for n in range(60)]
-CHATS = [
-  {
-    "messages": [
-      {"role": role, "content": f"{role} {n}" * (n % 6 + 1)} for role in ("system", "user", "assistant") * (n % 3 + 1)
-    ]
-  }
-  for n in range(60)
-]
+ROLES = ("system", "user", "assistant")
+TURNS = [[{"role": role, "content": f"{role} {n}" * (n % 6 + 1)} for role in ROLES * (n % 3 + 1)] for n in range(60)]
+CHATS = [{"messages": messages} for messages in TURNS]
 RECORDS = {"completion": COMPLETIONS, "chat": CHATS}
 
 
@@ -185,6 +180,10 @@ def test_a_token_across_the_border_counts():
   pieces = [model.decode_within([number]) for number, token in zip(read_ids(tokens), tokens) if not token >> 31]
   assert "".join(pieces).strip() == "yes" and len(pieces[0]) > 1 and tokens[-1] == model.eos_id
   assert count_bytes((Piece(prompt, False), Piece("\u00e9", True))) == 2 and count_bytes("\u00e9a") == 3
+  marked = data.load_tokenizer("bytes", begin_token="<|endoftext|>")
+  tokens = encode((Piece("a", False), Piece("b", True)), marked, rendered=False)
+  assert read_ids(tokens).tolist() == [END, 97, 98, END]
+  assert (tokens >> 30).tolist() == [3, 2, 0, 0]  # neither begin mark nor prompt, but the end mark
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -220,10 +219,8 @@ def test_prepared_shards_keep_masks_template_and_recipe(tmp_path, kind):
 def test_plain_text_keeps_its_recipe_and_bytes(tmp_path):
   config = DataConfig(source=write_jsonl(tmp_path / "a.jsonl", prose(30)), tokenizer="bytes")
   recipe = preparation.make_recipe(config, 257, 0)
-  assert recipe.record.keys() == {
-    "source", "source_fingerprint", "text_key", "bad_records", "tokenizer", "libraries", "validation_fraction",
-    "validation_seed"
-  }  # fmt: skip
+  keys = "source source_fingerprint text_key bad_records tokenizer libraries validation_fraction validation_seed"
+  assert recipe.record.keys() == set(keys.split())
   manifest = preparation.prepare(str(tmp_path / "shards"), recipe)
   assert manifest["dtype"] == "uint16" and "masked" not in manifest
   corpus = load(DataConfig(source=f"shards:{tmp_path}/shards"))
@@ -265,10 +262,10 @@ def test_keys_without_an_effect_are_errors(changes, line):
   assert line in told(lambda: DataConfig(**changes))
 
 
-@pytest.mark.parametrize("source", ["builtin", "text:*.md", "tfds:lm1b"])
-def test_sources_without_keys_hold_no_conversations(source):
-  message = told(lambda: data.open_source(source, options=Options(records="completion")))
-  assert "data.records=completion reads records with keys, which this kind of source does not have" in message
+def test_sources_without_keys_hold_no_conversations():
+  for source in ("builtin", "text:*.md", "tfds:lm1b"):
+    message = told(lambda: data.open_source(source, options=Options(records="completion")))
+    assert "data.records=completion reads records with keys, which this kind of source does not have" in message
 
 
 def test_padded_rows_of_plain_text_need_different_marks(tmp_path):
@@ -277,10 +274,3 @@ def test_padded_rows_of_plain_text_need_different_marks(tmp_path):
     source=source, tokenizer="bytes", begin_token="<|endoftext|>", rows="padded", cache_dir=str(tmp_path / "cache")
   )
   assert told(lambda: load(same)).startswith("data.rows=padded: the tokenizer's begin and end marks are the same")
-
-
-def test_marks_around_a_completion():
-  tokenizer = data.load_tokenizer("bytes", begin_token="<|endoftext|>")
-  tokens = encode((Piece("a", False), Piece("b", True)), tokenizer, rendered=False)
-  assert read_ids(tokens).tolist() == [END, 97, 98, END]
-  assert (tokens >> 30).tolist() == [3, 2, 0, 0]  # neither begin mark nor prompt, but the end mark

@@ -23,17 +23,8 @@ from tests.conftest import run_config, told
 from tests.test_data import config_of, prose, write_jsonl
 from tests.test_tokenizer import BEGIN, END, added_token, pair_of_files, random_texts, spec_of, template, write
 
-TEXTS = [
-  "",
-  "Hello world",
-  " lead",
-  "  two  spaces ",
-  "a\nb\n\n  c\r\n",
-  "\n",
-  "tab\tand\u00a0no-break \ufb01 e\u0301",
-  "\u00e9t\u00e9 \u5b57 \U0001f642 \u2581",
-  "the cat and a dog sat on mat " * 60,
-]
+TEXTS = ["", "Hello world", " lead", "  two  spaces ", "a\nb\n\n  c\r\n", "\n", "the cat and a dog sat on mat " * 60]
+TEXTS += ["tab\tand\u00a0no-break \ufb01 e\u0301", "\u00e9t\u00e9 \u5b57 \U0001f642 \u2581"]
 
 
 def reloaded(tokenizer, folder):
@@ -169,6 +160,7 @@ def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(p
     ({"config": [0, 1], "generation_config": 1}, (1,), "pair of files"),
     ({"config": [1, 0], "generation_config": [0, 5]}, (0, 5), "sentencepiece"),
     ({"tokenizer_config": END, "config": [0, 5]}, (0, 5), "byte pairs"),
+    ({"tokenizer_config": END, "config": 1}, (0,), "pair of files"),  # published ids may be of another tokenizer
   ],
 )
 def test_several_end_marks(said, expected, kind, tmp_path):
@@ -231,7 +223,7 @@ def test_a_published_model_gives_the_ids_of_the_sentencepiece_library(name, tmp_
   assert sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes).encode("a b") == theirs.encode("a b")
 
 
-def test_a_run_from_scratch_keeps_the_use_without_loss(tmp_path):
+def test_a_run_from_scratch_keeps_the_use_without_loss_as_does_a_model_that_was_trained_here(tmp_path):
   trained, path = model(), tmp_path / "given" / "tokenizer.model"
   write(tmp_path / "given", tokenizer__model=trained)
   config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=str(path))
@@ -245,12 +237,9 @@ def test_a_run_from_scratch_keeps_the_use_without_loss(tmp_path):
   run = write(tmp_path / "imported", tokenizer__model=imported.model_bytes)
   config = config_of(tmp_path, source=config.source, tokenizer=str(run / "tokenizer.model"))
   assert data.load(config, 500, seed=0).tokenizer.hash == imported.hash  # text for a run that was imported
-
-
-def test_a_model_trained_here_stays_without_loss(tmp_path):
-  trained = data.train(prose(50), 300)
-  tokenizer = data.load_tokenizer(str(write(tmp_path, tokenizer__model=trained)))
-  assert tokenizer.lossless and tokenizer.model_bytes == trained
+  own = data.train(prose(50), 300)
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "own", tokenizer__model=own)))
+  assert tokenizer.lossless and tokenizer.model_bytes == own
   assert tokenizer.decode(tokenizer.encode("\u2581 a\n")) == "\u2581 a\n"
 
 
@@ -260,15 +249,11 @@ START, STOP = "<|im_start|>", "<|im_end|>"
 
 
 def added_files(kind, size):
-  entry = lambda name, **flags: {"content": name, **flags}
   chat = {"eos_token": STOP, "bos_token": "<s>", "add_bos_token": True}
-  return {
-    "added_tokens": {"added_tokens__json": {START: size, STOP: size + 1, "<s>": 1}, "tokenizer_config__json": chat},
-    "decoder": {
-      "tokenizer_config__json": chat
-      | {"added_tokens_decoder": {"1": entry("<s>"), str(size + 1): entry(STOP), str(size): entry(START, special=True)}}
-    },
-  }[kind]
+  if kind == "added_tokens":
+    return {"added_tokens__json": {START: size, STOP: size + 1, "<s>": 1}, "tokenizer_config__json": chat}
+  decoder = {"1": {"content": "<s>"}, str(size + 1): {"content": STOP}, str(size): {"content": START, "special": True}}
+  return {"tokenizer_config__json": chat | {"added_tokens_decoder": decoder}}
 
 
 @pytest.mark.parametrize("kind,lossless", [("added_tokens", False), ("decoder", True)])
@@ -291,9 +276,9 @@ def test_added_tokens_are_found_in_a_text_and_marks_are_not(kind, lossless, tmp_
 
 
 def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
-  decoder = {"added_tokens_decoder": {"300": {"content": START, "rstrip": True}}}
   spec = spec_of(added_tokens=[*spec_of()["added_tokens"], added_token(300, START)])
-  folder = write(tmp_path, tokenizer__json=spec, tokenizer_config__json=decoder, added_tokens__json={START: 300})
+  given = decoder_of("300", rstrip=True) | {"added_tokens__json": {START: 300}}
+  folder = write(tmp_path, tokenizer__json=spec, **given)
   assert data.load_tokenizer(str(folder)).encode(START).tolist() == [300]
   write(tmp_path, tokenizer__json=spec_of(), tokenizer_config__json={})
   assert f"the files beside tokenizer.json add '{START}'" in told(lambda: data.load_tokenizer(str(folder)))
@@ -301,6 +286,11 @@ def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
   assert f"added_tokens.json gives '{START}' the id 299, but it is 300" in told(
     lambda: data.load_tokenizer(str(folder))
   )
+
+
+def decoder_of(number, **entry):
+  """A tokenizer_config.json with one added token."""
+  return {"tokenizer_config__json": {"added_tokens_decoder": {number: {"content": START, **entry}}}}
 
 
 @pytest.mark.parametrize(
@@ -314,18 +304,9 @@ def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
     ({"added_tokens__json": {START: "320"}}, "the id '320'"),
     ({"added_tokens__json": [START]}, "added_tokens.json must be a JSON object"),
     ({"tokenizer_config__json": {"added_tokens_decoder": [START]}}, "added_tokens_decoder must be an object"),
-    ({"tokenizer_config__json": {"added_tokens_decoder": {"a": {"content": "b"}}}}, "added_tokens_decoder must be"),
-    (
-      {"tokenizer_config__json": {"added_tokens_decoder": {"320": {"content": START, "rstrip": True}}}},
-      "sets rstrip of the added token",
-    ),
-    (
-      {
-        "added_tokens__json": {START: 320},
-        "tokenizer_config__json": {"added_tokens_decoder": {"321": {"content": START}}},
-      },
-      "tokenizer_config.json gives '<|im_start|>' the id 321, but it is 320",
-    ),
+    (decoder_of("a"), "added_tokens_decoder must be"),
+    (decoder_of("320", rstrip=True), "sets rstrip of the added token"),
+    ({"added_tokens__json": {START: 320}} | decoder_of("321"), "gives '<|im_start|>' the id 321, but it is 320"),
   ],
 )
 def test_added_tokens_that_contradict_the_model_or_each_other(files, part, tmp_path):
@@ -348,14 +329,8 @@ def fallback(**changes):
   return spec | changes
 
 
-def begins_with_s():
-  single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-  special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
-  return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
-
-
 def test_a_tokenizer_json_beside_a_sentencepiece_model_decides(tmp_path):
-  spec = fallback(post_processor=begins_with_s())
+  spec = fallback(post_processor=json.loads(json.dumps(template([BEGIN], [])).replace(BEGIN, "<s>")))
   files = {"tokenizer__json": spec, "tokenizer__model": model(), "generation_config__json": {"eos_token_id": [2, 7]}}
   said = {"eos_token": "</s>", "bos_token": "<s>"}
   tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files, tokenizer_config__json=said)))

@@ -32,22 +32,8 @@ def random_texts(count):
 
 
 SPECIAL_TEXTS = [END, "<s>", "</s>", "<unk>", "<0x0A>", f"a{END}b <s> {END}\n", BEGIN * 2, "\0<s>"]
-EDGE_TEXTS = [
-  "",
-  "\n",
-  "\u2581",
-  " ",
-  "  two  spaces ",
-  "\r\n\r\n",
-  "\t",
-  "\0",
-  "a\u2581b\n",
-  "x" * 5000,
-  "long line of words " * 400,
-  "no newline \u5b57" * 300,
-  "\n" * 3000,
-  *SPECIAL_TEXTS,
-]
+EDGE_TEXTS = ["", "\n", "\u2581", " ", "  two  spaces ", "\r\n\r\n", "\t", "\0", "a\u2581b\n", *SPECIAL_TEXTS]
+EDGE_TEXTS += ["x" * 5000, "long line of words " * 400, "no newline \u5b57" * 300, "\n" * 3000]
 
 
 def sentencepiece_model(**changes):
@@ -151,6 +137,7 @@ KINDS = ["trained", "llama", "gpt2", "json", "llama3", "bytes"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_and_no_text_gives_a_mark(kinds, kind):
+  """Odd ids decode to something; a lone surrogate is refused."""
   tokenizer = kinds[kind]
   texts = [*EDGE_TEXTS, *random_texts(1000)]
   batch = tokenizer.encode_batch(texts)
@@ -163,14 +150,8 @@ def test_nothing_is_lost_and_no_text_gives_a_mark(kinds, kind):
   for changes in ({"normalization_rule_name": "nfkc_cf"}, {"model_type": "bpe"}) if kind == "trained" else ():
     elsewhere = SentencePieceTokenizer(sentencepiece_model(**changes))
     assert all(elsewhere.decode(elsewhere.encode(text)) == text for text in texts[:300])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_marks_and_odd_ids_decode_and_a_lone_surrogate_is_refused(kinds, kind):
-  tokenizer = kinds[kind]
-  assert tokenizer.decode([tokenizer.eos_id]) == ""
   odd = tokenizer.decode([tokenizer.vocab_size, -1])
-  assert odd and not odd.strip("\ufffd\u2047 ")
+  assert odd and not odd.strip("\ufffd\u2047 ") and tokenizer.decode([tokenizer.eos_id]) == ""
   with pytest.raises(UnicodeEncodeError):
     tokenizer.encode_batch(["fine", "\ud800"])
 
@@ -238,17 +219,17 @@ def test_a_vocabulary_whose_words_may_hold_spaces_is_never_cut(tmp_path, monkeyp
   assert 300 in tokenizer.encode("oh a dog ran") and tokenizer.decode([300]) == "a dog"
 
 
-def test_training_is_deterministic_and_fills_the_vocabulary(kinds):
+def test_training_is_deterministic(kinds):
   tokenizer = kinds["trained"]
   assert data.train(data.documents("builtin"), 1024) == tokenizer.model_bytes
-  assert len(tokenizer.hash) == 64 and len(tokenizer.encode("the end of the statement")) < 12
+  assert len(tokenizer.encode("the end of the statement")) < 12  # of 24 characters
+  assert "no text" in told(lambda: data.train([], 300))
 
 
 @pytest.mark.parametrize(("vocab_size", "part"), [(100_000, "at most"), (100, "at least"), (0, "from 512")])
 def test_vocabulary_errors_name_key_value_and_a_bound_that_works(vocab_size, part):
   message = told(lambda: data.train(prose(20), vocab_size))
   assert message.startswith(f"model.vocab_size={vocab_size}:") and part in message
-  assert "no text" in told(lambda: data.train([], vocab_size))
   if vocab_size:
     bound = int(message.rsplit(" ", 1)[1])
     assert SentencePieceTokenizer(data.train(prose(20), bound)).vocab_size == bound
@@ -300,23 +281,14 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
 def test_begin_mark_overrides_the_files(kinds, tmp_path):
   llama3 = write(tmp_path / "llama3", tokenizer__json=kinds["llama3"].model_bytes)
   assert data.load_tokenizer(str(llama3), begin_mark=False).bos_id is None
-  gpt2 = write(
-    tmp_path / "gpt2", tokenizer_config__json={"bos_token": {"content": END}, "eos_token": END}, **pair_of_files()
-  )
-  assert data.load_tokenizer(str(gpt2)).bos_id is None  # one mark for both divides documents
-  assert data.load_tokenizer(str(gpt2), begin_mark=True).bos_id == 0
-  llama = write(
-    tmp_path / "llama",
-    tokenizer__model=kinds["llama"].model_bytes,
-    tokenizer_config__json={
-      "bos_token": "<s>",
-      "eos_token": "</s>",
-      "add_bos_token": False,
-      "added_tokens_decoder": {"290": {"content": "<pad>"}},
-    },
-  )
-  assert data.load_tokenizer(str(llama)).bos_id is None
-  assert data.load_tokenizer(str(llama), begin_mark=True).bos_id == 1
+  one_mark = {"bos_token": {"content": END}, "eos_token": END}  # for both, which divides documents
+  padded = {"290": {"content": "<pad>"}}
+  said = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "added_tokens_decoder": padded}
+  model = {"tokenizer__model": kinds["llama"].model_bytes}
+  for name, files, config, begins in (("gpt2", pair_of_files(), one_mark, 0), ("llama", model, said, 1)):
+    folder = str(write(tmp_path / name, tokenizer_config__json=config, **files))
+    assert data.load_tokenizer(folder).bos_id is None
+    assert data.load_tokenizer(folder, begin_mark=True).bos_id == begins
   assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", begin_mark=True))
 
 
@@ -328,11 +300,8 @@ def documents_of(split, end):
 @pytest.mark.parametrize("kind,begin_mark", [("llama", None), ("llama3", False), ("gpt2", None), ("bytes", None)])
 def test_each_document_has_its_marks_exactly_once(kinds, kind, begin_mark, tmp_path):
   texts = [*prose(20), "<s> and </s>\n", f"{END}<|begin|>"]
-  name = (
-    kind
-    if kind == "bytes"
-    else str(write(tmp_path / kind, **{kinds[kind].file_name.replace(".", "__"): kinds[kind].model_bytes}))
-  )
+  file = {kinds[kind].file_name.replace(".", "__"): kinds[kind].model_bytes}
+  name = kind if kind == "bytes" else str(write(tmp_path / kind, **file))
   source = write_jsonl(tmp_path / "a.jsonl", texts)
   config = config_of(tmp_path, source=source, validation=source, tokenizer=name, begin_mark=begin_mark)
   for _ in range(2):  # made, and read from the cache
@@ -363,9 +332,8 @@ def test_a_corpus_of_another_tokenizer_is_not_reused(kinds, tmp_path):
   np.testing.assert_array_equal(data.load(config, 500, seed=0).validation.tokens, second.validation.tokens)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("bytes", 257), ("gpt2", 300)])
-def test_a_vocabulary_larger_than_the_models_is_one_line(kind, size, tmp_path):
-  name = "bytes" if kind == "bytes" else str(write(tmp_path / "model", **pair_of_files()))
-  message = told(lambda: data.load(config_of(tmp_path, tokenizer=name), size - 1, seed=0))
-  rule = f"smaller than the {size} ids of data.tokenizer={name}; set it to {size} or more"
-  assert message == f"model.vocab_size={size - 1}: {rule}"
+def test_a_vocabulary_larger_than_the_models_is_one_line(tmp_path):
+  for name, size in (("bytes", 257), (str(write(tmp_path / "model", **pair_of_files())), 300)):
+    message = told(lambda: data.load(config_of(tmp_path, tokenizer=name), size - 1, seed=0))
+    rule = f"smaller than the {size} ids of data.tokenizer={name}; set it to {size} or more"
+    assert message == f"model.vocab_size={size - 1}: {rule}"

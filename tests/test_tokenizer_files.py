@@ -155,37 +155,30 @@ def test_bad_byte_pair_files(tmp_path, name):
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
 
 
-BAD_MODELS = {
-  "can't be read": lambda: None,
-  "not a sentencepiece model": lambda: b"not a model" * 50,
-  "not a sentencepiece model; give": lambda: b"",
-  "no byte fallback": lambda: sentencepiece_model(byte_fallback=False, vocab_size=30),
-  "there is no <|endoftext|>; set data.end_token": lambda: sentencepiece_model(eos_id=-1),
-  "is not JSON": lambda: b"{broken",
-}
+BAD_MODELS = [  # what the line says, tokenizer.model, tokenizer_config.json beside it
+  ("not a sentencepiece model", lambda: b"not a model" * 50, {}),
+  ("not a sentencepiece model; give", lambda: b"", {}),
+  ("no byte fallback", lambda: sentencepiece_model(byte_fallback=False, vocab_size=30), {}),
+  ("there is no <|endoftext|>; set data.end_token", lambda: sentencepiece_model(eos_id=-1), {}),
+  ("the model's eos_id is 2, eos_token in ", sentencepiece_model, {"eos_token": "<s>"}),
+  ("tokenizer_config.json is '<|im_end|>': not one token", sentencepiece_model, {"eos_token": "<|im_end|>"}),
+  ("the model's bos_id is 1, bos_token in ", sentencepiece_model, {"bos_token": "</s>"}),
+]
 
 
-@pytest.mark.parametrize("part", BAD_MODELS)
-def test_bad_single_files(tmp_path, part):
-  path = tmp_path / "bad.model"
-  if (content := BAD_MODELS[part]()) is not None:
-    path.write_bytes(content)
-  message = told(lambda: data.load_tokenizer(str(path)))
-  assert message.startswith(f"data.tokenizer={path}:") and part in message
-
-
-@pytest.mark.parametrize(
-  ("said", "part"),
-  [
-    ({"eos_token": "<s>"}, "the model's eos_id is 2, eos_token in "),
-    ({"eos_token": "<|im_end|>"}, "tokenizer_config.json is '<|im_end|>': not one token"),
-    ({"bos_token": "</s>"}, "the model's bos_id is 1, bos_token in "),
-  ],
-)
-def test_a_sentencepiece_model_and_its_config_must_agree(tmp_path, said, part):
-  folder = write(tmp_path / "model", tokenizer__model=sentencepiece_model(), tokenizer_config__json=said)
+@pytest.mark.parametrize("part,make,said", BAD_MODELS)
+def test_bad_sentencepiece_models_and_those_that_their_config_contradicts(part, make, said, tmp_path):
+  folder = write(tmp_path / "model", tokenizer__model=make(), tokenizer_config__json=said)
   message = told(lambda: data.load_tokenizer(str(folder)))
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
+
+
+def test_a_single_file_that_is_none_is_told(tmp_path):
+  for part, content in (("can't be read", None), ("is not JSON", b"{broken")):
+    if content is not None:
+      (tmp_path / "bad.model").write_bytes(content)
+    message = told(lambda: data.load_tokenizer(str(tmp_path / "bad.model")))
+    assert message.startswith(f"data.tokenizer={tmp_path}/bad.model:") and part in message
 
 
 def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
@@ -245,14 +238,6 @@ def test_a_vocabulary_may_lack_the_bytes_that_utf_8_never_has_and_add_the_letter
   text = "\u00f8 \u00dcn\u00efcode \u00fcber \u00ff\u00c0 \u5b57\U0001f642"
   assert tokenizer.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode_rendered(text)) == text
   assert tokenizer.encode("\u00f8").tolist() == [spec_of()["model"]["vocab"]["\u00f8"]]
-
-
-def test_the_tokenizer_s_files_say_the_marks_and_config_json_only_where_they_do_not(tmp_path):
-  """Published ids there may be those of another tokenizer."""
-  folder = write(tmp_path, **beside(eos_token=END), config__json={"eos_token_id": 1})
-  assert data.load_tokenizer(str(folder)).eos_id == 0
-  (folder / "tokenizer_config.json").unlink()
-  assert data.load_tokenizer(str(folder)).eos_id == 1
 
 
 def damaged(node, rng):
