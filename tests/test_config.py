@@ -14,7 +14,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
-from diffeq_nnx.config import LoraConfig, ModelConfig, RopeConfig, TimeConfig
+from diffeq_nnx.config import LoraConfig, ModelConfig, RopeConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
@@ -64,16 +64,12 @@ def test_every_config_parses_with_every_preset_and_has_shapes(name, preset):
 
 
 @pytest.mark.parametrize(
-  "name,choice,millions",
-  [("gpt_small", "gpt", 124), ("gpt_medium", "gpt", 355), ("gpt_large", "gpt", 774), ("llama1b", "llama", 1205)],
-)
-def test_baselines_have_the_papers_parameter_counts(name, choice, millions):
-  assert round(num_parameters(config_lib.from_config_dict(raw_config(name, choice))) / 1e6) == millions
-
-
-@pytest.mark.parametrize(
   "name,choice,expected",
   [
+    ("gpt_small", "gpt", 124),
+    ("gpt_medium", "gpt", 355),
+    ("gpt_large", "gpt", 774),
+    ("llama1b", "llama", 1205),
     ("gpt_small", "openwebtext", (512, 20_000, 20, 6e-4, 0.999)),
     ("gpt_small", "wikitext103", (256, 10_001, 20, 6e-4, 0.999)),
     ("gpt_medium", "wikitext103", (256, 10_001, 48, 3e-4, 0.999)),
@@ -82,15 +78,13 @@ def test_baselines_have_the_papers_parameter_counts(name, choice, millions):
     ("llama1b", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
   ],
 )
-def test_the_papers_hyper_parameters(name, choice, expected):
+def test_baselines_have_the_papers_millions_of_parameters_and_its_hyper_parameters(name, choice, expected):
   config = config_lib.from_config_dict(raw_config(name, choice))
-  assert (
-    config.train.batch_size,
-    config.train.steps,
-    config.model.time.time_embed_dim,
-    config.optimizer.peak_rate,
-    config.optimizer.b2,
-  ) == expected
+  if isinstance(expected, int):
+    assert round(num_parameters(config) / 1e6) == expected
+    return
+  train, time, optimizer = config.train, config.model.time, config.optimizer
+  assert (train.batch_size, train.steps, time.time_embed_dim, optimizer.peak_rate, optimizer.b2) == expected
 
 
 def test_no_key_that_nothing_reads():
@@ -145,18 +139,14 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
   "make,parts",
   [
     (lambda: ModelConfig(field="nope"), ["model.field='nope'", "one of gpt, llama"]),
-    (lambda: ModelConfig(num_heads=7), ["model.num_heads=7", "must divide model.embed_dim=768"]),
-    (lambda: ModelConfig(num_heads="7"), ["model.num_heads='7'", "type int, not str"]),
     (lambda: ModelConfig(num_steps=4.0), ["model.num_steps=4.0", "type int, not float"]),
     (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
     (lambda: ModelConfig(solver=["euler"]), ["model.solver=['euler']", "one of euler, "]),
     (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
     (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
     (lambda: dataclasses.replace(ModelConfig(), num_steps=0), ["model.num_steps=0", "above 0"]),
-    (lambda: TimeConfig(embedding="fix"), ["model.time.embedding='fix'", "did you mean 'fixed'?"]),
     (lambda: LoraConfig(rank=-1), ["model.lora.rank=-1", "0 or above"]),
     (lambda: RopeConfig(factor=0.5), ["model.rope.factor=0.5", "1 or above"]),
-    (lambda: config_lib.TrainConfig(remat="ful"), ["train.remat='ful'", "did you mean 'full'?"]),
     (lambda: config_lib.OptimizerConfig(peak_rate=0.0), ["optimizer.peak_rate=0.0", "above 0"]),
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
     (lambda: config_lib.HarnessConfig(window="moving"), ["harness.window='moving'", "disjoint, sliding"]),
