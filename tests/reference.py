@@ -55,20 +55,10 @@ def time_vectors(features_SxP, mlp):
   return np.stack(e_NxSxT)
 
 
-def generate(e_SxT, basis_Tx, constant=None):
+def generate(e_SxT, basis_Tx, constant):
   """W(t) = sum_j e_j(t) F_j + F_0; `basis_Tx` is [T, ...] -> [S, ...]."""
-  e_SxT, basis_Tx = _f64(e_SxT), _f64(basis_Tx)
-  S, T = e_SxT.shape
-  if basis_Tx.shape[0] != T:
-    raise ValueError(f"basis has {basis_Tx.shape[0]} elements, the time vector {T}")
-  shape = basis_Tx.shape[1:]
-  constant = np.zeros(shape) if constant is None else np.broadcast_to(_f64(constant), shape)
-  weight_Sx = np.zeros((S, *shape))
-  for s in range(S):
-    for j in range(T):
-      weight_Sx[s] += e_SxT[s, j] * basis_Tx[j]
-    weight_Sx[s] += constant
-  return weight_Sx
+  e_SxT, basis_Tx, constant = _f64(e_SxT), _f64(basis_Tx), _f64(constant)
+  return np.stack([sum(e * basis for e, basis in zip(e_T, basis_Tx, strict=True)) + constant for e_T in e_SxT])
 
 
 # Pointwise functions, norms, rotary positions.
@@ -106,8 +96,6 @@ def rope(x_LxC, base=10000.0):
   """Rotate the pairs (i, i + C/2) of one head by position * base^(-2i/C), positions from 0."""
   x_LxC = _f64(x_LxC)
   L, C = x_LxC.shape
-  if C % 2:
-    raise ValueError(f"rotary positions need an even head_dim, not {C}")
   out_LxC = np.empty_like(x_LxC)
   for position in range(L):
     for i in range(C // 2):
@@ -208,11 +196,8 @@ def integrate(x, weights_S, attention, feedforward, dts_S, sequential):
   x_BxLxD, dts_S = _f64(x), _f64(dts_S)
   for s, dt in enumerate(dts_S):
     w = _tree_map(lambda array_Sx: _f64(array_Sx)[s], weights_S)
-    if sequential:
-      x_BxLxD = x_BxLxD + dt * attention(x_BxLxD, w)
-      x_BxLxD = x_BxLxD + dt * feedforward(x_BxLxD, w)
-    else:
-      x_BxLxD = x_BxLxD + dt * (attention(x_BxLxD, w) + feedforward(x_BxLxD, w))
+    attended_BxLxD = x_BxLxD + dt * attention(x_BxLxD, w)
+    x_BxLxD = attended_BxLxD + dt * feedforward(attended_BxLxD if sequential else x_BxLxD, w)
   return x_BxLxD
 
 
@@ -227,11 +212,7 @@ def logits(tokens_BxL, embedding_VxD, positions_LxD, weights_S, field, dts_S, se
     x_BxLxD = x_BxLxD + _f64(positions_LxD)[: tokens_BxL.shape[1]]
     x_BxLxD = integrate(x_BxLxD, weights_S, gpt_attention, gpt_feedforward, dts_S, sequential)
     x_BxLxD = layer_norm(x_BxLxD, final_norm["scale"], final_norm["shift"], eps=1e-5)
-  elif field == "llama":
-    if positions_LxD is not None:
-      raise ValueError("llama has rotary positions, not learned ones")
+  else:
     x_BxLxD = integrate(x_BxLxD, weights_S, llama_attention, llama_feedforward, dts_S, sequential)
     x_BxLxD = rms_norm(x_BxLxD, final_norm["scale"], eps=1e-5)
-  else:
-    raise ValueError(f'field is "gpt" or "llama", not {field!r}')
   return x_BxLxD @ _f64(head_VxD).T
