@@ -27,7 +27,7 @@ def spreads(model_config: ModelConfig) -> dict[str, float]:
   return {group: float(np.std(leaves["kernel"])) for group, leaves in weights.items() if "kernel" in leaves}
 
 
-@pytest.mark.parametrize("field,embedding", [("gpt", "fixed"), ("llama", "learned"), ("gpt", "shared_mlp")])
+@pytest.mark.parametrize("field,embedding", [("gpt", "shared_mlp"), ("llama", "learned")])
 def test_generated_weights_start_with_the_spread_of_a_plain_model(field, embedding):
   time = TimeConfig(sinusoidal_dim=32, time_embed_dim=16, embedding=embedding)
   plain = spreads(ModelConfig(**{**WIDE, "field": field, "weights": "stored"}))
@@ -35,12 +35,6 @@ def test_generated_weights_start_with_the_spread_of_a_plain_model(field, embeddi
   assert plain.keys() == generated.keys()
   for group in plain:
     assert generated[group] == pytest.approx(plain[group], rel=0.05), group
-
-
-def test_published_weights_start_many_times_smaller():
-  plain = spreads(ModelConfig(**{**WIDE, "weights": "stored"}))
-  published = spreads(ModelConfig(**{**WIDE, "initialization": "published"}))
-  assert plain["up"] / published["up"] > 8
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_learned_frequencies_start_at_the_fixed_ones_and_get_a_gradient():
   assert np.any(gradient["weight_source"]["frequencies_M"])
 
 
-@pytest.mark.parametrize("embedding", ["fixed", "learned", "shared_mlp"])
+@pytest.mark.parametrize("embedding", ["learned", "shared_mlp"])
 def test_the_generators_gradient_agrees_with_finite_differences(embedding, x64):
   time = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding=embedding, scale=10.0)
   graph, state = nnx.split(small_instance(small_model(dtype="float64", time=time)))
