@@ -51,7 +51,7 @@ def same_set(found, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-  "field, preset", [("llama", "diffeq"), ("gpt", "baseline"), ("gpt", "heun"), ("llama", "leapfrog"), ("gpt", "strang")]
+  "field, preset", [("llama", "diffeq"), ("gpt", "baseline"), ("gpt", "heun"), ("llama", "leapfrog")]
 )
 def test_the_last_state_gives_the_models_logits(x64, field, preset):
   one = analyzed(field, preset)
@@ -63,13 +63,7 @@ def test_the_last_state_gives_the_models_logits(x64, field, preset):
   assert not np.triu(passed.attention, 1).any()
 
 
-def test_a_bfloat16_model_is_looked_at_in_float32():
-  low = AnalyzedModel(moved_instance(small_model(dtype="bfloat16")))
-  last, wide = low.observe(TOKENS).states[-1], moved_instance(small_model())
-  np.testing.assert_allclose(logits_of(low.config, low.rest, last), forward(wide), atol=1e-5)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 1)])
 def test_attention_probabilities_are_those_that_the_model_attends_with(x64, heads, kv_heads):
   rng = np.random.default_rng(0)
   q, k, v = (jnp.asarray(rng.normal(size=(1, 5, n, 6))) for n in (heads, kv_heads, kv_heads))
@@ -123,14 +117,6 @@ def test_spectra_at_any_times_in_any_order_and_after_discretizing():
     assert "times from 0 to 1" in told(lambda: spectra(one, wrong))
 
 
-@pytest.mark.parametrize("preset", ["shared", "constant"])
-def test_weights_that_are_constant_have_flat_spectra(preset):
-  found, moving = (spectra(analyzed(preset=name, dtype="float32")) for name in (preset, "diffeq"))
-  for values in (found.qk, found.ov, found.ff):
-    np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
-  assert np.abs(moving.ff[1:] - moving.ff[:1]).max() > 1e-3
-
-
 def test_scores_of_known_eigenvalues_and_states():
   values = np.array([[1, 2, 3], [-1, -2, -3], [1j, -1j, 2], [0, 0, 0]])
   np.testing.assert_allclose(positive_share(values), [1, 0, 1 / 3, 0])
@@ -167,8 +153,9 @@ def test_steps_and_tokens_count_from_the_end_and_others_are_told():
 
 
 def test_a_step_takes_the_weights_of_its_own_grid_alone():
+  """Which are in float32 also for a model that computes in bfloat16."""
   model = moved_instance(small_model())
-  one, other = AnalyzedModel(model), AnalyzedModel(model, 6)
+  one, other = AnalyzedModel(moved_instance(small_model(dtype="bfloat16"))), AnalyzedModel(model, 6)
   with pytest.raises(ValueError, match="weights of a grid of 6 steps"):
     Step(one.config, one.grid).links(other.weights)
   found = one.observe(TOKENS, other.weights).states  # over the grid of the weights
@@ -215,16 +202,14 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   return products
 
 
-# each field, kind of weights and kind of solver with both forms
+# each field, kind of weights, kind of solver and form
 @pytest.mark.parametrize(
   "field, preset, form",
   [
     ("llama", "diffeq", "per_token"),
-    ("gpt", "baseline", "per_token"),
     ("llama", "baseline", "exact"),
     ("gpt", "heun", "exact"),
-    ("llama", "leapfrog", "per_token"),
-    ("gpt", "leapfrog", "exact"),
+    ("gpt", "leapfrog", "per_token"),
   ],
 )
 def test_exponents_are_those_of_the_dense_product(x64, field, preset, form):
@@ -238,11 +223,9 @@ def test_exponents_are_those_of_the_dense_product(x64, field, preset, form):
 @pytest.mark.parametrize("form", sensitivity.FORMS)
 def test_later_tokens_have_no_influence(x64, form):
   one = analyzed()
-  for position in (0, 4, -1):
-    found = exponents(one, TOKENS, position, leading=3, form=form)
-    assert found.shape == (position % 9 + 1, 3)
-    expected = exponents(one, TOKENS[: position % 9 + 1], leading=3, form=form)
-    np.testing.assert_allclose(found, expected, atol=1e-9)
+  found = exponents(one, TOKENS, 4, leading=3, form=form)
+  assert found.shape == (5, 3)
+  np.testing.assert_allclose(found, exponents(one, TOKENS[:5], leading=3, form=form), atol=1e-9)
 
 
 @pytest.mark.parametrize("form", sensitivity.FORMS)
@@ -259,16 +242,6 @@ def test_float32_in_chunks_is_near_float64(monkeypatch, form):
   if form == "exact":  # what float32 can't tell from zero is told as zero: a LayerNorm takes one direction out
     zeros = np.isneginf(exponents(narrow, TOKENS, form=form)[:, -1])
     assert zeros.sum() >= np.sum(expected[:, -1] < -25) > 0
-
-
-def test_the_leading_exponent_is_the_growth_of_a_small_change(x64):
-  one, k, eps = analyzed(), 3, 1e-6
-  passed = one.observe(TOKENS)
-  _, _, directions = np.linalg.svd(sensitivity.jacobian(one, passed)[k])
-  x_LxD, end = passed.states[0, 0], flow(one)
-  moved = (end(x_LxD.at[k].add(eps * directions[0])) - end(x_LxD.at[k].add(-eps * directions[0])))[-1]
-  growth = np.log(np.linalg.norm(moved) / (2 * eps))
-  assert growth == pytest.approx(exponents(one, TOKENS, leading=1)[k, 0], abs=1e-6)
 
 
 # beside the exponents
@@ -346,11 +319,8 @@ def test_figures_show_the_findings():
   model = moved_instance(small_model(), scale=0.3)
   probabilities = np.exp(np.asarray(forward(model))[0, -1])
   probabilities /= probabilities.sum()
-  assert found.next_token == (
-    str(probabilities.argmax()),
-    pytest.approx(probabilities.max(), rel=1e-4),
-    probabilities.argmax(),
-  )
+  likeliest = probabilities.argmax()
+  assert found.next_token == (str(likeliest), pytest.approx(probabilities.max(), rel=1e-4), likeliest)
   texts = {text.name: text for text in figures.colored_texts(found)}
   np.testing.assert_array_equal(texts["sensitivity_exact"].values, found.exact[:, 0])
   np.testing.assert_array_equal(texts["sensitivity_per_token"].values, found.per_token[:, 0])
@@ -402,9 +372,11 @@ def test_what_can_t_be_is_told():
     exponents(broken, TOKENS)
 
 
-def test_everything_is_found_of_one_token_and_of_one_step():
-  one = AnalyzedModel(moved_instance(small_model(num_steps=1, seq_len=3)))
+def test_everything_is_found_of_one_token_and_of_one_stored_step():
+  one = AnalyzedModel(moved_instance(small_model(num_steps=1, seq_len=3, weights="stored")))
   found = find(one, [5], ["a"], str, leading=100)
   assert found.depth is None and found.prefix_matching is None
   assert found.exact.shape == (1, 24)
-  assert all(np.asarray(array).dtype != object for array in found.arrays().values())
+  arrays = found.arrays()
+  assert "between_times" not in arrays and arrays["eigenvalues_ov"].shape == (1, 4, 6)
+  assert all(np.asarray(array).dtype != object for array in arrays.values())

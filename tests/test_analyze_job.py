@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 
-from diffeq_nnx import jobs
 from diffeq_nnx.jobs.analyze import analyze, pieces, text_ids
 from diffeq_nnx.runs.run import Run
 from tests.browser import chromium, opened
@@ -47,7 +46,7 @@ def test_the_folder_holds_page_pictures_and_numbers(report):
   assert numbers["exponents_exact"].shape == numbers["exponents_per_token"].shape == (n + 1, 3)
   assert result["leading_exponent"] == pytest.approx(numbers["exponents_exact"][n, 0], abs=1e-4)
   assert np.iscomplexobj(numbers["eigenvalues_qk"]) and numbers["eigenvalues_qk"].shape == (2, 4, 4)
-  assert numbers["between_times"].shape == (8,)
+  assert numbers["between_times"].shape == (8,) and result["num_steps"] == 2
   assert all(np.isfinite(values).all() for name, values in numbers.items())
   before = numbers["exponents_exact"][:n, 0]
   assert result["most_sensitive_to"]["position"] == before.argmax()
@@ -73,17 +72,6 @@ def test_pieces_add_up_to_the_text(finished):
     ids = text_ids(tokenizer, text)
     made = pieces(tokenizer, ids)
     assert len(made) == len(ids) and "".join(made).replace("[begin]", "") == text
-
-
-def test_a_discretized_run_is_looked_at_too(finished, tmp_path, capsys):
-  config, workdir = finished
-  stored = str(tmp_path / "stored")
-  jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
-  result = analyze(Run.open(stored).started, stored, text="rivers", leading=2)
-  assert result["num_steps"] == 3
-  assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
-  numbers = np.load(os.path.join(stored, "report", "numbers.npz"))
-  assert numbers["eigenvalues_ov"].shape == (3, 4, 4) and "between_times" not in numbers
 
 
 def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
