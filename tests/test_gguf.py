@@ -154,53 +154,44 @@ def test_what_a_file_does_not_say_is_as_in_llama_cpp(tmp_path):
   assert "'gpt2' with tokenizer.ggml.pre=None" in told(lambda: diffeq_nnx.import_hf(path))
 
 
-def test_any_piece_can_be_the_end_mark(tmp_path):
-  """As the end of a chat's turn, which follows the pieces."""
-  pieces, path = sentencepieces(published_model()), str(tmp_path / "model.gguf")
-  pieces["tokenizer.ggml.tokens"].append("<|im_end|>")
-  pieces["tokenizer.ggml.scores"].append(0.0)
-  pieces["tokenizer.ggml.token_type"].append(3)
-  last = len(pieces["tokenizer.ggml.tokens"]) - 1
-  write(path, small(last + 1), pieces | {"tokenizer.ggml.eos_token_id": (last, UINT)})
-  with hub.open_folder(path) as folder:
-    assert importing.read_tokenizer(folder).end_ids == (last,)
-
-
 def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_path):
+  """Any piece can be the end mark, as the end of a chat's turn, which follows the pieces."""
   proto, path = published_model(), str(tmp_path / "model.gguf")
-  theirs = sentencepiece.SentencePieceProcessor(model_proto=proto)
-  write(path, small(theirs.vocab_size()), sentencepieces(proto))
-  with hub.open_folder(path) as folder:
-    tokenizer = importing.read_tokenizer(folder)
-  for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
-    assert tokenizer.encode(text).tolist() == theirs.encode(text)
-  assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id(), theirs.eos_id())
+  theirs, pieces = sentencepiece.SentencePieceProcessor(model_proto=proto), sentencepieces(proto)
+  last = theirs.vocab_size()
+  for key, value in (("tokens", "<|im_end|>"), ("scores", 0.0), ("token_type", 3)):
+    pieces[f"tokenizer.ggml.{key}"].append(value)
+  for end in (theirs.eos_id(), last):
+    write(path, small(last + 1), pieces | {"tokenizer.ggml.eos_token_id": (end, UINT)})
+    with hub.open_folder(path) as folder:
+      tokenizer = importing.read_tokenizer(folder)
+    for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
+      assert tokenizer.encode(text).tolist() == theirs.encode(text)
+    assert (tokenizer.bos_id, tokenizer.end_ids) == (theirs.bos_id(), (end,))
 
 
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
-  path = str(tmp_path / "model.gguf")
-  read = lambda: diffeq_nnx.import_hf(path)
-  write(path, small(len(BYTES)), byte_pairs("other"))
-  assert "'gpt2' with tokenizer.ggml.pre='other'" in told(read)
-  write(path, small(len(BYTES)), byte_pairs("gpt-2"), {"llama.rope.scaling.type": ("yarn", STRING)})
-  assert "llama.rope.scaling is not supported" in told(read)
-  for key in ("scaling.factor", "scale_linear"):
-    write(path, small(len(BYTES)), byte_pairs("gpt-2"), {f"llama.rope.{key}": (4.0, gguf.GGUFValueType.FLOAT32)})
-    assert "llama.rope.scaling is not supported" in told(read)
-  for key, value, kind in (
-    ("llama.rope.dimension_count", 4, UINT),
-    ("llama.attention.value_length", 4, UINT),
-    ("llama.attention.causal", False, BOOL),
-    ("llama.attention.sliding_window", 8, UINT),
+  path, pairs = str(tmp_path / "model.gguf"), byte_pairs("gpt-2")
+  factor = (4.0, gguf.GGUFValueType.FLOAT32)
+  for tokenizer, changes, architecture, part in (
+    (byte_pairs("other"), {}, "llama", "'gpt2' with tokenizer.ggml.pre='other'"),
+    (pairs, {"llama.rope.scaling.type": ("yarn", STRING)}, "llama", "llama.rope.scaling is not supported"),
+    (pairs, {"llama.rope.scaling.factor": factor}, "llama", "llama.rope.scaling is not supported"),
+    (pairs, {"llama.rope.scale_linear": factor}, "llama", "llama.rope.scaling is not supported"),
+    (pairs, {"llama.rope.dimension_count": (4, UINT)}, "llama", "llama.rope.dimension_count is 4"),
+    (pairs, {"llama.attention.value_length": (4, UINT)}, "llama", "llama.attention.value_length is 4"),
+    (pairs, {"llama.attention.causal": (False, BOOL)}, "llama", "llama.attention.causal is False"),
+    (pairs, {"llama.attention.sliding_window": (8, UINT)}, "llama", "sliding_window is not supported"),
+    (pairs, {"split.count": (2, UINT)}, "llama", "is one of 2 parts"),
+    (pairs, {}, "gemma", "architecture is 'gemma'"),
+    (
+      pairs | {"tokenizer.ggml.token_type": [1, 3]},
+      {},
+      "llama",
+      f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type",
+    ),
   ):
-    write(path, small(len(BYTES)), byte_pairs("gpt-2"), {key: (value, kind)})
-    assert key in told(read)
-  write(path, small(len(BYTES)), byte_pairs("gpt-2"), {"split.count": (2, UINT)})
-  assert "is one of 2 parts" in told(read)
-  write(path, small(len(BYTES)), byte_pairs("gpt-2"), architecture="gemma")
-  assert "architecture is 'gemma'" in told(read)
-  short = byte_pairs("gpt-2") | {"tokenizer.ggml.token_type": [1, 3]}
-  write(path, small(len(BYTES)), short)
-  assert f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type" in told(read)
+    write(path, small(len(BYTES)), tokenizer, changes, architecture)
+    assert part in told(lambda: diffeq_nnx.import_hf(path))
   (tmp_path / "model.gguf").write_bytes(b"nothing")
-  assert "can't be read as GGUF" in told(read)
+  assert "can't be read as GGUF" in told(lambda: diffeq_nnx.import_hf(path))
