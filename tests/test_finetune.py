@@ -127,88 +127,73 @@ def test_a_pattern_that_matches_nothing_is_one_line():
   assert message.startswith("model.lora.targets='query$': matches none of qkv.kernel, out.kernel")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_is_fine_tuned_at_another_depth_and_merged_back(finished, tmp_path, rank, capsys):
-  source_config, source = finished
+@pytest.fixture(scope="module")
+def tuned(finished, tmp_path_factory):
+  """(config, source, work directory, last values) of adapters, tuned at 3 steps on other text and at half the length.
+
+  The source is a copy of the run; nothing of these is to be changed.
+  """
+  folder = tmp_path_factory.mktemp("tuned")
   for i in range(12):
-    (tmp_path / f"{i}.txt").write_text(f"Text {i} is of ships and the sea. " * (20 + i))
-  config = run_config(tmp_path, steps=8)
-  seq_len = 8 if rank else 16  # of the source's 16
-  model = dataclasses.replace(config.model, lora=LoraConfig(rank=rank), seq_len=seq_len)
-  config, new = dataclasses.replace(config, model=model), str(tmp_path / "tuned")
-  last = jobs.run("finetune", config, new, from_workdir=str(source), num_steps=3)
-  losses = [record["loss"] for record in read_metrics(tmp_path / "tuned", "validation")]
-  assert losses[-1] == last["loss"] < losses[0]
-  assert len(Run.open(new).params["positions"]) == seq_len
-  assert [record["step"] for record in read_metrics(tmp_path / "tuned", "validation")] == [0, 4, 8]
-  tuned = Run.open(new).started
-  assert (tuned.model.num_steps, tuned.model.weights, tuned.model.lora.rank) == (3, "stored", rank)
-  assert jobs.run("evaluate", tuned, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
-  names = {path.split(os.sep)[-1] for path, _, _ in os.walk(tmp_path / "tuned")}
-  assert ("frozen" in names) == bool(rank)
-  again = jobs.run(
-    "finetune",
-    dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12)),
-    new,
-    from_workdir=str(source),
-    num_steps=3,
-  )  # it goes on
-  assert read_metrics(tmp_path / "tuned", "validation")[-1]["step"] == 12 and math.isfinite(again["loss"])
-  merged = jobs.run("discretize", Run.open(new).started, str(tmp_path / "merged"), from_workdir=new)
+    (folder / f"{i}.txt").write_text(f"Text {i} is of ships and the sea. " * (20 + i))
+  config = run_config(folder, steps=4)
+  model = dataclasses.replace(config.model, lora=LoraConfig(rank=2), seq_len=8)  # of the source's 16
+  config, source, new = dataclasses.replace(config, model=model), str(folder / "source"), str(folder / "new")
+  shutil.copytree(finished[1], source)
+  return config, source, new, jobs.run("finetune", config, new, from_workdir=source, num_steps=3)
+
+
+def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned, tmp_path, capsys):
+  config, source, tuned_folder, last = tuned
+  new, moved = (str(tmp_path / name) for name in ("new", "moved"))
+  shutil.copytree(tuned_folder, new)
+  records = read_metrics(new, "validation")
+  assert [record["step"] for record in records] == [0, 4]
+  assert records[-1]["loss"] == last["loss"] < records[0]["loss"]
+  run = Run.open(new)
+  assert len(run.params["positions"]) == 8 and "frozen" in {path.split(os.sep)[-1] for path, _, _ in os.walk(new)}
+  assert (run.started.model.num_steps, run.started.model.weights, run.started.model.lora.rank) == (3, "stored", 2)
+  assert jobs.run("evaluate", run.started, new)["loss"] == pytest.approx(last["loss"], abs=1e-6)
+  other = str(tmp_path / "other")
+  jobs.run("discretize", Run.open(source).started, other, from_workdir=source)
+  assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
+  longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
+  again = jobs.run("finetune", longer, new, from_workdir=str(tmp_path / "none"), num_steps=3)  # it goes on
+  assert read_metrics(new, "validation")[-1]["step"] == 6 and math.isfinite(again["loss"])
+  shutil.move(new, moved)
+  merged = jobs.run("discretize", Run.open(moved).started, str(tmp_path / "merged"), from_workdir=moved)
   assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
   assert Run.open(str(tmp_path / "merged")).started.model.lora == LoraConfig()
   capsys.readouterr()
+  (one,) = jobs.run("generate", Run.open(moved).started, moved, prompt=["Text"], max_tokens=3, temperature=0.0)
+  assert one["tokens"] == 3
 
 
-def test_text_of_another_tokenizer_is_turned_away(finished, tmp_path):
-  config, source = finished
-  config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
-  message = told(lambda: jobs.run("finetune", config, str(tmp_path / "tuned"), from_workdir=str(source)))
-  assert "was trained with another tokenizer" in message and not (tmp_path / "tuned").exists()
-
-
-def test_killed_before_its_first_checkpoint_it_starts_again(finished, tmp_path, monkeypatch):
-  config = dataclasses.replace(
-    run_config(finished[1].parent, steps=4), model=dataclasses.replace(finished[0].model, lora=LoraConfig(rank=2))
-  )
-  whole = jobs.run("finetune", config, str(tmp_path / "whole"), from_workdir=str(finished[1]))
+def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, monkeypatch):
+  config, source, _, last = tuned
+  tune = lambda: jobs.run("finetune", config, str(tmp_path / "killed"), from_workdir=source, num_steps=3)
   for name in ("save_frozen", "save"):
     with monkeypatch.context() as patched:
       patched.setattr(checkpoint.Checkpoints, name, lambda *_: os.close(-1))
       with pytest.raises(OSError):
-        jobs.run("finetune", config, str(tmp_path / "killed"), from_workdir=str(finished[1]))
+        tune()
     assert not workdir_lib.holds_run(str(tmp_path / "killed"))
-  assert jobs.run("finetune", config, str(tmp_path / "killed"), from_workdir=str(finished[1]))["loss"] == whole["loss"]
+  assert tune()["loss"] == last["loss"]
 
 
-def test_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
-  (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-  (tmp_path / "new" / "checkpoints" / "thesis").write_text("x")
-  for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
-    message = told(lambda: jobs.run(job, finished[0], str(tmp_path / "new"), from_workdir=str(finished[1]), **options))
-    assert "holds checkpoints and no run.json" in message
-  assert (tmp_path / "new" / "checkpoints" / "thesis").exists()
-
-
-def test_a_tuned_run_needs_its_source_no_more_and_may_be_moved(finished, tmp_path, capsys):
-  source, new = str(tmp_path / "source"), str(tmp_path / "new")
-  shutil.copytree(finished[1], source)
-  config = dataclasses.replace(
-    run_config(finished[1].parent, steps=4), model=dataclasses.replace(finished[0].model, lora=LoraConfig(rank=2))
+def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
+  config, source = finished
+  new, thesis = str(tmp_path / "new"), tmp_path / "new" / "checkpoints" / "thesis"
+  tune = lambda job="finetune", config=config, **options: told(
+    lambda: jobs.run(job, config, new, from_workdir=str(source), **options)
   )
-  last = jobs.run("finetune", config, new, from_workdir=source)
-  other = str(tmp_path / "other")
-  jobs.run("discretize", finished[0], other, from_workdir=source)
-  assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
-  shutil.rmtree(source)
-  longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
-  jobs.run("finetune", longer, new, from_workdir=source)
-  shutil.move(new, tmp_path / "moved")
-  moved = Run.open(str(tmp_path / "moved")).started
-  assert math.isfinite(jobs.run("evaluate", moved, str(tmp_path / "moved"))["loss"]) and last["loss"] > 0
-  capsys.readouterr()
-  (one,) = jobs.run("generate", moved, str(tmp_path / "moved"), prompt=["Document"], max_tokens=3, temperature=0.0)
-  assert one["tokens"] == 3
+  other = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
+  assert "was trained with another tokenizer" in tune(config=other) and not os.path.exists(new)
+  thesis.parent.mkdir(parents=True)
+  thesis.write_text("x")
+  for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
+    assert "holds checkpoints and no run.json" in tune(job, **options)
+  assert thesis.exists()
 
 
 def test_adapters_without_a_trained_model_are_turned_away(finished, tmp_path):
