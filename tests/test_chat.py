@@ -226,6 +226,7 @@ BAD = [
   ),
   ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "with a weight that is not 0 or 1", "has the weight 0.5"),
   ({"messages": [*TURNS, TURNS[0], TURNS[1] | {"weight": 0}]}, "with a weight of 0", "remove the messages"),
+  ({"messages": TURNS, "tools": [{"name": "look"}]}, "with tools", "gets no tools; remove the key"),
 ]
 
 

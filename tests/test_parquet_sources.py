@@ -191,6 +191,15 @@ def test_a_missing_column_of_another_key_is_named_with_its_key(corpus):
       assert told(lambda: list(data.documents(corpus[form], options=options))).endswith(f"data.{key} names the column")
 
 
+def test_tools_of_a_conversation_in_a_column_of_their_own_are_told(tmp_path):
+  turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+  records = [{"messages": turns, "tools": None}, {"messages": turns, "tools": [{"name": "look"}]}]
+  options = Options(records="chat", chat_template=test_masks.TEMPLATE, bad_records="skip")
+  for source in forms_of(records, tmp_path):
+    opened = sources.open_source(source, options=options)
+    assert len([one for one in opened.documents() if one]) == 1 and opened.counts.bad == {"with tools": 1}
+
+
 def bad_text():
   """A column that says it is text; the second of its three values is none."""
   return pa.Array.from_buffers(pa.string(), 3, pa.array([b"fine", b"caf\xe9", b"end"]).buffers())

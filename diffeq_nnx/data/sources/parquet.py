@@ -14,7 +14,7 @@ from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.records import BadRecord, Options, columns, make_rule, name_columns, read_document
+from diffeq_nnx.data.sources.records import BadRecord, Options, choose_columns, make_rule, name_columns, read_document
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
@@ -40,7 +40,8 @@ class RowGroup:
     """See `records.Part.read`."""
     with _open(self.path, self.prefix, self.options) as file:
       # threads of Arrow might still use the file when Python ends
-      read = functools.partial(file.iter_batches, BATCH_ROWS, columns=columns(self.options), use_threads=False)
+      needed = choose_columns(file.schema_arrow.names, self.options)
+      read = functools.partial(file.iter_batches, BATCH_ROWS, columns=needed, use_threads=False)
       groups = range(file.num_row_groups) if self.index is None else [self.index]
       batches = (batch for index in groups for batch in read(row_groups=[index]))
       yield from read_rows(batches, self.path, self.start, self.prefix, self.options)
@@ -101,7 +102,7 @@ def read_rows(
   """
   for table in tables:
     _check_columns(table.schema.names, where, prefix, options)
-    arrays = {column: table[column] for column in columns(options)}
+    arrays = {column: table[column] for column in choose_columns(table.schema.names, options)}
     for row in range(table.num_rows):
       start += 1
       try:

@@ -1,7 +1,7 @@
 """What the kinds of source share: options, records that can't be used, and counts of all records."""
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import json
 from typing import Any, Protocol
@@ -75,6 +75,11 @@ def columns(options: Options) -> list[str]:
   return list(name_columns(options).values())
 
 
+def choose_columns(names: Iterable[str], options: Options) -> list[str]:
+  """Returns which columns of a table `read_document` reads: with conversations also their tools, if there are any."""
+  return [name for name in names if name in columns(options) or options.records == "chat" and name == "tools"]
+
+
 def read_document(record: Mapping[str, Any], options: Options) -> Document | BadRecord:
   """Returns the document that a record of named fields holds, or a `BadRecord` whose place the source fills in."""
   rule = make_rule(options)
@@ -98,6 +103,8 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Bad
     if not text:
       return BadRecord("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
     return Piece(record[options.prompt_key], False), Piece(text, True)
+  if record.get("tools"):
+    return BadRecord("with tools", "a chat template gets no tools; remove the key, if the conversation makes sense so")
   assert options.chat_template is not None  # which `make_recipe` checks
   from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
 
