@@ -14,6 +14,7 @@ import pytest
 from tests.harness_cases import WORDS, random_model, task_folder, without_environment  # noqa: F401  fixtures, and the environment
 
 pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 import transformers
 
@@ -25,7 +26,6 @@ from diffeq_nnx.data.chat import ChatTemplate
 from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import conversations
 from diffeq_nnx.harness.adapter import DiffEqLM
-from diffeq_nnx.jobs.generate import _find_end_of_turn
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs.run import Run
 from tests.conftest import run_command, told
@@ -61,6 +61,13 @@ def talking(folders, tmp_path):
   return Run.open(str(workdir)).started, workdir
 
 
+def ends_turns_in(word):
+  """The template, with a word after the assistant's turns; what is asked stays the same."""
+  return CHAT.replace(
+    "<|endoftext|>", "{% if one.role == 'user' %}<|endoftext|>{% else %} " + word + "{% endif %}{{ '' }}"
+  )
+
+
 def test_the_assistant_s_turn_follows_the_tokens_of_the_conversation(talking, capsys):
   """One text is one message of the user; marks that the template writes are marks, and no other is added."""
   config, workdir = talking
@@ -85,10 +92,7 @@ def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
   options = {"prompt": ["Tell of rivers."], "chat": True, "max_tokens": 24, "temperature": 0.0}
   (whole,) = jobs.run("generate", config, str(workdir), **options)
   word = re.findall("[a-z]{2,}", whole["text"])[-1]
-  end = (
-    "{% if one.role == 'user' %}<|endoftext|>{% else %} " + word + "{% endif %}{{ '' }}"
-  )  # what is asked stays the same
-  (workdir / "chat_template.jinja").write_text(CHAT.replace("<|endoftext|>", end))
+  (workdir / "chat_template.jinja").write_text(ends_turns_in(word))
   (cut,) = jobs.run("generate", config, str(workdir), **options)
   assert (cut["text"], cut["stopped"]) == (whole["text"][: whole["text"].find(word)], "stop")
 
@@ -103,7 +107,7 @@ def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
   ],
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
-  assert _find_end_of_turn(ChatTemplate(text)) == end
+  assert ChatTemplate(text).find_end_of_turn() == end
 
 
 def test_a_file_holds_conversations_and_a_line_that_is_none_is_told(talking, tmp_path, capsys):
@@ -165,6 +169,25 @@ def test_the_hf_backend_gives_the_same_with_a_chat_template(turns, folders, task
   assert context.count("[user]") == 1 + turns and context.startswith("<s>") and lm.truncated == 0
   plain = evaluated(lm, task_folder, "choice", num_fewshot=1, limit=5)
   assert "[user]" not in plain["samples"]["choice"][0]["arguments"][0][0]
+
+
+def test_texts_of_a_chat_end_where_the_template_ends_turns_and_exports_name_the_token(folders, tmp_path):
+  run = Run.open(str(shutil.copytree(folders[1], tmp_path / "run")))
+
+  def answer(template):
+    (tmp_path / "run" / "chat_template.jinja").write_text(template)
+    lm = DiffEqLM(str(tmp_path / "run"))
+    kwargs = {"until": [], "max_gen_toks": 24}
+    return lm.generate_until([Instance("generate_until", {}, (lm.apply_chat_template(ASKED), kwargs), 0)], True)[0]
+
+  whole = answer(CHAT)
+  word = re.findall("[a-z]{2,}", whole)[-1]
+  assert answer(ends_turns_in(word)) == whole[: whole.find(word)]
+  (tmp_path / "run" / "chat_template.jinja").write_text(CHAT.replace("<|endoftext|>", "<s>"))
+  tokenizer = Run.open(str(tmp_path / "run")).tokenizer
+  diffeq_nnx.export_hf(run.model, str(tmp_path / "hf"), tokenizer=tokenizer)
+  ends = [json.loads((folder / "generation_config.json").read_text()) for folder in (folders[0], tmp_path / "hf")]
+  assert [one["eos_token_id"] for one in ends] == [tokenizer.eos_id, [tokenizer.eos_id, tokenizer.bos_id]]
 
 
 def test_an_open_message_ends_the_text_as_in_transformers(tmp_path):

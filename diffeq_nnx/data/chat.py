@@ -128,6 +128,16 @@ class ChatTemplate:
       raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
     return pieces
 
+  def find_end_of_turn(self) -> tuple[str, ...]:
+    """Returns what is written after an assistant's turn, if anything is; it need not be a mark of the tokenizer."""
+    answer = "An answer."
+    try:
+      turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+      _, found, after = self._render(turns, False).rpartition(answer)
+    except BadConversation:
+      return ()
+    return tuple(after.split()[:1]) if found else ()
+
   def _check_tool_calls(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
     """Raises BadConversation if `text`, which the template wrote, is the same without the calls of tools."""
     if any(one.get("tool_calls") for one in messages):

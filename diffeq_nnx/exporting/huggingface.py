@@ -107,7 +107,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
     tensors = layouts.to_tensors(architecture, stored, params, folded_factors(stored))
     folders.write_json(place, "config.json", {**settings, **marks})
-    folders.write_json(place, "generation_config.json", marks)
+    folders.write_json(place, "generation_config.json", marks | tokenizer_files.list_ends(tokenizer))
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
       notes.append(_explain_own(stored, form))

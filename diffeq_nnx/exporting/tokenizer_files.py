@@ -9,9 +9,11 @@ import os
 from typing import Any
 
 from diffeq_nnx import files
+from diffeq_nnx.data.chat import template_of
 from diffeq_nnx.data.tokenizers import CHAT_TEMPLATE, BytePairTokenizer, SentencePieceTokenizer, Tokenizer, specs
 from diffeq_nnx.data.tokenizers.byte_fallback import EXPORTED, SPACE, WITHIN
 from diffeq_nnx.exporting import folders
+from diffeq_nnx.inference.generation import find_stop_ids
 
 _BPE = 2  # TrainerSpec.ModelType in sentencepiece
 _PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -36,6 +38,14 @@ def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None]:
     return {"bos_token_id": None, "eos_token_id": None}
   ends = tokenizer.end_ids
   return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
+
+
+def list_ends(tokenizer: Tokenizer | None) -> dict[str, list[int]]:
+  """The end marks for generation_config.json where the special token that ends an answer of a chat is one more."""
+  if tokenizer is None or tokenizer.chat_template is None:
+    return {}
+  ends = find_stop_ids(tokenizer, template_of(tokenizer).find_end_of_turn()).difference(tokenizer.end_ids)
+  return {"eos_token_id": [*tokenizer.end_ids, *ends]} if ends else {}
 
 
 def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:

@@ -325,6 +325,7 @@ class DiffEqLM(TemplateLM):
   def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
     """Generates the text that follows each context, up to a stop string, an end mark or the limit of tokens.
 
+    Where a chat template wrote the context, what it writes after an answer ends the text too.
     As with the hf backend, a space that the tokenizer puts before a text is dropped at its beginning.
 
     Raises:
@@ -338,6 +339,8 @@ class DiffEqLM(TemplateLM):
     for number, request in enumerate(requests):
       prompt, kwargs = request.args
       options, until = self._read_options(request)
+      if isinstance(prompt, Rendered):
+        until += template_of(self._tokenizer).find_end_of_turn()
       room = self.max_length - options.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room

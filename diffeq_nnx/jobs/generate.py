@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config
-from diffeq_nnx.data.chat import BadConversation, ChatTemplate, template_of
+from diffeq_nnx.data.chat import template_of
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.inference.decoding import Decoder
@@ -70,7 +70,7 @@ def generate(
   config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
   template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
-  stop = () if template is None else _find_end_of_turn(template)
+  stop = () if template is None else template.find_end_of_turn()
   if prompt is not None:
     prompt = [prompt_files.write_prompt(one, template) for one in prompt]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
@@ -117,17 +117,6 @@ def _print_texts(
   for result in results if distributed.is_main_process() else ():
     print("" if streams else result["text"] if alone else json.dumps(result), flush=True)
   return results
-
-
-def _find_end_of_turn(template: ChatTemplate) -> tuple[str, ...]:
-  """What the template writes after an assistant's turn, which need not be an end mark of the tokenizer."""
-  answer = "An answer."
-  try:
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-    _, found, after = template.render(turns).rpartition(answer)
-  except BadConversation:
-    return ()
-  return tuple(after.split()[:1]) if found else ()
 
 
 def _to_record(one: Continuation) -> dict[str, Any]:
