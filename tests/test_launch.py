@@ -78,19 +78,19 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
 def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   arguments = [
     "--config=configs/tiny.py:builtin",
-    "--presets=gpt,gpt@optimizer.name=muon@model.num_kv_heads=1",
+    "--presets=gpt,gpt@optimizer.name=lion@model.num_kv_heads=1",
     "--rates=3e-2",
     "--seeds=0,1",
     f"--workdir={tmp_path}/runs",
     *SMALL,
-    "--set=train.steps=8",
+    "--set=train.steps=4",
     "--set=eval.max_batches=1",
     "--set=model.vocab_size=512",
     f"--set=data.cache_dir={tmp_path}/cache",
   ]
   compare.main(arguments)
   rows = capsys.readouterr().out.strip().splitlines()[-2:]
-  assert rows[0].startswith("| gpt | 0.03 | ") and rows[1].startswith("| gpt@optimizer.name=muon@")
+  assert rows[0].startswith("| gpt | 0.03 | ") and rows[1].startswith("| gpt@optimizer.name=lion@")
   results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")}
   runs = {f"gpt_rate0.03_seed{seed}.json" for seed in (0, 1)}
   assert {name for name in results if "@" not in name} == runs and len(results) == 4
@@ -100,7 +100,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   compare.main([*arguments, f"--plot={tmp_path}/curves.png"])
   out = capsys.readouterr().out.strip().splitlines()
   assert out[2:4] == rows and "--" not in out[0] and (tmp_path / "curves.png").stat().st_size > 10_000
-  assert out[5] == "| preset | step 8 |" and float(out[7].split("|")[2].split("±")[0]) == pytest.approx(
+  assert out[5] == "| preset | step 4 |" and float(out[7].split("|")[2].split("±")[0]) == pytest.approx(
     float(rows[0].split("|")[3].split("±")[0]), abs=6e-4
   )
 
@@ -199,7 +199,7 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
     "--config=configs/finetune_small.py:builtin",
     f"--from_workdir={finished[1]}",
     f"--workdir={tmp_path}/out",
-    "--presets=full,lora",
+    "--presets=lora",
     "--steps=2,3",
     "--set=train.steps=2",
     "--set=train.log_every=1",
@@ -213,13 +213,13 @@ def test_finetune_depths_prints_a_row_a_number_of_steps_and_trains_once(finished
   finetune_depths.main(arguments)
   again = capsys.readouterr()
   assert again.out == table and "nothing to train" in again.err
-  with pytest.raises(UserError, match="full_2_.* was trained with other settings"):
+  with pytest.raises(UserError, match="lora_2_.* was trained with other settings"):
     finetune_depths.main([*arguments, "--set=optimizer.peak_rate=0.5"])
   monkeypatch.setattr(finetune_depths, "read_metrics", lambda *_: [{"step": 0, "loss": 9.0}])
   with pytest.raises(RunError, match="is not finished"):
     finetune_depths.main(arguments)
   header, _, *rows = table.splitlines()
-  assert header == "| steps | before | full | over training | lora | over training |"
+  assert header == "| steps | before | lora | over training |"
   values = [[float(cell) for cell in row] for row in read_table(rows)]
   assert [row[0] for row in values] == [2, 3]
-  assert all(0 < loss < 10 for _, before, full, _, lora, _ in values for loss in (before, full, lora))
+  assert all(0 < loss < 10 for _, before, lora, _ in values for loss in (before, lora))
