@@ -33,7 +33,7 @@ def make(config) -> Model:
 @pytest.fixture(scope="module")
 def decoder():
   """Of a llama: its positions don't end."""
-  return diffeq_nnx.Decoder(make(small_model(field="llama")))
+  return diffeq_nnx.Decoder(make(small_model(field="llama", num_steps=2)))
 
 
 def uncached(model: Model, rows: list[list[int]], num_steps: int | None = None) -> list[np.ndarray]:
@@ -59,10 +59,10 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
   return decoding.DecodeState([], jnp.int32(0), jnp.asarray(next_B, jnp.int32), sampler)
 
 
-# each kind of weights, and each solver but those that differ by their tableau alone
+# each kind of weights and of solver
 @pytest.mark.parametrize(
   "preset,field",
-  [*zip(["diffeq", "baseline", "shared_sequential", "strang", "rk4", "leapfrog"], itertools.cycle(["gpt", "llama"]))],
+  [*zip(["diffeq", "baseline", "shared_sequential", "leapfrog", "rk4"], itertools.cycle(["gpt", "llama"]))],
 )
 def test_greedy_tokens_are_those_of_the_uncached_forward(preset, field):
   model = make(small_model(field=field, num_steps=2, **(PRESETS | SOLVER_PRESETS)[preset]))
@@ -143,15 +143,6 @@ def test_a_product_with_an_output_first_kernel_is_that_with_the_kernel(dtype, x6
   np.testing.assert_allclose(*(np.asarray(a, np.float64) for a in (found, expected)), rtol=4 * eps, atol=8 * eps)
 
 
-def test_one_likeliest_token_is_the_greedy_one_and_seeds_decide(decoder):
-  greedy = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, temperature=0)
-  for options in ({"top_k": 1, "temperature": 3.0}, {"top_p": 1e-6}):
-    assert diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, **options) == greedy
-  drawn = [diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (1, 1, 2)]
-  assert drawn[0] == drawn[1] != drawn[2]
-  assert diffeq_nnx.generate(decoder, PROMPTS[:1], max_tokens=8, seed=1) == drawn[0][:1]
-
-
 def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
   """Probabilities of all tokens, in NumPy."""
   shares = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
@@ -164,7 +155,9 @@ def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, t
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
-@pytest.mark.parametrize("top_k,top_p", [(None, 1.0), (3, 1.0), (None, 0.6), (4, 0.7), (100, 1.0), (None, 0.05)])
+@pytest.mark.parametrize(
+  "top_k,top_p", [(None, 1.0), (1, 1.0), (3, 1.0), (None, 0.6), (4, 0.7), (100, 1.0), (None, 1e-6)]
+)
 def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k, top_p):
   count, logits = 20_000, np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.9])
   sampler = GenerationOptions(temperature=temperature, top_k=top_k, top_p=top_p).make_sampler(range(count))
@@ -190,8 +183,9 @@ def test_tiny_temperatures_draw_the_likeliest_token(temperature, filters):
   np.testing.assert_array_equal(left, np.eye(11)[likeliest])
 
 
-def test_rows_end_at_their_stop_marks_and_where_learned_positions_do(decoder):
-  free = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3)
+def test_seeds_decide_and_rows_end_at_their_stop_marks_and_where_learned_positions_do(decoder):
+  free, again, other = (diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=seed) for seed in (3, 3, 4))
+  assert free == again != other
   mark = free[1][4]
   ended = diffeq_nnx.generate(decoder, PROMPTS, max_tokens=8, seed=3, stop_ids=[mark])
   assert ended == [row[: row.index(mark)] if mark in row else row for row in free] and len(ended[1]) <= 4
@@ -211,7 +205,7 @@ def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decode
   def ended_texts(numbers, **more):
     """(number, why it ended, ids) of the texts of these prompts, as they end."""
     ids = [[] for _ in numbers]
-    take = lambda n, token: "mark" if token == 7 else ids[n].append(token)
+    take = lambda n, token: "mark" if token == 1 else ids[n].append(token)
     found = batching.continue_prompts(
       decoder, [prompts[n] for n in numbers], GenerationOptions(**more, **options), take, row_numbers=numbers
     )
@@ -223,7 +217,7 @@ def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decode
   together = ended_texts(list(range(12)), rows=3)
   assert sorted(together) == alone != together
   assert {(reason, len(ids) == 20) for _, reason, ids in together} == {("length", True), ("mark", False)}
-  assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[7], **options) == expected
+  assert diffeq_nnx.generate(decoder, prompts, rows=5, stop_ids=[1], **options) == expected
 
 
 def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(decoder, monkeypatch):
@@ -254,7 +248,7 @@ def test_bad_input_is_one_line(decoder):
     ([[1]], {"seed": -1}, "seed=-1: must lie"),
     ([[1]], {"rows": 0}, "rows=0: must be 1 or above"),
     ([[1]], {"draft_tokens": 0}, "draft_tokens=0: must be 1 or above"),
-    ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 3"),
+    ([[1]], {"num_steps": 5}, "num_steps=5: this Decoder was made for 2"),
   ):
     assert part in told(lambda: diffeq_nnx.generate(decoder, prompts, **how))
   assert "13 tokens; the model has 12 positions" in told(
@@ -343,7 +337,7 @@ def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out():
 
 
 def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
-  model = make(small_model(field="llama", vocab_size=257))
+  model = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=257, num_steps=1)))
   tokenizer, prompts = data.load_tokenizer("bytes"), ["one", "two words"]
   pieces = {0: [], 1: []}
   made = diffeq_nnx.generate_texts(
@@ -359,7 +353,7 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
   first, _ = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, stop=[stop])
   assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
   tokenizer.more_end_ids = (ids[1][5], ids[0][7])  # each ends a text, not the first alone
-  draft = {"draft": diffeq_nnx.Decoder(model)}  # that a draft stands before doesn't let one through
+  draft = {"draft": model}  # that a draft stands before doesn't let one through
   for more in ({}, draft):
     ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, **more)
     for one, row in zip(ended, ids):
@@ -372,7 +366,7 @@ def test_a_stop_string_that_begins_with_a_special_token_ends_the_text_there(tmp_
   spec, names = spec_of(), [f"<|{number}|>" for number in range(200)]
   spec["added_tokens"] += [spec["added_tokens"][0] | {"id": 300 + n, "content": name} for n, name in enumerate(names)]
   tokenizer = _saved(tmp_path, json.dumps(spec))
-  decoder = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=500)))
+  decoder = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=500, num_steps=1)))
   make_text = lambda **more: diffeq_nnx.generate_texts(decoder, tokenizer, ["one"], max_tokens=20, **more)[0]
   whole = make_text()
   at = next(place for place, token in enumerate(whole.ids) if token >= 300)
@@ -389,7 +383,7 @@ def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_end
   assert generation.encode_prompts(tokenizer, ["a"]) == [[97]]
   (ids,) = generation.encode_prompts(tokenizer, ["a<|endoftext|>b"])
   assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
-  model = make(small_model(field="llama", vocab_size=257))
+  model = make(small_model(field="llama", vocab_size=257, num_steps=1))
   with_mark = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, stop_ids=tokenizer.end_ids, temperature=0)
   without = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, temperature=0)
   assert with_mark == without and len(without[0]) == 4
@@ -414,13 +408,13 @@ from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.training.step import init_state, state_shardings
 from tests.conftest import small_config, small_model
-config = small_config(small_model(embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=64))
+config = small_config(small_model(num_steps=2, embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=64))
 prompts, found = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11], [2]], []
-for sizes in (None, MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
-  mesh = sharding.make_mesh(MeshConfig() if sizes is None else sizes, jax.devices()[:1] if sizes is None else None)
+for sizes in (MeshConfig(), MeshConfig(context=2, fsdp=2, tensor=2)):
+  mesh = sharding.make_mesh(sizes)
   with jax.set_mesh(mesh):
     params = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)["params"]
-  for place, batches in ((None, [None]), (mesh, [None, 4, 1] if mesh.shape["tensor"] > 1 else [None])):
+  for place, batches in ((None, [None]), (mesh, [None, 4, 1])) if mesh.shape["tensor"] > 1 else ((mesh, [None]),):
     decoder = diffeq_nnx.Decoder(nnx.merge(graph(config.model), params), mesh=place)
     stored_OxI = decoder.ready.weights.sets[0]["up"]["kernel"].stored_OxI
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(decoder.ready)} == {1 if place is None else mesh.size}
