@@ -53,8 +53,8 @@ def end(model, steps):
   return np.asarray(jax.jit(lambda: model.hidden(TOKENS_2x12, model.block_weights(grid)))())
 
 
-@pytest.mark.parametrize("solver", ["strang", "rk4", "leapfrog"])  # each kind of solver
-def test_steps_are_put_where_the_state_moves(solver, x64):
+@pytest.mark.parametrize("solver", ["rk4", "leapfrog"])
+def test_steps_are_put_where_the_state_moves_and_the_error_is_smaller(solver, x64):
   model = concentrated(solver)
   errors_M = errors(model, 16)
   assert errors_M.shape == (16,) and errors_M[2:6].min() > 1e6 * errors_M[7:].max()
@@ -62,15 +62,11 @@ def test_steps_are_put_where_the_state_moves(solver, x64):
   edges = np.cumsum(sizes) / HORIZON
   assert sum(sizes) == pytest.approx(HORIZON, rel=1e-12) and min(sizes) > 0
   assert ((edges > 0.1) & (edges < 0.4)).sum() >= 8  # of 12 steps, 3.6 if all were alike
-
-
-@pytest.mark.parametrize("solver", ["euler", "leapfrog"])
-def test_the_error_at_equal_steps_is_smaller(solver, x64):
-  model = concentrated(solver)
-  sizes = adaptive.graded_sizes(errors(model, 16), 1.0, 16, HORIZON)
-  exact = end(model, 256)
-  even, graded = (np.linalg.norm(end(model, steps) - exact) for steps in (16, sizes))
-  assert graded < even / 2
+  if solver == "leapfrog":
+    exact = end(model, 256)
+    graded = adaptive.graded_sizes(errors_M, 1.0, 16, HORIZON)
+    even, graded = (np.linalg.norm(end(model, steps) - exact) for steps in (16, graded))
+    assert graded < even / 2
 
 
 def test_the_estimate_is_that_of_both_steps_by_hand(x64):
@@ -96,11 +92,10 @@ def test_the_estimate_is_that_of_both_steps_by_hand(x64):
     np.testing.assert_allclose(errors(model, 1, Packing(), mask_BxL), [expected], rtol=1e-10)
 
 
-@pytest.mark.parametrize("solver,order", [("euler", 1), ("heun", 2)])
-def test_the_order_is_measured(solver, order, x64):
+def test_the_order_is_measured(x64):
   smooth = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=1.0)
-  model = moved_instance(small_model(dtype="float64", solver=solver, horizon=0.5, time=smooth))
-  assert adaptive.order(errors(model, 16), errors(model, 8)) == pytest.approx(order, abs=0.2)
+  model = moved_instance(small_model(dtype="float64", solver="heun", horizon=0.5, time=smooth))
+  assert adaptive.order(errors(model, 16), errors(model, 8)) == pytest.approx(2, abs=0.2)
 
 
 def test_sizes_have_equal_errors_within_limits():
