@@ -64,6 +64,9 @@ def test_the_fastest_that_fits_is_taken_and_nothing_larger_than_what_does_not_fi
   assert (chosen.train.remat, chosen.train.device_batch_size) == ("none", 2)
   assert asked == [*(("full", n) for n in (1, 2, 4, 8)), ("dots", 1), *(("none", n) for n in (1, 2, 4))]
   assert told[-1] == "train.remat=none, train.device_batch_size=2: the fastest of 6 that fit, 0.8 s a step"
+  asked.clear()
+  for config in (tiny(), tiny("train.device_batch_size=2")):  # nothing is left open
+    assert fastest.autotune(config, str(tmp_path), mesh_of(config)) is config and not asked
 
 
 def test_a_run_keeps_what_was_measured_until_its_devices_or_its_step_change(tmp_path, told, clock, monkeypatch):
@@ -89,12 +92,6 @@ def test_a_file_that_holds_no_choice_is_measured_again(content, tmp_path, told, 
   file = tmp_path / fastest.FILE
   file.write_text(content.replace("%s", json.loads(file.read_text())["asked"]))
   assert fastest.autotune(config, str(tmp_path), mesh).train.remat == "none" and len(clock[1]) == 8
-
-
-def test_without_auto_nothing_is_measured(tmp_path, clock):
-  config = tiny()
-  assert fastest.autotune(config, str(tmp_path), mesh_of(config)) is config
-  assert fastest.autotune(tiny("train.device_batch_size=2"), str(tmp_path), mesh_of(config)) and not clock[1]
 
 
 def test_if_nothing_fits_one_line_says_so(tmp_path, clock, told):
