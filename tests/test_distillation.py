@@ -148,6 +148,7 @@ def test_a_run_learns_from_its_teacher_and_says_so(student, finished, tmp_path, 
 def test_fine_tuning_begins_at_a_divergence_of_0_from_its_own_source(finished, tmp_path):
   config = with_train(run_config(finished[1].parent, steps=4), teacher=str(finished[1]), log_every=1)
   jobs.run("finetune", config, str(tmp_path / "tuned"), from_workdir=str(finished[1]))
+  assert not list((tmp_path / "tuned").rglob("frozen"))  # all learns
   found = [record["divergence"] for record in read_metrics(tmp_path / "tuned", "train")]
   assert abs(found[0]) < 1e-6 < found[-1]
 
