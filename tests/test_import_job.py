@@ -13,12 +13,12 @@ import sentencepiece
 import transformers
 
 from diffeq_nnx import data, jobs
-from diffeq_nnx.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, TrainConfig
+from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
-from tests.conftest import run_command, small_model, told, write_documents
+from tests.conftest import run_command, run_config, told, write_documents
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import added_token, spec_of
@@ -30,13 +30,9 @@ def finished(tmp_path_factory):
   """(config, work directory) of a sequential run of 4 steps with generated weights."""
   folder = tmp_path_factory.mktemp("text")
   write_documents(folder)
-  config = Config(
-    model=small_model(num_steps=2, embed_dim=16, seq_len=16, vocab_size=300, solver="sequential", num_kv_heads=None),
-    data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-    train=TrainConfig(steps=4, batch_size=4, remat="none", loss_chunks=4, peak_tflops=0.1),
-    eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-    checkpoint=CheckpointConfig(every=4),
-  )
+  config = run_config(folder, steps=4)
+  model = dataclasses.replace(config.model, solver="sequential", num_kv_heads=None)
+  config = dataclasses.replace(config, model=model)
   train(config, str(folder / "run"))
   return config, str(folder / "run")
 
@@ -180,9 +176,6 @@ def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path
   assert "only model.time, model.dropout, model.attention may differ" in refused(capsys, *other)
   other = ("--job=discretize", source, f"--workdir={tmp_path}/x", *text, "--config.data.tokenizer=bytes")
   assert "was trained with another tokenizer" in refused(capsys, *other) and not (tmp_path / "x").exists()
-  tuned = f"{tmp_path}/tuned"
-  command(capsys, "--job=finetune", source, f"--workdir={tuned}", *text)
-  assert Run.open(tuned).step == 2 and Run.open(workdir).step == 0
 
 
 def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_path, capsys):
@@ -190,6 +183,7 @@ def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_
   copy, tuned = f"{tmp_path}/copy", f"{tmp_path}/tuned"
   shutil.copytree(workdir, copy)
   command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}", *text)
+  assert Run.open(tuned).step == 2 and Run.open(copy).step == 0
   command(capsys, f"--workdir={copy}", *text)
   run = Run.open(copy)
   assert run.step == 2 and run.started.data.source.startswith("text:") and run.corpus
