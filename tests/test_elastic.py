@@ -108,14 +108,15 @@ def test_depth_grows_by_schedule(capsys):
   assert "was trained at 1 and 2 solver steps and never at 3" in capsys.readouterr().err
 
 
-def test_a_run_of_several_depths_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("depths", [{"draw_from": 0.4}, {"step_schedule": (5,)}])
+def test_a_run_of_several_depths_goes_on_bit_for_bit(depths, tmp_path):
   """Stopped after the depths began to change, against not stopped."""
   write_documents(tmp_path)
   config = run_config(tmp_path, steps=12, name="muon_weights")
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, time=UNIFORM),
-    train=dataclasses.replace(config.train, step_counts=(1, 2), log_every=1, draw_from=0.4),
+    train=dataclasses.replace(config.train, step_counts=(1, 2), log_every=1, **depths),
   )
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   train(config, whole)
