@@ -65,13 +65,15 @@ def check_peft(base, folder, config, params, own=False):
     np.testing.assert_allclose(merged(tokens).logits.numpy(), expected, rtol=0, atol=1e-5)
 
 
-# tables that learn or stay, tied or not
+# tables that learn or stay, tied or not, of GPT-2 and of the others
 @pytest.mark.parametrize(
   "kind,changes,embeddings",
   [
     ("gpt2", {}, True),
+    ("gpt2", {"tie_word_embeddings": False}, False),
     ("llama", {}, True),
     ("llama", {"tie_word_embeddings": True}, False),
+    ("mistral", {"sliding_window": None, "head_dim": 8}, False),
     ("qwen2", {}, True),
     ("qwen3", {"head_dim": 16, "num_key_value_heads": 1}, False),
   ],

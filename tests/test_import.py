@@ -74,6 +74,7 @@ def same_logits(folder, theirs):
     ("llama", {"rms_norm_eps": 1e-2, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("gpt2", {"tie_word_embeddings": False}),
     ("mistral", {"sliding_window": None, "head_dim": 8}),
+    ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     ("qwen3", {"head_dim": 16}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 6, "num_key_value_heads": 1}),
