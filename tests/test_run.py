@@ -472,7 +472,9 @@ for limit in (9_000, 0):  # bytes a file: too few for the arrays; none at all
 def test_a_full_disk_loses_no_earlier_checkpoint(run, finished, capfd):
   config, workdir = run
   text = str(finished[1].parent)
-  done = subprocess.run([sys.executable, "-c", FULL, text, str(workdir)], text=True, capture_output=True, timeout=200)
+  command = [sys.executable, "-c", FULL, text, str(workdir)]
+  environment = {**os.environ, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "3600"}  # no part of a program is kept
+  done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=environment)
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert len(lines) == 2 and all("run the same command to continue" in line for line in lines), done.stdout
