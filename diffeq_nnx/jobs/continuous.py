@@ -21,8 +21,8 @@ def config_from(source: Config) -> Config:
   """The config of the new run: generated weights, as of `continuation.continuous_config`, to be trained elastically.
 
   That is for half to twice the source's number of solver steps, or for half to all of them if the source has a
-  `model.depth_order`, whose steps are no samples of a smooth function. Instead of muon_weights, which was not measured
-  at several numbers of steps, it takes muon.
+  `model.depth_order`, whose steps are no samples of a smooth function. Instead of muon_weights, which the preset
+  elastic does without too, it takes muon.
   docs/evidence/any_depth.md has the measurements behind `CONTINUATION_DIVISOR`, which are of AdamW.
   """
   steps = max(1, source.train.steps // CONTINUATION_DIVISOR)
