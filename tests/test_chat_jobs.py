@@ -106,7 +106,7 @@ def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
   ],
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
-  assert ChatTemplate(text).find_end_of_turn() == end
+  assert ChatTemplate(text).end_of_turn == end
 
 
 def test_a_file_holds_conversations_and_a_line_that_is_none_is_told(talking, tmp_path, capsys):

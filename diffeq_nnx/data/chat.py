@@ -128,8 +128,9 @@ class ChatTemplate:
       raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
     return pieces
 
-  def find_end_of_turn(self) -> tuple[str, ...]:
-    """Returns what is written after an assistant's turn, if anything is; it need not be a mark of the tokenizer."""
+  @functools.cached_property
+  def end_of_turn(self) -> tuple[str, ...]:
+    """What is written after an assistant's turn, if anything is; it need not be a mark of the tokenizer."""
     answer = "An answer."
     try:
       turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]

@@ -44,7 +44,7 @@ def list_ends(tokenizer: Tokenizer | None) -> dict[str, list[int]]:
   """The end marks for generation_config.json where the special token that ends an answer of a chat is one more."""
   if tokenizer is None or tokenizer.chat_template is None:
     return {}
-  ends = find_stop_ids(tokenizer, template_of(tokenizer).find_end_of_turn()).difference(tokenizer.end_ids)
+  ends = find_stop_ids(tokenizer, template_of(tokenizer).end_of_turn).difference(tokenizer.end_ids)
   return {"eos_token_id": [*tokenizer.end_ids, *ends]} if ends else {}
 
 

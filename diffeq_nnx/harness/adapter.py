@@ -340,7 +340,7 @@ class DiffEqLM(TemplateLM):
       prompt, kwargs = request.args
       options, until = self._read_options(request)
       if isinstance(prompt, Rendered):
-        until += template_of(self._tokenizer).find_end_of_turn()
+        until += template_of(self._tokenizer).end_of_turn
       room = self.max_length - options.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room

@@ -70,7 +70,7 @@ def generate(
   config, tokenizer = run.config, run.tokenizer
   say_attention(config.model)
   template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
-  stop = () if template is None else template.find_end_of_turn()
+  stop = () if template is None else template.end_of_turn
   if prompt is not None:
     prompt = [prompt_files.write_prompt(one, template) for one in prompt]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
