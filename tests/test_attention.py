@@ -1,7 +1,10 @@
 """Attention: one contract for every implementation that this machine can run, over named shapes and features.
 
 The TPU and the GPU kernel run in Pallas's interpreters here (the GPU's needs jax 0.11.2 or later);
-tests/test_attention_compile.py gives them to the real compilers.
+tests/test_attention_compile.py gives them to the real compilers. On a machine with a Hopper GPU, which tests do not see
+unless asked, the GPU kernel itself runs, on the whole of each named shape:
+
+  DIFFEQ_NNX_IN_TESTS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest -n 4 tests/test_attention.py -k gpu
 """
 
 import dataclasses
@@ -51,10 +54,11 @@ FEATURES = {
 
 GPU_KERNELS = ["gpu", "gpu_deterministic"]  # backward in one pass, and in two
 KERNELS = ["tpu", *GPU_KERNELS]
+ON_GPU = jax.default_backend() == "gpu"
 
 
 def kernel_of(name: str):
-  """An interpreted kernel, with the reference's arguments."""
+  """An interpreted kernel, or the GPU's own on a GPU, with the reference's arguments."""
   if name == "tpu":
     return functools.partial(attention_tpu, interpret=True)
   from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -63,9 +67,8 @@ def kernel_of(name: str):
     pytest.skip(f"jax {jax.__version__} has no interpreter for GPU kernels; 0.11.2 has")
   from diffeq_nnx.kernels.attention.gpu import attention_gpu
 
-  return functools.partial(
-    attention_gpu, interpret=plgpu.InterpretGPUParams(), deterministic=name == "gpu_deterministic"
-  )
+  interpret = None if ON_GPU else plgpu.InterpretGPUParams()
+  return functools.partial(attention_gpu, interpret=interpret, deterministic=name == "gpu_deterministic")
 
 
 def value_and_gradients(function, q, k, v):
@@ -144,20 +147,22 @@ def test_every_feature_of_the_gpu_kernel_agrees_with_the_reference(feature, kern
     *(
       (name, kernel)
       for kernel in GPU_KERNELS
-      for name in ("llama_grouped", "gemma_head_256", "mistral_window", "packed_documents")
+      for name in (SHAPES if ON_GPU else ("llama_grouped", "gemma_head_256", "mistral_window", "packed_documents"))
     ),
   ],
 )
 def test_every_named_shape_agrees_with_the_reference(name, kernel):
-  """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions (512 for the slower one)."""
-  shape = SHAPES[name]
-  length = min(shape.length, 1024 if kernel == "tpu" else 512)
+  """With the tuned blocks; one sequence, one group of heads, and at most 1024 positions (512 for the slower one).
+
+  On a GPU: up to two sequences and two groups of heads, at the whole length.
+  """
+  shape, whole = SHAPES[name], ON_GPU and kernel != "tpu"
+  length = shape.length if whole else min(shape.length, 1024 if kernel == "tpu" else 512)
   window = shape.window and shape.window * length // shape.length
-  check(
-    dataclasses.replace(shape, batch=1, length=length, window=window, kv_heads=1, heads=shape.heads // shape.kv_heads),
-    "bfloat16",
-    kernel_of(kernel),
-  )
+  groups = min(shape.kv_heads, 2 if whole else 1)
+  sizes = {"batch": min(shape.batch, 2 if whole else 1), "length": length, "window": window}
+  heads = {"kv_heads": groups, "heads": groups * shape.heads // shape.kv_heads}
+  check(dataclasses.replace(shape, **sizes, **heads), "bfloat16", kernel_of(kernel))
 
 
 def lengths_differ(S, T, dtype="bfloat16"):
@@ -303,6 +308,7 @@ def test_the_tpu_interpreter_finds_no_race():
   assert not tpu_races_found()
 
 
+@pytest.mark.skipif(ON_GPU, reason="the GPU's own kernel runs")
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
 def test_the_gpu_interpreter_finds_no_race(kernel):
   kernel = kernel_of(kernel)
@@ -364,6 +370,8 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("auto", "cpu", "bfloat16", 64, None, "reference"),
     (None, "tpu", "bfloat16", 64, None, "pallas"),
     ("auto", "tpu", "float64", 64, None, "reference"),
+    ("auto", "hopper", "bfloat16", 256, "soft cap", "pallas"),
+    ("auto", "hopper", "float32", 128, None, "reference"),
     ("auto", "gpu", "bfloat16", 128, None, "cudnn"),
     ("auto", "gpu", "float32", 128, None, "reference"),
     ("auto", "gpu", "bfloat16", 256, None, "reference"),
@@ -374,6 +382,9 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
     ("cudnn", "gpu", "bfloat16", 64, None, "cudnn"),
   ],
 )
-def test_what_auto_chooses(asked, backend, dtype, head_dim, unsupported, chosen):
+def test_what_auto_chooses(asked, backend, dtype, head_dim, unsupported, chosen, monkeypatch):
+  monkeypatch.setattr(dispatch, "_capability", lambda capability=9.0 if backend == "hopper" else 8.0: capability)
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+  backend = "gpu" if backend == "hopper" else backend
   name, why = public.choose(asked, dtype=jnp.dtype(dtype), head_dim=head_dim, unsupported=unsupported, backend=backend)
   assert name == chosen and why

@@ -16,7 +16,7 @@ import pytest
 
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
-from diffeq_nnx.kernels.attention.shapes import SHAPES
+from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from launch import gpus
 from launch.benchmarks import kernel_schedule
 from tests import hopper_code
@@ -39,17 +39,16 @@ def gpu():
   return gpus.devices_of("h100:1")[0]
 
 
-def gradients_and_inputs(name: str, dtype: str, sharding, implementation: str):
-  """A function for the gradients of q, k and v at a named shape, and the shapes of its arguments.
+def gradients_and_inputs(shape: Shape, dtype: str, sharding, implementation: str, **more):
+  """A function for the gradients of q, k and v, and the shapes of its arguments.
 
   It runs under shard_map, so that the kernel knows which device it is for.
   """
-  shape = SHAPES[name]
   array = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
   q = array(shape.batch, shape.length, shape.heads, shape.head_dim)
   k = array(shape.batch, shape.length, shape.kv_heads, shape.head_dim)
   segments = (array(shape.batch, shape.length, dtype=jnp.int32),) if shape.documents else ()
-  options = dict(window=shape.window, logits_soft_cap=shape.logits_soft_cap, implementation=implementation)
+  options = dict(window=shape.window, logits_soft_cap=shape.logits_soft_cap, implementation=implementation, **more)
 
   def loss(q, k, v, segment_ids=None):
     return attention(q, k, v, segment_ids=segment_ids, **options).astype(jnp.float32).sum()
@@ -82,7 +81,7 @@ slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape an
 def test_forward_and_backward_compile_for_tpus(name, dtype, topology):
   mesh = jax.sharding.Mesh(np.array([tpu(topology)]), ("x",))
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  function, inputs = gradients_and_inputs(name, dtype, everywhere, "pallas_tpu")
+  function, inputs = gradients_and_inputs(SHAPES[name], dtype, everywhere, "pallas_tpu")
   compiled = function.trace(*inputs).lower(lowering_platforms=("tpu",)).compile()
   assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
   shape = SHAPES[name]
@@ -137,15 +136,23 @@ compiles_for_gpus = pytest.mark.skipif(
 
 @compiles_for_gpus
 @pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_gpu_deterministic"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_forward_and_backward_compile_for_an_h100(name, implementation):
+@pytest.mark.parametrize(
+  "shape,more",
+  [
+    *((shape, {}) for shape in SHAPES.values()),
+    (Shape(2, 300, 4, 2, 64), {"causal": False}),
+    (Shape(2, 300, 4, 2, 64, documents=5), {"causal": False}),
+  ],
+  ids=[*SHAPES, "not_causal", "documents_not_causal"],
+)
+def test_forward_and_backward_compile_for_an_h100(shape, more, implementation):
   mesh = jax.sharding.Mesh(np.array([gpu()]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  function, inputs = gradients_and_inputs(name, "bfloat16", everywhere, implementation)
+  function, inputs = gradients_and_inputs(shape, "bfloat16", everywhere, implementation, **more)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     compiled = function.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
   one_pass = implementation == "pallas_gpu"
-  kernels = 4 if SHAPES[name].head_dim > 128 else 2 if one_pass else 3  # forward, dQ, dK and dV: in wide heads apart
+  kernels = 4 if shape.head_dim > 128 else 2 if one_pass else 3  # forward, dQ, dK and dV: in wide heads apart
   assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels
 
 

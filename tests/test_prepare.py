@@ -144,6 +144,16 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(text, tmp_path, monk
   assert digest(directory) == digest(tmp_path / "whole")
 
 
+def test_a_program_that_its_workers_would_start_again_ends(text, tmp_path):
+  program = tmp_path / "program.py"
+  program.write_text(PROGRAM.replace("int(num_processes))", "int(num_processes), wait=True)"))
+  words = [sys.executable, str(program), config_of(text).source, str(tmp_path / "shards"), "2"]
+  done = subprocess.run(
+    words, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 1 and "under `if __name__ == '__main__':`" in done.stderr
+
+
 def _session(leader, part=""):
   """The living processes of a session whose command lines hold `part`."""
   found = []

@@ -47,9 +47,14 @@ def choose(
   if implementation in (None, "auto"):
     if backend == "tpu" and dtype != jnp.float64:
       return "pallas", "the backend is a TPU"
-    if backend == "gpu" and lacking is None:
-      return "cudnn", "the backend is a GPU"
-    return "reference", f"cuDNN has no {lacking}" if backend == "gpu" else f"no kernel for the backend {backend!r}"
+    if backend != "gpu":
+      return "reference", f"no kernel for the backend {backend!r}"
+    problem = _what_the_gpu_kernel_lacks(dtype, head_dim, here=True)
+    if problem is None:
+      return "pallas", "the GPU is a Hopper GPU"
+    if lacking is None:
+      return "cudnn", f"the Pallas kernel {problem}"
+    return "reference", f"the Pallas kernel {problem}; cuDNN has no {lacking}"
   if implementation not in IMPLEMENTATIONS + WITHOUT_BACKEND:
     raise ValueError(f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
   kernel = implementation.removesuffix("_deterministic")

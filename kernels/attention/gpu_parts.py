@@ -146,11 +146,14 @@ def mask_scores(scores, static: Problem, first_row, first_column, by_key: bool, 
   rows = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW)
   columns = first_column + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
   from_column = below_column = None
+  # Without a causal mask the bound lies beyond all columns, but depends on the row: the compiler finds no layout for an
+  # array of equal values.
+  shift = 0 if mask.causal else static.L
   if by_key:
-    from_column = jnp.where(rows < static.L, rows if mask.causal else 0, jnp.iinfo(jnp.int32).max // 2)
+    from_column = jnp.where(rows < static.L, rows - shift, jnp.iinfo(jnp.int32).max // 2)
     below_column = None if mask.window is None else rows + mask.window
   else:
-    below_column = jnp.minimum(rows + 1, static.L) if mask.causal else jnp.full_like(rows, static.L)
+    below_column = jnp.minimum(rows + 1 + shift, static.L)
     from_column = None if mask.window is None else rows - (mask.window - 1)
   visible: Any = True
   if from_column is not None:

@@ -1,16 +1,19 @@
 """Times our attention and other installed ones at the named shapes, on the available backend.
 
-  python -m launch.benchmarks.attention [--shapes=gpt_small,llama1b] [--dtype=bfloat16] [--rounds=9] [--batch=1]
+  python -m launch.benchmarks.attention [--shapes=gpt_small,llama1b] [--dtype=bfloat16] [--rounds=9] [--batch=1] \\
+      [--calls=10] [--implementations=ours,cudnn]
 
 For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
 reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
-tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own.
+tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own. Each
+time is that of so many calls in a row, so that the device need not wait for the host between them.
 
 TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
 the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
 Implementations that materialize all scores are skipped if these would fill half of the device's memory.
 """
 
+import argparse
 from collections.abc import Callable
 import contextlib
 import dataclasses
@@ -109,12 +112,14 @@ def candidates(shape: Shape) -> dict[str, Callable]:
   return {name: function for name, function in found.items() if function is not None}
 
 
-def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, float | str]:
-  """Median seconds of each implementation, or the reason in words that there are none."""
-  runs, results, inputs = {}, {}, shape.inputs(dtype)
+def measure(shape: Shape, args: argparse.Namespace, asked: set[str], backward: bool) -> dict[str, float | str]:
+  """Median seconds of each implementation `asked` for (all, if none is), or the reason in words that there are none."""
+  runs, results, inputs = {}, {}, shape.inputs(args.dtype)
   limit = memory_limit(jax.devices()[0])
   memory = limit if math.isfinite(limit) else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   for name, function in candidates(shape).items():
+    if asked and name not in asked:
+      continue
     if name in MATERIALIZED and 3 * 4 * shape.batch * shape.heads * shape.length**2 > memory / 2:
       results[name] = "the scores would not fit"
       continue
@@ -125,14 +130,17 @@ def measure(shape: Shape, dtype: str, backward: bool, rounds: int) -> dict[str, 
       jax.block_until_ready(runs[name]())
     except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
-  return results | {name: statistics.median(seconds) for name, seconds in programs.time_rounds(runs, rounds).items()}
+  in_a_row = {name: lambda run=run: [run() for _ in range(args.calls)][-1] for name, run in runs.items()}
+  times = programs.time_rounds(in_a_row, args.rounds)
+  return results | {name: statistics.median(seconds) / args.calls for name, seconds in times.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
   """Measures and prints a Markdown table."""
-  parser = programs.make_parser(__doc__, shapes=list(SHAPES), rounds=9, batch=0)
+  parser = programs.make_parser(__doc__, shapes=list(SHAPES), rounds=9, batch=0, calls=1, implementations=[""])
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
   args = parser.parse_args(argv)
+  asked = set(filter(None, args.implementations))
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:
     parser.error(f"--shapes: no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
@@ -148,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     pairs = Mask(True, shape.window).num_visible(shape.length, shape.length)
     forward = 4.0 * shape.head_dim * shape.batch * shape.heads * pairs
     for backward in (False, True):
-      for who, result in measure(shape, args.dtype, backward, args.rounds).items():
+      for who, result in measure(shape, args, asked, backward).items():
         prefix = f"| {name} | {'forward+backward' if backward else 'forward'} | {who} |"
         if isinstance(result, str):
           print(f"{prefix} {result} | | |", flush=True)

@@ -1,9 +1,9 @@
 """Ways to fewer layers for a published checkpoint: the loss of each before and after the same healing, as a table.
 
   python -m launch.experiments.fewer_layers --workdir=runs/smol --out=runs/fewer --depths=30,27,24,20,15 \\
-      [--recipes=greedy,influence,merged,uniform] [--healing=none,teacher,alone,lora_teacher,lora] [--seeds=0,1] \\
-      [--points=20,60,200] --set=data.source=jsonl:data/english/*train*.jsonl \\
-      --set=data.validation=jsonl:data/english/*validation*.jsonl --set=train.steps=200 [--set=KEY=VALUE]
+      [--recipes=greedy,influence,merged,uniform] [--healing=none,teacher,alone,lora_teacher,lora,elastic] \\
+      [--seeds=0,1] [--points=20,60,200] [--other=text:data/wikitext2.test.txt] [--set=KEY=VALUE] \\
+      --set=data.source=jsonl:data/english/*train*.jsonl --set=data.validation=jsonl:data/english/*validation*.jsonl
 
 --workdir is a run with stored weights, as --job=import makes it. A recipe says which layers a model of fewer has:
 
@@ -15,10 +15,13 @@
   uniform    W(t) through the layers, made by --job=continuous, at equal steps
 
 Each is then fine-tuned (--job=finetune) on the same tokens, with the run itself as its teacher or alone, all weights or
-adapters of rank 16; with `none` it is evaluated as it is. Losses are validation losses in nats per token, at the train
-steps `--points` of that one fine-tuning. The last column is the price at the last point: the difference from the full
-depth after the same healing without a teacher, if that is among the depths. Several seeds give means with standard
-errors; the price is paired. Everything is kept in --out, and the same command continues after an interruption.
+adapters of rank 16; with `none` it is evaluated as it is. With `elastic` one run serves all of `--depths`: each train
+step draws one of them, and the full depth teaches it. That needs a recipe with an order of layers, and one point.
+Losses are validation losses in nats per token, at the train steps `--points` of that one fine-tuning. The price is the
+difference at the last point from the full depth after the same healing without a teacher, if that is among the depths.
+With `--other`, two more columns have the loss on the whole of that text at the end, and its price. Several seeds give
+means with standard errors; prices are paired. Everything is kept in --out, and the same command continues after an
+interruption.
 """
 
 import dataclasses
@@ -124,20 +127,37 @@ def evaluate(args, recipe: str, num_steps: int) -> float:
 
 
 def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[float]:
-  """Fine-tunes, unless that is done; the validation losses before and at `--points`."""
+  """Fine-tunes, unless that is done; the validation losses before and at `--points`, and that of `--other`."""
   started = Run.open(args.workdir).started
-  source = prepare(recipe, num_steps, args)
-  own = "" if num_steps == started.model.num_steps else recipe
-  workdir = os.path.join(args.out, f"{own or 'whole'}_{num_steps}_{healing}_seed{seed}")
+  elastic, depths = healing == "elastic", tuple(sorted({*args.depths, started.model.num_steps}))
+  source = prepare(recipe, depths[0] if elastic else num_steps, args)
+  name = f"{recipe}_all" if elastic else f"whole_{num_steps}" if source == args.workdir else f"{recipe}_{num_steps}"
+  workdir = os.path.join(args.out, f"{name}_{healing}_seed{seed}")
   every = int(np.gcd.reduce(args.points))
   settings = [*args.set, f"seed={seed}", f"eval.every={every}", f"train.steps={max(args.points)}"]
   settings += LORA if "lora" in healing else ()
   settings += [f"train.teacher={args.workdir}"] if "teacher" in healing else ()
-  asked = None if recipe == "merged" else num_steps
+  settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
+  asked = None if elastic or recipe == "merged" else num_steps
   config = config_lib.apply_settings(Run.open(source).started, settings)
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
+  measured = lambda text: tables.remember(
+    f"{workdir}_{num_steps}_{'other' if text else 'after'}.json", lambda: measure(workdir, text, num_steps, elastic)
+  )
+  other = [measured([f"data.source={args.other}", f"data.validation={args.other}"])] if args.other else []
+  if elastic:
+    return [evaluate(args, recipe, num_steps), measured([]), *other]
   losses = {record["step"]: record["loss"] for record in read_metrics(workdir, "validation")}
-  return [losses[step] for step in (0, *args.points)]
+  return [*(losses[step] for step in (0, *args.points)), *other]
+
+
+def measure(workdir: str, text: list[str], num_steps: int, elastic: bool) -> float:
+  """The validation loss of a finished run, on another text if settings name one."""
+  run = Run.open(workdir)
+  config = config_lib.apply_settings(run.config, [*text, *(["eval.max_batches=None"] if text else [])])
+  with jax.set_mesh(run.mesh):
+    evaluator = Evaluator(config, load_text(config, run), run.mesh, num_steps if elastic else None)
+    return evaluator(run.params)["loss"]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -147,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     __doc__,
     **dict(workdir=str, out=str, recipes=recipes, healing=healing, depths=[30, 27, 24, 20, 15], points=[20, 60, 200]),
     seeds=[0],
+    other=None,
   )
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
@@ -154,19 +175,22 @@ def main(argv: list[str] | None = None) -> None:
   rows, base = [], None
   of_whole = "none" if args.healing == ["none"] else "alone"
   wanted = [("greedy", whole, of_whole)] if whole in args.depths else []  # the recipe plays no part
-  wanted += [(r, n, h) for n in args.depths if n != whole for r in args.recipes for h in args.healing]
+  wanted += [(r, n, h) for n in args.depths for r in args.recipes for h in args.healing if n != whole or h == "elastic"]
   for recipe, num_steps, how in wanted:
-    name = "all layers" if num_steps == whole else recipe
+    name = "all layers" if num_steps == whole and how != "elastic" else recipe
     if how == "none":
-      rows.append(
-        [str(num_steps), name, how, f"{evaluate(args, recipe, num_steps):.3f}", *[""] * (len(args.points) + 1)]
-      )
+      empty = [""] * (len(args.points) + (3 if args.other else 1))
+      rows.append([str(num_steps), name, how, f"{evaluate(args, recipe, num_steps):.3f}", *empty])
       continue
     values = np.array([heal(args, recipe, num_steps, how, seed) for seed in args.seeds]).T
-    base = values if num_steps == whole else base
-    price = "" if base is None else tables.difference(values[-1], base[-1], "+.3f")
-    rows.append([str(num_steps), name, how, *(tables.mean_and_error(one, ".3f") for one in values), price])
+    base = values if how == "alone" and num_steps == whole else base
+    cells = [tables.mean_and_error(one, ".3f") for one in values]
+    for place in (len(args.points), len(args.points) + 1)[: 2 if args.other else 1]:
+      price = "" if base is None else tables.difference(values[place], base[place], "+.3f")
+      cells.insert(place + 1 + place - len(args.points), price)
+    rows.append([str(num_steps), name, how, *cells])
   head = ["layers", "recipe", "healing", "before", *(f"after {step} steps" for step in args.points), "price"]
+  head += ["other text", "its price"] if args.other else []
   print(tables.markdown(head, rows))
 
 

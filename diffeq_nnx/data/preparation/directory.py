@@ -6,6 +6,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,7 +27,15 @@ _OURS = re.compile(
 
 @contextlib.contextmanager
 def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
-  """Keeps a second process out of a directory; raises UserError if there is one, or waits for it."""
+  """Keeps a second process out of a directory; raises UserError if there is one, or waits for it.
+
+  Raises UserError in a worker process that imports the program which started it, and would wait for it forever.
+  """
+  if getattr(multiprocessing.current_process(), "_inheriting", False):
+    raise UserError(
+      f"{label}: a program that prepares text is imported by its worker processes; start it under "
+      "`if __name__ == '__main__':`"
+    )
   descriptor = os.open(directory, os.O_RDONLY)
   try:
     try:
