@@ -1,4 +1,4 @@
-"""Fused attention: `attention` uses the TPU kernel, cuDNN or the reference, by the backend."""
+"""Fused attention: `attention` uses the kernel of a TPU or a Hopper GPU, cuDNN or the reference, by the device."""
 
 from diffeq_nnx.kernels.attention.decode import decode_attention
 from diffeq_nnx.kernels.attention.dispatch import IMPLEMENTATIONS, attention, choose
