@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -89,7 +90,7 @@ def evaluate_downstream(
     )
   folder = os.path.join(workdir, settings.folder)
   info = lm.get_model_info()
-  distributed.on_main_process(_write, folder, info, shots, ours, theirs, text, settings)
+  distributed.on_main_process(_write, folder, _Measured(settings, info, shots, ours, theirs, text))
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -161,19 +162,26 @@ def _evaluate(
   return found
 
 
-def _notes(
-  info: dict[str, Any],
-  shots: list[int | None],
-  ours: list[report.Results],
-  theirs: list[report.Results],
-  text: dict[str, Any] | None,
-  settings: HarnessConfig,
-) -> list[str]:
+@dataclasses.dataclass
+class _Measured:
+  """What the job measured, under its settings: results for each number of examples, the baseline's, and of a text."""
+
+  settings: HarnessConfig
+  info: dict[str, Any]  # about the model
+  shots: list[int | None]
+  ours: list[report.Results]
+  theirs: list[report.Results]
+  text: dict[str, Any] | None
+
+
+def _describe(measured: _Measured) -> list[str]:
   """What a reader of the table must know."""
+  settings, info, ours, text = measured.settings, measured.info, measured.ours, measured.text
   mark = lambda name: "none" if info[name] is None else f"the mark {info[name]}"
   truncated, merged = (
     ", ".join(
-      str(one["config"][name]) + ("" if count is None else f" ({count}-shot)") for one, count in zip(ours, shots)
+      str(one["config"][name]) + ("" if count is None else f" ({count}-shot)")
+      for one, count in zip(ours, measured.shots)
     )
     for name in ("truncated_requests", "merged_requests")
   )
@@ -189,7 +197,7 @@ def _notes(
     )
     if settings.apply_chat_template:
       notes.append(f"the run's chat template writes the contexts: {ours[0]['config']['chat_template']}")
-  notes += report.note_differences(ours, theirs)
+  notes += report.note_differences(ours, measured.theirs)
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not comparable with published results")
   if text is not None:
@@ -198,15 +206,7 @@ def _notes(
   return notes
 
 
-def _write(
-  folder: str,
-  info: dict[str, Any],
-  shots: list[int | None],
-  ours: list[report.Results],
-  theirs: list[report.Results],
-  text: dict[str, Any] | None,
-  settings: HarnessConfig,
-) -> None:
+def _write(folder: str, measured: _Measured) -> None:
   """Writes the results to the folder, and removes those of an earlier job.
 
   Raises:
@@ -214,13 +214,12 @@ def _write(
   """
   written = {
     report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
-    for count, one in zip(shots, ours)
+    for count, one in zip(measured.shots, measured.ours)
   }
-  if text is not None:
-    record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
+  if measured.text is not None:
+    record = {"text": measured.settings.text, **measured.text, **{name: measured.info[name] for name in CONDITIONS}}
     written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
-  notes = _notes(info, shots, ours, theirs, text, settings)
-  written["table.md"] = report.make_table(ours, theirs, notes).encode()
+  written["table.md"] = report.make_table(measured.ours, measured.theirs, _describe(measured)).encode()
   try:
     files.make_folder(folder)
     for name, content in written.items():
