@@ -308,6 +308,14 @@ def test_the_tpu_interpreter_finds_no_race():
   assert not tpu_races_found()
 
 
+def test_a_program_with_64_bit_integers_can_trace_the_gpu_kernel():
+  kernel_of("gpu")  # skips without it
+  q, k, v = (jax.ShapeDtypeStruct((2, 300, 2, 64), jnp.bfloat16) for _ in "qkv")
+  loss = lambda q, k, v: public.attention(q, k, v, implementation="pallas_gpu").astype(jnp.float32).sum()
+  with jax.enable_x64(True):
+    assert jax.eval_shape(jax.grad(loss), q, k, v) == q
+
+
 @pytest.mark.skipif(ON_GPU, reason="the GPU's own kernel runs")
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
 def test_the_gpu_interpreter_finds_no_race(kernel):
@@ -356,6 +364,7 @@ def test_the_gpu_interpreter_finds_no_race(kernel):
     ({"implementation": "cudnn"}, "implementation='cudnn': the backend is 'cpu', this implementation needs 'gpu'"),
   ],
 )
+@pytest.mark.skipif(ON_GPU, reason="some lines name the CPU")
 def test_arguments_that_do_not_fit_are_told(changes, part):
   arguments = {"q": jnp.zeros((2, 8, 4, 64)), "k": jnp.zeros((2, 8, 2, 64)), "v": jnp.zeros((2, 8, 2, 64)), **changes}
   q, k, v = (arguments.pop(name) for name in "qkv")

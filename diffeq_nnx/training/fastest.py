@@ -17,6 +17,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import list_num_steps
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.kernels import attention
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.training.step import (
@@ -162,5 +163,7 @@ def _describe(config: Config, mesh: Mesh, teacher: Teacher | None) -> str:
   """What the time of a step depends on."""
   devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
   train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)
-  shapes = (config.model, train, packs_documents(config), has_mask(config), teacher and teacher.config)
+  model = config.model
+  kernel = attention.choose(model.attention, dtype=jax.numpy.dtype(model.dtype), head_dim=model.head_size)[0]
+  shapes = (kernel, model, train, packs_documents(config), has_mask(config), teacher and teacher.config)
   return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"

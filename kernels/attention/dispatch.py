@@ -122,7 +122,7 @@ def attention(
   - TPU: gradients of more than 8,448 positions of width 128 in bfloat16 are computed in chunks, which write their parts
     of dK and dV in float32. With grouped heads, each query head writes such a part.
   - GPU: Hopper only, since Blackwell lacks its matrix instructions. Block sizes were derived, not tuned. Heads are
-    padded to multiples of 16. One pass takes a float32 array of the size of dQ.
+    padded to multiples of 16; 48 and 112 take two passes. One pass takes a float32 array of the size of dQ.
   - GPU: with grouped heads there are as many blocks of threads as tiles of keys and key/value heads, which may be fewer
     than multiprocessors.
 
@@ -138,7 +138,7 @@ def attention(
     logits_soft_cap: c: scaled scores s become c tanh(s / c).
     return_lse: also return the log of each row's softmax denominator, [B, S, H], float32; -inf for a row
       without keys.
-    deterministic: sums in the gradients have a fixed order, so that they are the same in each run; `pallas` then
+    deterministic: sums in the gradients have a fixed order, so that they are the same in each run; the kernel then
       takes two passes on a GPU, and `auto` does not take cuDNN.
     implementation: auto (or None), reference, pallas, pallas_deterministic (pallas with `deterministic`) or cudnn.
       `pallas_tpu`, `pallas_gpu` and `pallas_gpu_deterministic` are for compiling ahead: the backend is not checked.

@@ -23,7 +23,7 @@ class GPUKernel(Problem):
 
   def backward(self, q, k, v, q_segments, kv_segments, out, lse, dout, dlse):
     """Gradients of q, k and v."""
-    kernels = gpu_two_pass if self.deterministic or self.D > gpu_one_pass.WIDEST_HEAD else gpu_one_pass
+    kernels = gpu_two_pass if self.deterministic or not gpu_one_pass.takes(self.D) else gpu_one_pass
     delta = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32)) - dlse
     return kernels.backward(q, k, v, q_segments, kv_segments, lse, delta, dout, self)
 
@@ -47,7 +47,7 @@ def attention_gpu(
 
   Args:
     deterministic: gradients in two passes, which add in a fixed order; one pass, the default, adds the parts of dQ as
-      they come. Heads wider than 128 take two passes always.
+      they come. Heads wider than 128, or 48 or 112 wide once padded to a multiple of 16, take two passes always.
     interpret: a `plgpu.InterpretGPUParams` runs it in Pallas's interpreter, on a CPU. Set the environment variable
       NPROC=8 on machines of fewer cores: the interpreter blocks one of XLA's threads for each warpgroup that waits.
   """

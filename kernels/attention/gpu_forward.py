@@ -5,6 +5,8 @@ computing warpgroups take turns at starting products: while those of one run, th
 warpgroup starts two products, q k^T of a block and the weights times v of the block before, with no wait in between.
 """
 
+import functools
+
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -194,6 +196,7 @@ def _kernel(
     )
 
 
+@functools.partial(jax.jit, static_argnames="static")  # so that layers share one program
 def forward(q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, static: Problem):
   """Output [B, S, H, D] and log-sum-exp [B, H, S]."""
   B, S, H, D = q_BxSxHxD.shape

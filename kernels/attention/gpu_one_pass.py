@@ -4,6 +4,7 @@ A block of threads takes 128 keys of a key/value head. Its part of dQ is added t
 copy engine, in no fixed order, so that dQ's last bits differ from run to run.
 """
 
+import functools
 import math
 
 import jax
@@ -18,8 +19,14 @@ from diffeq_nnx.kernels.attention.gpu_parts import COLUMN, ROW, ROWS, TILE, Prob
 from diffeq_nnx.kernels.attention.mask import block_ranges
 
 WIDEST_HEAD = 128  # dK and dV of wider ones don't fit in registers
+CANNOT_BE_HALVED = 48, 112  # padded widths; the second half's first column is no multiple of the copied columns
 # of heads whose keys, and whose values, stay in registers, which relieves shared memory
 WIDEST_KEPT = 64, 96
+
+
+def takes(D: int) -> bool:
+  """Whether gradients of heads of this width can be computed in one pass."""
+  return D <= WIDEST_HEAD and -(-D // 16) * 16 not in CANNOT_BE_HALVED
 
 
 def columns_of_dq(D: int) -> int:
@@ -176,6 +183,7 @@ def _kernel(
     parts.feed(blocks, ring, copies, arrived, consumed, G)
 
 
+@functools.partial(jax.jit, static_argnames="static")  # so that layers share one program
 def backward(
   q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
 ):

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from diffeq_nnx.kernels.attention.flash import MASKED, pad
 from diffeq_nnx.kernels.attention.mask import Mask
 
+# Axes of the grid, and of the warpgroups: a name that the mesh of devices also has would mean that one.
+GRID, WARPGROUP = ("attention.batch", "attention.tiles", "attention.heads"), "attention.warpgroup"
 ROWS = 64  # of one computing warpgroup: the height of one wgmma
 TILE = 2 * ROWS  # rows of a block of threads
 
@@ -257,7 +259,7 @@ def locate(ranges_ref, longest_last: bool):
 
   `longest_last`: later tiles have more to do, so they are started first, for multiprocessors that end together.
   """
-  h, i, b, wg = (jax.lax.axis_index(name) for name in ("heads", "tiles", "batch", "wg"))
+  b, i, h, wg = (jax.lax.axis_index(name) for name in (*GRID, WARPGROUP))
   if longest_last:
     i = ranges_ref.shape[2] - 1 - i
   of_batch = b if ranges_ref.shape[1] > 1 else 0
@@ -273,17 +275,18 @@ def call(kernel, out_type, scratch, tiles, B, H, static: Problem, G: int, argume
     spread = [next(inputs) if there else None for there in given]
     kernel(*spread, *refs[sum(given) :], static=static, G=G)
 
-  return plgpu.kernel(
-    body,
-    out_type=out_type,
-    scratch_types=scratch,
-    grid=(B, tiles, H),  # in this order: heads first, so that balance doesn't depend on how many there are
-    grid_names=("batch", "tiles", "heads"),
-    num_threads=3,
-    thread_name="wg",
-    interpret=static.interpret,
-    compiler_params=plgpu.CompilerParams(approx_math=True),
-  )(*(a for a in arguments if a is not None))
+  with jax.enable_x64(False):  # counts are 32 bits wide
+    return plgpu.kernel(
+      body,
+      out_type=out_type,
+      scratch_types=scratch,
+      grid=(B, tiles, H),  # in this order: heads first, so that balance doesn't depend on how many there are
+      grid_names=GRID,
+      num_threads=3,
+      thread_name=WARPGROUP,
+      interpret=static.interpret,
+      compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*(a for a in arguments if a is not None))
 
 
 def shared(count: int, rows: int, D: int, dtype, part: int = 0) -> pl.MemoryRef:

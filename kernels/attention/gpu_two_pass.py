@@ -160,6 +160,7 @@ def _dkv_kernel(
     parts.feed(blocks, ring, copies, arrived, consumed, G)
 
 
+@functools.partial(jax.jit, static_argnames="static")  # so that layers share one program
 def backward(
   q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments, kv_segments, lse_BxHxS, delta_BxHxS, dout_BxSxHxD, static: Problem
 ):

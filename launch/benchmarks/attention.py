@@ -5,8 +5,8 @@
 
 For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
 reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
-tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own. Each
-time is that of so many calls in a row, so that the device need not wait for the host between them.
+tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own. A
+time is that of --calls in a row, divided by their number, so that the device need not wait for the host between them.
 
 TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
 the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
@@ -130,7 +130,13 @@ def measure(shape: Shape, args: argparse.Namespace, asked: set[str], backward: b
       jax.block_until_ready(runs[name]())
     except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
-  in_a_row = {name: lambda run=run: [run() for _ in range(args.calls)][-1] for name, run in runs.items()}
+
+  def repeat(run: Callable) -> object:
+    for _ in range(args.calls):
+      last = run()  # the results of earlier calls are given up
+    return last
+
+  in_a_row = {name: functools.partial(repeat, run) for name, run in runs.items()}
   times = programs.time_rounds(in_a_row, args.rounds)
   return results | {name: statistics.median(seconds) / args.calls for name, seconds in times.items()}
 
@@ -141,6 +147,8 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
   args = parser.parse_args(argv)
   asked = set(filter(None, args.implementations))
+  if args.calls < 1 or asked - candidates(SHAPES["gpt_small"]).keys():
+    parser.error(f"--calls must be at least 1, --implementations of {', '.join(candidates(SHAPES['gpt_small']))}")
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:
     parser.error(f"--shapes: no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")

@@ -26,6 +26,7 @@ interruption.
 
 import dataclasses
 import os
+import re
 import shutil
 
 import jax
@@ -141,8 +142,10 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   asked = None if elastic or recipe == "merged" else num_steps
   config = config_lib.apply_settings(Run.open(source).started, settings)
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
+  after = f"{workdir}_{num_steps}_after_{max(args.points)}"
+  of_text = lambda text: f"_{re.sub('[^a-z0-9]+', '_', args.other.lower())}" if text else ""
   measured = lambda text: tables.remember(
-    f"{workdir}_{num_steps}_{'other' if text else 'after'}.json", lambda: measure(workdir, text, num_steps, elastic)
+    f"{after}{of_text(text)}.json", lambda: measure(workdir, text, num_steps, elastic)
   )
   other = [measured([f"data.source={args.other}", f"data.validation={args.other}"])] if args.other else []
   if elastic:
@@ -171,6 +174,8 @@ def main(argv: list[str] | None = None) -> None:
   )
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
+  if "elastic" in args.healing and (len(args.points) > 1 or "merged" in args.recipes):
+    parser.error("--healing=elastic: give one of --points, and recipes without merged")
   whole = Run.open(args.workdir).started.model.num_steps
   rows, base = [], None
   of_whole = "none" if args.healing == ["none"] else "alone"
