@@ -164,6 +164,6 @@ def _describe(config: Config, mesh: Mesh, teacher: Teacher | None) -> str:
   devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
   train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)
   model = config.model
-  kernel = attention.choose(model.attention, dtype=jax.numpy.dtype(model.dtype), head_dim=model.head_size)[0]
+  kernel = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_size)[0]
   shapes = (kernel, model, train, packs_documents(config), has_mask(config), teacher and teacher.config)
   return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"

@@ -104,9 +104,8 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   from launch import compile_ahead  # its import keeps JAX from searching for TPUs
 
   on_gpu = gpus.is_gpu(topology)
-  model = dataclasses.replace(
-    config.model, attention="reference" if on_gpu else "pallas_tpu"
-  )  # a new token is plain JAX on a GPU
+  # attention of a new token is plain JAX on a GPU
+  model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")
   grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, max(rows, 2)  # see `Decoder.count_rows`
   device = (gpus.devices_of(topology) if on_gpu else compile_ahead.devices_of(topology, 1))[0]

@@ -189,11 +189,10 @@ def main(argv: list[str] | None = None) -> None:
       continue
     values = np.array([heal(args, recipe, num_steps, how, seed) for seed in args.seeds]).T
     base = values if how == "alone" and num_steps == whole else base
-    cells = [tables.mean_and_error(one, ".3f") for one in values]
-    for place in (len(args.points), len(args.points) + 1)[: 2 if args.other else 1]:
-      price = "" if base is None else tables.difference(values[place], base[place], "+.3f")
-      cells.insert(place + 1 + place - len(args.points), price)
-    rows.append([str(num_steps), name, how, *cells])
+    cells, last = [tables.mean_and_error(one, ".3f") for one in values], len(args.points)
+    prices = ["" if base is None else tables.difference(values[n], base[n], "+.3f") for n in range(last, len(values))]
+    of_other = [cells[-1], prices[-1]] if args.other else []
+    rows.append([str(num_steps), name, how, *cells[: last + 1], prices[0], *of_other])
   head = ["layers", "recipe", "healing", "before", *(f"after {step} steps" for step in args.points), "price"]
   head += ["other text", "its price"] if args.other else []
   print(tables.markdown(head, rows))
