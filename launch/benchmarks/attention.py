@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   asked = set(filter(None, args.implementations))
   if args.calls < 1 or asked - candidates(SHAPES["gpt_small"]).keys():
-    parser.error(f"--calls must be at least 1, --implementations of {', '.join(candidates(SHAPES['gpt_small']))}")
+    parser.error(f"--calls: at least 1; --implementations: choose from {', '.join(candidates(SHAPES['gpt_small']))}")
   unknown = [name for name in args.shapes if name not in SHAPES]
   if unknown:
     parser.error(f"--shapes: no shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")

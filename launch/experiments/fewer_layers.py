@@ -117,14 +117,17 @@ def evaluate(args, recipe: str, num_steps: int) -> float:
   """The validation loss of a recipe as it is, measured unless it is known."""
   source = prepare(recipe, num_steps, args)
 
-  def measure() -> float:
-    run = Run.open(source)
-    config = config_lib.apply_settings(run.started, args.set)
-    with jax.set_mesh(run.mesh):
-      evaluator = Evaluator(config, load_text(config, run), run.mesh, None if recipe == "merged" else num_steps)
-      return evaluator(run.params)["loss"]
+  asked = None if recipe == "merged" else num_steps
+  path = os.path.join(args.out, f"{recipe}_{num_steps}_before.json")
+  return tables.remember(path, lambda: measure(source, args.set, asked))
 
-  return tables.remember(os.path.join(args.out, f"{recipe}_{num_steps}_before.json"), measure)
+
+def measure(workdir: str, settings: list[str], num_steps: int | None) -> float:
+  """The validation loss of a run with other settings, at a number of layers, or its own."""
+  run = Run.open(workdir)
+  config = config_lib.apply_settings(run.started, settings)
+  with jax.set_mesh(run.mesh):
+    return Evaluator(config, load_text(config, run), run.mesh, num_steps)(run.params)["loss"]
 
 
 def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[float]:
@@ -142,25 +145,17 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   asked = None if elastic or recipe == "merged" else num_steps
   config = config_lib.apply_settings(Run.open(source).started, settings)
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
-  after = f"{workdir}_{num_steps}_after_{max(args.points)}"
-  of_text = lambda text: f"_{re.sub('[^a-z0-9]+', '_', args.other.lower())}" if text else ""
-  measured = lambda text: tables.remember(
-    f"{after}{of_text(text)}.json", lambda: measure(workdir, text, num_steps, elastic)
-  )
-  other = [measured([f"data.source={args.other}", f"data.validation={args.other}"])] if args.other else []
+  after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
+  other = []
+  if args.other:
+    text = [f"data.source={args.other}", f"data.validation={args.other}", "eval.max_batches=None"]
+    path = f"{after}_{re.sub('[^a-z0-9]+', '_', args.other.lower())}.json"
+    other.append(tables.remember(path, lambda: measure(workdir, text, depth)))
   if elastic:
-    return [evaluate(args, recipe, num_steps), measured([]), *other]
+    healed = tables.remember(f"{after}.json", lambda: measure(workdir, [], depth))
+    return [evaluate(args, recipe, num_steps), healed, *other]
   losses = {record["step"]: record["loss"] for record in read_metrics(workdir, "validation")}
   return [*(losses[step] for step in (0, *args.points)), *other]
-
-
-def measure(workdir: str, text: list[str], num_steps: int, elastic: bool) -> float:
-  """The validation loss of a finished run, on another text if settings name one."""
-  run = Run.open(workdir)
-  config = config_lib.apply_settings(run.config, [*text, *(["eval.max_batches=None"] if text else [])])
-  with jax.set_mesh(run.mesh):
-    evaluator = Evaluator(config, load_text(config, run), run.mesh, num_steps if elastic else None)
-    return evaluator(run.params)["loss"]
 
 
 def main(argv: list[str] | None = None) -> None:
