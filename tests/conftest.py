@@ -6,8 +6,6 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 
 XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
@@ -62,9 +60,9 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = """compile_ahead buckets demo real docs distributed sharding attention run launch analyze_job finetune
-  analysis model prepare resume harness harness_scoring harness_adapter attention_compile export generation context
-  speculation pages""".split()
+LONGEST = """distributed docs buckets demo real launch compile_ahead attention resume generation sharding depth_order
+  export analysis harness finetune import_job distillation context train_step run speculation adapters harness_adapter
+  attention_compile solvers analyze_job pages""".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -129,15 +127,12 @@ def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config
 
 def on_eight_devices(program: str) -> str:
   """What a program prints on eight virtual devices; apart, since a process has its number of devices for good."""
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    env={**os.environ, "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return done.stdout
+  from tests.processes import Process  # which starts the server that it forks from
+
+  flags_of_eight = f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"
+  process = Process([], {"XLA_FLAGS": flags_of_eight}, f"{program}\nraise SystemExit")
+  assert process.end() == 0, process.lines[-40:]
+  return process.out
 
 
 def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:

@@ -7,41 +7,83 @@ import tempfile
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 
-from flax import nnx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
-from tests.conftest import small_model
+from tests.conftest import moved_instance, small_model
 
-QUESTIONS = 60
+QUESTIONS = 20
 WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
+TASKS = {  # metrics, the records, and what is asked of them
+  "choice": (
+    ("acc", "acc_norm"),
+    "questions",
+    dict(
+      output_type="multiple_choice", doc_to_text="Q: {{question}}\nA:", doc_to_target="gold", doc_to_choice="choices"
+    ),
+  ),
+  "last": (
+    ("perplexity", "acc"),
+    "questions",
+    dict(output_type="loglikelihood", doc_to_text="{{question}}", doc_to_target=" {{gold}}"),
+  ),
+  "rolling": (
+    ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "texts",
+    dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}"),
+  ),
+  "continuing": (
+    ("exact_match",),
+    "prompts",
+    dict(
+      output_type="generate_until",
+      doc_to_text="{{prompt}}",
+      doc_to_target="answer",
+      generation_kwargs={"until": ["e"], "max_gen_toks": 12, "do_sample": False},
+    ),
+  ),
+}
 
 
-@pytest.fixture(autouse=True)
-def without_environment(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def without_environment():
   """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
-  monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    yield
 
 
 @pytest.fixture(scope="module")
 def task_folder(tmp_path_factory):
-  """Task files with 60 questions."""
-  return write_tasks(tmp_path_factory.mktemp("tasks"), QUESTIONS)
+  """The task files and their data: questions of 3 or 4 choices, texts, and prompts to be continued."""
+  folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
+  words = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most)))
+  records = {
+    "questions": [
+      {"question": f"{words(1, 5)}?", "choices": [words(1, 3) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
+      for i in range(QUESTIONS)
+    ],
+    "texts": [{"text": words(1, 40)} for _ in range(12)] + [{"text": "x"}],
+    "prompts": [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)],
+  }
+  for name, lines in records.items():
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  for name, (metrics, of, task) in TASKS.items():
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/{of}.jsonl"}}}
+    metric_list = [{"metric": metric} for metric in metrics]
+    content = {"task": name, **files, "test_split": "test", "metric_list": metric_list, **task}
+    (folder / f"{name}.yaml").write_text(json.dumps(content))  # which is YAML, too
+  return folder
 
 
 def random_model(field="gpt", **changes):
   """A small model with a byte a token, whose logits spread; its parameters come from NumPy, so nothing is compiled."""
   kv_heads = {"num_kv_heads": None} if field == "gpt" else {"norm_eps": 1e-6, "final_norm_eps": 1e-6}
-  config = small_model(field=field, **{"vocab_size": 257, "seq_len": 96, "solver": "sequential", **kv_heads, **changes})
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))
-  values = lambda path, leaf: jnp.asarray(0.15 * rng.normal(size=leaf.shape) + (path[-1].key == "scale"), jnp.float32)
-  return nnx.merge(graph(config), jax.tree_util.tree_map_with_path(values, shapes))
+  config = small_model(
+    field=field, **{"num_steps": 2, "vocab_size": 257, "seq_len": 96, "solver": "sequential", **kv_heads, **changes}
+  )
+  return moved_instance(config, scale=0.15)
 
 
 def trees(count=12, longest=60, V=257, seed=0):
@@ -61,50 +103,3 @@ def by_number(scorer, requests):
   """Log-probabilities of all requests, and whether each continuation is the likeliest, in the requests' order."""
   scores = dict(scorer(requests))
   return np.array([scores[i].logprob for i in range(len(requests))]), [scores[i].greedy for i in range(len(requests))]
-
-
-def write_tasks(folder, questions):
-  """Task files and their data: questions of 3 or 4 choices, texts to be scored entirely, prompts to be continued."""
-  rng = np.random.default_rng(0)
-  words = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most)))
-  lines = {
-    "questions": [
-      {"question": f"{words(1, 5)}?", "choices": [words(1, 3) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
-      for i in range(questions)
-    ]
-  }
-  lines["texts"] = [{"text": words(1, 40)} for _ in range(12)] + [{"text": "x"}]
-  lines["prompts"] = [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)]
-  for name, records in lines.items():
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-  head = "task: {0}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {1}/{2}.jsonl\ntest_split: test\n"
-  (folder / "choice.yaml").write_text(
-    head.format("choice", folder, "questions")
-    + (
-      'output_type: multiple_choice\ndoc_to_text: "Q: {{question}}\\nA:"\ndoc_to_target: gold\ndoc_to_choice: choices\n'
-      "metric_list:\n  - metric: acc\n  - metric: acc_norm\n"
-    )
-  )
-  (folder / "last.yaml").write_text(
-    head.format("last", folder, "questions")
-    + (
-      'output_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: " {{gold}}"\n'
-      "metric_list:\n  - metric: perplexity\n  - metric: acc\n"
-    )
-  )
-  (folder / "rolling.yaml").write_text(
-    head.format("rolling", folder, "texts")
-    + (
-      'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
-      "metric_list:\n  - metric: word_perplexity\n  - metric: byte_perplexity\n  - metric: bits_per_byte\n"
-    )
-  )
-  (folder / "continuing.yaml").write_text(
-    head.format("continuing", folder, "prompts")
-    + (
-      'output_type: generate_until\ndoc_to_text: "{{prompt}}"\ndoc_to_target: answer\n'
-      'generation_kwargs:\n  until: ["e"]\n  max_gen_toks: 12\n  do_sample: false\n'
-      "metric_list:\n  - metric: exact_match\n"
-    )
-  )
-  return folder

@@ -1,10 +1,11 @@
-"""Machine code of the attention kernels for an H100, compiled without one, and what it does in order.
+"""Attention for devices that are not here, and what its machine code for an H100 does in order.
 
-Needs jax 0.11.2 or later, the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version, and `nvdisasm`, which CUDA's
-toolkit and the wheel of triton hold, on the PATH.
+That needs jax 0.11.2 or later, the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version, and `nvdisasm`, which
+CUDA's toolkit and the wheel of triton hold, on the PATH.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.kernels.attention import attention
+from diffeq_nnx.kernels.attention.shapes import Shape
 from launch import gpus, programs
 
 
@@ -96,46 +98,39 @@ def parse(text: str) -> list[MachineCode]:
   return kernels
 
 
-def compile_here(shape: list[int], gradients: bool, documents: bool, **options) -> None:
-  """Compiles attention, or its gradients, for an H100, in a process that dumps machine code."""
-  batch, length, heads, kv_heads, width = shape
-  (device,) = gpus.devices_of("h100:1")
-  mesh = jax.sharding.Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+def lower_gradients(shape: Shape, dtype: str, device: Any, implementation: str, **options: Any) -> jax.stages.Lowered:
+  """The gradients of q, k and v, for a device that is not here; under shard_map, so that the kernel knows which."""
+  # an axis of the mesh that has a name of the grid's, as some programs have
+  mesh = jax.sharding.Mesh(np.array([device]), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))
   everywhere = jax.sharding.PartitionSpec()
   array = lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype, sharding=jax.sharding.NamedSharding(mesh, everywhere))
-  q, k = (array(batch, length, count, width, dtype=jnp.bfloat16) for count in (heads, kv_heads))
-  segments = (array(batch, length, dtype=jnp.int32),) if documents else ()
+  q, k = (
+    array(shape.batch, shape.length, heads, shape.head_dim, dtype=dtype) for heads in (shape.heads, shape.kv_heads)
+  )
+  segments = (array(shape.batch, shape.length, dtype=jnp.int32),) if shape.documents else ()
+  options |= dict(window=shape.window, logits_soft_cap=shape.logits_soft_cap, implementation=implementation)
 
-  def function(q, k, v, *segments):
-    return attention(q, k, v, segment_ids=(*segments, None)[0], implementation="pallas_gpu", **options)
+  def loss(q, k, v, segment_ids=None):
+    return attention(q, k, v, segment_ids=segment_ids, **options).astype(jnp.float32).sum()
 
-  if gradients:
-    forward = function
-    function = jax.grad(lambda *arrays: forward(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
-  # under shard_map, so that the kernel knows which device it is for
-  function = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+  gradients = jax.grad(loss, (0, 1, 2))
+  function = jax.shard_map(gradients, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+  platform = "tpu" if device.platform == "tpu" else "cuda"
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    jax.jit(function).trace(q, k, k, *segments).lower(lowering_platforms=("cuda",)).compile()
+    return jax.jit(function).trace(q, k, k, *segments).lower(lowering_platforms=(platform,))
 
 
-def machine_code(
-  shape: list[int], gradients: bool = False, documents: bool = False, **options: Any
-) -> list[MachineCode]:
-  """The kernels of causal attention at [batch, length, heads, key/value heads, width]; with gradients all of them.
-
-  Args:
-    documents: rows hold several.
-    options: of `attention`.
+@functools.cache
+def machine_code(width: int, implementation: str = "pallas_gpu", **changes: Any) -> list[MachineCode]:
+  """The kernels of causal attention at 2048 positions and four heads, two of keys: forward, then backward.
 
   Raises:
-    SystemExit: something is missing, or doesn't compile.
+    SystemExit: they don't compile.
   """
-  disassembler = shutil.which("nvdisasm")
-  if disassembler is None:
-    raise SystemExit("error: no nvdisasm on the PATH; CUDA's toolkit has it, and the wheel of triton")
+  shape = dataclasses.replace(Shape(1, 2048, 4, 2, width), **changes)
   with tempfile.TemporaryDirectory() as folder:
     (pathlib.Path(folder) / "bin").mkdir()
-    (pathlib.Path(folder) / "bin" / "nvdisasm").symlink_to(disassembler)
+    (pathlib.Path(folder) / "bin" / "nvdisasm").symlink_to(str(shutil.which("nvdisasm")))
     variables = {
       "CUDA_ROOT": folder,  # where Mosaic GPU looks for nvdisasm
       "MOSAIC_GPU_DUMP_SASS_CTRL": "1",
@@ -143,9 +138,10 @@ def machine_code(
       "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is taken from a cache is not dumped
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     }
-    words = [json.dumps({"shape": shape, "gradients": gradients, "documents": documents, **options})]
+    words = [implementation, json.dumps(dataclasses.asdict(shape))]
     return parse(programs.compile_in_child(__file__, words, variables, f"attention at {shape} for an H100"))
 
 
+# in the process that dumps machine code
 if __name__ == "__main__":
-  compile_here(**json.loads(sys.argv[1]))
+  lower_gradients(Shape(**json.loads(sys.argv[2])), "bfloat16", gpus.devices_of("h100:1")[0], sys.argv[1]).compile()

@@ -1,5 +1,6 @@
 """A server on this machine that speaks the part of the Hugging Face hub's protocol that models and data sets need."""
 
+import contextlib
 import hashlib
 import http.server
 import json
@@ -7,27 +8,47 @@ import pathlib
 import threading
 import urllib.parse
 
+from huggingface_hub import constants
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-  """Models or data sets in folders ROOT/ORGANIZATION/NAME; those in `private` need the token, those in `gated` too.
+  """Models or data sets in folders ROOT/ORGANIZATION/NAME; org/private and org/gated need the token "secret".
 
   Attributes:
     fetched: the names of files that were sent.
     commit: the one that the branch `main` is at.
   """
 
-  def __init__(self, root: pathlib.Path, token: str, private=(), gated=()):
+  def __init__(self, root: pathlib.Path):
     super().__init__(("127.0.0.1", 0), _Handler)
-    self.root, self.token, self.private, self.gated = root, token, private, gated
+    self.root, self.commit = root, COMMIT
     self.fetched: list[str] = []
-    self.commit = COMMIT
     threading.Thread(target=self.serve_forever, daemon=True).start()
 
   @property
   def url(self) -> str:
     return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextlib.contextmanager
+def serving(root: pathlib.Path, cache: pathlib.Path):
+  """Makes this hub that of huggingface_hub, which has no token."""
+  server = Hub(root)
+  with pytest.MonkeyPatch.context() as patched:
+    for name, value in {
+      "ENDPOINT": server.url,
+      "HF_HUB_OFFLINE": False,
+      "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+      "HF_HUB_CACHE": str(cache),
+    }.items():
+      patched.setattr(constants, name, value)
+    patched.delenv("HF_TOKEN", raising=False)
+    yield server
+  server.shutdown()
+  server.server_close()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -49,18 +70,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     in_api = parts[0] == "api"
     parts = parts[2:] if in_api else parts[parts[0] == "datasets" :]  # after /api/models, /api/datasets, /datasets
     repository, rest, commit = "/".join(parts[:2]), parts[2:], self.server.commit
-    folder, allowed = self.server.root / repository, self.headers.get("Authorization") == f"Bearer {self.server.token}"
-    if not folder.is_dir() or (repository in self.server.private and not allowed):
+    folder, allowed = self.server.root / repository, self.headers.get("Authorization") == "Bearer secret"
+    gated = repository == "org/gated"
+    if not folder.is_dir() or (repository == "org/private" and not allowed):
       return self._send(401 if not allowed else 404, b"", {"X-Error-Code": "RepoNotFound"})
-    if (not in_api or rest == ["auth-check"]) and repository in self.server.gated and not allowed:
+    if (not in_api or rest == ["auth-check"]) and gated and not allowed:
       return self._send(403, b"", {"X-Error-Code": "GatedRepo"})
     if rest == ["auth-check"]:
       return self._send(200, b"", {})
     if rest[:1] == ["revision"] or not rest:
       if rest[1:] not in ([], ["main"], [commit]):
         return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-      gated = "manual" if repository in self.server.gated else False
-      return self._send_json({"id": repository, "sha": commit, "gated": gated, "siblings": []})
+      return self._send_json({"id": repository, "sha": commit, "gated": gated and "manual", "siblings": []})
     if rest[0] in ("tree", "paths-info"):
       top = folder.joinpath(*rest[2:])
       found = [folder / name for name in wanted] if wanted else [*top.rglob("*")] if top.is_dir() else []

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
-SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 BASH = shutil.which("bash")
 PROGRAM = ["--config=configs/llama1b.py:openwebtext,diffeq", "--workdir=/runs/a"]
 POD = ["--name=pod", "--zone=us-east5-a"]
@@ -69,6 +68,7 @@ class Bench:
     self.home.mkdir()
     for tool in ("gcloud", "kubectl", "srun", "scancel", "scontrol"):
       write_tool(self.bin / tool, RECORDER)
+    write_tool(self.bin / "sleep", f"#!/bin/sh\nexec {shutil.which('sleep')} 0.02\n")
     shutil.copytree(LAUNCH, self.repo / "launch", ignore=shutil.ignore_patterns("__pycache__"))
 
   def environment(self, **changes: str) -> dict[str, str]:

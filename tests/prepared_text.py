@@ -12,7 +12,7 @@ from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.data.sources import files
 from tests.test_data import prose, write_jsonl
 
-NUM_DOCUMENTS = 400
+NUM_DOCUMENTS = 200
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,12 +28,11 @@ def small_tasks():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-  """Three files of different lengths, and one for validation."""
+  """Three files of different lengths."""
   folder = tmp_path_factory.mktemp("text")
   texts = prose(NUM_DOCUMENTS) + ["\u00e9t\u00e9 \U0001f642" * 2000]  # the last longer than a shard
-  for name, part in (("a", texts[:250]), ("b", texts[250:253]), ("c", texts[253:])):
+  for name, part in (("a", texts[:120]), ("b", texts[120:123]), ("c", texts[123:])):
     write_jsonl(folder / f"{name}.jsonl", part)
-  write_jsonl(folder / "held.json", prose(30, seed=1))
   return folder, texts
 
 

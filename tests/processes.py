@@ -26,16 +26,14 @@ def _output_folder() -> str:
   return folder
 
 
-def _run(words: list[str], program: str | None, environment: dict[str, str], out: str, err: str) -> None:
-  """In the new process: `python -m diffeq_nnx.main WORDS`, or `python -c PROGRAM WORDS`."""
+def _run(words: list[str], first: str, environment: dict[str, str], out: str, err: str) -> None:
+  """In the new process: the code `first`, then `python -m diffeq_nnx.main WORDS`."""
   os.environ.update(environment)
   for path, number in ((out, 1), (err, 2)):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
   sys.argv = ["diffeq_nnx.main", *words]
-  if program is None:
-    app.run(main.main, flags_parser=main.parse)
-  else:
-    exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+  exec(compile(first, "first", "exec"), {"__name__": "__main__"})
+  app.run(main.main, flags_parser=main.parse)
 
 
 class Process:
@@ -44,17 +42,15 @@ class Process:
   Args:
     words: the arguments.
     environment: changes to the environment.
-    program: Python code to run in place of `diffeq_nnx.main`.
+    first: Python code to run before the main program.
   """
 
-  def __init__(self, words: list[str], environment: dict[str, str] | None = None, program: str | None = None):
+  def __init__(self, words: list[str], environment: dict[str, str] | None = None, first: str = ""):
     folder = pathlib.Path(tempfile.mkdtemp(dir=_output_folder()))
     self._out, self._err = folder / "out", folder / "err"
     for path in (self._out, self._err):
       path.touch()
-    self._process = CONTEXT.Process(
-      target=_run, args=(words, program, environment or {}, str(self._out), str(self._err))
-    )
+    self._process = CONTEXT.Process(target=_run, args=(words, first, environment or {}, str(self._out), str(self._err)))
     self._process.start()
 
   @property

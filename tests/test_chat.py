@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 import tokenizers as huggingface
 
@@ -12,7 +11,6 @@ from diffeq_nnx.config import Config, DataConfig
 from diffeq_nnx.data import Options, chat
 from diffeq_nnx.data.chat import ChatTemplate
 from diffeq_nnx.data.documents import NOT_COUNTED, encode, read_ids
-from diffeq_nnx.exporting import tokenizer_files
 from diffeq_nnx.runs import workdir
 from tests.conftest import told
 from tests.test_data import prose
@@ -118,27 +116,29 @@ def conversations(count=50):
     yield messages + [{"role": "user", "content": say()}] * (number % 2)
 
 
-@pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("style", list(STYLES))
-def test_texts_ids_and_masks_are_those_of_transformers(folder, theirs, tmp_path, style, blocks):
+def test_texts_ids_and_masks_are_those_of_transformers(folder, theirs, tmp_path, style):
   """Where a template has no generation blocks, the masks are those with them."""
-  (tmp_path / "chat.jinja").write_text((with_blocks if blocks else without_blocks)(STYLES[style]))
+  (tmp_path / "chat.jinja").write_text(with_blocks(STYLES[style]))
   tokenizer = data.load_tokenizer(str(folder), chat_template=str(tmp_path / "chat.jinja"))
-  template = chat.template_of(tokenizer)
+  (tmp_path / "chat.jinja").write_text(without_blocks(STYLES[style]))
+  bare = chat.template_of(data.load_tokenizer(str(folder), chat_template=str(tmp_path / "chat.jinja")))
   given = {"chat_template": with_blocks(STYLES[style])}
   for messages in conversations():
-    assert template.render(messages) == theirs.apply_chat_template(messages, tokenize=False, **given)
+    text = theirs.apply_chat_template(messages, tokenize=False, **given)
     prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
-    assert template.render(messages, add_generation_prompt=True) == prompt
     assert tokenizer.encode_rendered(prompt).tolist() == theirs(prompt, add_special_tokens=False)["input_ids"]
-    tokens = encode(template.divide(messages), tokenizer, rendered=True)
     wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **given)
-    assert read_ids(tokens).tolist() == wanted["input_ids"]
-    assert (tokens & NOT_COUNTED == 0).astype(int).tolist() == wanted["assistant_masks"]
     assert sum(wanted["assistant_masks"])
+    for blocks, template in (("with", chat.template_of(tokenizer)), ("without", bare)):
+      assert template.render(messages) == text, blocks
+      assert template.render(messages, add_generation_prompt=True) == prompt, blocks
+      tokens = encode(template.divide(messages), tokenizer, rendered=True)
+      assert read_ids(tokens).tolist() == wanted["input_ids"], blocks
+      assert (tokens & NOT_COUNTED == 0).astype(int).tolist() == wanted["assistant_masks"], blocks
 
 
-def test_the_folder_decides_about_the_template(folder, theirs, tmp_path):
+def test_the_folder_decides_about_the_template(folder, tmp_path):
   (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
   said = json.loads((folder / "tokenizer_config.json").read_text())
   write = lambda **changes: (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | changes))
@@ -150,17 +150,11 @@ def test_the_folder_decides_about_the_template(folder, theirs, tmp_path):
   tokenizer = load()
   assert ChatTemplate(tokenizer.chat_template).render(TURNS) == "<s><|im_end|>"
   assert tokenizer.hash == data.load_tokenizer(str(folder)).hash  # of which the template is no part
-  write(chat_template=None)
-  (tmp_path / "chat_template.jinja").unlink()
-  message = told(lambda: chat.template_of(load()))
-  assert message.startswith("data.tokenizer: has no chat template; set data.chat_template to the path of one")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "folder"])
-def test_a_run_keeps_the_template_beside_its_tokenizer(folder, tmp_path, kind):
+def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
   (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ eos_token }}")
-  name, given = (str(folder), None) if kind == "folder" else ("bytes", str(tmp_path / "chat.jinja"))
-  tokenizer = data.load_tokenizer(name, lossless=True, chat_template=given)
+  tokenizer = data.load_tokenizer("bytes", chat_template=str(tmp_path / "chat.jinja"))
   run = str(tmp_path / "run")
   workdir.clear(run, tokenizer)
   workdir.claim(run, Config(data=DataConfig(source="none")), tokenizer, None)
@@ -171,15 +165,6 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(folder, tmp_path, kind):
   (tmp_path / "other.jinja").write_text("{{ eos_token }}!")
   given = data.load_tokenizer(run, chat_template=str(tmp_path / "other.jinja"))  # beside which nothing names marks
   assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "!"
-
-
-def test_an_exported_folder_has_the_template(folder, tmp_path):
-  import transformers
-
-  tokenizer = data.load_tokenizer(str(folder), lossless=True)
-  tokenizer_files.write(tokenizer, str(tmp_path), 64)
-  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-  assert theirs.apply_chat_template(TURNS, tokenize=False) == chat.template_of(tokenizer).render(TURNS)
 
 
 def test_characters_of_tokens_join_to_the_text(folder):
@@ -206,16 +191,13 @@ def test_characters_of_tokens_join_to_the_text(folder):
     assert tokenizer.eos_id in ids and tokenizer.eos_id not in tokenizer.encode(text)
 
 
-BAD = [
+BAD_CONVERSATIONS = [
   ({}, 'without key "messages"', "no key"),
   ({"messages": "Hi"}, "whose messages are no list", "of type str, not a list"),
-  ({"messages": None}, "whose messages are no list", "of type NoneType"),
   ({"messages": []}, "without messages", "empty"),
   ({"messages": ["Hi"]}, "with a message without role and content", "message 0 has no 'role'"),
   ({"messages": [{"role": "user"}]}, "with a message without role and content", "message 0 has no 'content'"),
-  ({"messages": [*TURNS, {"content": "x"}]}, "with a message without role and content", "message 2 has no 'role'"),
   ({"messages": [{"role": "user", "content": ["Hi"]}]}, "with a content that is not a string", "of type list"),
-  ({"messages": [{"role": 1, "content": "Hi"}]}, "with a role that is not a string", "of type int"),
   ({"messages": [*TURNS, {"role": "judge", "content": "x"}]}, "that the chat template refuses", "no role judge"),
   ({"messages": TURNS[:1]}, "without an assistant's turn", "no message has the role"),
   ({"messages": [{"role": "assistant", "content": "a\ud800"}]}, "with a lone surrogate", "'\\ud800'; remove it"),
@@ -230,11 +212,21 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("record, reason, detail", BAD)
-def test_a_conversation_that_cannot_be_used_has_one_line_and_is_counted(tmp_path, record, reason, detail):
-  path = tmp_path / "chat.jsonl"
-  path.write_text("".join(json.dumps(one) + "\n" for one in [{"messages": TURNS}, record]))
-  options = {"records": "chat", "chat_template": with_blocks(CHATML)}
+BAD_COMPLETIONS = [
+  ({"completion": "x"}, 'without key "prompt"', "data.prompt_key names the key"),
+  ({"prompt": "x", "completion": ["x"]}, 'where "completion" is not a string', "of type list"),
+  ({"prompt": "x", "completion": ""}, "with an empty completion", "nothing would count"),
+  (["x"], "not an object", 'must be like {"prompt": "...", "completion": "..."}'),
+]
+BAD = [("chat", *bad) for bad in BAD_CONVERSATIONS] + [("completion", *bad) for bad in BAD_COMPLETIONS]
+
+
+@pytest.mark.parametrize("kind, record, reason, detail", BAD)
+def test_a_record_that_cannot_be_used_has_one_line_and_is_counted(tmp_path, kind, record, reason, detail):
+  path = tmp_path / "records.jsonl"
+  good = {"messages": TURNS, "prompt": "ask", "completion": "answer"}
+  path.write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
+  options = {"records": kind, "chat_template": with_blocks(CHATML)}
   read = lambda **more: data.open_source(f"jsonl:{path}", options=Options(**options, **more))
   message = told(lambda: list(read().documents()))
   assert f"{path} line 2: " in message and detail in message and message.endswith("skip and count such records")
@@ -284,7 +276,6 @@ def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_mes
 @pytest.mark.parametrize(
   "text",
   [
-    "{% macro t(x) %}[[{{ x }}!]]--[[{{ x }}?]]{% endmacro %}{{ t('a') }}",
     "{% for m in messages %}[[<[[{{ m.content }}]]>]]{% endfor %}",
     "{% for m in messages %}{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}{% endfor %}",
     "{% macro t(m) %}<{{ m.role }}>[[{{ m.content }}]]{% endmacro %}{% for m in messages %}{{ t(m) }}{% endfor %}",
@@ -296,45 +287,41 @@ def test_blocks_out_of_order_are_refused(text):
     ChatTemplate(with_blocks(text)).divide(TURNS)
 
 
-@pytest.mark.parametrize("keys", [["reasoning"], ["thinking", "reasoning"], ["reasoning_content", "thinking"]])
-def test_reasoning_has_the_names_that_transformers_gives_it(theirs, keys):
+def test_reasoning_has_the_names_that_transformers_gives_it(theirs):
   template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}"
-  messages = [{**message, **{key: f"by {key}" for key in keys}, "name": None} for message in TURNS]
-  wanted = theirs.apply_chat_template(messages, tokenize=False, chat_template=template)
-  assert ChatTemplate(template).render(messages) == wanted
+  for keys in (["thinking", "reasoning"], ["reasoning_content", "thinking"]):
+    messages = [{**message, **{key: f"by {key}" for key in keys}, "name": None} for message in TURNS]
+    wanted = theirs.apply_chat_template(messages, tokenize=False, chat_template=template)
+    assert ChatTemplate(template).render(messages) == wanted, keys
 
 
-@pytest.mark.parametrize(
-  "text", ["{% for %}", "{{ unclosed", "{% include %}", "{% endgeneration %}", "{%for a in b%}" * 40]
-)
-def test_what_is_no_template_stops_at_once(tmp_path, text):
-  (tmp_path / "chat.jinja").write_text(text)
-  for given, part in (
-    ({"records": "chat", "chat_template": str(tmp_path / "chat.jinja")}, "the chat template: is no Jinja template ("),
-    ({"records": "chat"}, "data.tokenizer=bytes has no chat template; set data.chat_template"),
-    ({"chat_template": "/none.jinja"}, "data.chat_template=/none.jinja: can't be read"),
-  ):
-    config = DataConfig(source="builtin", tokenizer="bytes", **given)
-    assert part in told(lambda: data.make_recipe(config, 257, 0))
+def test_what_is_no_template_stops_at_once(tmp_path):
+  path = tmp_path / "chat.jinja"
+
+  def told_of(given):
+    config = DataConfig(source="builtin", tokenizer="bytes", records="chat", chat_template=given)
+    return told(lambda: data.make_recipe(config, 257, 0))
+
+  for text in ("{% for %}", "{% include %}", "{% endgeneration %}", "{%for a in b%}" * 40):
+    path.write_text(text)
+    assert "the chat template: is no Jinja template (" in told_of(str(path)), text
+  path.unlink()
+  assert f"data.chat_template={path}: can't be read" in told_of(str(path))
+  assert "data.tokenizer=bytes has no chat template; set data.chat_template" in told_of(None)
 
 
 ATTACKS = [
   "{{ ''.__class__.__mro__[1].__subclasses__() }}",
   "{{ messages.__class__ }}",
-  "{{ messages | map(attribute='__class__') | list }}",
   "{{ '' | attr('__class__') }}",
   "{{ cycler.__init__.__globals__ }}",
   "{{ raise_exception.__globals__ }}",
-  "{{ strftime_now.__globals__.datetime }}",
   "{{ self._TemplateReference__context }}",
-  "{{ namespace.__init__ }}",
   "{{ '{0.__class__}'.format(messages) }}",
   "{{ ('{0.__class__}' | attr('format'))(messages) }}",
   "{{ open('SECRET').read() }}",
   "{{ __import__('os') }}",
   "{% include 'SECRET' %}",
-  "{% import 'SECRET' as other %}",
-  "{% extends 'SECRET' %}",
   "{{ messages.append(1) }}",
   "{{ messages[0].update(a=1) }}",
   "{{ range(10 ** 9) | list }}",
@@ -353,4 +340,4 @@ def test_a_template_of_a_stranger_reaches_nothing(tmp_path, attack):
     written = str(error)
     assert "\n" not in written and "refuses the messages" in written
   assert "the secret" not in written and "<class" not in written and "0x" not in written and messages == TURNS
-  assert np.all([path.name == "secret" for path in tmp_path.iterdir()])
+  assert [path.name for path in tmp_path.iterdir()] == ["secret"]

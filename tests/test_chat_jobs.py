@@ -7,8 +7,8 @@ import json
 import re
 import shutil
 import sys
+from unittest import mock
 
-import numpy as np
 import pytest
 
 from tests.harness_cases import WORDS, random_model, task_folder, without_environment  # noqa: F401  fixtures, and the environment
@@ -26,11 +26,13 @@ from diffeq_nnx.data.chat import ChatTemplate
 from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import conversations
 from diffeq_nnx.harness.adapter import DiffEqLM
+from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs.run import Run
 from tests.conftest import run_command, told
 from tests.test_export import byte_pairs
-from tests.test_harness_adapter import evaluated, responses
+from tests.test_harness_adapter import scored
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
@@ -68,32 +70,37 @@ def ends_turns_in(word):
   )
 
 
-def test_the_assistant_s_turn_follows_the_tokens_of_the_conversation(talking, capsys):
-  """One text is one message of the user; marks that the template writes are marks, and no other is added."""
+def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_template_ends_turns(
+  talking, tmp_path, capsys
+):
+  """Marks that the template writes are marks, and no other is added; a line that is no conversation is told."""
   config, workdir = talking
   run = Run.open(str(workdir))
-  text = ChatTemplate(CHAT).render(ASKED, add_generation_prompt=True)
-  ids = run.tokenizer.encode_rendered(text).tolist()
-  assert ids.count(run.tokenizer.eos_id) == 1
-  options = {"max_tokens": 12, "temperature": 0.0}
-  (expected,) = diffeq_nnx.generate(run.model, [ids], stop_ids=run.tokenizer.end_ids, **options)
-  (one,) = jobs.run("generate", config, str(workdir), prompt=["Tell of rivers."], chat=True, **options)
-  assert (one["prompt"], one["text"]) == (text, run.tokenizer.decode_within(expected))
-  assert len(expected) == one["tokens"]
-  capsys.readouterr()
-  arguments = ("--job=generate", f"--workdir={workdir}", "--prompt=Tell of rivers.", "--max_tokens=12")
-  assert run_command("--num_processes=1", *arguments, "--temperature=0", "--chat") == 0
-  assert capsys.readouterr().out == one["text"] + "\n"
+  longer = [{"role": "system", "content": "Be short."}, *ASKED, {"role": "assistant", "content": "No."}, *ASKED]
+  lines = [{"messages": longer}, {"prompt": "Tell of rivers."}, {"messages": [{"role": "user"}]}, {"messages": "x"}, {}]
+  prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+  prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  options = {"max_tokens": 24, "temperature": 0.0}
+  found = jobs.run("generate", config, str(workdir), prompts=str(prompts), out=str(out), chat=True, **options)
+  texts = [ChatTemplate(CHAT).render(messages, add_generation_prompt=True) for messages in (longer, ASKED)]
+  ids = [run.tokenizer.encode_rendered(text).tolist() for text in texts]
+  assert [one.count(run.tokenizer.eos_id) for one in ids] == [len(longer), 1]
+  for one, text, expected in zip(
+    found, texts, diffeq_nnx.generate(run.model, ids, stop_ids=run.tokenizer.end_ids, **options), strict=False
+  ):
+    assert (one["prompt"], one["text"]) == (text, run.tokenizer.decode_within(expected))
+    assert one["tokens"] == len(expected)
+  assert "message 0 has no 'content'" in found[2]["error"] and "type str, not a list" in found[3]["error"]
+  assert "whose key `prompt` is a text" in found[4]["error"]
+  assert "with --chat" in told(lambda: prompt_files.parse_prompt(json.dumps(lines[0]).encode()))
 
-
-def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
-  config, workdir = talking
-  options = {"prompt": ["Tell of rivers."], "chat": True, "max_tokens": 24, "temperature": 0.0}
-  (whole,) = jobs.run("generate", config, str(workdir), **options)
-  word = re.findall("[a-z]{2,}", whole["text"])[-1]
+  whole = found[1]["text"]
+  word = re.findall("[a-z]{2,}", whole)[-1]
   (workdir / "chat_template.jinja").write_text(ends_turns_in(word))
-  (cut,) = jobs.run("generate", config, str(workdir), **options)
-  assert (cut["text"], cut["stopped"]) == (whole["text"][: whole["text"].find(word)], "stop")
+  capsys.readouterr()
+  arguments = ("--job=generate", f"--workdir={workdir}", "--prompt=Tell of rivers.", "--max_tokens=24")
+  assert run_command("--num_processes=1", *arguments, "--temperature=0", "--chat") == 0
+  assert capsys.readouterr().out == whole[: whole.find(word)] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -107,23 +114,6 @@ def test_a_turn_ends_where_the_template_ends_turns_also_without_a_mark(talking):
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
   assert ChatTemplate(text).end_of_turn == end
-
-
-def test_a_file_holds_conversations_and_a_line_that_is_none_is_told(talking, tmp_path, capsys):
-  config, workdir = talking
-  longer = [{"role": "system", "content": "Be short."}, *ASKED, {"role": "assistant", "content": "No."}, *ASKED]
-  lines = [{"messages": longer}, {"prompt": "Tell of rivers."}, {"messages": [{"role": "user"}]}, {"messages": "x"}, {}]
-  prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-  prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  options = {"prompts": str(prompts), "chat": True, "max_tokens": 5, "temperature": 0.0}
-  found = jobs.run("generate", config, str(workdir), out=str(out), **options)
-  (alone,) = jobs.run("generate", config, str(workdir), prompt=["Tell of rivers."], **{**options, "prompts": None})
-  assert found[0]["prompt"] == ChatTemplate(CHAT).render(longer, add_generation_prompt=True)
-  assert found[1] == {"line": 2, **alone}
-  assert "message 0 has no 'content'" in found[2]["error"] and "type str, not a list" in found[3]["error"]
-  assert "whose key `prompt` is a text" in found[4]["error"]
-  plain = jobs.run("generate", config, str(workdir), out=str(tmp_path / "plain"), **{**options, "chat": False})
-  assert "with --chat" in plain[0]["error"] and plain[1]["prompt"] == "Tell of rivers."
 
 
 def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talking, capsys):
@@ -142,31 +132,19 @@ def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talkin
 # lm_eval
 
 
-def test_the_hf_backend_gives_the_same_with_a_chat_template(folders, task_folder):
-  """With an example as a turn; the template writes the begin mark, and no second one is added."""
-  from lm_eval.models.huggingface import HFLM
-
-  folder, run = str(folders[0]), Run.open(str(folders[1]))
-  tokenizer = run.tokenizer
-  theirs = transformers.AutoTokenizer.from_pretrained(folder)
-  ids = theirs.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
-  lm = DiffEqLM(model=run.model, tokenizer=tokenizer)
-  assert lm.tok_encode(lm.apply_chat_template(ASKED)) == ids and ids.count(tokenizer.bos_id) == 1
-  settings = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": True, "limit": 20}
-  names = ("choice", "last", "continuing")
-  found = evaluated(lm, task_folder, *names, **settings)
-  expected = evaluated(
-    HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=32), task_folder, *names, **settings
-  )
-  for name in names[:2]:
-    ours, hf = (np.array([one[0] for one in responses(each, name)]) for each in (found, expected))
-    assert len(ours) >= 20 and np.ptp(hf) > 1
-    np.testing.assert_allclose(ours, hf, rtol=0, atol=1e-3)
-  assert responses(found, "continuing") == responses(expected, "continuing")
-  context = found["samples"]["choice"][0]["arguments"][0][0]
-  assert context.count("[user]") == 2 and context.startswith("<s>") and lm.truncated == 0
-  plain = evaluated(lm, task_folder, "choice", num_fewshot=1, limit=5)
-  assert "[user]" not in plain["samples"]["choice"][0]["arguments"][0][0]
+def test_contexts_have_the_ids_that_transformers_gives_them_and_one_begin_mark(folders):
+  """The template writes the begin mark; a space at the end of a context goes to the continuation."""
+  run, theirs = Run.open(str(folders[1])), transformers.AutoTokenizer.from_pretrained(folders[0])
+  lm = DiffEqLM(model=run.model, tokenizer=run.tokenizer)
+  for messages in (ASKED, [*ASKED, {"role": "assistant", "content": "No."}, *ASKED]):
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    context = lm.apply_chat_template(messages)
+    assert lm.tok_encode(context) == ids and ids.count(run.tokenizer.bos_id) == 1
+    before, whole = (
+      theirs(one, add_special_tokens=False)["input_ids"] for one in (context.rstrip(), f"{context}river")
+    )
+    requests, _ = scored(lm, (context, "river"))
+    assert requests == [Request(tuple(before), tuple(whole[len(before) :]))]
 
 
 def test_texts_of_a_chat_end_where_the_template_ends_turns_and_exports_name_the_token(folders, tmp_path):
@@ -210,8 +188,10 @@ def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_fol
   config, workdir = talking
   keys = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 4, "num_fewshot": (1,)}
   settings = dataclasses.replace(config.harness, **keys, apply_chat_template=True)
-  changed = dataclasses.replace(config, harness=settings)
-  evaluate_downstream(changed, str(workdir))
+  changed, real = dataclasses.replace(config, harness=settings), DiffEqLM.apply_chat_template
+  with mock.patch.object(DiffEqLM, "apply_chat_template", autospec=True, side_effect=real) as writing:
+    evaluate_downstream(changed, str(workdir))
+  assert {len(call.args[1]) for call in writing.call_args_list} == {3}  # an example as turns
   table = (workdir / "harness" / "table.md").read_text()
   assert "the run's chat template writes the contexts: examples are turns" in table
   monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds

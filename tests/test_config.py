@@ -50,17 +50,17 @@ def num_parameters(config) -> int:
   return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params_of(abstract_model(config.model))))
 
 
-@pytest.mark.parametrize(
-  "name,preset",
-  [(name, preset) for name in FILES for preset in (presets.TUNING if name.startswith("finetune") else presets.PRESETS)],
-)
-def test_every_config_parses_with_every_preset_and_has_shapes(name, preset):
+@pytest.mark.parametrize("name", FILES)
+def test_every_config_parses_with_every_preset_and_has_shapes(name):
   """Shapes of each config in one preset, and of one config in each preset."""
-  config = config_lib.from_config_dict(raw_config(name, preset))
-  if preset in presets.TUNING:  # whose model is that of a run, discretized
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored"))
-  if name.startswith(("finetune", "gpt_small")) or preset == [*presets.PRESETS][0]:
-    assert num_parameters(config) > 0
+  tunes = name.startswith("finetune")
+  choices = [*(presets.TUNING if tunes else presets.PRESETS)]
+  for preset in choices:
+    config = config_lib.from_config_dict(raw_config(name, preset))
+    if tunes:  # whose model is that of a run, discretized
+      config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored"))
+    if tunes or name == "gpt_small" or preset == choices[0]:
+      assert num_parameters(config) > 0, preset
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,14 @@ def test_no_key_that_nothing_reads():
     ({"model__field": "llama", "model__rope__low_freq_factor": 4.0}, ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
-    ({"model__time__embedding": "x"}, ["model.time.embedding='x'", "fixed, learned, shared_mlp"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "between 0"]),
     ({"train__steps": 0}, ["train.steps=0", "above 0"]),
-    ({"train__steps": "ten"}, ["train.steps='ten'", "type int, not str"]),
     ({"train__step_counts": (4, 0)}, ["train.step_counts[1]=0", "above 0"]),
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),
     ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
-    ({"train__device_batch_size": 0}, ["train.device_batch_size=0", "above 0"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
-    ({"train__step": 3}, ["train.step: unknown key", "did you mean 'steps'?"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "the weights of this model are stored"]),
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "are stored"]),
@@ -138,18 +134,13 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
 @pytest.mark.parametrize(
   "make,parts",
   [
-    (lambda: ModelConfig(field="nope"), ["model.field='nope'", "one of gpt, llama"]),
     (lambda: ModelConfig(num_steps=4.0), ["model.num_steps=4.0", "type int, not float"]),
     (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
-    (lambda: ModelConfig(solver=["euler"]), ["model.solver=['euler']", "one of euler, "]),
     (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
     (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
-    (lambda: dataclasses.replace(ModelConfig(), num_steps=0), ["model.num_steps=0", "above 0"]),
     (lambda: LoraConfig(rank=-1), ["model.lora.rank=-1", "0 or above"]),
     (lambda: RopeConfig(factor=0.5), ["model.rope.factor=0.5", "1 or above"]),
-    (lambda: config_lib.OptimizerConfig(peak_rate=0.0), ["optimizer.peak_rate=0.0", "above 0"]),
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
-    (lambda: config_lib.HarnessConfig(window="moving"), ["harness.window='moving'", "disjoint, sliding"]),
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
   ],
 )

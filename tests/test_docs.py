@@ -7,6 +7,7 @@ what the guides have is executed with stand-ins: a small model for the published
 """
 
 import ast
+import itertools
 import json
 import os
 import pathlib
@@ -28,6 +29,7 @@ PAGES = sorted(
   for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "kernels" / "README.md"]
 )
 LANGUAGES = ("sh", "sh check", "python", "text", "text output")
+FENCED = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 PYTHONS = ("python", "python3", ".venv/bin/python")
 SHORT_CONFIG = """import importlib.util
 
@@ -43,6 +45,8 @@ def get_config(choice=""):
   config.train.update(steps=2, batch_size=2, remat="none", loss_chunks=1, log_every=1, peak_tflops=0.1)
   config.eval.update(every=2, batch_size=2, max_batches=1)
   config.checkpoint.every = 2
+  if config.data.source == "builtin":
+    config.data.source = "text:docs/*.md"  # an eighth of it
   config.data.cache_dir = {cache!r}
   return config
 """
@@ -57,34 +61,21 @@ class Block(NamedTuple):
 
   def commands(self) -> list[list[str]]:
     """The words of each command, without comments."""
-    lines = self.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines for words in _split(shlex.split(line, comments=True))]
+    lines = [shlex.split(line, comments=True) for line in self.text.replace("\\\n", " ").splitlines()]
+    return [[*part] for line in lines for end, part in itertools.groupby(line, "&&".__eq__) if not end]
 
 
-def _split(words: list[str]) -> list[list[str]]:
-  parts = [[]]
-  for word in words:
-    parts.append([]) if word == "&&" else parts[-1].append(word)
-  return [part for part in parts if part]
-
-
-def blocks(page: str) -> list[Block]:
-  """The fenced blocks of a page."""
-  found, start, lines = [], None, (ROOT / page).read_text().splitlines()
-  for number, line in enumerate(lines):
-    if line.startswith("```"):
-      if start is None:
-        start = number
-      else:
-        found.append(Block(lines[start][3:], "\n".join(lines[start + 1 : number]) + "\n", start + 1))
-        start = None
-  assert start is None, f"{page}:{start + 1}: a block without an end"
-  return found
+def blocks(page: str, language: str = "") -> list[Block]:
+  """The fenced blocks of a page, all or those of one language."""
+  text = (ROOT / page).read_text()
+  found = [Block(one[1], one[2], text.count("\n", 0, one.start()) + 1) for one in FENCED.finditer(text)]
+  assert text.count("\n```") == 2 * len(found), f"{page}: a block without an end"
+  return [block for block in found if language in ("", block.language)]
 
 
 def prose(page: str) -> list[str]:
   """The lines outside fenced blocks."""
-  return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+  return FENCED.sub("", (ROOT / page).read_text()).splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -180,8 +171,7 @@ def test_blocks_run(page, project):
       assert re.search(shown, _without_numbers(printed)), f"{page}:{block.line}: this is printed:\n{printed[-3000:]}"
   # no page shows other depths of a run that was trained at one
   assert not re.search(r"this run was trained at \d+ solver steps and never", project.log.read_text())
-  program = "\n".join(block.text for block in blocks(page) if block.language == "python")
-  if program:
+  if program := "\n".join(block.text for block in blocks(page, "python")):
     project.run(["python", "-c", program])
 
 
@@ -240,10 +230,9 @@ def _check_python(words: list[str], project: Project) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_of_what_is_not_run(page, project):
-  for block in blocks(page):
-    if block.language == "sh check":
-      for words in block.commands():
-        check(words, project)
+  for block in blocks(page, "sh check"):
+    for words in block.commands():
+      check(words, project)
 
 
 GUIDES = [page for page in PAGES if re.fullmatch(r"docs/\w+\.md|README\.md", page)]
@@ -305,14 +294,12 @@ def stand_ins(project):
 @pytest.mark.slow(reason="minutes; what the commands do has tests of its own")
 @pytest.mark.parametrize("page", GUIDES)
 def test_what_needs_hours_downloads_or_hardware_runs_on_stand_ins(page, stand_ins):
-  for block in blocks(page):
-    if block.language == "sh check":
-      for words in block.commands():
-        line = shlex.join(words)
-        for pattern, other in STAND_INS.items():
-          line = re.sub(pattern, other, line)
-        if "-m diffeq_nnx.main" in line or "-m launch.experiments" in line:
-          stand_ins.run(shlex.split(line))
+  for block in blocks(page, "sh check"):
+    for line in map(shlex.join, block.commands()):
+      for pattern, other in STAND_INS.items():
+        line = re.sub(pattern, other, line)
+      if "-m diffeq_nnx.main" in line or "-m launch.experiments" in line:
+        stand_ins.run(shlex.split(line))
 
 
 def test_a_wrong_command_and_one_that_fails_are_noticed(project):

@@ -14,12 +14,9 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.depth.continuation import continuous_config, continuous_params
-from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import draw_num_steps, list_num_steps, say_untrained
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.jobs.deriving import derive_config
 from diffeq_nnx.model.parameters import build, params_of
-from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
@@ -46,18 +43,15 @@ UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, we
 def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors():
   """cos(e(t), e(t')), and with the spread of a plain model's weights."""
   model = small_instance(small_model(time=UNIFORM, embed_dim=64, mlp_dim=128))
-  W_UxDxF = np.asarray(weights_of(model).sets["up"]["kernel"])
+  flat = np.asarray(weights_of(model).sets["up"]["kernel"]).reshape(model.config.num_steps, -1)
   group = list(model.weight_source.groups).index("up")
   e_UxT = np.asarray(jax.jit(lambda: model.weight_source.mean_vectors(model.times()))())[group]
-  square = np.square(e_UxT).sum(1).mean()
-  flat = W_UxDxF.reshape(len(W_UxDxF), -1)
-  std = 0.02  # GPT-2's
-  expected = e_UxT @ e_UxT.T / square
-  np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, expected, rtol=0, atol=0.06)
+  std, square = 0.02, np.square(e_UxT).sum(1).mean()  # GPT-2's
+  np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, e_UxT @ e_UxT.T / square, rtol=0, atol=0.06)
 
 
 def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
-  """Configs that are equal share the train step, which is compiled once for each number of steps."""
+  """Configs that are equal share the train step, which is compiled once for a number of steps."""
   config, again, other = (
     small_config(small_model(time=UNIFORM, dtype="float64"), step_counts=counts, steps=4)
     for counts in ((3, 6), (3, 6), (3, 4))
@@ -66,8 +60,8 @@ def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
   assert make_train_step(again) is step and make_train_step(other) is not step
   before = np.array(state["params"]["weight_source"]["time_mlp"]["kernel1"])
   for number in range(4):
-    state, _ = step(state, random_batch(config, number), (3, 6)[number % 2])
-  assert step._cache_size() == 2
+    state, _ = step(state, random_batch(config, number), 6)
+  assert step._cache_size() == 1
   assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
   model = build(config.model, state["params"])
   coarse, fine = (weights_of(model, model.grid(n)).sets for n in (3, 12))
@@ -98,25 +92,37 @@ def test_depths_are_drawn_late_from_seed_and_step_alone():
   assert set(draw(fixed)[28:56]) == {2, 4, 6} and draw(fixed)[56:] == draw(longer)[56:]
 
 
-def test_depth_grows_by_schedule(capsys):
+def test_depth_grows_by_schedule():
   config = small_config(step_counts=(1, 2, 3), step_schedule=(4, 6), steps=8)
   assert [draw_num_steps(config, step) for step in range(8)] == [1, 1, 1, 1, 2, 2, 3, 3]
   assert list_num_steps(config) == [3, 2, 1]
-  say_untrained(config, 5, 2)
-  assert not capsys.readouterr().err
-  say_untrained(config, 5, 3)
-  assert "was trained at 1 and 2 solver steps and never at 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("depths", [{"draw_from": 0.4}, {"step_schedule": (5,)}])
-def test_a_run_of_several_depths_goes_on_bit_for_bit(depths, tmp_path):
-  """Stopped after the depths began to change, against not stopped."""
+def test_which_depths_count_as_trained(capsys):
+  late, grown = dict(step_counts=(2, 4), draw_from=0.5), dict(step_counts=(1, 2, 3), step_schedule=(4, 6))
+  for step, asked, sizes, how, trained in (
+    *((10, asked, (), late, "2, 3 and 4" if asked == 5 else None) for asked in (None, 2, 3, 4, 5)),
+    (5, 2, (), late, "3"),  # nothing was drawn yet
+    (5, 3, (), late, None),
+    (0, 4, (), dict(step_counts=(2, 4)), "3"),
+    (5, 2, (), grown, None),
+    (5, 3, (), grown, "1 and 2"),
+    (10, 3, (0.5, 1.5, 1.0), {}, "3"),
+    (10, None, (1.0, 2.0), {}, "3"),
+  ):
+    say_untrained(small_config(small_model(num_steps=3), steps=10, **how), step, asked, sizes)
+    said = capsys.readouterr().err
+    assert f"was trained at {trained} solver steps and never at" in said if trained else not said, (step, asked, how)
+
+
+def test_a_run_whose_depth_grows_goes_on_bit_for_bit(tmp_path):
+  """Stopped after it grew, against not stopped. With drawn depths: tests/test_depth_order.py."""
   write_documents(tmp_path)
   config = run_config(tmp_path, steps=12, name="muon_weights")
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, time=UNIFORM),
-    train=dataclasses.replace(config.train, step_counts=(1, 2), log_every=1, **depths),
+    train=dataclasses.replace(config.train, step_counts=(1, 2), step_schedule=(5,), log_every=1),
   )
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   train(config, whole)
@@ -137,13 +143,6 @@ def test_a_run_of_several_depths_goes_on_bit_for_bit(depths, tmp_path):
   assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
-def test_a_run_of_several_depths_can_be_discretized():
-  """Stored weights exist for one depth, so that nothing is drawn."""
-  for depths in ({"draw_from": 0.5}, {"step_schedule": (4,)}):
-    config = small_config(small_model(time=UNIFORM), step_counts=(2, 3), **depths)
-    assert list_num_steps(derive_config(config, discretized_config(config.model, 2))) == [2]
-
-
 # several depths of one run
 
 
@@ -154,8 +153,8 @@ def test_evaluation_at_several_depths_is_that_of_each(finished, capsys):
   assert json.loads(printed.out) == result
   rows = result["by_num_steps"]
   assert [row["num_steps"] for row in rows] == [1, 2, 4]
+  assert rows[2]["loss"] == jobs.run("evaluate", config, str(workdir), num_steps=4)["loss"]
   for row in rows:
-    assert row["loss"] == jobs.run("evaluate", config, str(workdir), num_steps=row["num_steps"])["loss"]
     assert f"| {row['num_steps']} | {row['loss']:.4f} |" in printed.err
     count = config.train.batch_size * config.model.seq_len
     assert row["flops_per_token"] == flops.model_flops(config, row["num_steps"]) / 3 / count
@@ -167,14 +166,14 @@ def test_evaluation_at_several_depths_is_that_of_each(finished, capsys):
 
 # from stored weights to W(t)
 
-STORED = [
-  {"solver": "sequential", "num_steps": 6},
-  {"solver": "euler", "field": "llama", "num_steps": 3, "step_sizes": (0.5, 1.5, 1.0)},
-  {"solver": "heun", "num_steps": 4},
-]
 
-
-@pytest.mark.parametrize("changes", STORED)
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"solver": "sequential", "num_steps": 6},
+    {"solver": "heun", "field": "llama", "num_steps": 3, "step_sizes": (0.5, 1.5, 1.0)},
+  ],
+)
 def test_continuous_then_discretized_are_the_stored_weights(changes):
   stored = moved_instance(small_model(weights="stored", **changes))
   config = continuous_config(stored.config)
@@ -182,15 +181,11 @@ def test_continuous_then_discretized_are_the_stored_weights(changes):
   np.testing.assert_allclose(logits(made), logits(stored), atol=2e-5)
   again = diffeq_nnx.discretize(made)
   assert again.config == dataclasses.replace(stored.config, time=again.config.time, horizon=again.config.horizon)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
-    params_of(again)["weight_source"],
-    params_of(stored)["weight_source"],
-  )
+  near = lambda *trees: jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *trees)
+  near(*(params_of(model)["weight_source"] for model in (again, stored)))
   if changes["solver"] == "sequential":  # those of twice the steps lie near: their means in pairs are these
-    fine = np.asarray(weights_of(made, made.grid(12)).sets["up"]["kernel"])
-    own = np.asarray(weights_of(stored).sets["up"]["kernel"])
-    np.testing.assert_allclose((fine[::2] + fine[1::2]) / 2, own, rtol=0, atol=1e-6)
+    fine, own = (np.asarray(weights_of(*of).sets["up"]["kernel"]) for of in ((made, made.grid(12)), (stored,)))
+    near((fine[::2] + fine[1::2]) / 2, own)
     assert abs(fine).max() < 2 * abs(own).max()
 
 
@@ -208,34 +203,17 @@ def test_what_can_t_become_continuous_is_told():
       continuous_params(changed, params_of(stored))
 
 
-def test_a_run_becomes_continuous_and_trains_on_at_many_depths(finished, tmp_path, capsys):
-  config, workdir = finished
-  stored, new = str(tmp_path / "stored"), str(tmp_path / "new")
-  jobs.run("discretize", config, stored, from_workdir=str(workdir), num_steps=3)
-  source = Run.open(stored).started
-  job = jobs.JOBS["continuous"]
-  elastic = config_lib.apply_settings(job.prepared(source), ["train.step_counts=(3,5)"])
-  result = jobs.run("continuous", elastic, new, from_workdir=stored)
-  assert result["largest_difference"] < 1e-6
-  assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
-  own = Run.open(new).started
-  assert own == elastic and own.model.weights == "generated"
-  assert train(own, new)["loss"] < result["after"]["loss"]
-  other = config_lib.apply_settings(job.prepared(source), ["model.embed_dim=32"])
-  with pytest.raises(UserError, match="only model.time"):
-    jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=stored)
-
-
 # jobs that are asked for a depth of which the run knows nothing
 
+# what comes after the warning, and other options than the depth
 ASKED = {
-  "evaluate": {},
-  "discretize": {},
-  "finetune": {},
-  "generate": {"prompt": ["The river"], "max_tokens": 1},
-  "export": {"format": "stablehlo"},
-  "analyze": {"text": "hills", "leading": 1},
-  "harness": {},
+  "evaluate": ("Evaluator", {}),
+  "discretize": ("validate", {}),
+  "finetune": ("store_params", {}),
+  "generate": ("Decoder", {"prompt": ["The river"]}),
+  "export": ("discretized_params", {"out": "unwritten", "format": "stablehlo"}),
+  "analyze": ("find", {"text": "hills"}),
+  "harness": (None, {}),
 }
 
 
@@ -248,44 +226,25 @@ class Enough(Exception):
   """What comes after the warning would begin."""
 
 
-STOPS = {"analyze": "find", "finetune": "store_params", "generate": "Decoder"}  # before what takes seconds
-
-
 @pytest.mark.parametrize("job", ASKED)
 def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finished, tmp_path, capsys, monkeypatch):
   config, source = finished  # trained at 2 steps
+  following, options = ASKED[job]
 
   def stop(*arguments, **options):
     raise Enough
 
-  if job in STOPS:
-    monkeypatch.setattr(f"diffeq_nnx.jobs.{job}.{STOPS[job]}", stop)
   if job == "harness":
-    DiffEqLM = pytest.importorskip("diffeq_nnx.harness.adapter").DiffEqLM
-    run = lambda count: DiffEqLM(str(source), num_steps=count)
-  elif job in ("discretize", "finetune"):
-    run = lambda count: jobs.run(job, config, str(tmp_path / str(count)), from_workdir=str(source), num_steps=count)
+    run = lambda count: pytest.importorskip("diffeq_nnx.harness.adapter").DiffEqLM(str(source), num_steps=count)
   else:
-    more = {"out": str(tmp_path / "out")} if job == "export" else {}
-    shutil.copytree(source, tmp_path / "run")
-    run = lambda count: jobs.run(job, config, str(tmp_path / "run"), num_steps=count, **more, **ASKED[job])
-  with contextlib.suppress(Enough):
-    run(4)
-  told = capsys.readouterr().err
-  assert told.count("warning: this run was trained at 2 solver steps and never at 4") == 1
-  if job in ("evaluate", "generate", "analyze", "harness"):
+    monkeypatch.setattr(f"diffeq_nnx.jobs.{job}.{following}", stop)
+    workdir = shutil.copytree(source, tmp_path / "run")
+    if job in ("discretize", "finetune"):
+      workdir, options = tmp_path / "new", {"from_workdir": str(source)}
+    run = lambda count: jobs.run(job, config, str(workdir), num_steps=count, **options)
+  for count, warned in ((4, True), (2, False)):
     with contextlib.suppress(Enough):
-      run(2)
-    assert "warning" not in capsys.readouterr().err
-
-
-def test_which_depths_count_as_trained(capsys):
-  def told(step, asked, sizes=(), **train):
-    say_untrained(small_config(small_model(num_steps=3), steps=10, **train), step, asked, sizes)
-    return "warning" in capsys.readouterr().err
-
-  late = dict(step_counts=(2, 4), draw_from=0.5)
-  assert [told(10, n, **late) for n in (None, 2, 3, 4, 5)] == [False, False, False, False, True]
-  assert [told(5, n, **late) for n in (2, 3)] == [True, False]  # nothing was drawn yet
-  assert told(0, 4, step_counts=(2, 4))
-  assert told(10, 3, (0.5, 1.5, 1.0)) and told(10, None, (1.0, 2.0))
+      run(count)
+    told = capsys.readouterr().err
+    assert told.count("warning: this run was trained at 2 solver steps and never at 4") == warned
+    assert ("warning" in told) == warned

@@ -1,6 +1,7 @@
 """Exported models give our logits when loaded by the other side's own library; tokenizers give our ids."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -14,7 +15,6 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # where transformers copies
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
@@ -26,10 +26,9 @@ import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.config import ModelConfig, RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
-from diffeq_nnx.model import solvers, vector_fields
-from diffeq_nnx.model.model import Model
+from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.parameters import graph
-from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
+from diffeq_nnx.model.solvers import SOLVERS, Splitting
 from tests.conftest import moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_published_tokenizers import TEXTS as PUBLISHED_TEXTS
@@ -38,24 +37,10 @@ from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import write
 
 ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
-GENERATED = {"horizon": 2.0}, 5  # changes to a model, num_steps of the export
-UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7, 0.9)}, None
-SCALED = {"rope": RopeConfig(50.0, 8.0, 1.0, 4.0, original_len=8), "horizon": 2.5}, None
-CASES = [
-  ("gpt", "sequential", *GENERATED),
-  ("llama", "sequential", *UNEVEN),
-  ("gpt", "sequential", {"weights": "shared", "horizon": 4.0}, 2),
-  ("llama", "sequential", *SCALED),
-  ("llama", "euler", *SCALED),
-]
+ROPE = RopeConfig(50.0, 8.0, 1.0, 4.0, original_len=12)  # as long as the models here: transformers warns of that
 
 
-def make(config) -> Model:
-  """A model of random parameters, by NumPy: nothing is compiled."""
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Model(config, rngs=nnx.Rngs(0)))))
-  noise = lambda path, leaf: jnp.asarray(0.15 * rng.normal(size=leaf.shape) + (path[-1].key == "scale"), jnp.float32)
-  return nnx.merge(graph(config), jax.tree_util.tree_map_with_path(noise, shapes))
+make = functools.partial(moved_instance, scale=0.15)
 
 
 def load(result):
@@ -68,77 +53,79 @@ def load(result):
   return loaded.eval()
 
 
-def torch_logits(loaded, tokens=TOKENS_2x12, **arguments):
+def torch_logits(loaded):
   with torch.no_grad():
-    return loaded(torch.tensor(np.asarray(tokens)), **arguments).logits.numpy()
+    return loaded(torch.tensor(TOKENS_2x12)).logits.numpy()
 
 
 def close(a, b):
   np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("field,solver,changes,num_steps", CASES)
-def test_transformers_gives_our_logits(field, solver, changes, num_steps, tmp_path):
-  if solver == "sequential":
-    changes = {**changes, **({"num_kv_heads": None} if field == "gpt" else ONE_EPS)}
-  model = make(small_model(field=field, solver=solver, **changes))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps)
-  plain = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[field]
-  expected = plain if solver == "sequential" else "DiffEqFormerForCausalLM"
-  assert result["architecture"] == expected and result["num_steps"] == (num_steps or model.config.num_steps)
-  told_so = any("trust_remote_code" in note for note in result["notes"])
-  assert result["trust_remote_code"] == told_so == (solver == "euler")
-  assert result["logit_difference"] < 1e-5
-  loaded = load(result)
-  assert type(loaded).__module__.startswith("transformers_modules" if solver == "euler" else "transformers.models")
-  close(torch_logits(loaded), logits(model, num_steps))
-
-
+# dt is a power of two, which leaves no rounding where it is folded in
 @pytest.mark.parametrize(
-  "solver,note",
-  [("euler", "no architecture of transformers"), ("sequential", "has a shift in its norms, or both biases")],
-)
-def test_our_own_modeling_file_holds_the_published_llama(solver, note, tmp_path):
-  model = make(small_model(field="llama", solver=solver, initialization="published", horizon=1.0))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=4)
-  assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
-  assert note in result["notes"][0]
-  loaded, expected = load(result), logits(model, 4)
-  close(torch_logits(loaded), expected)
-  for layer in loaded.layers:
-    layer.attention_norm.bias.data.zero_()
-    layer.mlp_norm.bias.data.zero_()
-  assert np.abs(torch_logits(loaded) - expected).max() > 1e-2  # a hundred times what `close` lets pass
-
-
-@pytest.mark.parametrize(
-  "field,changes",
+  "field,num_steps,changes,dts",
   [
-    ("gpt", {"num_kv_heads": 2, "head_dim": 10, "tied_head": False}),
-    ("llama", {"num_kv_heads": 4, "qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True}),
+    ("gpt", 5, {"num_kv_heads": None, "horizon": 2.5, "dropout": 0.1}, [0.5] * 5),
+    ("llama", None, {"rope": ROPE, "weights": "stored", "step_sizes": (0.5, 1.0, 2.0)}, [0.5, 1, 2]),
   ],
 )
-def test_our_own_modeling_file_holds_sequential_steps_too(field, changes, tmp_path):
-  model = make(small_model(field=field, solver="sequential", **changes))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form="hf_code")
-  assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
-  close(torch_logits(load(result)), logits(model))
+def test_transformers_gives_our_logits_and_import_is_the_inverse_of_export(field, num_steps, changes, dts, tmp_path):
+  model = make(small_model(field=field, solver="sequential", norm_eps=1e-4, final_norm_eps=1e-4, **changes))
+  stored, out = diffeq_nnx.discretize(model, num_steps), tmp_path / "out"
+  out.mkdir()  # a folder that is empty may be there
+  result = diffeq_nnx.export_hf(stored, str(out))
+  assert sorted(os.listdir(out)) == ["config.json", "generation_config.json", "model.safetensors"]
+  assert result["architecture"] == {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[field]
+  assert not result["trust_remote_code"] and result["logit_difference"] < 1e-5
+  assert ["transformers warns that max_position" in note for note in result["notes"]] == [True] * (field == "llama")
+  loaded = load(result)
+  assert type(loaded).__module__.startswith("transformers.models")
+  close(torch_logits(loaded), logits(model, num_steps))
+  again, expected = diffeq_nnx.import_hf(str(out)), nnx.to_pure_dict(nnx.state(stored))
+  for group in ("out", "down"):
+    leaves = expected["weight_source"]["stored"][group]
+    for name, leaf in leaves.items():
+      leaves[name] = leaf * np.reshape(np.float32(dts), (-1,) + (1,) * (leaf.ndim - 1))
+  jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), expected)
+  assert again.config == dataclasses.replace(stored.config, horizon=None, step_sizes=(), time=TimeConfig())
+
+
+@pytest.mark.parametrize(
+  "note,form,changes",
+  [
+    (
+      "no architecture of transformers",
+      "hf",
+      {"field": "llama", "solver": "euler", "initialization": "published", "horizon": 1.0, "rope": ROPE},
+    ),
+    (
+      "has a shift in its norms, or both biases",
+      "hf",
+      {"field": "llama", "qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True},
+    ),
+    ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False}),
+  ],
+)
+def test_our_own_modeling_file_holds_what_no_class_of_transformers_does(note, form, changes, tmp_path):
+  model = make(small_model(**{"solver": "sequential", **changes}))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form=form)
+  assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
+  (found,) = result["notes"]
+  assert result["trust_remote_code"] and note in found and "trust_remote_code" in found
+  loaded = load(result)
+  assert type(loaded).__module__.startswith("transformers_modules")
+  close(torch_logits(loaded), logits(model))
 
 
 def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
   """LlamaConfig has one rms_norm_eps; our final norm's is 1e-5 and the block's 1e-6."""
-  model = make(small_model(field="llama", solver="sequential"))
+  model = moved_instance(small_model(field="llama", solver="sequential"), scale=0.05)
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
   assert "the final norm's is 1e-05 here" in result["notes"][0]
   found = np.abs(torch_logits(load(result)) - logits(model)).max()
-  assert 1e-5 < found < 1e-3  # its states are small: mean squares of about 0.03
+  assert 1e-5 < found < 1e-3  # its states are small
   assert abs(result["logit_difference"] - found) < 1e-5 + 0.5 * found  # on other tokens
-  params = nnx.to_pure_dict(nnx.state(model))
-  large = {**params, "embedding": params["embedding"] * 10}  # as large as trained ones
-  trained = nnx.merge(nnx.graphdef(model), large)
-  result = diffeq_nnx.export_hf(trained, str(tmp_path / "large"))
-  assert result["logit_difference"] < 1e-4
-  close(torch_logits(load(result)), logits(trained))
 
 
 def test_the_compute_dtype_s_weights_are_exported(tmp_path):
@@ -149,41 +136,21 @@ def test_the_compute_dtype_s_weights_are_exported(tmp_path):
   close(torch_logits(load(result)), logits(nnx.merge(wide, nnx.to_pure_dict(nnx.state(stored)))))
 
 
-MEAN = {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean"), "horizon": 0.7}, 2
-THIRD = 1 / 3
-REGISTERED = {  # as a user may: Heun's method of third order, whose second stage has b = 0, and a splitting
-  "third": RungeKutta(((), (THIRD,), (0.0, 2 * THIRD)), (0.25, 0.0, 0.75), (0.0, THIRD, 2 * THIRD)),
-  "late": Splitting((("feedforward", 0.3), ("attention", 1.0), ("feedforward", 0.7)), 0.9),
+UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7)}, 2
+CASES = {
+  "euler": ({"rope": ROPE, "horizon": 2.5}, 2),
+  "ralston": (
+    {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean"), "horizon": 0.7},
+    2,
+  ),
 }
 
 
-@pytest.fixture
-def forgotten():
-  """Solvers and fields that a test registers, as a program does, are forgotten after it."""
-  tables = {"solver": solvers.SOLVERS, "field": vector_fields.FIELDS}
-  before = {key: [*table] for key, table in tables.items()}
-  yield
-  for field in dataclasses.fields(ModelConfig):
-    for name in tables.get(field.name, {}).keys() - before.get(field.name, ()):
-      del tables[field.name][name]
-      field.metadata["choices"].remove(name)
-
-
-@pytest.mark.parametrize(
-  "solver,field,case",
-  [
-    (solver, field, MEAN if solver == "ralston" else case)
-    for solver, field, case in zip(
-      [*SOLVERS, *REGISTERED], itertools.cycle(["gpt", "llama"]), itertools.cycle([UNEVEN, GENERATED])
-    )
-  ],
-)
-def test_our_own_modeling_file_runs_every_solver(solver, field, case, tmp_path, forgotten):
+@pytest.mark.parametrize("solver,field", [*zip(SOLVERS, itertools.cycle(["llama", "gpt"]))])
+def test_our_own_modeling_file_runs_every_solver(solver, field, tmp_path):
   """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
-  for name, registered in REGISTERED.items():
-    solvers.register(name, registered)
-  changes, num_steps = case
-  model = moved_instance(small_model(field=field, solver=solver, **changes))
+  changes, num_steps = CASES.get(solver, UNEVEN)
+  model = moved_instance(small_model(field=field, solver=solver, num_steps=2, **changes))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps, form="hf_code")
   assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
   loaded = load(result)
@@ -223,16 +190,6 @@ def test_our_own_modeling_file_generates_after_padding_on_the_left_and_learns(tm
   close(torch_logits(again), torch_logits(loaded.eval()))
 
 
-def test_gpt2_has_no_grouped_query_heads_and_stored_weights_no_other_steps(tmp_path):
-  model = make(small_model(solver="sequential"))
-  line = told(lambda: diffeq_nnx.export_hf(model, str(tmp_path / "out")))
-  for part in ("model.num_kv_heads=2", "4", "--format=hf_code", "--format=stablehlo"):
-    assert part in line
-  stored = make(small_model(weights="stored"))
-  line = told(lambda: diffeq_nnx.export_hf(stored, str(tmp_path / "out"), num_steps=5))
-  assert "num_steps=5: the weights of this model are stored" in line and not os.listdir(tmp_path)
-
-
 class Reversed(Splitting):
   """A solver of a kind of its own, though it is a splitting to Python."""
 
@@ -241,26 +198,43 @@ class SquaredRelu(vector_fields.GPTField):
   """A block of a kind of its own."""
 
 
-@pytest.mark.parametrize("changes", [{"solver": "reversed"}, {"field": "gpt_relu2"}])
-@pytest.mark.parametrize("form", huggingface.FORMS)
-def test_parts_that_were_added_are_in_no_folder(changes, form, forgotten):
+@pytest.fixture
+def added():
+  """A field that is registered, as a program does, and forgotten after the test."""
   vector_fields.register("gpt_relu2", SquaredRelu)
-  solvers.register("reversed", Reversed((("feedforward", 1.0), ("attention", 1.0))))
-  added = dataclasses.replace(small_model(solver="sequential", num_kv_heads=None), **changes)
-  assert "--format=stablehlo supports any" in told(lambda: huggingface.choose_architecture(added, form))
+  yield "gpt_relu2"
+  del vector_fields.FIELDS["gpt_relu2"]
+  (field,) = [field for field in dataclasses.fields(ModelConfig) if field.name == "field"]
+  field.metadata["choices"].remove("gpt_relu2")
+
+
+def test_what_a_folder_can_t_hold_is_told_and_a_shift_of_norms_needs_our_own_modeling_file(
+  added, tmp_path, monkeypatch
+):
+  monkeypatch.setitem(SOLVERS, "strang", Reversed((("feedforward", 1.0), ("attention", 1.0))))
+  gpt = small_model(solver="sequential", num_kv_heads=None)
+  for config, form, parts in (
+    (dataclasses.replace(gpt, num_kv_heads=2), "hf", ["num_kv_heads=2", "heads, 4", "--format=hf_code", "=stablehlo"]),
+    (dataclasses.replace(gpt, head_dim=10), "hf", ["model.head_dim=10", "--format=hf_code", "--format=stablehlo"]),
+    (dataclasses.replace(gpt, solver="strang"), "hf", ["--format=stablehlo supports any"]),
+    (dataclasses.replace(gpt, field=added), "hf_code", ["--format=stablehlo supports any"]),
+  ):
+    line = told(lambda: huggingface.choose_architecture(config, form))
+    assert all(part in line for part in parts), line
+  shifted = small_model(field="llama", solver="sequential", initialization="published", horizon=1.0)
+  assert huggingface.choose_architecture(shifted, "hf") == layouts.OWN
+  stored = make(small_model(weights="stored"))
+  line = told(lambda: diffeq_nnx.export_hf(stored, str(tmp_path / "out"), num_steps=5))
+  assert "num_steps=5: the weights of this model are stored" in line and not os.listdir(tmp_path)
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
-  model = make(small_model(solver="sequential", num_kv_heads=None))
+  model = make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, weights="stored"))
   (tmp_path / "note").write_text("mine")
   for export in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
     assert "holds something already" in told(lambda: export(model, str(tmp_path)))
     assert "holds something already" in told(lambda: export(model, str(tmp_path / "note")))
-  assert os.listdir(tmp_path) == ["note"]
-  (tmp_path / "empty").mkdir()
-  diffeq_nnx.export_hf(model, str(tmp_path / "empty"))
-  assert sorted(os.listdir(tmp_path / "empty")) == ["config.json", "generation_config.json", "model.safetensors"]
-  assert sorted(os.listdir(tmp_path)) == ["empty", "note"]
+  assert os.listdir(tmp_path) == ["note"] and (tmp_path / "note").read_text() == "mine"
 
 
 # tokenizers
@@ -275,87 +249,83 @@ def byte_pairs(folder, text):
     vocab_size=400, initial_alphabet=alphabet, show_progress=False, special_tokens=marks
   )
   made.train_from_iterator([text], trainer)
-  made.save(str(folder / "tokenizer.json"))
-  (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True}))
-  return str(folder)
-
-
-def sentencepieces(folder, text):
-  (folder / "tokenizer.model").write_bytes(data.train([text], 500))
-  return str(folder)
+  said = {"bos_token": "<s>", "add_bos_token": True}
+  return str(write(folder, tokenizer__json=made.to_str(), tokenizer_config__json=said))
 
 
 TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "\x00\u00a0x\ufb01 1234567"]
 TEXTS.append("d\u00e9j\u00e0 vu \u5b57 \U0001f642")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "byte pairs", "sentencepiece"])
-def test_auto_tokenizer_gives_our_ids(kind, tmp_path):
-  text = inspect.getsource(layouts)
-  sources = {"bytes": lambda *_: "bytes", "byte pairs": byte_pairs, "sentencepiece": sentencepieces}
-  source = sources[kind](tmp_path, text)
-  ours = data.load_tokenizer(source)
-  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=ours.vocab_size))
-  out = str(tmp_path / "out")
-  diffeq_nnx.export_hf(model, out, tokenizer=ours)
-  theirs = transformers.AutoTokenizer.from_pretrained(out)
-  assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
-  assert (ours.bos_id is not None) == (kind == "byte pairs")
-  for one in [*TEXTS, text]:
-    ids = ours.encode(one).tolist()
-    assert theirs(one)["input_ids"] == ([] if ours.bos_id is None else [ours.bos_id]) + ids
-    assert theirs.decode(ids) == one
-  for name in ("config.json", "generation_config.json"):
-    with open(os.path.join(out, name), encoding="utf-8") as file:
-      marks = json.load(file)
-    assert (marks["eos_token_id"], marks["bos_token_id"]) == (ours.eos_id, ours.bos_id)
-  assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == ours.eos_id
-  again = data.load_tokenizer(os.path.join(out, "tokenizer.model") if kind == "sentencepiece" else out)
-  assert again.hash == ours.hash
+@pytest.fixture(scope="module")
+def model():
+  """One that has more embeddings than any tokenizer here has tokens."""
+  return make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, vocab_size=600, weights="stored"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"add_dummy_prefix": False}])
-def test_auto_tokenizer_gives_the_ids_of_a_published_sentencepiece_model(changes, tmp_path):
-  """With tokens that were added beside it, and several end marks."""
-  start, stop = "<|im_start|>", "<|im_end|>"
+def published(folder, **changes):
+  """A sentencepiece model as it is published, with tokens that were added beside it, and several end marks."""
   trained = published_model(**changes)
   size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
   said = {
-    "added_tokens__json": {start: size, stop: size + 1},
-    "tokenizer_config__json": {"eos_token": stop},
+    "added_tokens__json": {"<|im_start|>": size, "<|im_end|>": size + 1},
+    "tokenizer_config__json": {"eos_token": "<|im_end|>"},
     "generation_config__json": {"eos_token_id": [2, size + 1]},
   }
-  ours = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__model=trained, **said)))
-  model = make(small_model(field="llama", solver="sequential", num_kv_heads=None, vocab_size=size + 2))
-  out = str(tmp_path / "out")
-  diffeq_nnx.export_hf(model, out, tokenizer=ours)
-  theirs = transformers.AutoTokenizer.from_pretrained(out)
-  for text in [*TEXTS, *PUBLISHED_TEXTS, f"{start}a {start} b {start}"]:
-    ids = ours.encode(text).tolist()
-    assert theirs(text)["input_ids"] == [1, *ids]
-    assert theirs.decode(ids) == ours.decode(ids)
-  assert (theirs.eos_token, theirs.bos_token, theirs.eos_token_id) == (stop, "<s>", size + 1)
-  assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [size + 1, 2] == list(ours.end_ids)
-  again = data.load_tokenizer(out)
-  assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, False)
-  assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()
+  return str(write(folder, tokenizer__model=trained, **said))
 
 
-def test_auto_tokenizer_gives_the_ids_of_a_vocabulary_that_lacks_bytes(tmp_path):
+def without_bytes(folder):
+  """A vocabulary that lacks some bytes, with two end marks."""
   given = lacking(model__unk_token="<unk>")
-  given["added_tokens"].append({**given["added_tokens"][0], "id": len(given["model"]["vocab"]), "content": "<|e|>"})
-  said = {"generation_config__json": {"eos_token_id": [len(given["model"]["vocab"]), 0]}}
-  folder = write(tmp_path / "given", tokenizer__json=given, **said)
-  model = make(small_model(solver="sequential", num_kv_heads=None, vocab_size=300))
-  for policy, texts in (("unknown", ["no! \U00041234!!", *TEXTS]), ("error", TEXTS)):
-    ours, out = data.load_tokenizer(str(folder), unknown_bytes=policy), str(tmp_path / policy)
-    notes = diffeq_nnx.export_hf(model, out, tokenizer=ours)["notes"]
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert [theirs(text)["input_ids"] for text in texts] == [ours.encode(text).tolist() for text in texts]
-    assert ("left out by AutoTokenizer" in " ".join(notes)) == (policy == "error")
-    again = data.load_tokenizer(out, unknown_bytes=policy)
-    assert (again.end_ids, again.hash) == (ours.end_ids, ours.hash)
-    assert "diffeq_nnx" not in json.loads((tmp_path / policy / "tokenizer.json").read_text())["model"]
+  size = len(given["model"]["vocab"])
+  given["added_tokens"].append({**given["added_tokens"][0], "id": size, "content": "<|e|>"})
+  return str(write(folder, tokenizer__json=given, generation_config__json={"eos_token_id": [size, 0]}))
+
+
+SOURCE = inspect.getsource(layouts)
+ADDED = [*PUBLISHED_TEXTS, "<|im_start|>a <|im_start|> b <|im_start|>"]
+TOKENIZERS = {  # how each is loaded from a folder, and more texts
+  "bytes": (lambda folder: data.load_tokenizer("bytes"), [SOURCE]),
+  "byte pairs": (lambda folder: data.load_tokenizer(byte_pairs(folder, SOURCE)), [SOURCE]),
+  "sentencepiece": (
+    lambda folder: data.load_tokenizer(str(write(folder, tokenizer__model=data.train([SOURCE], 500)))),
+    [SOURCE],
+  ),
+  "published": (lambda folder: data.load_tokenizer(published(folder)), ADDED),
+  "without prefix": (lambda folder: data.load_tokenizer(published(folder, add_dummy_prefix=False)), ADDED),
+  "unknown bytes": (
+    lambda folder: data.load_tokenizer(without_bytes(folder), unknown_bytes="unknown"),
+    ["no! \U00041234!!"],
+  ),
+  "missing bytes": (lambda folder: data.load_tokenizer(without_bytes(folder)), []),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
+  (make_ours, texts), out = TOKENIZERS[kind], tmp_path / "out"
+  ours = make_ours(tmp_path / "given")
+  notes = diffeq_nnx.export_hf(model, str(out), tokenizer=ours)["notes"]
+  assert ("left out by AutoTokenizer" in " ".join(notes)) == (kind == "missing bytes")
+  theirs, begin = transformers.AutoTokenizer.from_pretrained(out), [] if ours.bos_id is None else [ours.bos_id]
+  assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
+  assert bool(begin) == (kind in ("byte pairs", "published", "without prefix"))
+  for text in [*TEXTS, *texts]:
+    ids = ours.encode(text).tolist()
+    assert theirs(text)["input_ids"] == begin + ids
+    assert (
+      theirs.decode(ids) == ours.decode(ids) or kind == "unknown bytes"
+    )  # which have a token there, and a mark here
+  for name in ("config.json", "generation_config.json"):
+    marks = json.loads((out / name).read_text())
+    assert marks["bos_token_id"] == ours.bos_id
+    assert marks["eos_token_id"] == (ours.eos_id if len(ours.end_ids) == 1 else [*ours.end_ids])
+  assert "diffeq_nnx" not in json.loads((out / "tokenizer.json").read_text())["model"]
+  policy = "unknown" if kind == "unknown bytes" else "error"
+  again = data.load_tokenizer(str(out / "tokenizer.model" if kind == "sentencepiece" else out), unknown_bytes=policy)
+  assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, ours.lossless)
+  assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()
 
 
 def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):

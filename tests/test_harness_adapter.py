@@ -31,6 +31,7 @@ from tests.test_tokenizer import write
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
+
 LLAMA_TOKENIZER = {
   "tokenizer_class": "LlamaTokenizer",
   "bos_token": "<s>",
@@ -211,41 +212,31 @@ def test_texts_are_sampled_as_tasks_ask(model, lm):
     assert part in told(lambda: generated(one, wrong))
 
 
-def test_windows_are_full_and_perplexity_is_that_of_all_of_them(model, lm):
-  text = "the river rose in the night and the rain went on " * 6
-  sliding = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window="sliding")
-  for one in (lm, sliding):
-    context, continuation = one.make_windows(text)[-1]
-    assert len(context) + len(continuation) - 1 == 96
-  assert len(sliding.make_windows(text)) > len(lm.make_windows(text)) == 4
-  assert "sliding" in sliding.get_model_info()["rolling_windows"]
-  found = sliding.measure_perplexity([text, "one two"])
-  total, short, empty = sliding.loglikelihood_rolling(
-    instances("loglikelihood_rolling", (text,), ("one two",), ("",)), disable_tqdm=True
-  )
-  assert np.isclose(found["nats"], -total - short) and found["tokens"] == found["bytes"] == len(text) + 7
-  assert empty == 0
-  assert found["words"] == len(text.split()) + 1 + 2  # white space at the end counts, as in lm_eval
-  assert found["documents"] == 2
-  assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
-
-
-@pytest.mark.parametrize("window", ["disjoint", "sliding"])
-def test_texts_that_end_at_the_edge_of_a_window_are_scored_whole(model, window):
-  """Of 96 tokens and one more or less, and of twice that: the sum over windows, by the forward pass of each."""
-  one, forward = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window=window), nnx.jit(lambda model, x: model(x))
-  text = "the river rose in the night and the rain went on " * 4
-  for length in (1, 2, 95, 96, 97, 191, 192, 193):
-    windows = one.make_windows(text[:length])
-    assert [token for _, continuation in windows for token in continuation] == list(text[:length].encode())
-    assert all(len(context) + len(continuation) - 1 <= 96 and context for context, continuation in windows)
-    expected = 0.0
+@pytest.mark.parametrize("window,count", [("disjoint", 4), ("sliding", 6)])
+def test_texts_of_several_windows_are_scored_whole_and_perplexity_is_that_of_all(window, count, model):
+  """Also of one, two or three windows and a token more or less: the sum over windows, by the forward pass of each."""
+  lm, forward = DiffEqLM(model=model, tokenizer=ByteTokenizer(), window=window), nnx.jit(lambda model, x: model(x))
+  text, expected = "the river rose in the night and the rain went on " * 6, []
+  texts = [text[:length] for length in (1, 2, 95, 96, 97, 191, 192, 193)] + [text]
+  for one in texts:
+    windows = lm.make_windows(one)
+    assert [token for _, continuation in windows for token in continuation] == list(one.encode())
+    sizes = [len(context) + len(continuation) - 1 for context, continuation in windows]
+    assert max(sizes) <= 96 and sizes[-1] == min(len(one), 96) and all(context for context, _ in windows)
+    expected.append(0.0)
     for context, continuation in windows:
       read = [*context, *continuation][:-1]
       logits = forward(model, jnp.asarray([read + [0] * (96 - len(read))]))[0, len(context) - 1 : len(read)]
-      expected += float(jax.nn.log_softmax(logits)[np.arange(len(continuation)), np.array(continuation)].sum())
-    (found,) = one.loglikelihood_rolling(instances("loglikelihood_rolling", (text[:length],)), disable_tqdm=True)
-    assert found == pytest.approx(expected, abs=1e-3)
+      expected[-1] += float(jax.nn.log_softmax(logits)[np.arange(len(continuation)), np.array(continuation)].sum())
+  assert len(windows) == count and lm.get_model_info()["rolling_windows"].startswith(window)
+  requests = instances("loglikelihood_rolling", *((one,) for one in [*texts, ""]))
+  assert lm.loglikelihood_rolling(requests, disable_tqdm=True) == pytest.approx([*expected, 0], abs=1e-3)
+  found = lm.measure_perplexity([text, text[:2]])
+  assert found["nats"] == pytest.approx(-expected[-1] - expected[1], abs=1e-3)
+  assert found["tokens"] == found["bytes"] == len(text) + 2
+  assert found["words"] == len(text.split()) + 1 + 1  # white space at the end counts, as in lm_eval
+  assert found["documents"] == 2
+  assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
 
 
 def test_mistakes_are_reported_in_one_line(model):

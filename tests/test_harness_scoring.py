@@ -1,4 +1,4 @@
-"""Scoring of packed requests: shared beginnings, order, padding and devices change nothing but rounding."""
+"""Scoring of packed requests: shared beginnings, order and padding change nothing but rounding."""
 
 import jax
 import numpy as np
@@ -6,7 +6,6 @@ import pytest
 
 from diffeq_nnx.harness import packing, scoring
 from diffeq_nnx.harness.packing import Request
-from tests.conftest import on_eight_devices
 from tests.harness_cases import by_number, random_model, trees
 
 
@@ -78,29 +77,3 @@ def test_equal_requests_are_computed_once_and_rows_hold_no_more_than_fits(model)
   assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
   many = [Request((1,), (2, i)) for i in range(257)] + [Request((1,), (i,)) for i in range(257)]
   assert all(len(row.scored) <= 96 and len(row.tokens) <= 96 for row in packing.make_rows(many, 96))
-
-
-EIGHT_DEVICES = """
-import jax, numpy as np
-from flax import nnx
-from diffeq_nnx.parallel import sharding
-from diffeq_nnx.config import MeshConfig
-from diffeq_nnx.harness.scoring import Scorer
-from diffeq_nnx.training.step import state_shardings, all_params
-from tests.conftest import small_config
-from tests.harness_cases import by_number, random_model, trees
-model, requests = random_model(), trees(10, longest=16)
-expected = by_number(Scorer(model), requests)
-mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))
-places = all_params(state_shardings(small_config(model.config), mesh))
-params = jax.device_put(nnx.to_pure_dict(nnx.state(model)), places)
-scorer = Scorer(nnx.merge(nnx.graphdef(model), params), mesh=mesh)
-assert not jax.tree.leaves(scorer.ready.weights)[-1].sharding.is_fully_replicated
-found = by_number(scorer, requests)
-np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
-assert found[1] == expected[1]
-"""
-
-
-def test_eight_devices_agree_with_one():
-  on_eight_devices(EIGHT_DEVICES)

@@ -1,5 +1,7 @@
 """`tpu_pod.sh keep`, run against a stand-in for gcloud that answers from a script."""
 
+import re
+
 import pytest
 
 from tests.launch_bench import (
@@ -42,74 +44,62 @@ EMPTY = ""  # hosts that are not filled
 CREATE, START = ["create"], ["scp", "install", "idle", "start"]
 FIRST = [NOT_THERE, "ACCEPTED", "WAITING_FOR_RESOURCES", "ACTIVE", EMPTY, "ACTIVE", RUNNING]  # until it runs
 
-
 MOMENT = ["ACTIVE", "ERROR: ssh", "ACTIVE", "ERROR: ssh", "ERROR: UNAVAILABLE"]
-LOST = {
-  "suspended": ["SUSPENDING", "SUSPENDED"],
-  "silent": ["ACTIVE", "ERROR: ssh"] * 3,
-  "a slice silent": ["ACTIVE", "a: running, process 7\\n"] * 3,  # the other slice is left out
-}
-ONCE, AGAIN = [*CREATE, *START, "delete"], [*CREATE, *START * 3, "delete"]
+# one of two slices is left out where gcloud can't reach it
+SILENT = ["ACTIVE", "ERROR: ssh", "ACTIVE", "a: running, process 7\\n", "ACTIVE", "ERROR: ssh"]
+ONCE = [*CREATE, *START, "delete"]
 SIZE = "creates: queued TPU pod in us-east5-a, spot: 2 slices of v5p-16, 16 chips on 4 hosts"
 MISTAKE = "a: not running, exit code 1\\nb: not running, exit code 2; error: no such config\\n"
 FAILED = "error: the program failed, and --max-restarts=2 is reached\n"
+# one host ended with 0, the other not, three times
+FAILURES = [
+  f"a: not running, {said}\\nb: not running, exit code 0\\n" for said in ("exit code 1", "no exit code", "exit code 20")
+]
+ENDS = "the job has ended\n"
 REFUSED = "ended with exit code 1\n"
 
-
-def failing(said):
-  """Three times the answers of hosts of which one did not end with 0."""
-  return [*FIRST, *["ACTIVE", f"a: not running, {said}\\nb: not running, exit code 0\\n"] * 3]
-
-
-# what happens: gcloud's answers and the call that fails; then the exit code, the calls that change something, and how
-# stdout and stderr end
+# what happens: gcloud's answers and the call that fails; then the exit code, the number of restarts, the calls that
+# change something, what stands on stdout, and how stderr ends
 CASES = {
-  "it ends": (
-    [*FIRST, "ACTIVE", RUNNING, "ACTIVE", ENDED],
-    "",
-    0,
-    ONCE,
-    "the job has ended\n",
-    f"{SIZE}; deleted when the job has ended\n",
+  "it ends, after moments without an answer": (
+    ([*FIRST, *MOMENT, "ACTIVE", RUNNING, *MOMENT, "ACTIVE", ENDED], ""),
+    (0, 0, ONCE, ENDS, ""),
   ),
-  **{
-    name: ([*FIRST, *gone, *FIRST, "ACTIVE", ENDED], "", 0, [*ONCE, *ONCE], "the job has ended\n", "")
-    for name, gone in LOST.items()
-  },
-  "no answer for a moment": ([*FIRST, *MOMENT, "ACTIVE", RUNNING, *MOMENT, "ACTIVE", ENDED], "", 0, ONCE, "", ""),
+  "it is suspended, and then silent": (
+    ([*FIRST, "SUSPENDING", "SUSPENDED", *FIRST, *SILENT, *FIRST, "ACTIVE", ENDED], ""),
+    (0, 2, ONCE * 3, ENDS, ""),
+  ),
   "an error in the command": (
-    [*FIRST, "ACTIVE", MISTAKE],
-    "",
-    2,
-    ONCE,
-    "",
-    "error: exit code 2: an error in the command\n",
+    ([*FIRST, "ACTIVE", MISTAKE], ""),
+    (2, 0, ONCE, "", "error: exit code 2: an error in the command\n"),
   ),
-  **{
-    said: (failing(said), "", 1, AGAIN, "", FAILED)
-    for said in ("exit code 1", "no exit code", "exit code 20", "never started")
-  },
-  "keep was killed, and takes over": (["ACTIVE", RUNNING, "ACTIVE", ENDED], "", 0, ["delete"], "", ""),
-  "gcloud does not create": ([NOT_THERE], "create", 1, CREATE, "", REFUSED),
-  "gcloud does not delete": (["ACTIVE", ENDED], "delete", 1, ["delete"], "", REFUSED),
-  "requests fail": ([NOT_THERE, "FAILED"] * 3, "", 1, ["create", "delete"] * 3, "", ""),
-  "the project can not be asked": (["ERROR: PERMISSION_DENIED: no"], "", 1, [], "PERMISSION_DENIED: no\n", ""),
+  "the program fails": (
+    ([*FIRST, "ACTIVE", FAILURES[0], "ACTIVE", FAILURES[1], "ACTIVE", FAILURES[2]], ""),
+    (1, 2, [*CREATE, *START * 3, "delete"], "", FAILED),
+  ),
+  "keep was killed, and takes over": (
+    (["ACTIVE", RUNNING, "ACTIVE", ENDED], ""),
+    (0, 0, ["delete"], ENDS, f"{SIZE}; deleted when the job has ended\n"),
+  ),
+  "gcloud does not create": (([NOT_THERE], "create"), (1, 0, CREATE, "", REFUSED)),
+  "gcloud does not delete": ((["ACTIVE", ENDED], "delete"), (1, 0, ["delete"], "", REFUSED)),
+  "requests fail": (([NOT_THERE, "FAILED"] * 3, ""), (1, 2, ["create", "delete"] * 3, "", "")),
+  "the project can not be asked": ((["ERROR: PERMISSION_DENIED: no"], ""), (1, 0, [], "PERMISSION_DENIED: no\n", "")),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_goes_on_in_a_new_pod_until_it_has_ended_or_can_not(case, bench):
-  answers, fails, code, calls, out, err = CASES[case]
+  (answers, fails), (code, restarts, calls, out, err) = CASES[case]
   bench.make_repository()
   (bench.home / "answers").write_text("\n".join(answers) + "\n")
   write_tool(bench.bin / "gcloud", GCLOUD)
-  write_tool(bench.bin / "sleep", "#!/bin/sh\n")
   done = bench.script("tpu_pod.sh", *KEEP, "--max-restarts=2", "--", *PROGRAM, FAIL=fails)
   record = bench.home / "record"
   assert not (bench.home / "answers").read_text().strip(), "it ended before its time"
   assert (done.returncode, record.read_text().split() if record.exists() else []) == (code, calls)
   assert out in done.stdout and done.stderr.endswith(err), done.stderr
-  assert ("restart 1 of 2\n" in done.stdout) == (calls in ([*ONCE, *ONCE], AGAIN) or case == "requests fail")
+  assert re.findall(r": restart (\d) of 2\n", done.stdout) == ["1", "2"][:restarts]
 
 
 def test_a_dry_run_shows_the_commands_of_a_job_without_failures(bench):

@@ -3,33 +3,53 @@
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
-from diffeq_nnx import main
+import diffeq_nnx
+from diffeq_nnx import config, main
 from diffeq_nnx.jobs import JOBS
 from tests.conftest import mistake
+from tests.processes import Process
+
+TINY = "--config=configs/tiny.py"
+DISCRETIZE = ["--workdir=x", "--job=discretize"]
+JOINING = [TINY, "--workdir=x", "--num_processes=2"]
 
 
 @pytest.mark.parametrize(
   "arguments,parts",
   [
-    (["--config.trian.steps=1"], ["trian.steps: unknown key", "did you mean 'train.steps'?"]),
-    (["--config.train.step=1"], ["train.step: unknown key", "did you mean 'train.steps'?"]),
-    (["--config.train.steps=abc"], ["train.steps='abc'", "must be of type int"]),
-    (["--config.optimizer.peak_rate=fast"], ["optimizer.peak_rate='fast'", "must be of type float"]),
+    ([TINY, "--config.trian.steps=1"], ["trian.steps: unknown key", "did you mean 'train.steps'?"]),
+    ([TINY, "--config.train.steps=abc"], ["train.steps='abc'", "must be of type int"]),
+    ([TINY, "--config.optimizer.peak_rate=fast"], ["optimizer.peak_rate='fast'", "must be of type float"]),
     (["--config=configs/nope.py"], ["--config=configs/nope.py", "no file"]),
     (["--config=configs/tiny.py:gtp"], ["'gtp'", "did you mean 'gpt'?"]),
-    (["--job=trian"], ["--job=trian"]),
-    (["--confg=configs/tiny.py"], ["confg", "config"]),
-    (["--workdir=x", "--num_processes=2"], ["give all three"]),
-    (["--workdir=x", "--coordinator=a", "--num_processes=2", "--process_id=0"], ["must be HOST:PORT"]),
-    (["--workdir=x", "--coordinator=a:80", "--num_processes=2", "--process_id=2"], ["between 0 and --num_processes=2"]),
+    ([TINY, "--job=trian"], ["--job=trian"]),
+    ([TINY, "--confg=configs/tiny.py"], ["confg", "config"]),
+    (JOINING, ["give all three"]),
+    ([*JOINING, "--coordinator=a", "--process_id=0"], ["must be HOST:PORT"]),
+    ([*JOINING, "--coordinator=a:80", "--process_id=2"], ["between 0 and --num_processes=2"]),
+    ([], ["--workdir: missing"]),
+    (["--workdir=x"], ["--config: missing"]),
+    (["--workdir=/none", "--job=evaluate"], ["--workdir=/none: holds no run; name the directory of one"]),
+    (DISCRETIZE, ["--from_workdir: missing"]),
+    ([*DISCRETIZE, "--from_workdir=/none"], ["--from_workdir=/none: holds no run"]),
+    ([*DISCRETIZE, "--from_workdir=/none", "--step_sizes=1,b"], ["--step_sizes=1,b: must be numbers"]),
+    ([*DISCRETIZE, "--from_workdir=y", TINY], ["--config: --job=discretize takes"]),
+    ([TINY, "--workdir=x", "--num_steps=3"], ["--num_steps=3: is for --job=evaluate or discretize"]),
+    (["--workdir=x", "--job=evaluate", "--num_steps=3,b"], ["--num_steps=3,b: must be a whole number"]),
+    (["--workdir=x", "--job=evaluate", "--num_steps="], ["--num_steps=: must be a whole number"]),
+    (["--workdir=x", "--job=analyze", "--num_steps=3,4"], ["--num_steps=3,4: several are for --job=evaluate"]),
+    (["--workdir=x", "--job=generate"], ["--prompt: missing"]),
+    ([TINY, "--workdir=x", "--prompt=a", "--prompt=b"], ["--prompt=a,b: is for --job=generate, and this"]),
+    (["--workdir=x", "--job=export"], ["--out: missing"]),
+    (["--workdir=x", "--job=import"], ["--from_hf: missing"]),
+    (["--workdir=x", "more"], ["more: not a flag"]),
   ],
 )
 def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
-  code, line = mistake(["--config=configs/tiny.py", *arguments], capsys)
+  code, line = mistake(arguments, capsys)
   assert code == 2 and line.startswith("error: ")
   for part in parts:
     assert part in line
@@ -42,40 +62,6 @@ def test_a_config_file_that_fails_is_one_line(tmp_path, capsys):
     assert code == 2 and f"--config={tmp_path}/config.py: can't be used ({part}" in line
 
 
-DISCRETIZE = ["--workdir=x", "--job=discretize"]
-TINY = ["--workdir=x", "--config=configs/tiny.py"]
-
-
-@pytest.mark.parametrize(
-  "arguments,part",
-  [
-    ([], "--workdir: missing"),
-    (["--workdir=x"], "--config: missing"),
-    (["--workdir=x", "--job=prepare"], "--config: missing"),
-    (["--workdir=/none", "--job=evaluate"], "--workdir=/none: holds no run; name the directory of one"),
-    (DISCRETIZE, "--from_workdir: missing"),
-    ([*DISCRETIZE, "--from_workdir=/none"], "--from_workdir=/none: holds no run"),
-    ([*DISCRETIZE, "--from_workdir=/none", "--step_sizes=1,b"], "--step_sizes=1,b: must be numbers"),
-    ([*DISCRETIZE, "--from_workdir=y", "--config=configs/tiny.py"], "--config: --job=discretize takes"),
-    ([*DISCRETIZE, "--from_workdir=y", "--top_k=2"], "--top_k=2: is for --job=generate"),
-    ([*TINY, "--num_steps=3"], "--num_steps=3: is for --job=evaluate or discretize"),
-    (["--workdir=x", "--job=evaluate", "--num_steps=3,b"], "--num_steps=3,b: must be a whole number"),
-    (["--workdir=x", "--job=evaluate", "--num_steps="], "--num_steps=: must be a whole number"),
-    (["--workdir=x", "--job=analyze", "--num_steps=3,4"], "--num_steps=3,4: several are for --job=evaluate"),
-    (["--workdir=x", "--job=generate"], "--prompt: missing"),
-    ([*TINY, "--prompt=a", "--prompt=b"], "--prompt=a,b: is for --job=generate, and this"),
-    ([*TINY, "--out=y"], "--out=y: is for --job=generate or export, and this is --job=train"),
-    (["--workdir=x", "--job=export", "--from_workdir=y"], "--from_workdir=y: is for --job=discretize"),
-    (["--workdir=x", "--job=export"], "--out: missing"),
-    (["--workdir=x", "--job=import"], "--from_hf: missing"),
-    (["--workdir=x", "more"], "more: not a flag"),
-  ],
-)
-def test_flags_that_don_t_go_together_are_one_line(arguments, part, capsys):
-  code, line = mistake(arguments, capsys)
-  assert code == 2 and line.startswith("error: ") and part in line
-
-
 def test_a_real_process_prints_the_line_and_ends_with_the_code():
   arguments = ["--config=configs/tiny.py", "--config.train.step=1"]
   done = subprocess.run([sys.executable, "-m", "diffeq_nnx.main", *arguments], capture_output=True, text=True)
@@ -86,7 +72,8 @@ def test_a_real_process_prints_the_line_and_ends_with_the_code():
 def test_no_thread_prints_after_the_line_of_a_failure():
   program = """
 import sys, threading, time
-from diffeq_nnx import main
+import diffeq_nnx
+from diffeq_nnx import config, main
 
 def fails(argv):
   threading.Thread(target=lambda: (time.sleep(0.3), 1 / 0)).start()
@@ -99,21 +86,25 @@ sys.exit(main._program([]))
   assert done.returncode == 1 and done.stderr == "error: the disk is full\n"
 
 
-def test_the_package_imports_no_jax_and_training_nothing_that_draws_and_public_names_are_at_the_top_level():
+def test_the_package_imports_no_jax_and_training_nothing_that_draws():
+  program = "import sys, diffeq_nnx; assert not {'jax', 'flax', 'ml_collections'} & {*sys.modules}"
+  subprocess.run([sys.executable, "-c", program], check=True)
   program = """
-    import sys, diffeq_nnx
-    assert not {"jax", "flax", "ml_collections"} & {*sys.modules}
-    from diffeq_nnx.jobs import JOBS
-    JOBS["train"].function
-    assert not {"jinja2", "lm_eval", "matplotlib", "plotly", "transformers"} & {*sys.modules}
-    from diffeq_nnx import Config, Model, load_config
-    from diffeq_nnx import config, model
-    assert (Config, Model, load_config) == (config.Config, model.Model, config.load)
-    assert isinstance(load_config("configs/tiny.py", ["train.steps=3"]), Config)
-    for name in diffeq_nnx._HOMES:
-      assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
-  """
-  subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+import sys
+from diffeq_nnx.jobs import JOBS
+JOBS["train"].function
+sys.exit(str({"jinja2", "lm_eval", "matplotlib", "plotly", "transformers"} & {*sys.modules}))
+"""
+  process = Process([], first=program)
+  process.end()
+  assert process.lines == ["set()"]
+
+
+def test_public_names_are_at_the_top_level():
+  assert diffeq_nnx.Config is config.Config
+  assert isinstance(diffeq_nnx.load_config("configs/tiny.py", ["train.steps=3"]), config.Config)
+  for name in diffeq_nnx._HOMES:
+    assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
 
 
 def test_help_says_what_each_job_does_and_a_jobs_help_lists_its_flags_alone(capsys):

@@ -78,9 +78,8 @@ def test_each_counted_target_is_validated_once(tmp_path, kind, layout):
   assert split.bytes_per_token == split.num_bytes / len(wanted)
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path, kind):
-  corpus = load(config_of(tmp_path, kind))
+def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path):
+  corpus = load(config_of(tmp_path, "completion"))
   (split,) = corpus.train.splits
   tokens = split.tokens[:]
   starts = np.flatnonzero(tokens >> 30 & 1)
@@ -106,7 +105,7 @@ def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path,
   assert plain.keys() == {"inputs", "targets", "mask"}
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat", "text"])
+@pytest.mark.parametrize("kind", ["completion", "text"])
 def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind):
   if kind == "text":
     config = DataConfig(
@@ -149,28 +148,6 @@ def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, ca
   assert message.startswith("data.rows=padded: no document is left (5 of 5 documents")
 
 
-@pytest.mark.parametrize(
-  "record, reason, detail",
-  [
-    ({"completion": "x"}, 'without key "prompt"', 'data.prompt_key names the key'),
-    ({"prompt": "x"}, 'without key "completion"', 'data.completion_key names the key'),
-    ({"prompt": 3, "completion": "x"}, 'where "prompt" is not a string', "of type int"),
-    ({"prompt": "x", "completion": ["x"]}, 'where "completion" is not a string', "of type list"),
-    ({"prompt": "x", "completion": ""}, "with an empty completion", "nothing would count"),
-    ({"prompt": "x\udc00", "completion": "x"}, "with a lone surrogate", "at character 1"),
-    (["x"], "not an object", 'must be like {"prompt": "...", "completion": "..."}'),
-  ],
-)  # fmt: skip
-def test_a_completion_that_cannot_be_used_has_one_line_and_is_counted(tmp_path, record, reason, detail):
-  source = write(tmp_path / "a.jsonl", [COMPLETIONS[1], record])
-  read = lambda **more: data.open_source(source, options=Options(records="completion", **more))
-  message = told(lambda: list(read().documents()))
-  assert f"{tmp_path}/a.jsonl line 2: " in message and detail in message
-  found = read(bad_records="skip")
-  assert list(found.documents()) == [(Piece("ask ", False), Piece(COMPLETIONS[1]["completion"], True))]
-  assert found.counts.bad == {reason: 1}
-
-
 def test_a_token_across_the_border_counts():
   """The whole is encoded at once; a token that holds a character of the completion counts."""
   model = data.tokenizers.SentencePieceTokenizer(data.train(["the answer is yes\n"] * 50, 280))
@@ -186,34 +163,30 @@ def test_a_token_across_the_border_counts():
   assert (tokens >> 30).tolist() == [3, 2, 0, 0]  # neither begin mark nor prompt, but the end mark
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_prepared_shards_keep_masks_template_and_recipe(tmp_path, kind):
-  config = config_of(tmp_path, kind)
+def test_prepared_shards_keep_masks_template_and_recipe(tmp_path):
+  config = config_of(tmp_path, "chat")
   directory = tmp_path / "shards"
-  prepare = lambda where, config: preparation.prepare(str(where), preparation.make_recipe(config, 257, 0))
-  manifest = prepare(directory, config)
+  prepare = lambda config: preparation.prepare(str(directory), preparation.make_recipe(config, 257, 0))
+  manifest = prepare(config)
   assert (manifest["dtype"], manifest["masked"]) == ("uint32", True)
   before = digest(directory)
-  prepare(directory, config)
+  prepare(config)
   assert digest(directory) == before
   for layout in ("packed", "padded"):
-    direct = load(config_of(tmp_path, kind, rows=layout))
+    direct = load(config_of(tmp_path, "chat", rows=layout))
     opened = load(DataConfig(source=f"shards:{directory}", rows=layout))
     assert opened.fingerprint == direct.fingerprint
     assert opened.tokenizer.chat_template == direct.tokenizer.chat_template
     one, two = (data.train_batches(corpus.train, seq_len=400, batch_size=4, seed=0)[9] for corpus in (direct, opened))
     assert all((one[name] == two[name]).all() for name in one)
-  name = {"completion": "completion_key", "chat": "messages_key"}[kind]
-  renamed = [{("x" if key in name else key): value for key, value in one.items()} for one in RECORDS[kind]]
-  other = config_of(tmp_path, kind, renamed, "renamed", **{name: "x"})
-  assert f"data.{name} is " in told(lambda: prepare(directory, other))
+  other = config_of(tmp_path, "chat", [{"x": messages} for messages in TURNS], "renamed", messages_key="x")
+  assert "data.messages_key is " in told(lambda: prepare(other))
   assert load(other).fingerprint == load(config).fingerprint  # the same tokens
-  if kind == "chat":
-    (tmp_path / "chat.jinja").write_text(TEMPLATE + " ")
-    assert "data.chat_template is " in told(lambda: prepare(directory, config))
-    (directory / "chat_template.jinja").write_text("other")
-    line = told(lambda: load(DataConfig(source=f"shards:{directory}")))
-    assert "chat_template.jinja there is not that of manifest.json; restore it" in line
+  (tmp_path / "chat.jinja").write_text(TEMPLATE + " ")
+  assert "data.chat_template is " in told(lambda: prepare(config))
+  (directory / "chat_template.jinja").write_text("other")
+  line = told(lambda: load(DataConfig(source=f"shards:{directory}")))
+  assert "chat_template.jinja there is not that of manifest.json; restore it" in line
 
 
 def test_plain_text_keeps_its_recipe_and_bytes(tmp_path):
@@ -251,7 +224,6 @@ def test_masked_shards_mix_with_masked_ones_alone(tmp_path):
   "changes, line",
   [
     ({"prompt_key": "q"}, "data.prompt_key=q: is for data.records=completion, not text"),
-    ({"completion_key": "q", "records": "chat"}, "data.completion_key=q: is for data.records=completion, not chat"),
     ({"messages_key": "q", "records": "completion"}, "data.messages_key=q: is for data.records=chat, not completion"),
     ({"text_key": "q", "records": "chat"}, "data.text_key=q: is for data.records=text, not chat"),
     ({"too_long": "drop"}, "data.too_long=drop: is for data.rows=padded"),
@@ -271,6 +243,6 @@ def test_sources_without_keys_hold_no_conversations():
 def test_padded_rows_of_plain_text_need_different_marks(tmp_path):
   source = write_jsonl(tmp_path / "a.jsonl", prose(20))
   same = DataConfig(
-    source=source, tokenizer="bytes", begin_token="<|endoftext|>", rows="padded", cache_dir=str(tmp_path / "cache")
+    source=source, tokenizer="bytes", begin_token="<|endoftext|>", rows="padded", cache_dir=str(tmp_path)
   )
   assert told(lambda: load(same)).startswith("data.rows=padded: the tokenizer's begin and end marks are the same")

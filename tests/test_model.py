@@ -1,7 +1,6 @@
 """The forward pass: against an independent float64 reference, causality, and identities between models."""
 
 import dataclasses
-import itertools
 
 from flax import nnx
 import jax
@@ -9,41 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import diffeq_nnx
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import build, partial_model
+from diffeq_nnx.model.parameters import build, params_of, partial_model
 from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
 from tests.conftest import PRESETS, moved_instance, small_instance, small_model, told, weights_of
 
-
-def make(model_config, moved=True) -> Model:
-  """A model, its parameters moved off their initial values."""
-  return moved_instance(model_config, seed=1) if moved else small_instance(model_config)
+TOKENS_2x12 = np.arange(24).reshape(2, 12)
 
 
-@nnx.jit(static_argnames="num_steps")
-def logits_of(model: Model, tokens, num_steps: int | None = None, **packing) -> jax.Array:
+@nnx.jit
+def logits_of(model: Model, tokens, **packing) -> jax.Array:
   """The forward pass, compiled as one program."""
-  return model(jnp.asarray(tokens), num_steps, **packing)
+  return model(jnp.asarray(tokens), **packing)
 
 
-def numpy_of(module) -> dict:
-  """Parameters as nested NumPy arrays."""
-  return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
-
-
-def solved(model: Model, x_BxLxD, weights, **bound) -> jax.Array:
-  """The state at the end of the model's own grid."""
-  field = vector_fields.BoundField(model.field, **bound)
-  return integration.solve(model.solver, field, x_BxLxD, weights, key=jax.random.key(0))
-
-
-def reference_weights(model: Model, times) -> dict:
-  """BlockWeights by the reference, from the model's parameters."""
-  params, config = numpy_of(model.weight_source), model.config
+def reference_weights(model: Model, params: dict) -> dict:
+  """BlockWeights by the reference, from the parameters of the model's weight source."""
+  config, times = model.config, model.times().times_U
   if config.weights == "stored":
     return params["stored"]
   if config.weights == "shared":
@@ -56,8 +40,7 @@ def reference_weights(model: Model, times) -> dict:
   )
   made = {}
   for n, (group, leaves) in enumerate(model.field.specs(config).items()):
-    e_SxT = e_NxSxT[n % len(e_NxSxT)]
-    made[group] = {}
+    e_SxT, made[group] = e_NxSxT[n % len(e_NxSxT)], {}
     for name, leaf in leaves.items():
       basis = params["generator"][group][name]
       constant = basis[-1] if name == "kernel" else np.full(leaf.shape, leaf.start)
@@ -78,63 +61,35 @@ def heads_apart(weights: dict, config) -> dict:
   return {**weights, **apart, "out": {**weights["out"], "kernel": out.reshape(len(out), K * G, C, -1)}}
 
 
-VARIANTS = {
-  "qwen2": {"qkv_bias": True, "tied_head": True},
-  "qwen3": {"qk_norm": True, "head_dim": 10},
-  "untied": {"tied_head": False, "head_dim": 10},
-}
-PUBLISHED_LLAMAS = {  # not presets: the field decides, too
-  "published, sequential": {"initialization": "published", "solver": "sequential"},
-  "published, stored": {"initialization": "published", "weights": "stored"},
-  "published, no shift": {"initialization": "published", "norm_shift": False},
-  "plain, shift": {"norm_shift": True},
-}
-
-
-# every preset once, and each kind of weights (generated, stored, shared), each solver and `published` with both fields
+# each kind of weights, each embedding of the time, both orders of the branches, and what a block may have
 @pytest.mark.parametrize(
-  "preset,field",
+  "field,changes",
   [
-    *zip(PRESETS, itertools.cycle(["gpt", "llama"])),
-    ("diffeq", "llama"),
-    ("published", "gpt"),
-    *((preset, "llama") for preset in PUBLISHED_LLAMAS | VARIANTS),
-    ("untied", "gpt"),
+    pytest.param("gpt", {}, id="gpt"),
+    pytest.param("gpt", {"solver": "sequential", "weights": "shared"}, id="gpt, shared weights"),
+    pytest.param("gpt", {**PRESETS["published"], "norm_shift": True}, id="gpt as published"),
+    pytest.param("gpt", {**PRESETS["shared_mlp"], "tied_head": False, "head_dim": 10}, id="gpt, a head of its own"),
+    pytest.param("llama", {"initialization": "published", "solver": "sequential"}, id="llama as published"),
+    pytest.param("llama", {"initialization": "published", "weights": "stored"}, id="llama as published, stored"),
+    pytest.param("llama", {**PRESETS["constant"], "initialization": "published", "norm_shift": False}, id="no shift"),
+    pytest.param("llama", {**PRESETS["learned"], "norm_shift": True}, id="llama, shift"),
+    pytest.param("llama", {**PRESETS["baseline"], "qkv_bias": True, "tied_head": True}, id="qwen2"),
+    pytest.param("llama", {**PRESETS["uniform"], "qk_norm": True, "head_dim": 10}, id="qwen3"),
   ],
 )
-def test_logits_agree_with_the_numpy_reference_to_1e_10(preset, field, x64):
-  config = small_model(field=field, dtype="float64", **(PRESETS | PUBLISHED_LLAMAS | VARIANTS)[preset])
-  model = make(config)
+def test_logits_agree_with_the_numpy_reference_to_1e_10_and_norms_have_a_shift_where_they_should(field, changes, x64):
+  model = moved_instance(small_model(field=field, dtype="float64", **changes), seed=1)
+  config, grid = model.config, model.grid()
+  params = jax.tree.map(np.asarray, params_of(model))
+  weights = reference_weights(model, params["weight_source"])
+  shifted = field == "gpt" or changes.get("norm_shift", config.initialization == "published")
+  assert [("shift" in weights[norm]) for norm in ("attention_norm", "mlp_norm")] == [shifted] * 2
+  assert config.block_shift == shifted and ("shift" in params["final_norm"]) == (field == "gpt")
   tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.seq_len))
-  params, grid = numpy_of(model), model.grid()
   expected = reference.logits(
-    tokens,
-    params["embedding"],
-    params.get("positions"),
-    heads_apart(reference_weights(model, model.times().times_U), config),
-    field,
-    grid.dts,
-    config.solver == "sequential",
-    params["final_norm"],
-    params.get("head", params["embedding"]),
+    tokens, params, heads_apart(weights, config), field, grid.dts, config.solver == "sequential"
   )
   np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-10)
-
-
-def test_the_published_llamas_block_norms_have_a_shift_and_its_final_norm_has_none():
-  for changes, shifted in (
-    ({}, False),
-    ({"initialization": "published"}, True),
-    ({"initialization": "published", "norm_shift": False}, False),
-    ({"norm_shift": True}, True),
-    ({"field": "gpt"}, True),
-    ({"field": "gpt", "norm_shift": True}, True),
-  ):
-    model = moved_instance(small_model(**{"field": "llama", **changes}))
-    sets = jax.eval_shape(lambda model: model.block_weights().sets, model)
-    for norm in ("attention_norm", "mlp_norm"):
-      assert ("shift" in sets[norm]) == shifted == model.config.block_shift
-    assert ("shift" in model.final_norm) == (model.config.field == "gpt")
 
 
 LENGTHS = (5, 4, 3)  # of three documents that share a row
@@ -145,52 +100,43 @@ PACKING = {
 
 
 @pytest.mark.parametrize("field,solver,weights", [("gpt", "sequential", "stored"), ("llama", "euler", "generated")])
-def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(field, solver, weights, x64):
-  model = make(small_model(field=field, solver=solver, weights=weights, dtype="float64"))
-  tokens_1x12 = np.random.default_rng(0).integers(31, size=(1, 12))
+def test_a_token_changes_what_follows_in_its_document_which_has_the_logits_that_it_has_alone(
+  field, solver, weights, x64
+):
+  """Where documents are not apart, all that follows in the row."""
+  model = moved_instance(small_model(field=field, solver=solver, weights=weights, dtype="float64"), seed=1)
+  tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
+  tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
   alone_3x12 = np.zeros((3, 12), int)  # with padding behind each, which none of its tokens sees
   for row, part in zip(alone_3x12, np.split(tokens_1x12[0], np.cumsum(LENGTHS)[:-1])):
     row[: len(part)] = part
-  alone = [row[:length] for row, length in zip(logits_of(model, alone_3x12), LENGTHS)]
-  packed = logits_of(model, tokens_1x12, **PACKING)
+  whole = np.asarray(logits_of(model, np.concatenate([tokens_13x12, alone_3x12])))
+  packed = np.asarray(logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, 0) for key, ids in PACKING.items()}))
+  alone = [row[:length] for row, length in zip(whole[13:], LENGTHS)]
   np.testing.assert_allclose(packed[0], np.concatenate(alone), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("field,solver,packing", [("gpt", "sequential", {}), ("llama", "euler", PACKING)])
-def test_a_token_changes_what_follows_in_its_document_and_nothing_else(field, solver, packing, x64):
-  """Where documents are not apart, all that follows in the row."""
-  model = make(small_model(field=field, solver=solver, dtype="float64"))
-  tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))
-  tokens_13x12 = np.concatenate([tokens_1x12, tokens_1x12 + np.eye(12, dtype=int)])  # then each token changed in turn
-  logits_13x12xV = np.asarray(
-    logits_of(model, tokens_13x12, **{key: np.repeat(ids, 13, axis=0) for key, ids in packing.items()})
-  )
-  moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
-  ids_1xL = packing.get("segment_ids_BxL", np.zeros((1, 12)))
-  expected_LxL = np.triu(ids_1xL.T == ids_1xL)
-  assert (moved_LxL[expected_LxL] > 1e-6).all() and (moved_LxL[~expected_LxL] < 1e-12).all()
+  for logits_13x12xV, ids_1xL in ((whole[:13], np.zeros((1, 12))), (packed, PACKING["segment_ids_BxL"])):
+    moved_LxL = np.abs(logits_13x12xV[1:] - logits_13x12xV[:1]).max(-1)
+    expected_LxL = np.triu(ids_1xL.T == ids_1xL)
+    assert (moved_LxL[expected_LxL] > 1e-6).all() and (moved_LxL[~expected_LxL] < 1e-12).all()
 
 
 def test_rematerialization_changes_neither_value_nor_gradient():
-  """One step and several steps at a time; "none" ignores the number."""
-  model = make(small_model(num_steps=4))
-  tokens = jnp.arange(24).reshape(2, 12)
+  """Of several steps at a time, which "none" ignores; remat "full": tests/test_solvers.py, against undone steps."""
+  model = moved_instance(small_model(num_steps=4))
 
   def norm(weights, adjoint):
-    return jnp.square(model.hidden(tokens, weights, dropout_key=jax.random.key(0), adjoint=adjoint)).mean()
+    return jnp.square(model.hidden(TOKENS_2x12, weights, dropout_key=jax.random.key(0), adjoint=adjoint)).mean()
 
   value_and_gradient = jax.jit(jax.value_and_grad(norm), static_argnums=1)
   weights = weights_of(model)
   plain = value_and_gradient(weights, integration.Checkpointed())
   text = lambda *how: value_and_gradient.lower(weights, integration.Checkpointed(*how)).as_text()
   assert text() == text("none", 2)
-  for kind, every in (("dots", 1), ("full", 2)):
-    again = value_and_gradient(weights, integration.Checkpointed(kind, every))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+  again = value_and_gradient(weights, integration.Checkpointed("dots", 2))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
 
 def test_dropout_differs_by_step_and_is_off_without_a_key():
-  config = small_model(dropout=0.5, num_steps=2)
   seen = []
 
   class Seen(vector_fields.Dropout):
@@ -198,9 +144,10 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
       jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
       return x_BxLxD
 
-  model = make(config)
-  tokens, weights = np.arange(24).reshape(2, 12), weights_of(model)
-  jax.jit(lambda x: solved(model, x, weights, dropout=Seen()))(np.ones((1, 12, 24), "float32"))
+  model = moved_instance(small_model(dropout=0.5, num_steps=2))
+  tokens, weights, field = TOKENS_2x12, weights_of(model), vector_fields.BoundField(model.field, dropout=Seen())
+  solve = lambda x_BxLxD: integration.solve(model.solver, field, x_BxLxD, weights, key=jax.random.key(0))
+  jax.jit(solve)(np.ones((1, 12, 24), "float32"))
   jax.effects_barrier()
   assert len(set(seen)) == 4  # 2 steps, 2 branches
   plain = jax.jit(lambda: model.hidden(tokens, weights))
@@ -210,64 +157,26 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
   assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
 
 
-def test_weights_are_integrated_over_their_own_grid():
-  """At a number of steps that is not the model's own, and at steps of other sizes."""
-  model = make(small_model(solver="heun"))
-  tokens = np.arange(24).reshape(2, 12)
-  own = np.asarray(logits_of(model, tokens))
-  for grid, expected in (
-    (model.grid(12), lambda: logits_of(model, tokens, 12)),
-    (
-      grids.uneven_grid((2.0, 0.5, 0.5)),
-      lambda: logits_of(diffeq_nnx.discretize(model, step_sizes=(2.0, 0.5, 0.5)), tokens),
-    ),
-  ):
-    weights = weights_of(model, grid)
-    found = jax.jit(lambda weights: model.logits(model.hidden(tokens, weights)))(weights)
-    np.testing.assert_allclose(found, expected(), rtol=0, atol=1e-5)
-    assert np.abs(found - own).max() > 1e-3
-    with pytest.raises(TypeError):
-      model.hidden(tokens, weights, model.grid())
-
-
-def test_weights_for_the_nodes_of_another_solver_are_an_error():
-  model, other = make(small_model(solver="euler")), make(small_model(solver="rk4"))
-  tokens = np.zeros((1, 12), np.int32)
-  for weights, wanted in ((weights_of(other), 3), (dataclasses.replace(weights_of(model), grid=model.grid(12)), 12)):
-    weights = jax.tree.map(np.asarray, weights)
-    with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
-      model.hidden(tokens, weights)
-    unrolled = dataclasses.replace(
-      weights, sets=[jax.tree.map(lambda leaf: leaf[0], weights.sets)] * len(jax.tree.leaves(weights.sets)[0])
-    )
-    with pytest.raises(ValueError, match=f"steps of this solver need those at {wanted}"):
-      model.hidden_unrolled(tokens, unrolled, Packing())
-
-
-@pytest.mark.parametrize(
-  "change,part",
-  [
-    (lambda p: p.pop("embedding"), "params: embedding is missing; pass"),
-    (lambda p: p.update(head=p["embedding"]), "params: the model has no head; pass"),
-    (lambda p: p.update(embedding=p["embedding"][:, :-1]), "embedding has the shape (31, 23), in the model (31, 24)"),
-    (
-      lambda p: p.update(embedding=p["embedding"].astype("bfloat16")),
-      "embedding is in bfloat16, in the model in float32",
-    ),
-    (lambda p: p.update(embedding=3), "embedding is no array but of type int"),
-    (lambda p: p["weight_source"]["stored"]["up"].pop("bias"), "weight_source.stored.up.bias is missing"),
-    (lambda p: p.update(weight_source={"stored": {}}), ", and 9 more; pass"),
-  ],
-)
-def test_parameters_of_another_model_are_told_by_name_shape_and_dtype(change, part):
+def test_parameters_of_another_model_are_told_by_name_shape_and_dtype():
   config = small_model(weights="stored")
-  params = numpy_of(make(config))
+  params = jax.tree.map(np.asarray, params_of(moved_instance(config)))
   build(config, params)
-  change(params)
-  assert part in told(lambda: build(config, params))
+  table, stored = params["embedding"], params["weight_source"]["stored"]
+  without_embedding = {name: leaf for name, leaf in params.items() if name != "embedding"}
+  without_bias = {"stored": {**stored, "up": {"kernel": stored["up"]["kernel"]}}}
+  for given, part in (
+    (without_embedding, "params: embedding is missing; pass"),
+    ({**params, "head": table}, "params: the model has no head; pass"),
+    ({**params, "embedding": table[:, :-1]}, "embedding has the shape (31, 23), in the model (31, 24)"),
+    ({**params, "embedding": table.astype("bfloat16")}, "embedding is in bfloat16, in the model in float32"),
+    ({**params, "embedding": 3}, "embedding is no array but of type int"),
+    ({**params, "weight_source": without_bias}, "weight_source.stored.up.bias is missing"),
+    ({**params, "weight_source": {"stored": {}}}, ", and 9 more; pass"),
+    (nnx.State({}), "params: State; must be a nested dict"),
+  ):
+    assert part in told(lambda: build(config, given))
   for one in (
-    lambda: nnx.jit(lambda: build(config, params))(),
-    lambda: build(config, nnx.State({})),
+    lambda: nnx.jit(lambda: build(config, without_embedding))(),
     lambda: partial_model(config, {"embedding": np.zeros((24, 31), np.float32)}),  # a part is checked too
     lambda: partial_model(config, {"final_norm": {}}),
   ):
@@ -275,46 +184,48 @@ def test_parameters_of_another_model_are_told_by_name_shape_and_dtype(change, pa
   partial_model(config, {"embedding": np.zeros((31, 24), "bfloat16")})  # as for generation
 
 
-def test_arguments_that_cannot_be_are_told():
-  model, tokens = make(small_model()), np.zeros((1, 12), np.int32)
-  weights = weights_of(model)
-  hidden = lambda adjoint: lambda: model.hidden(tokens, weights, adjoint=adjoint)
+def test_arguments_and_grids_that_cannot_be_are_told():
+  model, other = moved_instance(small_model()), moved_instance(small_model(solver="rk4"))
+  weights, of_other = (jax.eval_shape(one.block_weights) for one in (model, other))
+  unrolled = dataclasses.replace(of_other, sets=[weights.sets] * 7)
+  hidden = lambda adjoint=integration.Checkpointed(), weights=weights: model.hidden(
+    TOKENS_2x12, weights, adjoint=adjoint
+  )
   for call, part in (
     (lambda: integration.Checkpointed("ful"), "remat='ful': must be one of none, dots, full; did you mean 'full'?"),
     (lambda: integration.Checkpointed("full", 0), "every=0: must be a whole number"),
-    (hidden(integration.Reversible()), "the steps of this solver can't be undone; those of leapfrog can"),
-    (hidden("full"), "adjoint='full': must be a Checkpointed or a Reversible"),
-    (hidden(integration.Checkpointed("full", 2)), "train.remat_every=2: must divide the number of steps, 3"),
-    (lambda: model(np.zeros((1, 13), np.int32)), "13 tokens: the model has 12 learned positions"),
-    (lambda: make(small_model(weights="stored"))(tokens, 4), "num_steps=4: the weights of this model are stored, for"),
-  ):
-    with pytest.raises(ValueError) as error:
-      call()
-    assert part in str(error.value)
-
-
-def test_a_grid_that_cannot_be_is_an_error():
-  for make_grid, part in (
+    (lambda: hidden(integration.Reversible()), "the steps of this solver can't be undone; those of leapfrog can"),
+    (lambda: hidden("full"), "adjoint='full': must be a Checkpointed or a Reversible"),
+    (lambda: hidden(integration.Checkpointed("full", 2)), "train.remat_every=2: must divide the number of steps, 3"),
+    (lambda: hidden(weights=of_other), "3 steps of this solver need those at 3"),
+    (
+      lambda: hidden(weights=dataclasses.replace(weights, grid=model.grid(12))),
+      "12 steps of this solver need those at",
+    ),
+    (lambda: model.hidden_unrolled(TOKENS_2x12, unrolled, Packing()), "3 steps of this solver need those at 3"),
+    (lambda: model.hidden(np.zeros((1, 13), int), weights), "13 tokens: the model has 12 learned positions"),
     (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
     (lambda: grids.Grid((0.0, 1.0), (1.0,), weights_at="start"), "weights_at='start': must be one of nodes, end"),
     (lambda: grids.uneven_grid(()), "step_sizes=(): must be one or more numbers above 0"),
     (lambda: grids.uneven_grid((2.0, -1.0)), "step_sizes=(2.0, -1.0): must be"),
+    (
+      lambda: moved_instance(small_model(weights="stored")).grid(4),
+      "num_steps=4: the weights of this model are stored",
+    ),
     (lambda: grids.make_grid(small_model(), 0), "num_steps=0: must be 1 or above"),
   ):
     with pytest.raises(ValueError) as error:
-      make_grid()
+      call()
     assert part in str(error.value)
 
 
 def test_bfloat16_computes_near_float32():
-  config = small_model()
-  model = make(config, moved=False)
-  low = build(dataclasses.replace(config, dtype="bfloat16"), nnx.to_pure_dict(nnx.state(model)))
-  tokens = np.arange(24).reshape(2, 12)
+  model = small_instance(small_model())
+  low = build(dataclasses.replace(model.config, dtype="bfloat16"), params_of(model))
   assert jax.eval_shape(lambda: low.block_weights().sets["up"]["kernel"]).dtype == jnp.bfloat16
-  found, expected = logits_of(low, tokens), np.asarray(logits_of(model, tokens))
+  found, expected = logits_of(low, TOKENS_2x12), np.asarray(logits_of(model, TOKENS_2x12))
   assert found.dtype == jnp.float32
   assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 2e-2
 

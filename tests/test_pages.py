@@ -48,7 +48,9 @@ def make_items() -> dict[str, Chart | ColoredText]:
     "lines": Chart("lines", "Lines", "", lines),
     "cells": Chart("cells", "Cells", "", cells, columns=1),
     "text": make_text(),
-    "plain": ColoredText("plain", "", "A caption.", ["so", " it", " goes"], [1, 2, 3], "nats"),
+    "plain": ColoredText(
+      "plain", "", "A caption.", ["so", " it", " goes"], [1, 2, 50], "nats", marked=2, marked_colored=False
+    ),
   }
 
 
@@ -144,10 +146,13 @@ def browser():
 
 @pytest.fixture(scope="module")
 def wide(browser, path):
-  """The page in a desktop window, all charts drawn; checks at the end that nothing was logged or requested."""
+  """The page in a desktop window, printed and all charts drawn; checks that nothing was logged or requested."""
   with opened(browser, path) as window:
     window.wait_for_selector(".main-svg")
     window.evaluate("window.drawnAtFirst = document.querySelectorAll('.js-plotly-plot').length")
+    size = len(window.pdf())
+    window.evaluate(f"""window.printed = [{size}, document.querySelectorAll('.js-plotly-plot .main-svg').length,
+      document.documentElement.classList.contains('printing')]""")
     window.evaluate("drawAll().then(() => true)")
     yield window
 
@@ -199,6 +204,9 @@ def test_the_file_is_complete_and_requests_nothing(path):
   assert "url(" not in own and "@import" not in own
   assert all(f'<a href="{name}.png">' in own for name in ("points", "lines", "cells"))
   assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+  # the scale of the text whose marked token, of 50, has no color ends at the others'
+  np.testing.assert_array_equal(ITEMS["plain"].colored_values, [1, 2, NAN])
+  assert "</i> 2</p>" in content
 
 
 def test_every_mark_is_drawn_as_given(wide):
@@ -252,7 +260,7 @@ def test_tokens_show_their_values_to_mouse_and_keyboard(wide):
   plain = "figure:has-text('nats') .token"
   assert value_shown(wide, f"{plain} >> nth=2") == "none"
   wide.hover(f"{plain} >> nth=2")
-  assert value_shown(wide, f"{plain} >> nth=2") == "token 2, nats: 3"
+  assert value_shown(wide, f"{plain} >> nth=2") == "token 2, nats: 50"
   wide.mouse.move(2, 2)
   assert value_shown(wide, f"{plain} >> nth=2") == "none"
   wide.focus(plain)
@@ -277,11 +285,9 @@ def test_the_dark_scheme_reaches_text_and_charts_and_paper_is_white(wide):
   wide.emulate_media(media="screen", color_scheme="light")
 
 
-def test_a_printed_page_has_all_charts(browser, path):
-  with opened(browser, path) as window:
-    assert len(window.pdf()) > 50_000
-    assert window.evaluate("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
-    assert not window.evaluate("document.documentElement.classList.contains('printing')")
+def test_a_printed_page_has_all_charts(wide):
+  size, charts_drawn, printing = wide.evaluate("printed")
+  assert size > 50_000 and charts_drawn >= 6 and not printing
 
 
 def test_a_telephone_scrolls_only_down_and_answers_to_taps(browser, path):
@@ -301,11 +307,3 @@ def test_a_telephone_scrolls_only_down_and_answers_to_taps(browser, path):
     token = "figure:has-text('nats') .token >> nth=1"
     window.tap(token)
     assert value_shown(window, token) == "token 1, nats: 2"
-
-
-def test_a_marked_token_may_have_no_color(tmp_path):
-  text = ColoredText("t", "", "", ["a", "b", "c"], np.array([1.0, 2.0, 50.0]), "nats", marked=2, marked_colored=False)
-  np.testing.assert_array_equal(text.colored_values, [1, 2, np.nan])
-  page.write_page(str(tmp_path / "p.html"), "t", [], [("h", "", [text])])
-  written = (tmp_path / "p.html").read_text()
-  assert "token 2, nats: 50" in written and "</i> 2</p>" in written  # the scale ends at the others'

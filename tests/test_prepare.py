@@ -37,18 +37,13 @@ def documents_of(split, tokenizer):
   return [tokenizer.decode(run) for run in np.split(tokens, ends)[:-1]]
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-  monkeypatch.setattr(workers, "PATIENCE", 0)
-
-
 def test_every_document_is_there_once_and_counted(text, prepared):
   texts, corpus = text[1], load(prepared)
   manifest = json.loads((prepared / "manifest.json").read_text())
   (train,), validation = corpus.train.splits, corpus.validation
   trained, held = documents_of(train, corpus.tokenizer), documents_of(validation, corpus.tokenizer)
   assert collections.Counter(trained + held) == collections.Counter(texts)
-  assert 10 < len(held) < 100 and len(manifest["splits"]["train"]["shards"]) > 3
+  assert 5 < len(held) < 50 and len(manifest["splits"]["train"]["shards"]) > 3
   for split, documents, name in ((train, trained, "train"), (validation, held, "validation")):
     info = manifest["splits"][name]
     assert split.num_documents == info["documents"] == len(documents)
@@ -73,21 +68,32 @@ def test_documents_keep_their_order_and_equal_ones_are_on_the_same_side(text, tm
   assert not set(trained) & set(held)
   assert trained == [document for document in twice if document not in set(held)]
   assert held == [document for document in twice if document in set(held)]
-
-
-def test_processes_and_the_name_of_the_directory_change_no_byte(text, prepared, tmp_path, impatient):
-  directory = tmp_path / "[a-z]* 100%"
-  prepare(directory, config_of(text), 2)
-  assert digest(directory) == digest(prepared)
-
-
-@pytest.mark.parametrize("tokenizer", ["train", "bytes"])
-def test_a_validation_source_of_its_own(text, tmp_path, tokenizer):
-  config = config_of(text, validation=f"jsonl:{text[0]}/held.json", tokenizer=tokenizer)
-  prepare(tmp_path / "shards", config)
-  corpus = load(tmp_path / "shards", validation=config.validation, tokenizer=tokenizer)
-  assert documents_of(corpus.validation, corpus.tokenizer) == prose(30, seed=1)
+  named = config_of(text, validation=f"jsonl:{tmp_path}/b.jsonl")
+  prepare(tmp_path / "named", named)
+  corpus = load(tmp_path / "named", validation=named.validation, tokenizer="bytes")
+  assert documents_of(corpus.validation, corpus.tokenizer) == text[1][::-1]
   assert documents_of(corpus.train.splits[0], corpus.tokenizer) == text[1]
+
+
+def test_processes_and_the_name_of_the_directory_change_no_byte_and_bad_records_are_named_or_counted(
+  text, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setattr(workers, "PATIENCE", 0)
+  shutil.copytree(text[0], tmp_path / "text")
+  with open(tmp_path / "text" / "b.jsonl", "ab") as file:
+    file.write(b'{"text": 7}\n{"text": "caf\xe9"}\n')
+  config = config_of((tmp_path / "text",))
+  message = told(lambda: prepare(tmp_path / "out", config, 2))
+  assert message.startswith(f'data.source={config.source}: {tmp_path}/text/b.jsonl line 4: "text" is of type int')
+  config = dataclasses.replace(config, bad_records="skip")
+  manifest = prepare(tmp_path / "[a-z]* 100%", config, 2)
+  counts = manifest["records"]["data.source"]
+  assert counts["bad"] == {'where "text" is not a string': 1, "not UTF-8": 1}
+  assert (counts["records"], counts["documents"]) == (NUM_DOCUMENTS + 3, NUM_DOCUMENTS + 1)
+  assert sum(split["documents"] for split in manifest["splits"].values()) == NUM_DOCUMENTS + 1
+  assert len(caplog.messages) == 1 and f"2 of {NUM_DOCUMENTS + 3} records skipped as bad" in caplog.text
+  prepare(tmp_path / "alone", config)
+  assert digest(tmp_path / "[a-z]* 100%") == digest(tmp_path / "alone")
 
 
 PROGRAM = """
@@ -107,14 +113,13 @@ assert "jax" not in sys.modules  # which takes a worker seconds to import
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bytes(text, tmp_path, monkeypatch):
-  directory, source, environment = tmp_path / "shards", config_of(text).source, os.environ | {"PYTHONPATH": os.getcwd()}
+  directory = tmp_path / "shards"
   rng, kills = random.Random(0), 0
   # the finished tasks at which it is killed
-  for victim, num_processes, wanted in (("job", 1, 10), ("worker", 2, 30), ("job", 2, 60), ("job", 2, 10**9)):
+  for victim, num_processes, wanted in (("worker", 2, 30), ("job", 2, 60), ("job", 1, 10**9)):
     process = subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, source, str(directory), str(num_processes)],
+      [sys.executable, "-c", PROGRAM, config_of(text).source, str(directory), str(num_processes)],
       text=True,
-      env=environment,
       stderr=subprocess.PIPE,
       start_new_session=True,
     )
@@ -137,7 +142,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(text, tmp_path, monk
     while _session(process.pid) and time.monotonic() < deadline:
       time.sleep(0.02)
     assert not _session(process.pid)  # its workers are gone too
-  assert kills >= 2 and process.returncode == 0
+  assert kills == 2 and process.returncode == 0
   monkeypatch.setattr(preparing, "TASK_BYTES", 400)
   monkeypatch.setattr(files, "PART_BYTES", 400)
   prepare(tmp_path / "whole", config_of(text))
@@ -148,9 +153,7 @@ def test_a_program_that_its_workers_would_start_again_ends(text, tmp_path):
   program = tmp_path / "program.py"
   program.write_text(PROGRAM.replace("int(num_processes))", "int(num_processes), wait=True)"))
   words = [sys.executable, str(program), config_of(text).source, str(tmp_path / "shards"), "2"]
-  done = subprocess.run(
-    words, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120
-  )
+  done = subprocess.run(words, capture_output=True, text=True, timeout=120)
   assert done.returncode == 1 and "under `if __name__ == '__main__':`" in done.stderr
 
 
@@ -195,50 +198,40 @@ def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):
   os.close(descriptor)
 
 
-@pytest.mark.parametrize(
-  "trouble", ["none", "a bit", "no shard", "no manifest", "half a manifest", "version", "killed"]
-)
-def test_preparing_again_mends_what_is_damaged(text, prepared, tmp_path, trouble, monkeypatch, caplog):
-  """What is whole is left as it is."""
+def test_preparing_again_mends_what_is_damaged_and_leaves_what_is_whole(text, prepared, tmp_path, monkeypatch, caplog):
   out = tmp_path / "out"
-  shutil.copytree(prepared, out)
-  manifest, shard = out / "manifest.json", shard_file(out, "train", 2)
-  if trouble == "none":
-    monkeypatch.setattr(preparing, "tokenize", None)
-  elif trouble == "a bit":
+  manifest, shard = out / "manifest.json", out / shard_file(prepared, "train", 2).name
+
+  def change_a_bit():
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 4
     shard.write_bytes(content)
-  elif trouble == "no shard":
-    shard.unlink()
-    assert "is not there" in told(lambda: load(out))
-  elif trouble == "no manifest":
-    manifest.unlink()
-  elif trouble == "half a manifest":
-    os.truncate(manifest, 300)
-  elif trouble == "version":
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
-  else:  # just before the end, and a finished shard lost then
+
+  for name, damage, said in (
+    ("a bit", change_a_bit, True),
+    ("no shard", shard.unlink, True),
+    ("no manifest", manifest.unlink, False),
+    ("half a manifest", lambda: os.truncate(manifest, 300), True),
+  ):
+    shutil.copytree(prepared, out)
+    caplog.clear()
+    damage()
+    prepare(out, config_of(text))
+    assert digest(out) == digest(prepared) and ("preparing it again" in caplog.text) == said, name
     shutil.rmtree(out)
-    with monkeypatch.context() as patched:
-      patched.setattr(preparing, "finish", lambda *_: os.close(-1))
-      with pytest.raises(OSError):
-        prepare(out, config_of(text))
-    shard.unlink()
+  shutil.copytree(prepared, out)
+  monkeypatch.setattr(preparing, "tokenize", None)
   prepare(out, config_of(text))
   assert digest(out) == digest(prepared)
-  assert ("preparing it again" in caplog.text) == (trouble in ("a bit", "no shard", "half a manifest", "version"))
 
 
-@pytest.mark.parametrize("module,stage", [(os, "rename"), (shutil, "rmtree")])
-def test_a_kill_at_the_very_end_leaves_nothing_that_is_taken_for_work(
-  text, prepared, tmp_path, monkeypatch, module, stage
-):
-  out, function, calls = tmp_path / "out", getattr(module, stage), []
+@pytest.mark.parametrize("module,stage", [(preparing, "finish"), (os, "rename"), (shutil, "rmtree")])
+def test_a_kill_at_the_end_leaves_nothing_that_is_taken_for_work(text, prepared, tmp_path, monkeypatch, module, stage):
+  """Before the manifest is written, and after; a finished shard is lost then."""
+  out, function = tmp_path / "out", getattr(module, stage)
 
   def die(*arguments, **options):
-    if (out / "manifest.json").exists():
-      calls.append(arguments)
+    if stage == "finish" or (out / "manifest.json").exists():
       raise KeyboardInterrupt
     return function(*arguments, **options)
 
@@ -246,38 +239,19 @@ def test_a_kill_at_the_very_end_leaves_nothing_that_is_taken_for_work(
     patched.setattr(module, stage, die)
     with pytest.raises(KeyboardInterrupt):
       prepare(out, config_of(text))
-  assert calls and load(out).train.splits[0].num_documents > 300
+  if stage != "finish":
+    assert load(out).train.splits[0].num_documents > NUM_DOCUMENTS * 0.75
   shard_file(out, "train", 1).unlink()
   prepare(out, config_of(text))
   assert digest(out) == digest(prepared)
 
 
-def test_after_a_mistake_is_mended_it_starts_anew(text, tmp_path, caplog):
+def test_after_a_mistake_is_mended_it_starts_anew(tmp_path, caplog):
   (tmp_path / "a.jsonl").write_text('{"text": 7}\n' + "".join(json.dumps({"text": one}) + "\n" for one in prose(30)))
   config = config_lib.DataConfig(source=f"jsonl:{tmp_path}/a.jsonl", tokenizer="bytes")
   assert "line 1" in told(lambda: prepare(tmp_path / "out", config))
   prepare(tmp_path / "out", dataclasses.replace(config, bad_records="skip"))
   assert "starting anew" in caplog.text and load(tmp_path / "out").tokenizer.vocab_size == 257
-  trained = config_of(text, tokenizer="train")
-  assert "use at most" in told(lambda: prepare(tmp_path / "large", trained, vocab_size=60_000))
-  prepare(tmp_path / "large", trained)
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_bad_records_are_reported_with_file_and_record_or_counted(text, tmp_path, impatient, caplog, num_processes):
-  for name in ("a", "b", "c"):
-    shutil.copy(text[0] / f"{name}.jsonl", tmp_path)
-  with open(tmp_path / "b.jsonl", "ab") as file:
-    file.write(b'{"text": 7}\n{"text": "caf\xe9"}\n')
-  config = config_of((tmp_path,))
-  message = told(lambda: prepare(tmp_path / "out", config, num_processes))
-  assert message.startswith(f'data.source={config.source}: {tmp_path}/b.jsonl line 4: "text" is of type int')
-  manifest = prepare(tmp_path / "skip", dataclasses.replace(config, bad_records="skip"), num_processes)
-  counts = manifest["records"]["data.source"]
-  assert counts["bad"] == {'where "text" is not a string': 1, "not UTF-8": 1}
-  assert (counts["records"], counts["documents"]) == (NUM_DOCUMENTS + 3, NUM_DOCUMENTS + 1)
-  assert sum(split["documents"] for split in manifest["splits"].values()) == NUM_DOCUMENTS + 1
-  assert len(caplog.messages) == 1 and "2 of 403 records skipped as bad" in caplog.text
 
 
 def test_a_full_disk_is_one_line_and_later_it_goes_on(text, tmp_path, monkeypatch):
@@ -298,15 +272,15 @@ def test_a_full_disk_is_one_line_and_later_it_goes_on(text, tmp_path, monkeypatc
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
-  monkeypatch.setattr(preparing, "TASK_BYTES", 20_000)
-  monkeypatch.setattr(files, "PART_BYTES", 20_000)
-  monkeypatch.setattr(preparing, "SHARD_BYTES", 20_000)
+  monkeypatch.setattr(preparing, "TASK_BYTES", 60_000)
+  monkeypatch.setattr(files, "PART_BYTES", 60_000)
+  monkeypatch.setattr(preparing, "SHARD_BYTES", 60_000)
   peaks = []
-  for count in (500, 2000):
+  for count in (1000, 4000):
     config = config_lib.DataConfig(source=write_jsonl(tmp_path / f"{count}.jsonl", prose(count)), tokenizer="bytes")
     tracemalloc.start()
     prepare(tmp_path / f"{len(peaks)}", config)
     peaks.append(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
-  text_size = os.path.getsize(tmp_path / "2000.jsonl")
+  text_size = os.path.getsize(tmp_path / "4000.jsonl")
   assert peaks[1] < 1.3 * peaks[0] + 0.1 * text_size

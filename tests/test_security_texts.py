@@ -5,18 +5,17 @@ import json
 import os
 import shutil
 import sys
-import types
 
-import jax
 import pytest
 
 from diffeq_nnx import data, files
 from diffeq_nnx.analysis.pages import page
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Heatmap, Line, Panel, Points, Table
-from diffeq_nnx.config import Config, DataConfig
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import sources
 from diffeq_nnx.errors import printable
 from diffeq_nnx.harness import report
+from diffeq_nnx.inference.generation import Continuation
 from diffeq_nnx.jobs import generate
 from diffeq_nnx.parallel.console import say
 from tests.attacks import TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
@@ -31,35 +30,28 @@ def read_all(corpus):
   return [split.tokens[:] for split in (*corpus.train.splits, corpus.validation)]
 
 
-def changed_manifest(prepared, tmp_path, change):
-  """A copy of the shards whose manifest was changed by a function, under tmp_path/theirs/shards."""
-  directory = tmp_path / "theirs" / "shards"
-  shutil.copytree(prepared, directory)
-  manifest = json.loads((directory / "manifest.json").read_text())
-  change(manifest)
-  write_json(directory / "manifest.json", manifest)
-  return directory
+@pytest.fixture
+def theirs(prepared, tmp_path):
+  """A stranger's copy of the shards."""
+  return shutil.copytree(prepared, tmp_path / "theirs" / "shards")
 
 
-@pytest.mark.parametrize(
-  "outside", ["../{}", "ABSOLUTE", "../../theirs/shards/{}", "./{}", "memory://{}", "", ".", ".."]
-)
 @pytest.mark.parametrize("what", ["shard", "tokenizer"])
-def test_a_manifest_names_files_of_its_folder_alone(prepared, tmp_path, outside, what):
+def test_a_manifest_names_files_of_its_folder_alone(prepared, theirs, tmp_path, what):
   """What it names is there, and fits."""
+  manifest = json.loads((theirs / "manifest.json").read_text())
+  entry = manifest["tokenizer"] if what == "tokenizer" else manifest["splits"]["train"]["shards"][0]
+  name = entry["file"]
+  shutil.copy(prepared / name, tmp_path / "theirs" / name)
+  files.write(f"memory://{name}", (prepared / name).read_bytes())
+  for outside in (f"../{name}", str(prepared / name), f"./{name}", f"memory://{name}", "", ".."):
+    entry["file"] = outside
+    write_json(theirs / "manifest.json", manifest)
+    assert "manifest.json is damaged" in told(lambda: load(theirs)), outside
 
-  def change(manifest):
-    entry = manifest["tokenizer"] if what == "tokenizer" else manifest["splits"]["train"]["shards"][0]
-    name = entry["file"]
-    shutil.copy(prepared / name, tmp_path / "theirs" / name)
-    files.write(f"memory://{name}", (prepared / name).read_bytes())
-    entry["file"] = str(prepared / name) if outside == "ABSOLUTE" else outside.format(name)
 
-  directory = changed_manifest(prepared, tmp_path, change)
-  assert "manifest.json is damaged" in told(lambda: load(directory))
-
-
-def test_a_manifest_of_any_shape_is_one_line(prepared, tmp_path):
+def test_a_manifest_of_any_shape_is_one_line(theirs):
+  whole = (theirs / "manifest.json").read_text()
   for number, change in enumerate(
     (
       lambda one: one["splits"].update(other={}),
@@ -72,17 +64,18 @@ def test_a_manifest_of_any_shape_is_one_line(prepared, tmp_path):
       lambda one: one.update(splits=[]),
     )
   ):
-    directory = changed_manifest(prepared, tmp_path / str(number), change)
-    assert "manifest.json is damaged" in told(lambda: load(directory))
+    manifest = json.loads(whole)
+    change(manifest)
+    write_json(theirs / "manifest.json", manifest)
+    assert "manifest.json is damaged" in told(lambda: load(theirs)), number
 
 
-def test_no_file_of_prepared_text_is_read_as_a_pickle(prepared, tmp_path, marker):
-  for name in sorted(os.listdir(prepared)):
-    directory = tmp_path / name
-    shutil.copytree(prepared, directory)
-    content = (bomb(marker) + bytes((prepared / name).stat().st_size))[: (prepared / name).stat().st_size]
-    (directory / name).write_bytes(content)
-    told(lambda: read_all(load(directory)))
+def test_no_file_of_prepared_text_is_read_as_a_pickle(theirs, marker):
+  for name in sorted(os.listdir(theirs)):
+    whole = (theirs / name).read_bytes()
+    (theirs / name).write_bytes((bomb(marker) + bytes(len(whole)))[: len(whole)])
+    told(lambda: read_all(load(theirs)))
+    (theirs / name).write_bytes(whole)
 
 
 def test_what_a_cache_names_outside_it_is_not_read(text, tmp_path):
@@ -100,7 +93,7 @@ def test_what_a_cache_names_outside_it_is_not_read(text, tmp_path):
   assert again["file"] != "../outside"
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "shards"])
+@pytest.mark.parametrize("kind", ["text", "shards"])
 def test_urls_that_compute_are_refused(tmp_path, kind):
   """fsspec fills templates in the file that a reference:: URL names."""
   write_json(tmp_path / "refs.json", {"version": 1, "templates": {"x": "{{ 6 * 7 }}"}, "refs": {"a": ["{{x}}"]}})
@@ -157,10 +150,8 @@ def whole_page(path, text):
   return Tags(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-  "text", [TAG, '" onmouseover=alert(1) x="', "' onload='alert(1)", "<!--", "]]>{{ 7*7 }}{% x %}"]
-)
-def test_a_page_has_no_element_or_attribute_from_a_text(tmp_path, text):
+def test_a_page_has_no_element_or_attribute_from_a_text(tmp_path):
+  text = f"""{TAG}" onmouseover=alert(1) x="' onload='alert(1)<!--"""
   plain, hostile = whole_page(tmp_path / "plain.html", "plain"), whole_page(tmp_path / "hostile.html", text)
   assert plain.tags == hostile.tags
   assert any(text in shown for shown in hostile.texts)
@@ -176,8 +167,8 @@ def results(task, **config):
   return [{"results": {task: entry}, "config": config, "n-samples": {task: {"effective": 1}}, "versions": {}}]
 
 
-@pytest.mark.parametrize("text", [TAG, "a | b\n\n# c", "[x](javascript:alert(1))", "`$\\frac{$`\x1b[2J", "_$x^{"])
-def test_the_tables_of_the_harness_show_texts_as_texts(text):
+def test_the_tables_of_the_harness_show_texts_as_texts():
+  text = f"{TAG}a | b\n\n# c[x](javascript:alert(1))`$\\frac{{$`\x1b[2J_$x^{{"
   ours, theirs = results(text, dtype="a"), results(text, dtype=text)
   notes = [text, *report.note_differences(ours, theirs)]
   for baseline, columns in ((theirs, 6), ([], 9)):
@@ -200,8 +191,8 @@ def test_a_baseline_of_any_shape_is_one_line(tmp_path, marker, content):
 # ---- terminals
 
 
-@pytest.mark.parametrize("text", ["\x1b]0;title\x07", "\x1b[2J", "\x9b2J", "\u202e", "\r", "\ud800"])
-def test_control_characters_do_not_reach_a_terminal(text, capsys, tmp_path):
+def test_control_characters_do_not_reach_a_terminal(capsys, tmp_path):
+  text = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\r\ud800"
   assert printable(f"a\tb\n{text}").replace("\n", "").replace("\t", "").isprintable()
   say(f"a {text}")
   give_run(tmp_path, harness={"folder": "harness"}, model={f"x{text}": 1})
@@ -209,26 +200,17 @@ def test_control_characters_do_not_reach_a_terminal(text, capsys, tmp_path):
   assert code == 2 and "unknown key" in line and line.isprintable()
 
 
-def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys, tmp_path):
+def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys):
   """A model is a stranger's as its text is; what is written to a file or a pipe is exact."""
   hostile = "a\x1b]0;title\x07\n"
-  done = types.SimpleNamespace(prompt="p", text=hostile, ids=[1], stopped="eos")
 
-  def fake(*args, on_text, **unused):
+  def continue_them(prompts, ids, on_text):
     if on_text:
       on_text(0, hostile)
-    return [(0, done)]
+    return [(0, Continuation("p", hostile, [1], "eos"))]
 
-  run = types.SimpleNamespace(config=Config(), tokenizer=None, model=None, mesh=jax.make_mesh((1,), ("x",)), step=1)
-  for module, name, value in (
-    (generate.Run, "open", lambda *args: run),
-    (generate, "encode_prompts", lambda *args: None),
-    (generate, "Decoder", lambda *args, **named: None),
-    (generate, "continue_texts", fake),
-  ):
-    monkeypatch.setattr(module, name, value)
   for terminal, expected in ((True, "a\\x1b]0;title\\x07\n\n"), (False, hostile + "\n")):
     monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
     capsys.readouterr()
-    generate.generate(Config(), str(tmp_path), prompt=["p"])
+    generate._print_texts(continue_them, ["p"], [[1]])
     assert capsys.readouterr().out == expected

@@ -16,44 +16,48 @@ from tests.conftest import moved_instance, small_model
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
 
 
-def made(decoder, draft, prompts, draft_tokens=2, **options):
+def made(decoder, draft, prompts, row_numbers=None, draft_tokens=2, **options):
   """(the new tokens of each prompt, tokens kept in each round)."""
   ids, kept = [[] for _ in prompts], []
   take = lambda n, token: ids[n].append(token)
   options = GenerationOptions(draft_tokens=draft_tokens, **options)
-  reasons = dict(speculation.speculate(decoder, draft, prompts, options, take, on_round=kept.append))
-  assert reasons == dict.fromkeys(range(len(prompts)), "length")
+  ended = speculation.speculate(decoder, draft, prompts, options, take, row_numbers=row_numbers, on_round=kept.append)
+  assert dict(ended) == dict.fromkeys(range(len(prompts)), "length")
   return ids, kept
 
 
-def decoders(**changes):
+def decoders(scale=0.2, **changes):
   """(a model at two solver steps, at one)."""
-  model = moved_instance(small_model(dtype="float64", horizon=1.0, num_steps=2, **changes), scale=0.2)
+  model = moved_instance(small_model(dtype="float64", horizon=1.0, num_steps=2, **changes), scale=scale)
   return diffeq_nnx.Decoder(model), diffeq_nnx.Decoder(model, 1)
 
 
-@pytest.mark.parametrize("field,solver", [("gpt", "euler"), ("llama", "sequential")])
-def test_greedy_tokens_are_those_of_the_deep_model(field, solver, x64):
-  """Of three prompts together, where some rounds keep more drafted tokens than others."""
-  deep, draft = decoders(field=field, solver=solver)
+def test_greedy_tokens_are_those_of_the_deep_model(x64):
+  """Of three prompts together: some rounds keep more drafted tokens than others, and a text ends where positions do."""
+  deep, draft = decoders(scale=0.1)
   found, kept = made(deep, draft, PROMPTS, max_tokens=10, temperature=0)
   assert found == diffeq_nnx.generate(deep, PROMPTS, max_tokens=10, temperature=0)
-  assert len({*kept}) > 1 or field == "gpt"  # this gpt repeats itself at any depth
+  assert [len(ids) for ids in found] == [10, 7, 10] and len({*kept}) > 1
 
 
 def test_drawn_tokens_do_not_depend_on_other_rows_and_a_draft_by_the_model_itself_is_always_kept(x64):
   """Rows keep different numbers of drafted tokens, and end at different times."""
-  deep, draft = decoders(field="llama", solver="sequential")
-  (together, kept), (alone, by_prompt) = (
-    made(deep, draft, PROMPTS, max_tokens=10, seed=1, rows=rows) for rows in (None, 1)
-  )
-  assert together == alone and sorted(kept) == sorted(by_prompt) and len({*kept}) > 1
-  options = {"max_tokens": 60, "top_p": 0.7, "top_k": 9}  # past the slots that the prompt and its text would need
-  found, kept = made(deep, deep, PROMPTS[:1], **options)
-  assert found == diffeq_nnx.generate(deep, PROMPTS[:1], **options) and {*kept} == {2}
+  (deep, draft), prompts, made_so = decoders(field="llama", solver="sequential"), [*PROMPTS, [7, 7]], []
+  for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+    found, kept = made(deep, draft, [prompts[n] for n in order], order, max_tokens=10, seed=1, rows=2)
+    made_so.append((sorted(zip(order, found)), sorted(kept)))
+  assert made_so[0] == made_so[1] and len({*kept}) > 1
+  options = {
+    "draft_tokens": 1,
+    "max_tokens": 60,
+    "top_p": 0.7,
+    "top_k": 9,
+  }  # past the slots that the prompt and its text would need
+  found, kept = made(draft, draft, PROMPTS[:1], **options)
+  assert found == diffeq_nnx.generate(draft, PROMPTS[:1], **options) and {*kept} == {1}
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.6}])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.8}])
 def test_tokens_have_the_deep_model_s_distribution(how):
   """Of many rows, each judged alone: the first new token, and the second where the first was kept."""
   count, V = 20_000, 6
@@ -80,11 +84,10 @@ def test_tokens_have_the_deep_model_s_distribution(how):
 
 def test_the_benchmark_prints_what_is_kept_and_the_speed(finished, tmp_path, capsys):
   (tmp_path / "prompts.jsonl").write_text('{"prompt": "hills"}\n{"prompt": "rain"}\n')
-  settings = ["--draft_steps=1", "--draft_tokens=1,2", "--rounds=2", "--max_tokens=6"]
+  settings = ["--draft_steps=1", "--draft_tokens=1", "--rounds=2", "--max_tokens=6"]
   benchmark.main([f"--workdir={finished[1]}", f"--prompts={tmp_path / 'prompts.jsonl'}", *settings])
-  head, _, plain, *_, one, two = capsys.readouterr().out.strip().splitlines()
+  head, _, plain, *_, line = capsys.readouterr().out.strip().splitlines()
   assert head.startswith("2 prompts, 1 at a time, 12 tokens at 2 steps")
   assert float(plain.split()[2].replace(",", "")) > 0
-  for line, drafted in ((one, 1), (two, 2)):
-    steps, count, kept, speed = (cell.split()[0] for cell in line.strip("|").split("|"))
-    assert (int(steps), int(count)) == (1, drafted) and 0 <= float(kept) <= drafted and float(speed) > 0
+  steps, count, kept, speed = (cell.split()[0] for cell in line.strip("|").split("|"))
+  assert (int(steps), int(count)) == (1, 1) and 0 <= float(kept) <= 1 and float(speed) > 0

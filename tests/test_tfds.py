@@ -1,18 +1,73 @@
 """Sources in TFDS data sets: splits, versions, features, downloads, damage, reading without TensorFlow."""
 
+import importlib
 import os
+import shutil
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, presets
 from diffeq_nnx.data import sources
-from diffeq_nnx.data.sources import Counts, Options
+from diffeq_nnx.data.sources import Counts, Options, catalog
 from tests.conftest import told
-from tests.tfds_sets import WrittenText, in_subprocess, small_parts, tfds_dir  # noqa: F401  fixtures
+from tests.test_sources import check_parts
 
-SKIP = Options(bad_records="skip")
+
+class WrittenText(tfds.core.GeneratorBasedBuilder):
+  """Fifty records for training, some of them odd, and three for validation; written in this order."""
+
+  VERSION = tfds.core.Version("1.0.0")
+  SUPPORTED_VERSIONS = [tfds.core.Version("1.1.0")]
+  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name, description=name) for name in ("en", "odd")]
+
+  def _info(self):
+    features = {"text": tfds.features.Text(), "title": tfds.features.Text(), "length": np.int64}
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
+
+  def _split_generators(self, dl_manager):
+    return {"train": self._generate_examples("train"), "validation": self._generate_examples("validation")}
+
+  def _generate_examples(self, split):
+    for index, text in enumerate(self.texts(self.builder_config.name, split)):
+      yield index, {"text": text, "title": f"title {index}", "length": len(text)}
+
+  @staticmethod
+  def texts(name, split):
+    texts = [f"{split} {index} é _START_ARTICLE_" for index in range(50 if split == "train" else 3)]
+    if (name, split) == ("odd", "train"):
+      texts[7], texts[20], texts[30] = "", b"\xff\xfe", b"caf\xe9"
+    return texts
+
+
+class FailingText(WrittenText):
+  """What a download without a network, or a builder without its dependency, looks like."""
+
+  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name, description=name) for name in ("offline", "beam")]
+
+  def _split_generators(self, dl_manager):
+    if self.builder_config.name == "beam":
+      importlib.import_module("no_such_apache_beam")
+    raise ConnectionError("Max retries exceeded\nwith much advice")
+
+
+@pytest.fixture(scope="module")
+def tfds_dir(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("tfds")
+  for name in ("en", "odd"):
+    builder = WrittenText(config=name, data_dir=directory, file_format="array_record")
+    builder.download_and_prepare()
+  return str(directory)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+  monkeypatch.setattr(catalog, "RECORDS_PER_PART", 8)
+  monkeypatch.setattr(catalog, "_RECORDS_PER_READ", 3)
 
 
 @pytest.mark.parametrize(
@@ -45,21 +100,35 @@ def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog
   assert "2 of 50 records skipped as bad: 2 not UTF-8" in caplog.text
 
 
-def test_tfds_fingerprints_follow_version_split_and_files(tmp_path):
-  def fingerprint(name="tfds:written_text/en:train"):
-    return data.open_source(name, options=Options(tfds_dir=str(tmp_path))).fingerprint()
+def test_tfds_parts_are_the_whole_however_they_are_shared_out(tfds_dir):
+  source = sources.open_source("tfds:written_text/en:train[5:31]+validation", options=Options(tfds_dir=tfds_dir))
+  check_parts(source, WrittenText.texts("en", "train")[5:31] + WrittenText.texts("en", "validation"))
 
-  WrittenText(config="en", data_dir=tmp_path, file_format="array_record").download_and_prepare()
-  first = fingerprint()
-  assert first == fingerprint("tfds:written_text/en:1.0.0") != fingerprint("tfds:written_text/en:validation")
-  (file,) = tmp_path.glob("**/*train.array_record*")
+
+def test_tfds_fingerprints_follow_version_split_and_files_and_damage_is_told(tfds_dir, tmp_path):
+  def open_source(name="tfds:written_text/en"):
+    return data.open_source(name, options=Options(tfds_dir=str(tmp_path), bad_records="skip"))
+
+  folder = tmp_path / "written_text" / "en"
+  shutil.copytree(f"{tfds_dir}/written_text/en", folder)
+  first = open_source().fingerprint()
+  assert first == open_source("tfds:written_text/en:1.0.0:train").fingerprint()
+  assert first != open_source("tfds:written_text/en:validation").fingerprint()
+  (file,) = folder.glob("1.0.0/*train.array_record*")
   os.utime(file, ns=(1, 1))
-  touched = fingerprint()
-  (tmp_path / "written_text/en/1.0.0").rename(tmp_path / "1.0.0")
-  (tmp_path / "1.0.0").rename(tmp_path / "written_text/en/1.1.0")
-  info = tmp_path / "written_text/en/1.1.0/dataset_info.json"
+  touched = open_source().fingerprint()
+  shutil.copytree(folder / "1.0.0", folder / "1.1.0")
+  info = folder / "1.1.0" / "dataset_info.json"
   info.write_text(info.read_text().replace('"1.0.0"', '"1.1.0"'))
-  assert len({first, touched, fingerprint()}) == 3  # the newest version on disk is meant
+  assert len({first, touched, open_source().fingerprint()}) == 3  # the newest version on disk is meant
+  file = folder / "1.1.0" / file.name
+  content = file.read_bytes()
+  file.write_bytes(content[:100] + bytes(len(content) - 100))
+  assert "can't be read" in told(lambda: list(open_source().documents()))
+  file.unlink()
+  assert "can't be read (No such file or directory); remove it and prepare" in told(open_source)
+  info.write_text(info.read_text().replace("array_record", "tfrecord"))
+  assert "as tfrecord, which needs TensorFlow; prepare it again with tfds build written_text/en" in told(open_source)
 
 
 def test_tfds_errors_name_key_value_and_way_out(tfds_dir):
@@ -106,23 +175,6 @@ def test_tfds_downloads_when_told_to_and_says_so(tmp_path, caplog, capfd):
   assert "can't be prepared without no_such_apache_beam; prepare it once on a machine that has it" in message
 
 
-def test_tfds_files_that_are_damaged_gone_or_of_another_format(tmp_path):
-  def documents():
-    return data.documents("tfds:written_text/en", options=Options(tfds_dir=str(tmp_path), bad_records="skip"))
-
-  WrittenText(config="en", data_dir=tmp_path, file_format="array_record").download_and_prepare()
-  (file,) = tmp_path.glob("**/*train.array_record*")
-  content = file.read_bytes()
-  file.write_bytes(content[:100] + bytes(len(content) - 100))
-  assert "can't be read" in told(lambda: list(documents()))
-  file.unlink()
-  assert "can't be read (No such file or directory); remove it and prepare" in told(documents)
-  info = file.parent / "dataset_info.json"
-  info.write_text(info.read_text().replace("array_record", "tfrecord"))
-  message = told(documents)
-  assert "as tfrecord, which needs TensorFlow; prepare it again with tfds build written_text/en" in message
-
-
 def test_wikitext103_is_cut_at_titles_only_and_loses_nothing(tmp_path, monkeypatch):
   head = " \n = Title A = \n \n Text . \n = not after a blank line = \n \n = = Section = = \n \n x = y \n \n"
   parts = [head, " = B : c = \n \n Ünïcode \u2028 @-@ \r\n", "no blank line = C = \n \n", " = D = \n"]
@@ -146,26 +198,26 @@ def test_wikitext103_is_cut_at_titles_only_and_loses_nothing(tmp_path, monkeypat
   assert len(urls) == 1  # the first use prepares all splits
 
 
-def test_tfds_is_read_without_tensorflow(tfds_dir):
-  printed = in_subprocess(f"""
-    from diffeq_nnx.data import sources
-    options = sources.Options(tfds_dir={tfds_dir!r})
-    documents = list(sources.documents("tfds:written_text/en", options=options))
-    print(len(documents), "tensorflow_datasets" in sys.modules, "tensorflow" in sys.modules)
-  """)
-  assert printed == "50 True False\n"
-
-
-def test_tfds_is_needed_only_where_it_is_named():
-  printed = in_subprocess("""
-    sys.modules["tensorflow_datasets"] = None
-    from diffeq_nnx.data import sources
-    list(sources.documents("builtin"))
-    try:
-      sources.documents("tfds:lm1b")
-    except sources.UserError as error:
-      print(error)
-  """)
-  assert printed == (
+def test_packages_of_sources_are_needed_only_where_one_is_named_and_tensorflow_nowhere(tfds_dir):
+  program = f"""
+import sys
+sys.modules["tensorflow_datasets"] = None
+from diffeq_nnx import data, exporting
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.exporting import hub
+list(data.documents("builtin"))
+print([name for name in ("datasets", "pyarrow") if name in sys.modules])
+try:
+  data.documents("tfds:lm1b")
+except UserError as error:
+  print(error)
+del sys.modules["tensorflow_datasets"]
+documents = list(data.documents("tfds:written_text/en", options=data.Options(tfds_dir={tfds_dir!r})))
+print(len(documents), "tensorflow_datasets" in sys.modules, "tensorflow" in sys.modules)
+"""
+  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert done.stdout == (
+    "[]\n"
     "data.source=tfds:lm1b: needs tensorflow_datasets, which is not installed; run pip install 'diffeq-nnx[tfds]'\n"
-  )
+    "50 True False\n"
+  ), done.stderr

@@ -44,68 +44,42 @@ def added(content="new", number=300, **flags):
   return one(added_tokens=[added_token(number, content, **flags)])
 
 
-def renamed(old, new):
-  """A tokenizer.json with a token called otherwise everywhere."""
-  return {"tokenizer__json": json.dumps(spec_of()).replace(json.dumps(old), json.dumps(new))}
-
-
-def other_mark():
-  """A tokenizer.json whose post-processor has another id for a mark."""
-  processor = template([BEGIN], [])
-  processor["special_tokens"][BEGIN]["ids"] = [2]
-  return one(post_processor=processor)
-
-
 def split(behavior="Isolated", **pattern):
   step = {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
   return one(pre_tokenizer={"type": "Sequence", "pretokenizers": [step, BYTE_LEVEL]})
 
 
+OTHER_ID = template([BEGIN], [])
+OTHER_ID["special_tokens"][BEGIN]["ids"] = [2]
 SPACE = "\u0120"  # in GPT-2's alphabet
 BAD_FILES = {  # name: files, what the line says
   # what a directory must hold
   "nothing": ({"note__txt": "x"}, "the directory must hold one of tokenizer.json, tokenizer.model, vocab.json and"),
   "no merges": ({"vocab__json": {}}, "not vocab.json; give both of a pair"),
-  "no vocabulary": ({"vocab__bpe": ""}, "not vocab.bpe; give both of a pair"),
-  "two pairs": (pair_of_files(encoder__json={}, vocab__bpe=""), "not vocab.json and merges.txt and encoder.json and"),
   "added file": (pair_of_files(added_tokens__json={"x": 300}), "added_tokens.json, which vocab.json lacks"),
-  "other vocab": (pair() | renamed(BEGIN, "<|a|>"), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
+  "other vocab": (pair(zz=300) | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   "fewer merges": (merges("") | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   # vocabularies and merges
   "not JSON": (pair_of_files(vocab__json="{"), "vocab.json is not JSON"),
-  "list": (pair_of_files(vocab__json=[1]), "can't use it (invalid type: sequence, expected a map)"),
   "twice": (pair_of_files(vocab__json='{"a": 1, "a": 2}'), "vocab.json is not JSON (it gives 'a' twice)"),
-  "float": (pair(zz=1.5), "can't use it (invalid type: floating point `1.5`, expected u32)"),
   "same id": (pair(zz=5), "ids must be 0 to 300, each once, but 'zz' has 5 where 6 is due"),
-  "beyond": (pair(zz=700), "ids must be 0 to 300, each once, but 'zz' has 700 where 300 is due"),
-  "negative": (pair(zz=-1), "can't use it (invalid value: integer `-1`, expected u32)"),
   "surrogate": (pair_of_files(vocab__json='{"\\ud800": 0}'), "can't use it"),
-  "other merges": (merges("#version: 0.2\nx y\n"), "can't use it (Token `xy` out of vocabulary)"),
-  "three": (merges("a t\na b c\n"), "can't use it (Merges text file invalid at line 2)"),
   "latin": (merges(b"x \xff"), "can't use it (Token `\ufffd` out of vocabulary)"),
   # marks
   "no end": (pair(**{END: None, "<|e|>": 0}), "no file names an eos_token, and there is no <|endoftext|>; set data."),
-  "no end in one": (renamed(END, "<|e|>"), "no file names an eos_token, and there is no <|endoftext|>"),
   "unknown eos": (beside(eos_token="</s>"), "tokenizer_config.json is '</s>': not one token of the vocabulary (ids 0"),
-  "unknown bos": (beside("special_tokens_map", bos_token="<s>"), "special_tokens_map.json is '<s>': not one token of"),
   "eos number": (beside("config", eos_token_id=300), "config.json is 300: not one token of the vocabulary (ids 0"),
-  "eos of a type": (beside("config", eos_token_id="zz"), "config.json is 'zz': not one token"),
   "eos of no name": (beside(eos_token=3.5), "tokenizer_config.json is 3.5: not one token"),
   "no object": (pair_of_files(config__json=[]), "config.json must be a JSON object"),
   "two eos": (
     beside(eos_token=END) | beside("special_tokens_map", eos_token=BEGIN),
     "special_tokens_map.json is '<|begin|>': these differ; set data.end_token",
   ),
-  "eos and number": (
-    beside(eos_token=END) | beside("generation_config", eos_token_id=1),
-    "generation_config.json is 1: these differ",
-  ),
   "several": (beside("config", eos_token_id=[0, 300]), "config.json is [0, 300]: not one token"),
   "several others": (
     beside(eos_token=END) | beside("generation_config", eos_token_id=[1, 5]),
     "generation_config.json is [1, 5]: these differ; set data.end_token",
   ),
-  "several of a type": (beside("config", eos_token_id=[0, "<|begin|>", None]), "not one token"),
   "none of several": (beside("config", eos_token_id=[]), "config.json is []: not one token"),
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
   "byte as eos": (beside(eos_token="!"), "'!' is also an ordinary piece"),
@@ -113,29 +87,21 @@ BAD_FILES = {  # name: files, what the line says
   "bos of a type": (beside(add_bos_token="yes"), "is 'yes': unclear whether documents begin with the begin mark"),
   "bos unnamed": (beside(add_bos_token=True), "has no begin mark; set data.begin_token to a token"),
   # tokenizer.json
-  "no model": ({"tokenizer__json": {"version": "1.0"}}, "no byte-pair model; give"),
   "unigram": ({"tokenizer__json": {"model": {"type": "Unigram"}}}, "no byte-pair model; give"),
   "dropout": (one(model__dropout=0.1), "sets dropout=0.1"),
   "suffix": (one(model__end_of_word_suffix="</w>"), "sets end_of_word_suffix='</w>'"),
   "whitespace": (one(pre_tokenizer={"type": "Whitespace"}), "steps that drop no text (Split, Digits, Punctuation)"),
   "no bytes": (one(pre_tokenizer=None), "the pre-tokenizer must be one ByteLevel"),
-  "two levels": (one(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 2}), "must be one ByteLevel"),
   "removed": (split("Removed", String=" "), "steps that drop no text"),
-  "pattern": (split(Regex="("), "the tokenizers library can't use it"),
-  "added id": (added(number=5), "but 'new' has 5 where 6 is due"),
-  "added gap": (added(number=500), "'new' has 500 where 300 is due"),
   "added again": (added(END), "ids must be 0 to 299, each once"),
   "added strip": (added(lstrip=True), "doesn't give 'a new b' back as it was"),
   "added piece": (added(SPACE, vocab_of()[SPACE]), f"doesn't give 'a {SPACE} b' back as it was"),
-  "added form": (one(added_tokens=[3]), "can't use it (invalid type: integer `3`"),
   "two marks": (one(post_processor=template([END, BEGIN], [])), "must put at most one token of the vocabulary before"),
   "two steps": (
     one(post_processor={"type": "Sequence", "processors": [template([BEGIN], []), template([], [END])]}),
     "must put at most one token of the vocabulary before",
   ),
-  "other mark": (other_mark(), "must put at most one token of the vocabulary before"),
-  "no step": (one(post_processor="x"), "the tokenizers library can't use it"),
-  "post-processor": (one(post_processor={"type": "Other"}), "the tokenizers library can't use it"),
+  "other mark": (one(post_processor=OTHER_ID), "must put at most one token of the vocabulary before"),
   "other eos": (
     one(post_processor=template([], [END])) | {"tokenizer_config__json": {"eos_token": BEGIN}},
     "the post-processor is 0, eos_token in ",
@@ -158,10 +124,10 @@ def test_bad_byte_pair_files(tmp_path, name):
 BAD_MODELS = [  # what the line says, tokenizer.model, tokenizer_config.json beside it
   ("not a sentencepiece model", lambda: b"not a model" * 50, {}),
   ("not a sentencepiece model; give", lambda: b"", {}),
+  ("tokenizer.model is not JSON", lambda: b"{broken", {}),
   ("no byte fallback", lambda: sentencepiece_model(byte_fallback=False, vocab_size=30), {}),
   ("there is no <|endoftext|>; set data.end_token", lambda: sentencepiece_model(eos_id=-1), {}),
   ("the model's eos_id is 2, eos_token in ", sentencepiece_model, {"eos_token": "<s>"}),
-  ("tokenizer_config.json is '<|im_end|>': not one token", sentencepiece_model, {"eos_token": "<|im_end|>"}),
   ("the model's bos_id is 1, bos_token in ", sentencepiece_model, {"bos_token": "</s>"}),
 ]
 
@@ -171,14 +137,6 @@ def test_bad_sentencepiece_models_and_those_that_their_config_contradicts(part, 
   folder = write(tmp_path / "model", tokenizer__model=make(), tokenizer_config__json=said)
   message = told(lambda: data.load_tokenizer(str(folder)))
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
-
-
-def test_a_single_file_that_is_none_is_told(tmp_path):
-  for part, content in (("can't be read", None), ("is not JSON", b"{broken")):
-    if content is not None:
-      (tmp_path / "bad.model").write_bytes(content)
-    message = told(lambda: data.load_tokenizer(str(tmp_path / "bad.model")))
-    assert message.startswith(f"data.tokenizer={tmp_path}/bad.model:") and part in message
 
 
 def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
@@ -203,9 +161,7 @@ def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
     (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
     (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
     (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
-    (llama, {"end_token": "<s/>"}, "data.end_token is '<s/>': not one token"),
     (llama, {"end_token": "<0x0A>"}, "the mark '<0x0A>' is also an ordinary piece"),
-    ("bytes", {"begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
   ):
     assert part in told(functools.partial(data.load_tokenizer, name, **marks))
   config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=pair)
@@ -256,7 +212,7 @@ def test_no_damage_to_a_tokenizer_json_gives_more_than_a_line(tmp_path):
   whole["model"]["vocab"] |= {"zz": 300}
   write(tmp_path, tokenizer__json=whole)
   assert data.load_tokenizer(str(tmp_path)).bos_id == 1
-  for _ in range(300):
+  for _ in range(100):
     write(tmp_path, tokenizer__json=json.dumps(damaged(whole, rng)))
     try:
       tokenizer = data.load_tokenizer(str(tmp_path))

@@ -44,7 +44,7 @@ class Corpus:
   tokenizer: Tokenizer
   train: Mixture
   validation: Split  # for a mixture the validation splits of its sources in order
-  fingerprint: str  # a hash of tokens and weights in hex, independent of their location
+  fingerprint: str  # a hash of shards and weights in hex, independent of their location
 
 
 def load(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
