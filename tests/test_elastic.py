@@ -41,13 +41,18 @@ UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, we
 
 
 def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors():
-  """cos(e(t), e(t')), and with the spread of a plain model's weights."""
-  model = small_instance(small_model(time=UNIFORM, embed_dim=64, mlp_dim=128))
-  flat = np.asarray(weights_of(model).sets["up"]["kernel"]).reshape(model.config.num_steps, -1)
-  group = list(model.weight_source.groups).index("up")
-  e_UxT = np.asarray(jax.jit(lambda: model.weight_source.mean_vectors(model.times()))())[group]
-  std, square = 0.02, np.square(e_UxT).sum(1).mean()  # GPT-2's
-  np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, e_UxT @ e_UxT.T / square, rtol=0, atol=0.06)
+  """cos(e(t), e(t')), and with the spread of a plain model's weights; a common feature makes all times more alike."""
+  alike = []
+  for common in (0.0, 16.0):
+    time = dataclasses.replace(UNIFORM, common=common)
+    model = small_instance(small_model(time=time, embed_dim=64, mlp_dim=128))
+    flat = np.asarray(weights_of(model).sets["up"]["kernel"]).reshape(model.config.num_steps, -1)
+    group = list(model.weight_source.groups).index("up")
+    e_UxT = np.asarray(jax.jit(lambda model=model: model.weight_source.mean_vectors(model.times()))())[group]
+    std, square = 0.02, np.square(e_UxT).sum(1).mean()  # GPT-2's
+    np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, e_UxT @ e_UxT.T / square, rtol=0, atol=0.06)
+    alike.append(np.corrcoef(flat)[0, -1])
+  assert alike[0] < 0.9 < alike[1], alike
 
 
 def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
