@@ -223,3 +223,7 @@ def test_finetune_depths_trains_once_and_prints_a_row_a_number_of_steps(finished
   finetune_depths.main([*arguments, "--presets=full,lora", "--steps=3,4"])
   rows = read_table(capsys.readouterr().out.splitlines()[2:])
   assert [[float(cell) for cell in row] for row in rows] == [[n, n, n + 1, 0.5, n, 0.5] for n in (3, 4)]
+
+
+def test_a_result_is_computed_once_and_kept_in_a_folder_that_need_not_be_there(tmp_path):
+  assert [tables.remember(f"{tmp_path}/new/one.json", lambda value=value: value) for value in (1, 2)] == [1, 1]

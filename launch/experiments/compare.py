@@ -51,7 +51,6 @@ class Runs:
 
   def __init__(self, args: argparse.Namespace):
     self._args = args
-    os.makedirs(args.workdir, exist_ok=True)
 
   def place(self, name: str) -> str:
     """A path in the work directory."""

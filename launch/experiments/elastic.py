@@ -243,7 +243,6 @@ def main(argv: list[str] | None = None) -> None:
   unknown = set(args.recipes) - set(RECIPES)
   if unknown:
     raise UserError(f"--recipes={','.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")
-  os.makedirs(args.workdir, exist_ok=True)
   found: dict[str, list[Result]] = {recipe: [] for recipe in args.recipes}
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every recipe
     for recipe in args.recipes:

@@ -78,7 +78,6 @@ def main(argv: list[str] | None = None) -> None:
   args = programs.make_parser(__doc__, config=str, workdir=str, **study).parse_args(argv)
   if len(args.changes) != len(args.counts) - 1 or any(b % a for a, b in zip(args.counts, args.counts[1:])):
     raise UserError("--counts: each must be a multiple of the one before, with one of --changes for each but the first")
-  os.makedirs(args.workdir, exist_ok=True)
   rows = []
   for copies in args.copies:
     losses = []

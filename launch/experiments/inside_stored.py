@@ -273,7 +273,6 @@ def main(argv: list[str] | None = None) -> None:
   flags = {"rows": 8, "tokens": 256, "texts": 8, "short": 24, "ranks": [30, 29, 28, 24, 20, 15, 10]}
   args = programs.make_parser(__doc__, workdir=str, text=str, out=str, **flags).parse_args(argv)
   run = Run.open(args.workdir)
-  os.makedirs(args.out, exist_ok=True)
   remember = lambda name, measure, *given: tables.remember(f"{args.out}/{name}.json", lambda: measure(*given))
   setup = {**vars(args), "workdir": run.hash, "step": run.step, "texts": None}  # more texts may be added
   if remember("setup", lambda: setup) != setup:
