@@ -20,8 +20,8 @@ from diffeq_nnx.parallel.console import markdown as markdown
 
 def remember(path: str, compute: Callable[[], Any]) -> Any:
   """The JSON value in a file; if the file is missing, `compute` is called and what it returns is written there."""
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   if not os.path.exists(path):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     print(f"-- {os.path.basename(path).removesuffix('.json')}", flush=True)
     files.write_json(path, compute())
   return files.read_json(path)
