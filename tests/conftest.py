@@ -60,7 +60,7 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = """distributed docs buckets demo real launch compile_ahead attention resume generation sharding depth_order
+LONGEST = """distributed docs buckets demo real launch compile_ahead attention resume generation sharding rank_steps
   export analysis harness finetune import_job distillation context train_step run speculation adapters harness_adapter
   attention_compile solvers analyze_job pages""".split()
 

@@ -121,7 +121,7 @@ def test_which_depths_count_as_trained(capsys):
 
 
 def test_a_run_whose_depth_grows_goes_on_bit_for_bit(tmp_path):
-  """Stopped after it grew, against not stopped. With drawn depths: tests/test_depth_order.py."""
+  """Stopped after it grew, against not stopped. With drawn depths: tests/test_rank_steps.py."""
   write_documents(tmp_path)
   config = run_config(tmp_path, steps=12, name="muon_weights")
   config = dataclasses.replace(

@@ -1,0 +1,245 @@
+"""--job=rank_steps: how it searches, what it writes, and what other jobs make of a ranked run."""
+
+import dataclasses
+import itertools
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from diffeq_nnx import config as config_lib
+from diffeq_nnx import jobs
+from diffeq_nnx.analysis import ranking
+from diffeq_nnx.config import LoraConfig
+from diffeq_nnx.depth.trained import draw_num_steps
+from diffeq_nnx.model import grids
+from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.parallel import sharding
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.training import loop
+from diffeq_nnx.training.report import read_metrics
+from diffeq_nnx.training.step import place_state
+from tests import conftest
+from tests.conftest import masked_batch, moved_instance, small_config, told
+from tests.test_depth_order import equal, ordered, read
+from tests.test_distillation import with_model, with_train
+
+# the search
+
+
+def test_leaving_out_takes_the_best_of_the_finalists():
+  """On made-up losses of sets of steps, against all of them."""
+  rng = np.random.default_rng(0)
+  every = [frozenset(one) for n in range(10) for one in itertools.combinations(range(10), n)]
+  parts = [dict(zip(every, rng.random(len(every)))) for _ in range(8)]
+  total = lambda rest, start, stop: sum(part[frozenset(rest)] for part in parts[start:stop])
+  asked, kept = [], [*range(10)]
+
+  def losses(kept, candidates, start, stop):
+    asked.append((start, stop, len(candidates)))
+    return np.array([total({*kept} - {one}, start, stop) for one in candidates]), 7.0 * len(parts[start:stop])
+
+  for step, loss in ranking.leave_out(losses, range(10), 1):
+    finalists = kept
+    for _, stop, going_on in ranking.ROUNDS:
+      finalists = sorted(finalists, key=lambda one: total({*kept} - {one}, 0, stop))[:going_on]
+    assert step == finalists[0] and loss == pytest.approx(total({*kept} - {step}, 0, None) / 56)
+    kept.remove(step)
+  counts = (10, *(going_on for *_, going_on in ranking.ROUNDS))
+  assert len(kept) == 1 and asked[:3] == [(*one[:2], count) for one, count in zip(ranking.ROUNDS, counts)]
+
+
+def test_losses_of_candidates_are_those_of_models_whose_order_leaves_them_out():
+  """Of a solver that steps from two states, in a program that skips steps of a traced size."""
+  config = small_config(ordered(num_steps=5, depth_order=(), weights="stored", field="llama", solver="leapfrog"))
+  model, batches = moved_instance(config.model), [masked_batch(config, seed) for seed in range(3)]
+  ranker = ranking.Ranker(config.model, params_of(model), batches)
+  log_of = jax.jit(lambda model, tokens, n: jax.nn.log_softmax(model(tokens, n)), static_argnums=2)
+
+  def losses(kept):
+    order = (*reversed(kept), *(step for step in range(5) if step not in kept))
+    nested = build(dataclasses.replace(config.model, depth_order=order), params_of(model))
+    logs = [np.asarray(log_of(nested, batch["inputs"], len(kept))) for batch in batches]
+    picked = [np.take_along_axis(log, b["targets"][..., None], 2)[..., 0] for log, b in zip(logs, batches)]
+    return np.array([-(one * batch["mask"]).sum() for one, batch in zip(picked, batches)])
+
+  expected = np.stack([losses(kept) for kept in ((0, 3), (0, 2), (0, 2, 3))], 1)  # [batches, candidates]
+  for start, stop in ((0, None), (1, 2)):
+    sums, count = ranker.losses((0, 2, 3), (2, 3, 5), start, stop)  # 5: none is left out
+    np.testing.assert_allclose(sums, expected[start:stop].sum(0), rtol=1e-5)
+    assert count == sum(batch["mask"].sum() for batch in batches[start:stop])
+
+
+# runs
+
+
+class Stop(Exception):
+  pass
+
+
+def losses_of(workdir):
+  return [(one["step"], one["loss"]) for split in ("train", "validation") for one in read_metrics(workdir, split)]
+
+
+def rank(config, workdir, **options):
+  return jobs.run("rank_steps", config, str(workdir), **{"num_steps": 3, "tokens": 300, **options})
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+  """(config, work directory) of a run of 5 stored steps, before its first train step."""
+  folder = tmp_path_factory.mktemp("text")
+  conftest.write_documents(folder)
+  config = with_train(conftest.run_config(folder, steps=8), log_every=1)
+  config = with_model(config, num_steps=5, weights="stored", field="llama", solver="sequential")
+  corpus, mesh = load_corpus(config), sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    state = place_state(config, params_of(moved_instance(config.model)), mesh)
+    Run.create(config, str(folder / "run"), corpus.tokenizer, corpus, state)
+  return config, str(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def ranked(begun, tmp_path_factory):
+  """A copy of that run with an order, down to 3 steps, and what the job returned."""
+  copy = shutil.copytree(begun[1], tmp_path_factory.mktemp("ranked") / "run")
+  return str(copy), rank(begun[0], copy)
+
+
+def restricted(order, n):
+  """The first of an order, numbered among themselves."""
+  return tuple(map(sorted(order[:n]).index, order[:n]))
+
+
+def test_the_job_writes_an_order_and_an_interrupted_or_damaged_one_goes_on(
+  begun, ranked, tmp_path, capsys, monkeypatch
+):
+  (config, source), (whole, result), path = begun, ranked, tmp_path / "run"
+  order, saved = result["depth_order"], read(whole, "steps.json")
+  influences = np.asarray(saved["influences"])
+  assert Run.open(whole).started == with_model(config, depth_order=order) and sorted(order) == [*range(5)]
+  assert workdir_lib.run_hash(whole) == workdir_lib.run_hash(source)
+  assert [step for step, _ in saved["left_out"]] == [*order[:2:-1]] and saved["tokens"] >= 300
+  assert (np.diff(influences[list(order[:3])]) <= 0).all()
+  assert (pathlib.Path(whole) / "steps.png").read_bytes().startswith(b"\x89PNG")
+  shutil.copytree(source, path)
+  measured = ranking.Ranker.losses
+
+  def losses(self, kept, *arguments):
+    if len(kept) == 4:
+      raise Stop
+    return measured(self, kept, *arguments)
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr(ranking.Ranker, "losses", losses)
+    rank(config, path)
+  assert Run.open(str(path)).started.model.depth_order == () and len(read(path, "steps.json")["left_out"]) == 1
+  capsys.readouterr()
+  assert rank(config, path)["depth_order"] == order and read(path, "steps.json") == saved
+  assert "steps.json, with 4 steps left" in capsys.readouterr().err
+  lower = rank(config, path, num_steps=1)  # it goes on
+  assert lower["left_out"][:2] == saved["left_out"] and lower["depth_order"][3:] == order[3:]
+  assert rank(config, path, num_steps=4)["depth_order"] == lower["depth_order"]
+  by_influence = rank(config, path, by="influence")
+  assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
+  assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
+  (path / "steps.json").write_text("{")
+  rank(config, path)
+  assert read(path, "steps.json") == saved  # it began anew
+
+
+def test_a_ranked_run_is_evaluated_generates_and_trains_on(begun, ranked, tmp_path, capsys, monkeypatch):
+  config, (workdir, result) = begun[0], ranked
+  started, new = Run.open(workdir).started, str(tmp_path / "three")
+  evaluated = jobs.run("evaluate", started, workdir, num_steps=3)
+  made = jobs.run("discretize", started, new, from_workdir=workdir, num_steps=3)
+  assert made["after"]["loss"] == pytest.approx(evaluated["loss"], abs=1e-6)
+  assert Run.open(new).started.model.depth_order == restricted(result["depth_order"], 3)
+
+  def continue_texts(decoder, *arguments, draft, **options):
+    assert decoder.grid == grids.make_grid(started.model) and draft.grid == grids.make_grid(started.model, 3)
+    raise Stop  # what follows is the same for any two grids: tests/test_speculation.py
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr("diffeq_nnx.jobs.generate.continue_texts", continue_texts)
+    jobs.run("generate", started, workdir, prompt=["The"], draft_steps=3)
+  copy = str(shutil.copytree(workdir, tmp_path / "on"))
+  loop.train(config, copy)
+  assert Run.open(copy).started == started and len(losses_of(copy)) == 10
+
+
+def test_made_continuous_the_steps_keep_their_order_and_are_trained_at_another_depth(ranked, tmp_path, capsys):
+  workdir, new = ranked[0], str(tmp_path / "new")
+  source = Run.open(workdir).started
+  config = jobs.JOBS["continuous"].prepared(source)
+  assert config.model.depth_order == source.model.depth_order and max(config.train.step_counts) == 5
+  config = with_train(config, step_counts=(3,), steps=4)
+  result = jobs.run("continuous", config, new, from_workdir=workdir)
+  assert result["largest_difference"] < 1e-6
+  assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
+  own = Run.open(new).started
+  assert own == config and own.model.weights == "generated"
+  assert loop.train(own, new)["loss"] < result["after"]["loss"]
+  other = with_model(config, embed_dim=32)
+  line = told(lambda: jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=workdir))
+  assert "only model.time" in line
+
+
+def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path, capsys):
+  config, copy = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+  textless = dataclasses.replace(config, data=config_lib.DataConfig(source="none"))
+  for part, changed, options in (
+    ("num_steps=0: must be from 1 to 4", config, {"num_steps": 0}),
+    ("num_steps=5: must be from 1 to 4", config, {"num_steps": 5}),
+    ("model.num_steps", with_model(config, num_steps=4), {}),  # is not the run's
+    ("tokens=0: must be 1 or above", config, {"tokens": 0}),
+    ("must be one of loss, influence", config, {"by": "size"}),
+    ("data.source=none: the run has no text yet", textless, {}),
+  ):
+    assert part in told(lambda: rank(changed, copy, **options))
+  code, line = conftest.mistake([f"--workdir={copy}", "--job=rank_steps", "--num_steps=9", "--num_processes=1"], capsys)
+  assert code == 2 and line.startswith("error: num_steps=9: must be from 1 to 4")
+  assert read(copy, "run.json") == read(begun[1], "run.json")
+  tuned = with_model(config, depth_order=(4, 3, 2, 1, 0), lora=LoraConfig(2))
+  line = told(lambda: jobs.run("export", tuned, str(copy), out=str(tmp_path / "out"), format="peft", num_steps=2))
+  assert line.startswith("--num_steps=2: --format=peft writes all")
+
+
+# training
+
+
+def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(
+  begun, ranked, tmp_path, monkeypatch, capsys
+):
+  config = with_train(begun[0], step_counts=(2, 4, 5), self_distillation=True)
+  config = with_model(config, seq_len=2 * config.model.seq_len)  # becomes that of the run
+  tune = lambda workdir: jobs.run("finetune", config, workdir, from_workdir=ranked[0], num_steps=4)
+  whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
+  tune(whole)
+  kept = sorted(Run.open(ranked[0]).started.model.depth_order[:4])
+  said = capsys.readouterr().err
+  assert f"these 4 stay: {', '.join(map(str, kept))}\n" in said and "warning" not in said
+  assert f"model.seq_len={config.model.seq_len}: becomes {config.model.seq_len // 2}" in said
+  start_state, opened = loop.start_state, []
+
+  def draw(config, step):
+    if step == 6:
+      opened[0].close()  # the checkpoint of step 4 is written
+      raise Stop
+    return draw_num_steps(config, step)
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr(loop, "start_state", lambda *arguments: opened.append(arguments[1]) or start_state(*arguments))
+    patch.setattr(loop, "draw_num_steps", draw)
+    tune(halves)
+  tune(halves)
+  first, second = Run.open(whole), Run.open(halves)
+  assert first.started == second.started and first.started.train.step_counts == (2, 4)
+  assert first.started.model.depth_order == restricted(ranked[1]["depth_order"], 4)
+  assert losses_of(whole) == losses_of(halves)
+  equal(first.params, second.params)
+  taught = ["full_cross_entropy" in record for record in read_metrics(whole, "train")]
+  assert taught == [draw_num_steps(first.started, step) == 2 for step in range(8)] and len({*taught}) == 2
