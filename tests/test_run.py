@@ -25,7 +25,7 @@ from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.optimizer import schedule
-from diffeq_nnx.training.report import plot_losses, read_metrics
+from diffeq_nnx.training.report import Reporter, plot_losses, read_metrics
 from tests.conftest import told
 from tests.test_resume import kept, run  # noqa: F401
 
@@ -93,6 +93,16 @@ def test_what_a_run_leaves_behind(finished, tmp_path):
     assert matplotlib.get_backend() == "svg" and (tmp_path / "loss.png").exists()
   finally:
     matplotlib.use(before)
+
+
+def test_tensorboard_is_written_without_importing_torch(tmp_path, monkeypatch):
+  """Importing torch takes longer than all else that training imports."""
+  for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "tensorboardX")]:
+    monkeypatch.delitem(sys.modules, name)
+  with Reporter(str(tmp_path), 0, 1) as reporter:
+    reporter.validation(1, {"loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.4, "tokens": 5})
+  assert "tensorboardX" in sys.modules and "torch" not in sys.modules
+  assert os.listdir(tmp_path / "tensorboard")
 
 
 def test_a_run_is_loaded_and_evaluated_as_it_was_left(finished, capsys):

@@ -9,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-import tensorboardX
 from tqdm import tqdm
 
 from diffeq_nnx import config as config_lib
@@ -47,7 +46,7 @@ class Reporter:
     folder = self._growing.folder
     _truncate(os.path.join(folder, METRICS_FILE), start, validate)
     self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
-    self._tensorboard = tensorboardX.SummaryWriter(os.path.join(folder, TENSORBOARD_FOLDER), purge_step=start + 1)
+    self._tensorboard = _open_tensorboard(os.path.join(folder, TENSORBOARD_FOLDER), start)
     self._wandb = _wandb_run(project, workdir, folder) if project else None
     if sys.stderr.isatty():
       self._bar = tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
@@ -129,6 +128,20 @@ def _details(values: dict[str, float]) -> str:
   parts = [f"{name.replace('_', '-')} {values[name]:.4f}" for name in ("cross_entropy", "divergence") if name in values]
   parts += [f"{values['counted_tokens']:,} counted tokens"] if "counted_tokens" in values else []
   return f" ({', '.join(parts)})" if parts else ""
+
+
+def _open_tensorboard(folder: str, start: int) -> Any:
+  """The writer of TensorBoard's files, in which records after step `start` are dropped."""
+  # tensorboardX imports torch for the name of a type. That takes seconds, and where torch is missing it does without.
+  hidden = "torch" not in sys.modules
+  if hidden:
+    sys.modules["torch"] = None  # type: ignore[assignment]
+  try:
+    import tensorboardX
+  finally:
+    if hidden:
+      del sys.modules["torch"]
+  return tensorboardX.SummaryWriter(folder, purge_step=start + 1)
 
 
 def _wandb_run(project: str, workdir: str, folder: str) -> Any:
