@@ -6,16 +6,13 @@
 Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
 their paired differences from the models of `--own`, which are trained at that number of steps alone, with standard
 errors. Then both again, of models whose parameters are the means of ten checkpoints in the last fifth of the train
-steps. `--correlations` prints only how W(t) of successive steps correlate. Each run's result is a file of the work
-directory: finished runs are not repeated, so the same command continues after an interruption, and commands with other
-recipes or seeds can run beside it.
+steps. Each run's result is a file of the work directory: finished runs are not repeated, so the same command continues
+after an interruption, and commands with other recipes or seeds can run beside it.
 """
 
 import argparse
 from collections.abc import Sequence
-import dataclasses
 import functools
-import itertools
 import math
 import os
 import statistics
@@ -23,16 +20,14 @@ import tempfile
 import time
 from typing import Any
 
-from flax import nnx
 import jax
 from matplotlib.figure import Figure
 import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.config import CHECKPOINT_FOLDER, ModelConfig, TimeConfig
+from diffeq_nnx.config import CHECKPOINT_FOLDER
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
@@ -93,17 +88,6 @@ CONTINUED = {  # recipes that begin with the finished run of another, made conti
   "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
 }
 RECIPES |= {name: settings for name, (_, settings) in CONTINUED.items()}
-
-_UNIFORM_TIME = TimeConfig(embedding="uniform", time_embed_dim=16)
-EMBEDDINGS = {
-  "fixed, 1000 radians (the paper's)": TimeConfig(sinusoidal_dim=32, time_embed_dim=16),
-  "learned": TimeConfig(embedding="learned", sinusoidal_dim=32, time_embed_dim=16),
-  "shared_mlp": TimeConfig(embedding="shared_mlp", sinusoidal_dim=32, time_embed_dim=16),
-  "fixed, 20 radians": TimeConfig(sinusoidal_dim=32, time_embed_dim=16, scale=20.0),
-  **{f"uniform, {K} frequencies": dataclasses.replace(_UNIFORM_TIME, sinusoidal_dim=K) for K in (6, 12, 24)},
-  "uniform, 12 frequencies, common 1.5": dataclasses.replace(_UNIFORM_TIME, sinusoidal_dim=12, common=1.5),
-}
-
 
 AVERAGED = 10  # checkpoints whose mean is evaluated, a fiftieth of the train steps apart
 MODELS = (False, True)  # the newest, and the averaged one
@@ -168,26 +152,6 @@ def average(run: Run) -> Params:
   return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *found)
 
 
-def correlations() -> str:
-  """The correlation of the initial W of two successive steps, by time embedding and number of steps, as Markdown."""
-  columns, rows = list(itertools.product(("end", "mean"), OWN)), []
-  for label, embedding in EMBEDDINGS.items():
-    rows.append([label])
-    for place, n in columns:
-      config = ModelConfig(num_steps=n, embed_dim=16, num_heads=2, vocab_size=8, seq_len=8, dtype="float32")
-      config = dataclasses.replace(config, time=dataclasses.replace(embedding, weights_at=place))
-      rows[-1].append(f"{statistics.mean(_correlation(config, seed) for seed in range(8)):.2f}")
-  return tables.markdown(["time embedding", *(f"{n} steps, {place}" for place, n in columns)], rows)
-
-
-def _correlation(config: ModelConfig, seed: int) -> float:
-  """The mean over weights and steps; F is random, so that it is the cosine of the angle of two e(t)."""
-  model = Model(config, rngs=nnx.Rngs(seed))
-  e_NxUxT = np.asarray(model.weight_source.mean_vectors(model.times()))
-  e_NxUxT = e_NxUxT / np.linalg.norm(e_NxUxT, axis=-1, keepdims=True)
-  return float((e_NxUxT[:, 1:] * e_NxUxT[:, :-1]).sum(-1).mean())
-
-
 def losses_at(results: list[Result], num_steps: int, averaged: bool = False) -> list[float]:
   """The losses of a recipe's runs at a number of solver steps; [] where its weights are for another number."""
   return [losses[averaged][num_steps] for losses, _ in results if num_steps in losses[averaged]]
@@ -235,11 +199,8 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
   """Runs what is missing, seed by seed, and prints the tables."""
-  study = {"recipes": list(RECIPES), "seeds": [0, 1, 2], "own": "own{}", "plot": None, "correlations": False}
+  study = {"recipes": list(RECIPES), "seeds": [0, 1, 2], "own": "own{}", "plot": None}
   args = programs.make_parser(__doc__, config="configs/arena.py", workdir=str, **study).parse_args(argv)
-  if args.correlations:
-    print(correlations())
-    return
   unknown = set(args.recipes) - set(RECIPES)
   if unknown:
     raise UserError(f"--recipes={','.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")
