@@ -37,6 +37,11 @@ flags.DEFINE_float(
   None,
   "For discretize: choose the fewest steps whose validation loss is within this, in nats per token, of that of many.",
 )
+flags.DEFINE_integer(
+  "fit_tokens",
+  None,
+  "For discretize and finetune with fewer steps: fit these to the states of all steps on this many tokens of text.",
+)
 flags.DEFINE_integer("tokens", None, "For rank_steps: tokens of text that the losses are measured on; default: 8192.")
 flags.DEFINE_enum(
   "by", None, ["loss", "influence"], "For rank_steps: what makes a step matter; influence takes one pass over the text."

@@ -71,6 +71,11 @@ def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+def pytest_xdist_auto_num_workers():
+  """One more than there are cores, at most 4: tests also wait, for processes, files and clocks."""
+  return min(os.cpu_count() + 1, 4)
+
+
 def pytest_unconfigure():
   """Removes the compiled programs of this run."""
   if STARTS_THE_TESTS:

@@ -69,7 +69,7 @@ JOBS = {
   "discretize": Job(
     "turns W(t) into an ordinary transformer with stored weights for each step",
     "jobs.discretize:discretize",
-    ("from_workdir", "num_steps", "step_sizes", "tolerance"),
+    ("from_workdir", "num_steps", "step_sizes", "tolerance", "fit_tokens"),
     ("from_workdir",),
     "--from_workdir=runs/tiny --workdir=runs/tiny_stored",
     "source",
@@ -94,7 +94,7 @@ JOBS = {
   "finetune": Job(
     "trains a run on as an ordinary transformer: all weights or adapters, at any number of steps",
     "jobs.finetune:finetune",
-    ("from_workdir", "num_steps", "step_sizes"),
+    ("from_workdir", "num_steps", "step_sizes", "fit_tokens"),
     ("from_workdir",),
     "--from_workdir=runs/tiny --workdir=runs/tiny_tuned",
     "file_or_source",

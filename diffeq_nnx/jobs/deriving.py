@@ -9,17 +9,21 @@ import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files
+from diffeq_nnx import data, files
 from diffeq_nnx.config import NO_TEXT, Config, DataConfig, LoraConfig, ModelConfig
 from diffeq_nnx.data import Corpus, Tokenizer
+from diffeq_nnx.depth import fitting
 from diffeq_nnx.depth.discretization import discretized_params
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import Params
-from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.step import all_params, init_state, state_shardings
+
+PARTS = 8  # batches of the text that `make_batches` makes
+SEQ_LEN = 512  # tokens in a row of these, at most
 
 
 def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
@@ -110,16 +114,46 @@ def load_text(config: Config, source: Run) -> Corpus | None:
   return corpus
 
 
+def make_batches(config: Config, corpus: Corpus, tokens: int) -> list[dict[str, jax.Array]]:
+  """Makes batches of the first `tokens` or more of the shuffled training part, on the devices."""
+  seq_len, shards = min(config.model.seq_len, SEQ_LEN), sharding.num_shards("batch")
+  rows = shards * math.ceil(tokens / (PARTS * seq_len * shards))
+  share = sharding.Share(jax.sharding.get_mesh(), rows)
+  found = data.train_batches(
+    corpus.train,
+    seq_len=seq_len,
+    batch_size=rows,
+    seed=config.seed,
+    rows=share.rows,
+    eos_id=data.choose_document_end(config.data, corpus.tokenizer),
+  )
+  return [share.place(found[number]) for number in range(PARTS)]
+
+
 def validate(config: Config, corpus: Corpus | None, mesh: Mesh, params: Params) -> dict[str, Any]:
   """Returns the model's own number of steps and, if there is text, its validation values at that number."""
   num_steps = config.model.num_steps
   return {"num_steps": num_steps, **(Evaluator(config, corpus, mesh, num_steps)(params) if corpus else {})}
 
 
-def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> Params:
-  """Makes the parameters of the discretized model `stored` from those of `source`. Adapters, if it has any, are new."""
+def store_params(
+  source: Config,
+  stored: Config,
+  params: Params,
+  mesh: Mesh,
+  corpus: Corpus | None = None,
+  fit_tokens: int | None = None,
+) -> Params:
+  """Makes the parameters of the discretized model `stored` from those of `source`. Adapters, if it has any, are new.
+
+  With `fit_tokens`, which `check_fit` lets pass, the steps that stay are fitted on so many tokens of the corpus.
+  """
   without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
   made = discretized_params(source.model, without_adapters, params)
+  if fit_tokens:
+    assert corpus is not None  # as `check_fit` has found
+    batches = make_batches(stored, corpus, fit_tokens)
+    made = fitting.fit_kept_steps(source.model, without_adapters, params, made, batches)
   if not stored.model.lora.rank:
     return made
   fresh = jax.jit(
@@ -127,3 +161,18 @@ def store_params(source: Config, stored: Config, params: Params, mesh: Mesh) -> 
     out_shardings=all_params(state_shardings(stored, mesh))["weight_source"]["lora"],
   )()
   return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
+
+
+def check_fit(model: ModelConfig, num_steps: int, config: Config, fit_tokens: int | None) -> None:
+  """Checks that a model's steps can be fitted when only `num_steps` of them stay, if that is asked for.
+
+  Raises:
+    UserError: they can't, or there is no text to fit them on.
+  """
+  if fit_tokens is None:
+    return
+  if fit_tokens < 1:
+    raise UserError(f"fit_tokens={fit_tokens}: must be 1 or above")
+  if config.data.source == NO_TEXT:
+    raise UserError(f"fit_tokens={fit_tokens}: needs text; name it with --config.data.source")
+  fitting.check_fits(model, num_steps)

@@ -15,7 +15,15 @@ from diffeq_nnx.depth import adaptive
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.jobs.deriving import check_model, derive_config, load_text, store_params, use_tokenizer, validate
+from diffeq_nnx.jobs.deriving import (
+  check_fit,
+  check_model,
+  derive_config,
+  load_text,
+  store_params,
+  use_tokenizer,
+  validate,
+)
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import Params, build
@@ -39,6 +47,7 @@ def discretize(
   num_steps: int | None = None,
   step_sizes: Sequence[float] | None = None,
   tolerance: float | None = None,
+  fit_tokens: int | None = None,
 ) -> dict:
   """Writes the newest model of a run with stored weights, as a run of its own at step 0, and prints one JSON line.
 
@@ -51,15 +60,18 @@ def discretize(
     step_sizes: as for `discretization.discretize`.
     tolerance: nats per token; the steps are then the fewest whose validation loss exceeds the limit of many steps by
       no more, and a table on stderr has what was found.
+    fit_tokens: of the training text; steps that stay when others are left out are fitted to the whole model's states
+      on so many, rounded up to whole batches, as `fitting.fit_kept_steps` does.
 
   Raises:
-    UserError: a number of steps, step sizes or a tolerance that can't be, no checkpoint, or a directory that holds a
-      run.
+    UserError: a number of steps, step sizes or a tolerance that can't be, steps that can't be fitted, no checkpoint, or
+      a directory that holds a run.
     RunError: the loss at many steps is not finite.
   """
   if tolerance is not None:
     _check_tolerance(config, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)
+  check_fit(config.model, model.num_steps, config, fit_tokens)
   distributed.on_main_process(workdir_lib.require_none, workdir)
   source = Run.open(from_workdir, flag="from_workdir")
   check_model(config.model, source.started.model)
@@ -78,7 +90,7 @@ def discretize(
       model = discretized_config(adaptive.on_grid(config.model, grid))
       chosen = {**found, "step_sizes": grids.make_grid(model).dts}
     stored = derive_config(config, model)
-    params = store_params(config, stored, params, mesh)
+    params = store_params(config, stored, params, mesh, corpus, fit_tokens)
     after = validate(portable(stored), corpus, mesh, params)
     Run.create(stored, workdir, tokenizer, corpus, place_state(stored, params, mesh), after.get("loss"), identity)
     return print_result("discretize", workdir, from_workdir=from_workdir, before=before, after=after, **chosen)

@@ -10,7 +10,7 @@ from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.jobs.deriving import derive_config, load_text, store_params, use_tokenizer
+from diffeq_nnx.jobs.deriving import check_fit, derive_config, load_text, store_params, use_tokenizer
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
@@ -31,6 +31,7 @@ def finetune(
   from_workdir: str,
   num_steps: int | None = None,
   step_sizes: Sequence[float] | None = None,
+  fit_tokens: int | None = None,
 ) -> dict[str, float]:
   """Discretizes the newest model of a run and trains it on the text of `config`, or resumes the run in `workdir`.
 
@@ -42,6 +43,7 @@ def finetune(
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
+    fit_tokens: as for `jobs.discretize.discretize`; a run that is resumed keeps what it had.
 
   Returns:
     The last validation values, as `train`.
@@ -62,6 +64,7 @@ def finetune(
     seq_len=min(config.model.seq_len, source.model.seq_len),
   )
   given, config = config, derive_config(config, model)
+  check_fit(source.model, model.num_steps, config, fit_tokens)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = run.mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
@@ -70,7 +73,8 @@ def finetune(
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     _say_changes(source, run.step, asked, config.model)
     _say_left_out(source, given, config)
-    params, tokenizer, identity = store_params(source, config, run.params, mesh), run.tokenizer, run.hash
+    params = store_params(source, config, run.params, mesh, corpus, fit_tokens)
+    tokenizer, identity = run.tokenizer, run.hash
     if "positions" in params:
       params = {**params, "positions": params["positions"][: model.seq_len]}
     del run  # which would keep its parameters in memory

@@ -1,7 +1,6 @@
 """--job=rank_steps: the order in which the steps of a run's model matter, by which it serves all fewer steps too."""
 
 import dataclasses
-import math
 import os
 import time
 from typing import Any
@@ -9,13 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx import data, files
+from diffeq_nnx import files
 from diffeq_nnx.analysis.ranking import Ranker, leave_out
 from diffeq_nnx.config import NO_TEXT, Config, nearest
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.jobs.deriving import load_text
+from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
-from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
@@ -23,8 +21,6 @@ from diffeq_nnx.runs.run import Run
 
 WAYS = ("loss", "influence")
 RESULT, PICTURE = "steps.json", "steps.png"
-PARTS = 8  # batches of the text
-SEQ_LEN = 512  # tokens in a row, at most
 
 
 def rank_steps(
@@ -111,22 +107,6 @@ def _read(path: str) -> dict[str, Any]:
   except (OSError, ValueError):
     return {}
   return known if isinstance(known, dict) else {}
-
-
-def make_batches(config: Config, corpus: data.Corpus, tokens: int) -> list[dict[str, jax.Array]]:
-  """Makes batches of the first `tokens` or more of the shuffled training part, on the devices."""
-  seq_len, shards = min(config.model.seq_len, SEQ_LEN), sharding.num_shards("batch")
-  rows = shards * math.ceil(tokens / (PARTS * seq_len * shards))
-  share = sharding.Share(jax.sharding.get_mesh(), rows)
-  found = data.train_batches(
-    corpus.train,
-    seq_len=seq_len,
-    batch_size=rows,
-    seed=config.seed,
-    rows=share.rows,
-    eos_id=data.choose_document_end(config.data, corpus.tokenizer),
-  )
-  return [share.place(found[number]) for number in range(PARTS)]
 
 
 def _table(known: dict[str, Any], own: int) -> str:

@@ -1,13 +1,14 @@
 """Ways to fewer layers for a published checkpoint: the loss of each before and after the same healing, as a table.
 
   python -m launch.experiments.fewer_layers --workdir=runs/smol --out=runs/fewer --depths=30,27,24,20,15 \\
-      [--recipes=greedy,influence,merged,uniform] [--healing=none,teacher,alone,lora_teacher,lora,elastic] \\
+      [--recipes=fitted,greedy,influence,merged,uniform] [--healing=none,teacher,alone,lora_teacher,lora,elastic] \\
       [--seeds=0,1] [--points=20,60,200] [--other=text:data/wikitext2.test.txt] [--set=KEY=VALUE] \\
       --set=data.source=jsonl:data/english/*train*.jsonl --set=data.validation=jsonl:data/english/*validation*.jsonl
 
 --workdir is a run with stored weights, as --job=import makes it. A recipe says which layers a model of fewer has:
 
   greedy     those that --job=rank_steps leaves, by loss
+  fitted     the same, each fitted to the states of the whole model (--fit_tokens), on training text
   influence  those of the largest block influence (Men et al. 2024, ShortGPT, arXiv 2403.03853)
   merged     groups of four neighbors become one, theta_1 + sum_k (theta_k - theta_1) (Yang et al. 2024, LaCo, arXiv
              2402.11187); the groups are chosen one after the other by loss on the first batch of the same text, where
@@ -36,8 +37,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.analysis import ranking
 from diffeq_nnx.config import Config
-from diffeq_nnx.jobs import rank_steps
-from diffeq_nnx.jobs.deriving import load_text
+from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -50,6 +50,8 @@ from launch.experiments import tables
 
 GROUP = 4  # neighbors that become one layer
 TOKENS = 8192  # that the layers are chosen by
+FIT_TOKENS = 32768  # that layers are fitted on
+OF_ONE_DEPTH = ("fitted", "merged")  # recipes that make a run for each number of layers
 LORA = ("model.lora.rank=16", "model.lora.alpha=32.0", "model.lora.embeddings=False")
 
 
@@ -57,8 +59,7 @@ def prepare(recipe: str, num_steps: int, args) -> str:
   """The run that a recipe is fine-tuned from at a depth, made unless it is there."""
   started = Run.open(args.workdir).started  # whose rows of text --set may shorten, which only fine-tuning does
   config = config_lib.apply_settings(started, [one for one in args.set if not one.startswith("model.")])
-  one_for_all = recipe in ("greedy", "influence", "uniform")
-  place = os.path.join(args.out, recipe if one_for_all else f"{recipe}_{num_steps}")
+  place = os.path.join(args.out, f"{recipe}_{num_steps}" if recipe in OF_ONE_DEPTH else recipe)
   if num_steps == config.model.num_steps:
     return args.workdir
   if recipe in ("greedy", "influence"):
@@ -71,6 +72,13 @@ def prepare(recipe: str, num_steps: int, args) -> str:
     from diffeq_nnx.jobs.continuous import config_from
 
     jobs.run("continuous", config_from(Run.open(args.workdir).started), place, from_workdir=args.workdir)
+  elif not workdir_lib.holds_run(place) and recipe == "fitted":
+    source, eval_config = (
+      prepare("greedy", num_steps, args),
+      dataclasses.replace(config.eval, batch_size=1, max_batches=1),
+    )
+    config = dataclasses.replace(config, model=Run.open(source).started.model, eval=eval_config)
+    jobs.run("discretize", config, place, from_workdir=source, num_steps=num_steps, fit_tokens=FIT_TOKENS)
   elif not workdir_lib.holds_run(place):
     merge(args.workdir, config, num_steps, place)
   return place
@@ -87,7 +95,7 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
   model, S = run.config.model, run.config.model.num_steps
   with jax.set_mesh(run.mesh):
     corpus, params = load_text(config, run), run.params
-    batch = rank_steps.make_batches(config, corpus, TOKENS)[0]
+    batch = make_batches(config, corpus, TOKENS)[0]
     sets, kept = params["weight_source"]["stored"], list(range(S))
     grid = grids.make_grid(model)
 
@@ -117,7 +125,7 @@ def evaluate(args, recipe: str, num_steps: int) -> float:
   """The validation loss of a recipe as it is, measured unless it is known."""
   source = prepare(recipe, num_steps, args)
 
-  asked = None if recipe == "merged" else num_steps
+  asked = None if recipe in OF_ONE_DEPTH else num_steps
   path = os.path.join(args.out, f"{recipe}_{num_steps}_before.json")
   return tables.remember(path, lambda: measure(source, args.set, asked))
 
@@ -142,7 +150,7 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   settings += LORA if "lora" in healing else ()
   settings += [f"train.teacher={args.workdir}"] if "teacher" in healing else ()
   settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
-  asked = None if elastic or recipe == "merged" else num_steps
+  asked = None if elastic or recipe in OF_ONE_DEPTH else num_steps
   config = config_lib.apply_settings(Run.open(source).started, settings)
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
@@ -160,7 +168,7 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  recipes, healing = ["greedy", "influence", "merged", "uniform"], ["teacher"]
+  recipes, healing = ["fitted", "greedy", "influence", "merged", "uniform"], ["teacher"]
   parser = programs.make_parser(
     __doc__,
     **dict(workdir=str, out=str, recipes=recipes, healing=healing, depths=[30, 27, 24, 20, 15], points=[20, 60, 200]),
@@ -169,8 +177,8 @@ def main(argv: list[str] | None = None) -> None:
   )
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
-  if "elastic" in args.healing and (len(args.points) > 1 or "merged" in args.recipes):
-    parser.error("--healing=elastic: give one of --points, and recipes without merged")
+  if "elastic" in args.healing and (len(args.points) > 1 or {*OF_ONE_DEPTH} & {*args.recipes}):
+    parser.error("--healing=elastic: give one of --points, and recipes with one run for all depths")
   whole = Run.open(args.workdir).started.model.num_steps
   rows, base = [], None
   of_whole = "none" if args.healing == ["none"] else "alone"
