@@ -79,18 +79,24 @@ def fit_kept_steps(
   for place, (step, end) in enumerate(zip(grid.kept_S, ends)):
     moved = moved or step != done or end != step + 1
     for number in range(done, end):
-      targets = [_advance(model, x, batch, sets, number, whole.sizes[number]) for x, batch in zip(targets, batches)]
+      targets = [
+        _wait(_advance(model, x, batch, sets, number, whole.sizes[number])) for x, batch in zip(targets, batches)
+      ]
     done, dt = end, whole.sizes[step]
     if moved:
       total = None
       for x, target, batch in zip(states, targets, batches):
-        found = _measure(stored, x, target, batch, fitted, place, dt)
+        found = _wait(_measure(stored, x, target, batch, fitted, place, dt))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
       change_FxD, before, after = _solve(total)
       fitted = _add(fitted, place, change_FxD)
       say(f"step {step}: fitted; the state's error relative to its norm {before:.3f} -> {after:.3f}")
-    states = [_advance(stored, x, batch, fitted, place, dt) for x, batch in zip(states, batches)]
+    states = [_wait(_advance(stored, x, batch, fitted, place, dt)) for x, batch in zip(states, batches)]
   return {**made, "weight_source": {**made["weight_source"], "stored": fitted}}
+
+
+# One program at a time: several with collectives that run at once may wait for each other's threads on CPUs.
+_wait = jax.block_until_ready
 
 
 def _context(batch: dict[str, jax.Array]):
