@@ -57,8 +57,8 @@ def fit_kept_steps(
   In the order of time, the last kernel of each step's feed-forward branch becomes that of the least squared error of
   the state before the next step that stays, relative to the norm of the whole model's state there, plus a little of the
   squared change of the kernel. The state before the step is that of the fitted steps, so later steps correct what
-  earlier ones miss. Steps before the first that is left out stay as they are. Fitting a layer to the one after a gap
-  is that of ReplaceMe (Shopkhoev et al. 2025, arXiv 2505.02819), which fits one linear map for one gap.
+  earlier ones miss. Steps before the first that is left out stay as they are. ReplaceMe (Shopkhoev et al. 2025, arXiv
+  2505.02819) puts one linear map, fitted in this way, in the place of neighboring layers.
 
   Args:
     model: with a depth_order, one that `check_fits` lets pass.
