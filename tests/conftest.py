@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_auto_num_workers():
-  """One more than there are cores, at most 4: tests also wait, for processes, files and clocks."""
-  return min(os.cpu_count() + 1, 4)
+  """One more than there are cores: tests also wait, for processes, files and clocks."""
+  return os.cpu_count() + 1  # up to --maxprocesses
 
 
 def pytest_unconfigure():

@@ -73,7 +73,7 @@ def fit_kept_steps(
   whole, grid = grids.make_grid(model), grids.make_grid(model, stored.num_steps)
   sets = jax.jit(lambda params: build(model, params).block_weights(whole).sets)(params)
   states = [_embed(model, params, batch) for batch in batches]
-  targets, fitted = list(states), made["weight_source"]["stored"]
+  targets, fitted = states, made["weight_source"]["stored"]
   ends = [*grid.kept_S[1:], len(whole.sizes)]
   done, moved = 0, False
   for place, (step, end) in enumerate(zip(grid.kept_S, ends)):
@@ -142,7 +142,7 @@ def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place, dt)
   h_BxLxF = dt * field.feedforward(start_BxLxD, {**weights, "down": identity}, key).astype(wide)
   target_BxLxD = target_BxLxD.astype(wide)
   error_BxLxD = target_BxLxD - _step(config, x_BxLxD, batch, weights, dt)
-  mask_BxL = _context({**batch, "inputs": batch.get("mask", jnp.ones(batch["inputs"].shape, wide))})[0]
+  mask_BxL = pack(batch.get("mask", jnp.ones(batch["inputs"].shape, wide)), None, None)[0]  # in the order of the states
   share_BxLx1 = (mask_BxL / jnp.square(target_BxLxD).sum(-1))[..., None]
   product = functools.partial(jnp.einsum, "bli,blj->ij", precision=jax.lax.Precision.HIGHEST)
   return Moments(

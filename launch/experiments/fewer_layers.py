@@ -8,7 +8,7 @@
 --workdir is a run with stored weights, as --job=import makes it. A recipe says which layers a model of fewer has:
 
   greedy     those that --job=rank_steps leaves, by loss
-  fitted     the same, each fitted to the states of the whole model (--fit_tokens), on training text
+  fitted     the same, fitted to the states of the whole model by --job=discretize with --fit_tokens
   influence  those of the largest block influence (Men et al. 2024, ShortGPT, arXiv 2403.03853)
   merged     groups of four neighbors become one, theta_1 + sum_k (theta_k - theta_1) (Yang et al. 2024, LaCo, arXiv
              2402.11187); the groups are chosen one after the other by loss on the first batch of the same text, where
@@ -73,11 +73,8 @@ def prepare(recipe: str, num_steps: int, args) -> str:
 
     jobs.run("continuous", config_from(Run.open(args.workdir).started), place, from_workdir=args.workdir)
   elif not workdir_lib.holds_run(place) and recipe == "fitted":
-    source, eval_config = (
-      prepare("greedy", num_steps, args),
-      dataclasses.replace(config.eval, batch_size=1, max_batches=1),
-    )
-    config = dataclasses.replace(config, model=Run.open(source).started.model, eval=eval_config)
+    source, short = prepare("greedy", num_steps, args), dataclasses.replace(config.eval, batch_size=1, max_batches=1)
+    config = dataclasses.replace(config, model=Run.open(source).started.model, eval=short)
     jobs.run("discretize", config, place, from_workdir=source, num_steps=num_steps, fit_tokens=FIT_TOKENS)
   elif not workdir_lib.holds_run(place):
     merge(args.workdir, config, num_steps, place)
