@@ -51,6 +51,7 @@ from diffeq_nnx.config import (
   TimeConfig,
   TrainConfig,
 )
+from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, build, params_of
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_xdist_auto_num_workers():
   """One more than there are cores: tests also wait, for processes, files and clocks."""
-  return os.cpu_count() + 1  # up to --maxprocesses
+  return workers.num_cores() + 1  # up to --maxprocesses
 
 
 def pytest_unconfigure():
