@@ -72,15 +72,11 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     except (ImportError, ValueError) as error:
       raise UserError(f"{path}: this kind of URL can't be used ({first_line(error, 200)})") from error
     yield found
-  except UserError:
-    raise
-  except OSError as error:
-    if not is_url(path):
-      raise
-    missing = isinstance(error, FileNotFoundError)
-    text = "no such bucket or object" if missing else f"{type(error).__name__}: {first_line(error, 300)}"
-    raise OSError(errno.ENOENT if missing else errno.EIO, text, path) from error
   except Exception as error:  # packages for buckets raise what they like
+    if isinstance(error, UserError) or isinstance(error, OSError) and not is_url(path):
+      raise
+    if isinstance(error, FileNotFoundError):
+      raise FileNotFoundError(errno.ENOENT, "no such bucket or object", path) from error
     raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
 
 
@@ -112,16 +108,17 @@ def read(path: str) -> bytes:
     return fs.cat_file(place)
 
 
-def read_ranges(paths: list[str], starts: list[int], stops: list[int]) -> list[bytes | Exception]:
-  """Reads ranges of bytes of files on disks and in buckets of one cloud, and returns an error in place of its bytes."""
-  found: list[Any] = [None] * len(paths)
-  for url in set(map(is_url, paths)):
-    those = [number for number, path in enumerate(paths) if is_url(path) == url]
-    columns = ([column[number] for number in those] for column in (paths, starts, stops))
-    with _accessing(paths[those[0]]) as (fs, _):
-      for number, data in zip(those, fs.cat_ranges(*columns, on_error="return")):
-        found[number] = data
-  return found
+def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes | Exception]:
+  """Reads ranges of bytes of files on disks and in buckets of one cloud, and returns an error in place of its bytes.
+
+  A range is a path, the first byte and the last one plus 1.
+  """
+  found: dict[tuple[str, int, int], Any] = {}
+  for url in {is_url(path) for path, _, _ in ranges}:
+    those = [one for one in ranges if is_url(one[0]) == url]
+    with _accessing(those[0][0]) as (fs, _):
+      found |= zip(those, fs.cat_ranges(*map(list, zip(*those)), on_error="return"))
+  return [found[one] for one in ranges]
 
 
 def sha256(path: str) -> str:
@@ -138,7 +135,7 @@ def read_json(path: str) -> Any:
     raise ValueError("nested too deeply") from error
 
 
-def parse_json(content: bytes, path: str, label: str) -> Any:
+def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
   """Returns the JSON value that a file holds; raises UserError if it isn't JSON, or an object has a key twice."""
 
   def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,7 +147,8 @@ def parse_json(content: bytes, path: str, label: str) -> Any:
   try:
     return json.loads(content.decode("utf-8-sig"), object_pairs_hook=make_dict)
   except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-    raise UserError(f"{label}: {os.path.basename(path)} is not JSON ({error}); restore the file") from error
+    problem = f"{os.path.basename(path)} is not JSON ({error}); restore the file"
+    raise UserError(f"{label}: {problem}" if label else problem) from error
 
 
 def make_folder(path: str) -> None:
@@ -187,8 +185,8 @@ def move_folder(path: str, to: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str, at: str | None = None) -> Iterator[str]:
-  """Yields a temporary local name, derived from `at` or `path`. Its file becomes the one at `path` after the block."""
+def replacing(path: str) -> Iterator[str]:
+  """Yields a temporary local name, of a hidden file. Its file becomes the one at `path` after the block."""
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
       part = os.path.join(folder, posixpath.basename(path))
@@ -196,7 +194,7 @@ def replacing(path: str, at: str | None = None) -> Iterator[str]:
       with _accessing(path) as (fs, place):
         fs.put_file(part, place)
     return
-  part = f"{at or path}.{os.getpid()}"
+  part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
   try:
     yield part
     descriptor = os.open(part, os.O_RDONLY)
@@ -290,9 +288,9 @@ def write(path: str, content: bytes) -> None:
     file.write(content)
 
 
-def write_json(path: str, content: Any, at: str | None = None) -> None:
-  """Writes a JSON file, whole or not at all. For `at` see `replacing`."""
-  with replacing(path, at) as part, open(part, "w", encoding="utf-8") as file:
+def write_json(path: str, content: Any) -> None:
+  """Writes a JSON file, whole or not at all."""
+  with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
     json.dump(content, file, indent=1)
     file.write("\n")
 
@@ -310,7 +308,6 @@ class Growing:
     self.folder = path if self._bucket is None else tempfile.mkdtemp()
     self._uploaded: dict[str, tuple[int, float]] = {}
     self._lock = threading.Lock()
-    self._thread: threading.Thread | None = None
     self._since = time.monotonic()
     for name in first if self._bucket else ():
       with contextlib.suppress(FileNotFoundError):
@@ -318,11 +315,9 @@ class Growing:
 
   def note_growth(self) -> None:
     """Records that files have grown, and starts to copy them if it is time."""
-    busy = self._thread is not None and self._thread.is_alive()
-    if self._bucket and not busy and time.monotonic() - self._since > UPLOAD_SECONDS:
+    if self._bucket and not self._lock.locked() and time.monotonic() - self._since > UPLOAD_SECONDS:
       self._since = time.monotonic()
-      self._thread = threading.Thread(target=self._try_upload, daemon=True)
-      self._thread.start()
+      threading.Thread(target=self._try_upload, daemon=True).start()
 
   def _try_upload(self) -> None:
     with contextlib.suppress(OSError):  # the next `upload` raises what lasts

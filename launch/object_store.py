@@ -15,7 +15,6 @@ import http.server
 import importlib.resources
 import json
 import platform
-import re
 import socket
 import struct
 import subprocess
@@ -50,8 +49,9 @@ class ObjectStore:
     self.kind, self.root = kind, f"{kind}://{BUCKET}"
     self.fault: Fault = lambda method, path: None
     self.requests: list[tuple[str, str, str]] = []
-    self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler(delay))
-    self._proxy.daemon_threads = True
+    self.delay = delay
+    self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+    self._proxy.store = self
     self._inner = local.free_port()
     self._server: subprocess.Popen[bytes] | None = None
 
@@ -119,74 +119,70 @@ class ObjectStore:
     self.stop()
 
   def objects(self) -> dict[str, str]:
-    """The hash of each object, by name."""
-    inner, s3 = f"http://127.0.0.1:{self._inner}", self.kind == "s3"
-    url = f"{inner}/{BUCKET}?list-type=2" if s3 else f"{inner}/storage/v1/b/{BUCKET}/o"
-    with urllib.request.urlopen(url, timeout=20) as response:
-      if s3:
-        return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", response.read().decode()))
+    """The hash of each object of a store of the kind "gs", by name."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{self._inner}/storage/v1/b/{BUCKET}/o", timeout=20) as response:
       return {one["name"]: one["md5Hash"] for one in json.load(response).get("items", [])}
 
-  def _handler(store, delay: float) -> type[http.server.BaseHTTPRequestHandler]:  # noqa: N805, since `self` is the handler's
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = "HTTP/1.1"
 
-      def handle_one_request(self) -> None:
-        with contextlib.suppress(ConnectionError):
-          super().handle_one_request()
+class _Handler(http.server.BaseHTTPRequestHandler):
+  """Passes a request on to the server of the store, or fails it."""
 
-      def log_message(self, *unused: Any) -> None:
-        pass
+  protocol_version = "HTTP/1.1"
 
-      def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-          return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-          parts.append(self.rfile.read(size))
-          self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+  def handle_one_request(self) -> None:
+    with contextlib.suppress(ConnectionError):
+      super().handle_one_request()
 
-      def _forward(self) -> None:
-        body = self._body()
-        store.requests.append((self.command, self.path, self.headers.get("Range", "")))
-        fault = store.fault(self.command, self.path)
-        if fault == "reset":  # the connection breaks off without an answer
-          self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-          self.close_connection = True
-          self.connection.close()
-          return
-        if fault in ("503", "403"):
-          code = {"503": "SlowDown", "403": "AccessDenied"}[fault]
-          body = f"<Error><Code>{code}</Code></Error>" if store.kind == "s3" else '{"error": {"message": "as told"}}'
-          self._answer(int(fault), {}, body.encode())
-          return
-        time.sleep(delay)
-        connection = http.client.HTTPConnection("127.0.0.1", store._inner, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _SKIPPED}
-        connection.request(self.command, self.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        found = {name: value for name, value in response.getheaders() if name.lower() not in _SKIPPED}
-        if self.command == "HEAD" and (size := response.getheader("Content-Length")):
-          found["Content-Length"] = size  # of what GET would send
-        self._answer(response.status, found, content)
-        connection.close()
+  def log_message(self, *unused: Any) -> None:
+    pass
 
-      def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-          self.send_header(name, value)
-        if "Content-Length" not in headers:
-          self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-          self.wfile.write(content)
+  def _body(self) -> bytes:
+    if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+      return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    parts = []
+    while size := int(self.rfile.readline().split(b";")[0], 16):
+      parts.append(self.rfile.read(size))
+      self.rfile.readline()
+    self.rfile.readline()
+    return b"".join(parts)
 
-      do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _forward
+  def _forward(self) -> None:
+    store, body = self.server.store, self._body()
+    store.requests.append((self.command, self.path, self.headers.get("Range", "")))
+    fault = store.fault(self.command, self.path)
+    if fault == "reset":  # the connection breaks off without an answer
+      self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+      self.close_connection = True
+      self.connection.close()
+      return
+    if fault in ("503", "403"):
+      code = {"503": "SlowDown", "403": "AccessDenied"}[fault]
+      body = f"<Error><Code>{code}</Code></Error>" if store.kind == "s3" else '{"error": {"message": "as told"}}'
+      self._answer(int(fault), {}, body.encode())
+      return
+    time.sleep(store.delay)
+    connection = http.client.HTTPConnection("127.0.0.1", store._inner, timeout=60)
+    headers = {name: value for name, value in self.headers.items() if name.lower() not in _SKIPPED}
+    connection.request(self.command, self.path, body, headers)
+    response = connection.getresponse()
+    content = response.read()
+    found = {name: value for name, value in response.getheaders() if name.lower() not in _SKIPPED}
+    if self.command == "HEAD" and (size := response.getheader("Content-Length")):
+      found["Content-Length"] = size  # of what GET would send
+    self._answer(response.status, found, content)
+    connection.close()
 
-    return Handler
+  def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+    self.send_response_only(status)
+    for name, value in headers.items():
+      self.send_header(name, value)
+    if "Content-Length" not in headers:
+      self.send_header("Content-Length", str(len(content)))
+    self.end_headers()
+    if self.command != "HEAD":
+      self.wfile.write(content)
+
+  do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _forward
 
 
 def main(argv: list[str] | None = None) -> None:

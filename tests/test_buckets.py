@@ -19,7 +19,7 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.object_store import ObjectStore
-from tests.conftest import mistake, told
+from tests.conftest import mistake, run_config, told, write_documents
 from tests.test_data import prose, write_jsonl
 from tests.test_distributed import job
 
@@ -209,10 +209,11 @@ def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
 @pytest.mark.parametrize(
   ("url", "fault", "part"), [("no-such-bucket/run", None, "no such bucket"), ("bucket/forbidden", "403", "Forbidden")]
 )
-def test_what_can_t_be_used_is_one_line(server, finished, url, fault, part):
-  url = f"gs://{url}"
-  server.fault = (lambda method, path: fault) if fault else (lambda method, path: None)
-  message = told(lambda: train(finished[0], url))
+def test_what_can_t_be_used_is_one_line(store, tmp_path, url, fault, part):
+  server, url = store[0], f"gs://{url}"
+  server.fault = lambda method, path: fault
+  write_documents(tmp_path)
+  message = told(lambda: train(run_config(tmp_path), url))
   assert url in message and part in message
 
 

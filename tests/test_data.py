@@ -128,21 +128,16 @@ def test_concurrent_loads_agree_on_one_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("changes", "start", "part"),
+  ("key", "value", "part"),
   [
-    ({"source": "text:/none"}, "data.source=text:/none:", "no file"),
-    ({"validation": "text:/none"}, "data.validation=text:/none:", "no file"),
-    ({"source": "ONE"}, "data.source=", "at least 2 documents"),
-    ({"validation_fraction": 1.5}, "data.validation_fraction=1.5:", "between 0 (excluded) and 1"),
-    ({"tokenizer": "/none"}, "data.tokenizer=/none:", "can't be read"),
-    ({"cache_dir": "/dev/null"}, "data.cache_dir=/dev/null:", "can't be written"),
+    ("validation", "text:/none", "no file"),
+    ("tokenizer", "/none", "can't be read"),
+    ("cache_dir", "/dev/null", "can't be written"),
   ],
 )
-def test_corpus_errors_name_key_and_value(tmp_path, changes, start, part):
-  one = write_jsonl(tmp_path / "one.jsonl", ["alone"])
-  changes = {key: one if value == "ONE" else value for key, value in changes.items()}
-  message = told(lambda: data.load(config_of(tmp_path, **changes), 512, seed=0))
-  assert message.startswith(start) and part in message
+def test_corpus_errors_name_key_and_value(tmp_path, key, value, part):
+  message = told(lambda: data.load(config_of(tmp_path, **{key: value}), 512, seed=0))
+  assert message.startswith(f"data.{key}={value}:") and part in message
 
 
 @pytest.mark.parametrize("trouble", ["killed", "changed"])

@@ -106,7 +106,8 @@ def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["completion", "text"])
-def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind):
+def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind, monkeypatch):
+  monkeypatch.setattr(rows, "_CHUNK", 50)  # tokens that are read at a time, fewer than a document has
   if kind == "text":
     config = DataConfig(
       source=write_jsonl(tmp_path / "text.jsonl", prose(40)), tokenizer="bytes", cache_dir=str(tmp_path), rows="padded"

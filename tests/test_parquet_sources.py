@@ -7,8 +7,6 @@ import random
 import sys
 import time
 
-import datasets
-from datasets.packaged_modules.parquet.parquet import Parquet
 import fsspec
 from huggingface_hub import HfFileSystem
 import pyarrow as pa
@@ -17,13 +15,13 @@ import pytest
 
 from diffeq_nnx import data
 from diffeq_nnx.data import sources
-from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.sources import Counts, Options, hub, parquet
 from tests import test_masks
-from tests.conftest import told
+from tests.conftest import Lazy, told
 from tests.hub_server import COMMIT, serving
-from tests.prepared_text import config_of, digest, prepare, small_tasks  # noqa: F401
 from tests.test_data import prose
+
+datasets = Lazy("datasets")
 
 SKIP = Options(bad_records="skip")
 TEXTS = [*prose(60), "", "drei \u2581 \u00fc\r\n", "\U0001f642"]
@@ -74,6 +72,8 @@ def corpus(folder):
 
 
 def test_every_form_of_the_same_records_gives_the_same_documents(corpus, monkeypatch):
+  from datasets.packaged_modules.parquet.parquet import Parquet
+
   threads, iter_batches = [], pq.ParquetFile.iter_batches
 
   def spy(*arguments, **options):
@@ -87,9 +87,9 @@ def test_every_form_of_the_same_records_gives_the_same_documents(corpus, monkeyp
     assert next(source.records()) == TEXTS[0], form  # reading may stop early
     assert list(source.records()) == TEXTS, form
     assert source.counts == Counts(len(TEXTS), len(TEXTS) - 1, 1), form
-    parts = pickle.loads(pickle.dumps(source.parts))
+    parts, read = pickle.loads(pickle.dumps((source.parts, source.read)))
     hub._open.cache_clear()  # as in another process
-    assert [text for part in parts for text in source.read(part, counts=Counts())] == TEXTS, form
+    assert [text for part in parts for text in read(part, counts=Counts())] == TEXTS, form
     assert len({part.name for part in parts}) == len(parts) >= 2, form
     assert all(part.size > 0 for part in parts), form
   # with threads a program that stops reading while they read is aborted, or never ends, mostly with large files
@@ -97,15 +97,6 @@ def test_every_form_of_the_same_records_gives_the_same_documents(corpus, monkeyp
   assert len(sources.open_source(corpus["parquet"]).parts) == 6 + 4
   test = corpus["saved splits"].replace(":train", ":test")
   assert list(data.documents(test, options=Options(text_key="other"))) == ["x" * 50]
-
-
-def test_any_number_of_processes_prepares_the_same_bytes(corpus, tmp_path, monkeypatch):
-  monkeypatch.setattr(workers, "PATIENCE", 0)
-  config = config_of((tmp_path,), source=corpus["parquet"], validation=corpus["saved"])
-  for number in (1, 2):
-    manifest = prepare(tmp_path / f"out{number}", config, number)
-    assert [counts["documents"] for counts in manifest["records"].values()] == [len(TEXTS) - 1] * 2
-  assert digest(tmp_path / "out1") == digest(tmp_path / "out2")
 
 
 class CountingFile(io.FileIO):
@@ -250,17 +241,13 @@ def test_a_missing_column_is_an_error_that_names_the_key_and_the_columns(corpus,
     ("hf:{}/splits:test[:1]:x", "{}/splits has no configuration 'test[:1]'; it has: none"),
     ("hf:{}/splits:validation", "{}/splits has no split 'validation'; use one of train, test"),
     ("hf:{}/empty", "{}/empty can't be opened ("),
-    ("parquet:{}/*.parquet", "no file matches {}/*.parquet"),
-    ("{}/a.parquet", "unknown kind of source"),
   ],
 )
-def test_errors_in_sources(corpus, folder, source, part):
+def test_errors_in_data_sets_name_what_is_there(corpus, folder, source, part):
   (folder / "empty").mkdir(exist_ok=True)
   source, part = source.replace("{}", str(folder)), part.replace("{}", str(folder))
   message = told(lambda: data.open_source(source))
   assert message.startswith(f"data.source={source}: {part}")
-  if part.startswith("unknown") and str(folder) in source:
-    assert message.endswith(f"nearest: parquet:{source}")
 
 
 def test_without_the_packages_one_line_says_what_to_install(corpus, monkeypatch):

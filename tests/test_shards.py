@@ -1,7 +1,6 @@
 """Reading prepared shards: slices, damage reported in one line, mixtures, positions."""
 
 import itertools
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.data.shards import Tokens
 from tests.conftest import told
 from tests.prepared_text import config_of, load, prepare, prepared, shard_file, small_tasks, text  # noqa: F401
-from tests.test_data import READ, prose, write_jsonl
+from tests.test_data import prose, write_jsonl
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
@@ -189,20 +188,3 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
 def test_mistakes_in_a_mixture_are_one_line(sources, source, part):
   source, part = source.replace("{}", str(sources)), part.replace("{}", str(sources))
   assert part in told(lambda: data.load(config_lib.DataConfig(source=source), 300, seed=0))
-
-
-def test_the_position_holds_for_another_number_of_processes(sources):
-  corpus = mixture_of(sources, 0.7, 0.3)
-  batches = lambda rows: iter(
-    data.train_batches(corpus.train, seq_len=16, batch_size=4, seed=1, rows=np.array(rows)).to_iter_dataset(READ)
-  )
-  whole = [batch["inputs"].tolist() for batch in itertools.islice(batches(range(4)), 9)]
-  for step in (0, 7):
-    before = batches(range(4))
-    for _ in range(step):
-      next(before)
-    parts = [batches(rows) for rows in ([0, 1], [2], [3])]
-    for part in parts:
-      part.set_state(json.loads(json.dumps(before.get_state())))
-    after = [sum((next(part)["inputs"].tolist() for part in parts), []) for _ in range(9 - step)]
-    assert after == whole[step:]

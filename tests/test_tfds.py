@@ -92,7 +92,7 @@ def test_tfds_reads_another_feature_and_counts_what_is_not_utf8(tfds_dir, caplog
   name = "tfds:written_text/odd:train"
   message = told(lambda: list(data.documents(name, options=Options(tfds_dir=tfds_dir))))
   where = "written_text/odd/1.0.0:train record 20"
-  assert message.startswith(f"data.source={name}: {where}: 'text' is not UTF-8 (")
+  assert message.startswith(f"data.source={name}: {where}: not UTF-8 (")
   source = sources.open_source(name, options=Options(tfds_dir=tfds_dir, bad_records="skip"))
   texts = ["" if isinstance(text, bytes) else text for text in WrittenText.texts("odd", "train")]
   assert list(source.records()) == texts

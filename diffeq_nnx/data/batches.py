@@ -20,52 +20,6 @@ if TYPE_CHECKING:
   import grain  # it imports JAX, which the workers that prepare text don't need
 
 
-class _Batches:
-  """Random access to batches, limited to the rows that this process reads.
-
-  Grain orders the numbers of rows; tokens are read here, since as elements of Grain's own they would cost twice the
-  time.
-  """
-
-  def __init__(
-    self, train: Mixture, seq_len: int, batch_size: int, seed: int, rows: np.ndarray, start: int, eos_id: int | None
-  ):
-    import grain
-
-    self._splits = train.splits
-    self._places = [Rows(split, seq_len) for split in train.splits]
-    self._orders = [
-      grain.MapDataset.range(places.count_whole()).seed((seed + number) % 2**32).shuffle().repeat()
-      for number, places in enumerate(self._places)
-    ]
-    self._shares = make_integer_shares(train.weights)
-    self._seq_len, self._batch_size, self._rows = seq_len, batch_size, rows.tolist()
-    self._start, self._eos_id = start, eos_id
-
-  def __len__(self) -> int:
-    return sys.maxsize // self._batch_size
-
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    start = self._start + int(index) * self._batch_size
-    found = self._read([start + row for row in self._rows])
-    first = self._splits[0]
-    return _make_batch(found, first, self._seq_len, self._eos_id, first.masked or first.padding is not None)
-
-  def _read(self, indices: list[int]) -> list[np.ndarray]:
-    """Reads rows, those of one split at the same time."""
-    turns = [take_turns(index, self._shares) for index in indices]
-    found = [np.zeros(0)] * len(indices)
-    for number, split in enumerate(self._splits):
-      places = [place for place, (its, _) in enumerate(turns) if its == number]
-      parts = [self._places[number][self._orders[number][turns[place][1]]] for place in places]
-      for place, tokens in zip(places, split.tokens.read(parts)):
-        found[place] = tokens
-    return found
-
-  def __repr__(self) -> str:
-    return f"Batches(splits={len(self._splits)}, seq_len={self._seq_len}, batch_size={self._batch_size})"
-
-
 def _make_batch(
   found: list[np.ndarray], split: Split, seq_len: int, eos_id: int | None, with_mask: bool
 ) -> dict[str, np.ndarray]:
@@ -184,8 +138,27 @@ def train_batches(
         f"model.seq_len={seq_len}: needs {seq_len + 1} tokens, but the training part of a source has "
         f"{len(split.tokens)}; use at most {len(split.tokens) - 1}, or more text"
       )
-  rows = np.arange(batch_size) if rows is None else rows
-  return grain.MapDataset.source(_Batches(train, seq_len, batch_size, seed, rows, start, eos_id))
+  first = train.splits[0]
+  places = [Rows(split, seq_len) for split in train.splits]
+  orders = [
+    grain.MapDataset.range(its.count_whole()).seed((seed + number) % 2**32).shuffle().repeat()
+    for number, its in enumerate(places)
+  ]
+  shares = make_integer_shares(train.weights)
+  numbers = range(batch_size) if rows is None else rows.tolist()
+
+  def read_batch(step: int) -> dict[str, np.ndarray]:
+    """Reads tokens here, since as elements of Grain's own they would cost twice the time."""
+    turns = [take_turns(start + step * batch_size + row, shares) for row in numbers]
+    found = [np.zeros(0)] * len(turns)
+    for number, split in enumerate(train.splits):  # the rows of one split at the same time
+      its = [place for place, (source, _) in enumerate(turns) if source == number]
+      parts = [places[number][orders[number][turns[place][1]]] for place in its]
+      for place, tokens in zip(its, split.tokens.read(parts)):
+        found[place] = tokens
+    return _make_batch(found, first, seq_len, eos_id, first.masked or first.padding is not None)
+
+  return grain.MapDataset.range(sys.maxsize // batch_size).map(read_batch)
 
 
 def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:

@@ -19,7 +19,6 @@ from diffeq_nnx.data.documents import Piece, count_bytes, divide
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
-_GENERATION = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
 _LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
 
@@ -148,8 +147,8 @@ class ChatTemplate:
         raise BadConversation("with tool calls that the chat template does not write", problem)
 
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
-    needed = BadConversation("that need generation blocks", f"{_LABEL} {_GENERATION}")
-    head = ""
+    problem = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
+    needed, head = BadConversation("that need generation blocks", f"{_LABEL} {problem}"), ""
     try:
       before = self._render(messages[:number], True)
       until = self._render(messages[: number + 1], False)

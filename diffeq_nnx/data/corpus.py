@@ -17,8 +17,8 @@ from diffeq_nnx.errors import UserError
 SAME_MARKS = (
   "the tokenizer's begin and end marks are the same, so the end of a document can't be found; set data.begin_mark=False"
 )
-_NUMBER = r"\d[\d.]*(?:[eE][+-]?\d+)?"
-_TERM = re.compile(rf"({_NUMBER})\s*\*\s*(\w+:.+)")
+_NUMBER = r"\d+\.?\d*(?:[eE][+-]?\d+)?"
+_TERM = re.compile(rf"({_NUMBER})\s*\*\s*(\w+):(.+)")
 _NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
 
 
@@ -83,9 +83,7 @@ def _parse_terms(source: str) -> dict[str, float]:
   known = set()
   for term in _NEXT_TERM.split(source.strip()):
     found = _TERM.fullmatch(term)
-    weight = float(found[1]) if found and found[1].count(".") < 2 else -1.0
-    kind, _, directory = found[2].partition(":") if found else ("", "", "")
-    directory = directory.strip()
+    weight, kind, directory = (float(found[1]), found[2], found[3].strip()) if found else (0.0, "", "")
     path = os.path.realpath(files.absolute(directory))
     valid = kind == "shards" and directory and "shards:" not in directory
     if not (valid and 0 < weight < 1e100 and path not in known):

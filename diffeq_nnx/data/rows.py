@@ -49,20 +49,20 @@ def _find_examples(split: Split, seq_len: int) -> np.ndarray:
   starts, counted = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
   size, padding = len(split.tokens), split.padding
   assert padding is not None
+  before = padding.end_mark  # the token before those that are read
   for at in range(0, size, _CHUNK):
     tokens = split.tokens[at : at + _CHUNK]
     if split.masked:
       is_first, is_counted = (tokens & FIRST) != 0, (tokens & NOT_COUNTED) == 0
-      places = np.flatnonzero(is_counted)
-      starts.append(at + np.flatnonzero(is_first))
-      counted.append(at + places[np.diff(np.cumsum(is_first)[places], prepend=-1) != 0])  # the first of each document
     else:
-      starts.append(at + 1 + np.flatnonzero(tokens == padding.end_mark))
-  starts_N = np.concatenate(starts if split.masked else [[0], *starts])
-  starts_N = starts_N[starts_N < size]
+      is_first, before = np.append(before, tokens[:-1]) == padding.end_mark, tokens[-1]
+      is_counted = ~is_first
+    places = np.flatnonzero(is_counted)
+    starts.append(at + np.flatnonzero(is_first))
+    counted.append(at + places[np.diff(np.cumsum(is_first)[places], prepend=-1) != 0])  # the first of each document
+  starts_N, counted_N = np.concatenate(starts), np.append(np.concatenate(counted), size)
   stops_N = np.append(starts_N[1:], size)
-  counted_N = np.append(np.concatenate(counted), size)
-  firsts_N = counted_N[np.searchsorted(counted_N, starts_N)] if split.masked else starts_N + 1
+  firsts_N = counted_N[np.searchsorted(counted_N, starts_N)]
   ends_N = np.minimum(stops_N, starts_N + seq_len + 1)
   is_long_N = stops_N > ends_N
   is_dropped_N = is_long_N & (padding.too_long == "drop")

@@ -129,13 +129,10 @@ class Tokens:
     self._fetch_checksums({number for number, _, _ in pieces} - self._checksums.keys())
     records = [(number, start // RECORD_TOKENS, -(-stop // RECORD_TOKENS)) for number, start, stop in pieces]
     size = self.dtype.itemsize
-    ranges = [
-      (number, first * RECORD_TOKENS * size, min(last * RECORD_TOKENS, self.sizes[number]) * size)
-      for number, first, last in records
-    ]
+    step = RECORD_TOKENS * size
+    ranges = [(number, first * step, min(last * step, self.sizes[number] * size)) for number, first, last in records]
     found = []
     for (number, start, stop), (_, first, last), data in zip(pieces, records, self._read_ranges(ranges)):
-      step = RECORD_TOKENS * size
       sums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
       if sums != self._checksums[number][first:last].tolist():
         raise UserError(f"{self.paths[number]}: damaged in records {first} to {last - 1}; {_RESTORE}")
@@ -154,12 +151,9 @@ class Tokens:
 
   def _read_ranges(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
     """Reads a range of bytes of each shard; a range is the shard's number, the first byte and the last one plus 1."""
-    if not ranges:
-      return []
-    numbers, starts, stops = (list(column) for column in zip(*ranges))
-    paths = [self.paths[number] for number in numbers]
+    places = [(self.paths[number], start, stop) for number, start, stop in ranges]
     found: list[bytes] = []
-    for path, start, stop, data in zip(paths, starts, stops, files.read_ranges(paths, starts, stops)):
+    for (path, start, stop), data in zip(places, files.read_ranges(places)):
       if isinstance(data, Exception) or len(data) != stop - start:
         problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
         raise UserError(f"{path}: bytes from {start} can't be read ({problem}): damaged or missing; {_RESTORE}")
@@ -169,23 +163,17 @@ class Tokens:
 
 def join(splits: Sequence[Split]) -> Split:
   """Concatenates splits whose tokens have one dtype, and which are all masked or all without masks."""
-  first = splits[0]
-  if len(splits) == 1:
-    return first
   paths = [path for split in splits for path in split.tokens.paths]
   sizes = [size for split in splits for size in split.tokens.sizes]
-  tokens = Tokens(paths, sizes, first.tokens.dtype)
-  num_bytes, num_documents, num_counted = (
-    sum(getattr(split, field) or 0 for split in splits) for field in ("num_bytes", "num_documents", "num_counted")
-  )
-  return Split(tokens, num_bytes, num_documents, num_counted if first.masked else None, first.padding)
+  fields = ("num_bytes", "num_documents", *(["num_counted"] if splits[0].masked else []))
+  sums = {field: sum(getattr(split, field) for split in splits) for field in fields}
+  return dataclasses.replace(splits[0], tokens=Tokens(paths, sizes, splits[0].tokens.dtype), **sums)
 
 
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
   """Writes tokens [num_tokens] to a file that will be renamed to `name`; raises OSError if it fails."""
   tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-  starts = range(0, len(tokens), RECORD_TOKENS)
-  records = [tokens[start : start + RECORD_TOKENS] for start in starts]
+  records = [tokens[start : start + RECORD_TOKENS] for start in range(0, len(tokens), RECORD_TOKENS)]
   sums = np.array([zlib.crc32(record.tobytes()) for record in records], _CHECKSUM)
   sha256, size = hashlib.sha256(), 0
   with open(path, "wb") as file:
@@ -204,20 +192,18 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
   path = os.path.join(directory, MANIFEST)
   try:
     manifest = files.read_json(path)
-    version = manifest["version"]
-    if version == VERSION:
-      _check_fields(manifest)
+    if (version := manifest["version"]) != VERSION:
+      raise UserError(f"{label}: {path} has version {version}, this program reads {VERSION}; prepare it again")
+    _check_fields(manifest)
+    return manifest
   except (FileNotFoundError, NotADirectoryError):
     return None
-  except UserError:  # a URL that can't be used
+  except UserError:  # also for a URL that can't be used
     raise
   except OSError as error:
     raise UserError(f"{label}: {path} can't be read ({error.strerror}); make it readable") from error
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise UserError(f"{label}: {path} is damaged; {_RESTORE}") from error
-  if version != VERSION:
-    raise UserError(f"{label}: {path} has version {version}, this program reads {VERSION}; prepare it again")
-  return manifest
 
 
 def _check_fields(manifest: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ class Paragraphs:
   name: str
   size: int = 0  # bytes, about; small parts are prepared together
 
-  def read(self):
-    """Yields the documents."""
+  def read(self, prefix, options):
+    """Yields the documents; errors may begin with `prefix`, and `options` are the keys of `data`."""
     with open(self.name, encoding="utf-8") as file:
       yield from file.read().split("\n\n")
 

@@ -12,8 +12,9 @@ on the same documents, complete or by line. `memory` sums the proportional set s
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -42,19 +43,12 @@ SHARDS = 16
 def memory(pid: int) -> float:
   """Proportional set size (PSS) of a process and all its descendants, in MB."""
   total = 0.0
-  for child in _family(pid):
-    with contextlib.suppress(OSError), open(f"/proc/{child}/smaps_rollup", encoding="ascii") as file:
-      total += next(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1e3
+  with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+    total = next(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1e3
+  for path in glob.glob(f"/proc/{pid}/task/*/children"):
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+      total += sum(memory(int(child)) for child in file.read().split())
   return total
-
-
-def _family(pid: int) -> Iterator[int]:
-  yield pid
-  with contextlib.suppress(OSError):
-    for task in os.listdir(f"/proc/{pid}/task"):
-      with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-        for child in file.read().split():
-          yield from _family(int(child))
 
 
 def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int]:

@@ -41,11 +41,10 @@ def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-      if wait:
-        logging.warning("%s: another process is preparing it; waiting", label)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-      else:
+      if not wait:
         raise UserError(f"{label}: another process is preparing it; wait for it, or stop it") from error
+      logging.warning("%s: another process is preparing it; waiting", label)
+      fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
       logging.warning("%s: can't be locked (%s); make sure that no other process prepares it", label, error.strerror)
     yield
@@ -113,8 +112,6 @@ def claim(directory: str, work: Any, label: str) -> str:
     logging.warning("%s: its unfinished work is of another recipe, version or other files; starting anew", label)
     _remove_unfinished(directory)
   os.makedirs(folder, exist_ok=True)
-  for path in glob.glob(os.path.join(glob.escape(folder), "**", "*.[0-9]*"), recursive=True):
-    os.remove(path)  # left by a process that was killed while it wrote
   return folder
 
 
@@ -126,10 +123,9 @@ def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
     os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
   ours = {*names, UNFINISHED, *(shard["file"] for split in manifest["splits"].values() for shard in split["shards"])}
   for other in set(os.listdir(directory)) - ours:
-    if _OURS.fullmatch(other):  # of an earlier state of the files
-      path = os.path.join(directory, other)
-      shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-  files.write_json(os.path.join(directory, shards.MANIFEST), manifest, os.path.join(unfinished, shards.MANIFEST))
+    if _OURS.fullmatch(other):  # of an earlier state of the files, or of a process that was killed while it wrote
+      files.remove(os.path.join(directory, other))
+  files.write_json(os.path.join(directory, shards.MANIFEST), manifest)
   _remove_unfinished(directory)
 
 

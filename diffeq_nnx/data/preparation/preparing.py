@@ -47,8 +47,10 @@ class Recipe:
   @functools.cached_property
   def chat_template(self) -> str | None:
     """The chat template of conversations, with the names of the marks that it uses."""
-    if self.tokenizer is not None or self.config.chat_template is None:
-      return None if self.tokenizer is None else self.tokenizer.chat_template
+    if self.tokenizer is not None:
+      return self.tokenizer.chat_template
+    if self.config.chat_template is None:
+      return None
     template = tokenizers.read_template_file(self.config.chat_template)
     return tokenizers.name_marks(template, {"eos_token": END_OF_TEXT})
 
@@ -170,9 +172,10 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
   for key, source in opened.items():
     label, limit = f"{key}={source.source}", limits[key]
     for parts in _group(source.parts):
-      path = os.path.join(unfinished, f"{len(tasks):05}")
-      _remove_unusable_result(f"{path}.json", sizes)
-      tasks[f"{path}.json"] = functools.partial(write, source.read, parts, label=label, limit=limit, path=path)
+      name = f"{len(tasks):05}"
+      result = os.path.join(unfinished, f"{name}.json")
+      _remove_unusable_result(result, sizes)
+      tasks[result] = functools.partial(write, source.read, parts, label=label, limit=limit, name=name)
       keys.append(key)
   made = workers.run("tokenizing", tasks, num_processes)
   counts = {key: Counts() for key in opened}

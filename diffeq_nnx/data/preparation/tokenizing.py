@@ -28,10 +28,9 @@ def choose_dtype(tokenizer: tokenizers.Tokenizer, masked: bool) -> np.dtype:
 
 @dataclasses.dataclass
 class _Writer:
-  """Writes the shards that a task makes of one split. The name of an unfinished shard begins with `temporary`."""
+  """Writes the shards that a task makes of one split. Their names begin with `path`."""
 
   path: str
-  temporary: str
   shard_bytes: int
   dtype: np.dtype
   totals: collections.Counter[str]
@@ -49,7 +48,7 @@ class _Writer:
     """Writes the documents that are not in a shard yet, if there are any."""
     if self.waiting:
       path = f"{self.path}-{len(self.shards):03}.tokens"
-      with replacing(path, self.temporary) as written:
+      with replacing(path) as written:
         shard = shards.write_shard(written, np.frombuffer(self.waiting, self.dtype), os.path.basename(path))
       self.shards.append(dataclasses.asdict(shard))
       self.waiting = bytearray()
@@ -66,16 +65,15 @@ def tokenize(
   limit: int,
   label: str,
   directory: str,
-  path: str,
+  name: str,
   shard_bytes: int,
 ) -> dict[str, Any]:
   """Writes the documents of some parts, in their order, as shards of each split.
 
   `read` yields the records of a part (see `sources.Source.read`), and `records` says of which kind they are
   (`data.records`). A document is held out if its score, which depends on `seed`, is below `limit` (see `holdout`).
-  `label` begins errors about documents. The shards in `directory` are named SPLIT-NAME-NUMBER.tokens, where `path` ends
-  with NAME; `path` begins the name of a shard while it is written. A shard is written as soon as it has `shard_bytes`
-  of tokens.
+  `label` begins errors about documents. The shards in `directory` are named SPLIT-NAME-NUMBER.tokens. A shard is
+  written as soon as it has `shard_bytes` of tokens.
 
   Returns:
     "counts", which says what became of the records, and "splits", what the manifest says about these shards by split.
@@ -87,10 +85,10 @@ def tokenize(
   masked = records != "text"
   dtype, marks = choose_dtype(tokenizer, masked), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
-  names = {split: os.path.join(directory, f"{split}-{os.path.basename(path)}") for split in shards.SPLITS}
   totals = dict.fromkeys(("tokens", "bytes", "documents", *(["counted"] if masked else [])), 0)
   writers = {
-    split: _Writer(name, path, shard_bytes, dtype, collections.Counter(totals)) for split, name in names.items()
+    split: _Writer(os.path.join(directory, f"{split}-{name}"), shard_bytes, dtype, collections.Counter(totals))
+    for split in shards.SPLITS
   }
   counts = Counts()
   found = ((part, *record) for part in parts for record in enumerate(read(part, counts=counts), 1))

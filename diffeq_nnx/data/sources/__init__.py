@@ -7,10 +7,11 @@ import functools
 import hashlib
 import json
 import os
+from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
-from diffeq_nnx.data.sources.records import BadRecord, Counts, Options, Part, name_columns
+from diffeq_nnx.data.sources.records import Counts, Options, Part, name_columns
 from diffeq_nnx.errors import UserError
 
 KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "parquet:GLOB", "tfds:NAME/CONFIG:SPLIT", "hf:NAME:SPLIT", "shards:DIR")
@@ -70,9 +71,10 @@ class Source:
     a bucket gives; for `tfds`, the name with its version, the directory, the split, and the size and time of each of
     its files; for `hf`, the commit or the same of each file in a folder, and the split; for `builtin`, the text.
     """
-    state = [self._state, self._options.text_key, self._options.bad_records]
-    if (options := self._options).records != "text":
-      state = [*state, options.records, records.columns(options), options.chat_template]
+    options = self._options
+    state: list[Any] = [self._state, options.text_key, options.bad_records]
+    if options.records != "text":
+      state += [options.records, list(name_columns(options).values()), options.chat_template]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
@@ -124,17 +126,21 @@ class _Builtin:
   name: str = "Python's help topics"
   size: int = 1 << 19
 
-  def read(self) -> Iterator[str]:
-    from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
+  def read(self, prefix: str, options: Options) -> Iterator[str]:
+    return iter(_read_topics())
 
-    return (topics[name] for name in sorted(topics))
+
+def _read_topics() -> list[str]:
+  from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
+
+  return [topics[name] for name in sorted(topics)]
 
 
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
-  "builtin": lambda rest, prefix, options: ([_Builtin()], [list(_Builtin().read())]),
-  "text": functools.partial(files.resolve, "text"),
-  "jsonl": functools.partial(files.resolve, "jsonl"),
+  "builtin": lambda rest, prefix, options: ([_Builtin()], [_read_topics()]),
+  "text": lambda rest, prefix, options: files.resolve("text", rest, prefix),
+  "jsonl": lambda rest, prefix, options: files.resolve("jsonl", rest, prefix),
   "parquet": parquet.resolve,
   "tfds": catalog.resolve,
   "hf": hub.resolve,

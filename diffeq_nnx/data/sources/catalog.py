@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from diffeq_nnx.data.sources.records import BadRecord, Options
+from diffeq_nnx.data.sources.records import BadRecord, Options, make_not_utf8
 from diffeq_nnx.errors import UserError, first_line
 
 RECORDS_PER_PART = 1 << 14  # large enough to make opening the files cheap, small enough to distribute parts
@@ -33,8 +33,6 @@ class Records:
   split: str  # TFDS's split expression
   start: int  # the index of the first record in the split
   stop: int  # one more than the index of the last record
-  prefix: str  # the start of error messages
-  text_key: str = "text"  # the feature that holds the text
 
   @property
   def name(self) -> str:
@@ -46,30 +44,17 @@ class Records:
     """See `records.Part`. A record counts as 2 KiB."""
     return (self.stop - self.start) << 11
 
-  def read(self) -> Iterator[str | BadRecord]:
+  def read(self, prefix: str, options: Options) -> Iterator[str | BadRecord]:
     """See `records.Part.read`."""
-    data_source = None
+    data_source = _tfds().builder_from_directory(self.directory).as_data_source(self.split)
     for start in range(self.start, self.stop, _RECORDS_PER_READ):
       indices = list(range(start, min(start + _RECORDS_PER_READ, self.stop)))
-      try:
-        if data_source is None:
-          tfds = _tfds()
-          data_source = tfds.builder_from_directory(self.directory).as_data_source(self.split)
-        examples = data_source.__getitems__(indices)
-      except Exception as error:  # array_record and protobuf have errors of their own
-        raise UserError(
-          f"{self.prefix} {self.dataset}:{self.split} records {indices[0]} to {indices[-1]} can't be read "
-          f"({_reason(error)}): damaged or missing; prepare {self.directory} again"
-        ) from error
-      for index, example in zip(indices, examples):
-        yield self._decode(index, example[self.text_key])
-
-  def _decode(self, index: int, data: bytes) -> str | BadRecord:
-    try:
-      return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-      where = f"{self.dataset}:{self.split} record {index}"
-      return BadRecord("not UTF-8", f"{self.text_key!r} is not UTF-8 ({error.reason}); repair the data set", where)
+      for index, example in zip(indices, data_source.__getitems__(indices)):
+        try:
+          text = example[options.text_key].decode()
+        except UnicodeDecodeError as error:
+          text = make_not_utf8(error, f"{self.dataset}:{self.split} record {index}")
+        yield text
 
 
 @functools.cache
@@ -90,20 +75,14 @@ def _tfds() -> Any:
 
 
 def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], list]:
-  """Finds a data set on disk, or downloads and prepares it where the options allow that.
+  """Finds a data set on disk, or downloads and prepares it where the options allow that; see `sources.RESOLVERS`.
 
-  Args:
-    name: `NAME[/CONFIG][:VERSION][:SPLIT]`, by default the newest version on disk, and the split `train`. SPLIT is any
-      of TFDS's expressions, like `train[:1%]`.
-    prefix: The start of error messages.
-
-  Returns:
-    The parts, and a JSON value that changes when the data set does.
+  `name` is `NAME[/CONFIG][:VERSION][:SPLIT]`, by default the newest version on disk, and the split `train`. SPLIT is
+  any of TFDS's expressions, like `train[:1%]`.
 
   Raises:
     ImportError: If TFDS isn't installed.
-    UserError: If there is no such data set, split or feature, its files have another
-      format, or it can't be downloaded.
+    UserError: If there is no such data set, split or feature, its files have another format, or it can't be downloaded.
   """
   tfds = _tfds()
   dataset, _, split = name.partition(":")
@@ -125,9 +104,14 @@ def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], li
       f"{prefix} {dataset!r} can't be opened in {directory} ({_reason(error)}); write tfds:NAME/CONFIG:SPLIT, as in "
       "tfds:wiki40b/en:train"
     ) from error
-  _check_feature(tfds, builder, prefix, options)
-  _check_format(tfds, builder, dataset, prefix)
-  return _divide(builder, split or "train", prefix, options)
+  _check_feature(tfds, builder.info, prefix, options)
+  if not builder.info.available_file_formats() & tfds.core.FileFormat.with_random_access():
+    found = builder.info.file_format.value if builder.info.file_format else "an unknown format"
+    raise UserError(
+      f"{prefix} {builder.info.full_name} is stored in {os.fspath(builder.data_path)} as {found}, which needs "
+      f"TensorFlow; prepare it again with {_BUILD.format(name=dataset, directory='ANOTHER_DIRECTORY')}"
+    )
+  return _divide(builder, split or "train", prefix)
 
 
 def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Options) -> Any:
@@ -173,30 +157,19 @@ def _prepare(tfds: Any, dataset: str, directory: str, prefix: str, options: Opti
   return builder
 
 
-def _check_feature(tfds: Any, builder: Any, prefix: str, options: Options) -> None:
+def _check_feature(tfds: Any, info: Any, prefix: str, options: Options) -> None:
   """Raises UserError unless `data.text_key` names a text feature."""
-  features = builder.info.features
+  features = info.features
   features = dict(features.items()) if isinstance(features, tfds.features.FeaturesDict) else {}
   texts = sorted(name for name, feature in features.items() if isinstance(feature, tfds.features.Text))
   if options.text_key not in texts:
     raise UserError(
-      f"data.text_key={options.text_key}: {prefix} {builder.info.full_name} has no text feature of that name; "
+      f"data.text_key={options.text_key}: {prefix} {info.full_name} has no text feature of that name; "
       + (f"use one of {', '.join(texts)}" if texts else "it has none at all: choose another data set")
     )
 
 
-def _check_format(tfds: Any, builder: Any, dataset: str, prefix: str) -> None:
-  """Raises UserError unless the files have a format whose records can be read in any order."""
-  info = builder.info
-  if not info.available_file_formats() & tfds.core.FileFormat.with_random_access():
-    found = info.file_format.value if info.file_format else "an unknown format"
-    raise UserError(
-      f"{prefix} {info.full_name} is stored in {os.fspath(builder.data_path)} as {found}, which needs TensorFlow; "
-      f"prepare it again with {_BUILD.format(name=dataset, directory='ANOTHER_DIRECTORY')}"
-    )
-
-
-def _divide(builder: Any, split: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+def _divide(builder: Any, split: str, prefix: str) -> tuple[list[Records], list]:
   """Divides a split into parts. Returns them, and name, directory, split and files with their sizes and times."""
   info, directory = builder.info, os.fspath(builder.data_path)
   try:
@@ -221,7 +194,7 @@ def _divide(builder: Any, split: str, prefix: str, options: Options) -> tuple[li
     ) from error
   starts = range(0, num_records, RECORDS_PER_PART)
   ranges = [(start, min(start + RECORDS_PER_PART, num_records)) for start in starts]
-  parts = [Records(directory, info.full_name, split, *ends, prefix, options.text_key) for ends in ranges]
+  parts = [Records(directory, info.full_name, split, *ends) for ends in ranges]
   return parts, [info.full_name, directory, split, shards]
 
 

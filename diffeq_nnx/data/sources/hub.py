@@ -13,9 +13,9 @@ import posixpath
 from typing import Any
 
 from diffeq_nnx.data.documents import Document
-from diffeq_nnx.data.sources import files
+from diffeq_nnx.data.sources.files import PART_BYTES
 from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, read_rows
-from diffeq_nnx.data.sources.records import BadRecord, Options, Part
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part, reason
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import absolute
 
@@ -32,39 +32,26 @@ class Shard:
   split: str
   index: int
   num_shards: int
-  prefix: str  # the start of error messages
-  options: Options
-  size: int = files.PART_BYTES  # an assumption, since `datasets` does not tell
+  size: int = PART_BYTES  # an assumption, since `datasets` does not tell
 
   @property
   def name(self) -> str:
     """See `records.Part`."""
     return f"{self.path}:{self.split} shard {self.index}"
 
-  def read(self) -> Iterator[Document | BadRecord]:
+  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
-    try:
-      splits = _open(self.path, self.revision, self.config, self.prefix)
-      shard = splits[self.split].shard(self.num_shards, self.index)
-      yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, self.prefix, self.options)
-    except UserError:
-      raise
-    except Exception as error:  # each format of files has errors of its own
-      remedy = "check the network, or restore the file"
-      raise UserError(f"{self.prefix} {self.name} can't be read ({files.reason(error)}); {remedy}") from error
+    splits = _open(self.path, self.revision, self.config, prefix)
+    shard = splits[self.split].shard(self.num_shards, self.index)
+    return read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, prefix, options)
 
 
 def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
-  """Finds a data set in a local folder, or else on the hub.
+  """Finds a data set in a local folder, or else on the hub; see `sources.RESOLVERS`.
 
-  Args:
-    rest: `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name, and
-      else a split. The split is `train` by default, or the only one.
-    prefix: The start of error messages.
-
-  Returns:
-    The parts, and a JSON value that changes with the data: it holds the commit that REVISION stands for, or name, size
-    and time of each file in a folder.
+  `rest` is `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name,
+  and else a split. The split is `train` by default, or the only one. The state holds the commit that REVISION stands
+  for, or name, size and time of each file in a folder.
 
   Raises:
     ImportError: If `datasets` isn't installed.
@@ -106,12 +93,12 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
     raise
   except Exception as error:
     remedy = "correct the source, or check the network"
-    raise UserError(f"{prefix} {path} can't be opened ({files.reason(error)[:500]}); {remedy}") from error
+    raise UserError(f"{prefix} {path} can't be opened ({reason(error)[:500]}); {remedy}") from error
   data, place = splits[split], (path, revision, config, split)
   if isinstance(data, list):
-    return [RowGroup(file, None, 0, files.PART_BYTES, prefix, options) for file in data], [*place, state]
+    return [RowGroup(file, None, 0, PART_BYTES) for file in data], [*place, state]
   num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
-  return [Shard(*place, index, num_shards, prefix, options) for index in range(num_shards)], [*place, state]
+  return [Shard(*place, index, num_shards) for index in range(num_shards)], [*place, state]
 
 
 @functools.lru_cache(2)
@@ -149,4 +136,4 @@ def explain(error: Exception, what: str) -> str:
     return f"the hub has no such {what}; correct the name; for a private {what}, {login}"
   if isinstance(error, errors.RevisionNotFoundError):
     return f"the hub has no such revision of the {what}; correct it"
-  return f"it can't be fetched from the hub ({files.reason(error)[:200]}); connect to the network, or name a folder"
+  return f"it can't be fetched from the hub ({reason(error)[:200]}); connect to the network, or name a folder"

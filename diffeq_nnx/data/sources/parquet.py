@@ -14,7 +14,16 @@ from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.records import BadRecord, Options, choose_columns, make_rule, name_columns, read_document
+from diffeq_nnx.data.sources.records import (
+  BadRecord,
+  Options,
+  choose_columns,
+  describe_unreadable,
+  make_not_utf8,
+  make_rule,
+  name_columns,
+  read_document,
+)
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
@@ -28,23 +37,21 @@ class RowGroup:
   index: int | None  # of the row group in the file; None: all
   start: int  # the number of rows in the row groups before it
   size: int  # bytes of the row group before compression, all columns
-  prefix: str  # the start of error messages
-  options: Options
 
   @property
   def name(self) -> str:
     """See `records.Part`."""
     return self.path if self.index is None else f"{self.path} row group {self.index}"
 
-  def read(self) -> Iterator[Document | BadRecord]:
+  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
-    with _open(self.path, self.prefix, self.options) as file:
+    with _open(self.path, prefix, options) as file:
       # threads of Arrow might still use the file when Python ends
-      needed = choose_columns(file.schema_arrow.names, self.options)
+      needed = choose_columns(file.schema_arrow.names, options)
       read = functools.partial(file.iter_batches, BATCH_ROWS, columns=needed, use_threads=False)
       groups = range(file.num_row_groups) if self.index is None else [self.index]
       batches = (batch for index in groups for batch in read(row_groups=[index]))
-      yield from read_rows(batches, self.path, self.start, self.prefix, self.options)
+      yield from read_rows(batches, self.path, self.start, prefix, options)
 
 
 def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], list]:
@@ -54,14 +61,14 @@ def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], 
     ImportError: If pyarrow isn't installed.
     UserError: For what `files.resolve` refuses, and a file that isn't Parquet, is damaged, or lacks a column.
   """
-  found, state = files.resolve("parquet", globs, prefix, options)
+  found, state = files.resolve("parquet", globs, prefix)
   parts = []
   for path in (one.path for one in found):
     with _open(path, prefix, options) as file:
       start = 0
       for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
-        parts.append(RowGroup(path, index, start, group.total_byte_size, prefix, options))
+        parts.append(RowGroup(path, index, start, group.total_byte_size))
         start += group.num_rows
   return parts, state
 
@@ -81,7 +88,7 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
   except UserError:
     raise
   except Exception as error:  # each file system has errors of its own
-    raise UserError(files.describe_unreadable(prefix, path, error)) from error
+    raise UserError(describe_unreadable(prefix, path, error)) from error
 
 
 def _check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
@@ -109,7 +116,7 @@ def read_rows(
         record = {name: _decode(array[row].as_py(), array.type) for name, array in arrays.items()}
         document = read_document(record, options)
       except UnicodeDecodeError as error:  # any bytes can be in a column of text
-        document = BadRecord("not UTF-8", f"not UTF-8 ({error.reason}); repair the data")
+        document = make_not_utf8(error)
       if isinstance(document, BadRecord):
         document = dataclasses.replace(document, where=f"{where} row {start}")
       yield document

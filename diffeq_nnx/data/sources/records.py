@@ -10,11 +10,12 @@ from absl import logging
 
 from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.documents import Document, Piece
+from diffeq_nnx.data.sources import compressed
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import is_url
 
 # Added to errors in records, which have two ways out: repair the data, or do without the record.
 _SKIP = "or set data.bad_records=skip to skip and count such records"
-
 
 # How the records of a source are read. But `chat_template` is the template itself, not its path.
 Options = DataConfig
@@ -63,6 +64,11 @@ class BadRecord:
   where: str = ""  # file and line, or data set and index
 
 
+def make_not_utf8(error: UnicodeDecodeError, where: str = "") -> BadRecord:
+  """Returns the bad record whose text is not UTF-8."""
+  return BadRecord("not UTF-8", f"not UTF-8 ({error.reason}); convert it, for example with iconv", where)
+
+
 def name_columns(options: Options) -> dict[str, str]:
   """Returns the fields of a record that `read_document` reads, by the configuration keys that name them."""
   if options.records == "completion":
@@ -70,14 +76,10 @@ def name_columns(options: Options) -> dict[str, str]:
   return {"messages_key": options.messages_key} if options.records == "chat" else {"text_key": options.text_key}
 
 
-def columns(options: Options) -> list[str]:
-  """Returns the fields of a record that `read_document` reads."""
-  return list(name_columns(options).values())
-
-
 def choose_columns(names: Iterable[str], options: Options) -> list[str]:
   """Returns which columns of a table `read_document` reads: with conversations also their tools, if there are any."""
-  return [name for name in names if name in columns(options) or options.records == "chat" and name == "tools"]
+  wanted = {*name_columns(options).values(), *(["tools"] if options.records == "chat" else [])}
+  return [name for name in names if name in wanted]
 
 
 def read_document(record: Mapping[str, Any], options: Options) -> Document | BadRecord:
@@ -117,7 +119,8 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Bad
 def make_rule(options: Options) -> str:
   """Returns the rule for a record's fields, as a part of messages."""
   value = '[{"role": "user", "content": "..."}, ...]' if options.records == "chat" else '"..."'
-  return f"each record must be like {{{', '.join(f'{json.dumps(one)}: {value}' for one in columns(options))}}}"
+  fields = ", ".join(f"{json.dumps(field)}: {value}" for field in name_columns(options).values())
+  return f"each record must be like {{{fields}}}"
 
 
 class Part(Protocol):
@@ -131,29 +134,57 @@ class Part(Protocol):
   def size(self) -> int:
     """The bytes that store it, about; small parts are prepared together."""
 
-  def read(self) -> Iterator[Document | BadRecord]:
+  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """Yields the document of each record in order, or a `BadRecord`; holds one record in memory.
 
-    Raises UserError if the rest can't be read, so that the number of lost records is unknown.
+    Raises any error if the rest can't be read, so that the number of lost records is unknown. The message of a
+    UserError begins with `prefix`.
     """
 
 
 def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[Document]:
   """Yields one document for each record of a part, "" for an empty or bad one, and adds the records to `counts`.
 
-  Raises UserError for a bad record, unless the options say that they are skipped, and what `part.read` raises. The
-  message begins with `prefix`, the key and the source.
+  Raises UserError for a bad record, unless the options say that they are skipped, and where the part can't be read.
+  The message begins with `prefix`, the key and the source.
   """
-  for text in part.read():
-    counts.records += 1
-    if isinstance(text, BadRecord):
-      if options.bad_records == "error":
-        raise UserError(f"{prefix} {text.where}: {text.detail}; {_SKIP}")
-      counts.bad[text.reason] = counts.bad.get(text.reason, 0) + 1
-      counts.examples.setdefault(text.reason, text.where)
-      text = ""
-    elif text:
-      counts.documents += 1
-    else:
-      counts.empty += 1
-    yield text
+  try:
+    for document in part.read(prefix, options):
+      counts.records += 1
+      if isinstance(document, BadRecord):
+        if options.bad_records == "error":
+          raise UserError(f"{prefix} {document.where}: {document.detail}; {_SKIP}")
+        counts.bad[document.reason] = counts.bad.get(document.reason, 0) + 1
+        counts.examples.setdefault(document.reason, document.where)
+        document = ""
+      elif document:
+        counts.documents += 1
+      else:
+        counts.empty += 1
+      yield document
+  except UserError:
+    raise
+  except Exception as error:  # each file system and format has errors of its own
+    raise UserError(describe_unreadable(prefix, part.name, error)) from error
+
+
+def reason(error: BaseException) -> str:
+  """Returns what an error says in one line, or its type if it says nothing."""
+  return " ".join(str(error).split()) or type(error).__name__
+
+
+def describe_unreadable(prefix: str, name: str, error: BaseException) -> str:
+  """Returns the message, which begins with `prefix`, that a file or part can't be read because of an error."""
+  if isinstance(error, IsADirectoryError):
+    return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*"
+  problem = reason(error)
+  if isinstance(error, OSError) and error.strerror:
+    problem, remedy = error.strerror, "make it readable or narrow the glob"
+  elif compressed.is_window_too_large(error):
+    problem = "its zstd window is larger than 2 GiB"
+    remedy = "compress it again with a smaller window, as --long=27"
+  elif is_url(name):
+    remedy = "check the network, or restore the file"
+  else:
+    remedy = "it is damaged or truncated: restore it"
+  return f"{prefix} {name} can't be read ({problem}); {remedy}"
