@@ -15,7 +15,7 @@ from diffeq_nnx.runs import workdir
 from tests.conftest import told
 from tests.test_data import prose
 
-# Our own templates in three styles. [[ and ]] stand where generation blocks can be.
+# Our own templates in two styles. [[ and ]] stand where generation blocks can be.
 CHATML = """{%- if messages[0].role != 'system' %}
 <|im_start|>system
 You help.<|im_end|>
@@ -31,6 +31,8 @@ You help.<|im_end|>
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 HEADERS = """{{ bos_token }}
+{%- set ns = namespace(last=0) %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- set day = strftime_now('%Y') if strftime_now is defined else 'never' %}
 {%- macro head(role) %}{{ '<|start|>' ~ role ~ '<|head|>\n\n' }}{% endmacro %}
 {%- if messages[0]['role'] == 'system' %}
@@ -38,35 +40,16 @@ HEADERS = """{{ bos_token }}
 {%- else %}
   {%- set said, rest = '', messages %}
 {%- endif %}
-{{- head('system') + 'Today: ' + day + '\n' + said + '<|im_end|>' }}
+{{- head('system') + '<Today> & now: ' + day + '\\n' + said + '<|im_end|>' }}
 {%- for message in rest %}
   {%- if not message.content is string %}{% continue %}{% endif %}
   {{- head(message['role']) }}
   {%- if message['role'] == 'assistant' %}[[{{ message['content'] | trim }}<|im_end|>]]
-  {%- else %}{{ message['content'] | trim }}<|im_end|>{% endif %}
+  {%- else %}{{ message['content'] | tojson }}<|im_end|>{% endif %}
+  {%- set ns.last = loop.index0 %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
-TOOLS = """{%- set ns = namespace(last=0) %}
-{%- if tools %}{{ tools | tojson }}
-{%- else %}
-    {%- if messages[0].role == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>system\\nYou are <kind> & short.<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- for message in messages[(1 if messages[0].role == 'system' else 0):] %}
-    {%- set ns.last = loop.index0 %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}[[{{ message.content + '<|im_end|>\\n' }}]]
-    {%- else %}{{ message.content | tojson }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-STYLES = {"chatml": CHATML, "headers": HEADERS, "tools": TOOLS}
+STYLES = {"chatml": CHATML, "headers": HEADERS}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|head|>", "<s>"]
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
 

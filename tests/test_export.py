@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import os
 import subprocess
@@ -19,23 +18,25 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-import torch
-import transformers
 
 import diffeq_nnx
 from diffeq_nnx import data
 from diffeq_nnx.config import ModelConfig, RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS, Splitting
-from tests.conftest import moved_instance, small_model, told
+from tests.conftest import Lazy, moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
+from tests.test_import import stored_logits
 from tests.test_published_tokenizers import TEXTS as PUBLISHED_TEXTS
 from tests.test_published_tokenizers import lacking
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import write
 
+torch, transformers = map(Lazy, ("torch", "transformers"))
+
+PLAIN = {"weights": "stored", "solver": "sequential"}
 ONE_EPS = {"norm_eps": 1e-6, "final_norm_eps": 1e-6}  # what Llama's config can say
 ROPE = RopeConfig(50.0, 8.0, 1.0, 4.0, original_len=12)  # as long as the models here: transformers warns of that
 
@@ -66,8 +67,8 @@ def close(a, b):
 @pytest.mark.parametrize(
   "field,num_steps,changes,dts",
   [
-    ("gpt", 5, {"num_kv_heads": None, "horizon": 2.5, "dropout": 0.1}, [0.5] * 5),
-    ("llama", None, {"rope": ROPE, "weights": "stored", "step_sizes": (0.5, 1.0, 2.0)}, [0.5, 1, 2]),
+    ("gpt", 2, {"num_kv_heads": None, "horizon": 1.0, "dropout": 0.1}, [0.5, 0.5]),
+    ("llama", None, {"rope": ROPE, "weights": "stored", "num_steps": 2, "step_sizes": (0.5, 2.0)}, [0.5, 2.0]),
   ],
 )
 def test_transformers_gives_our_logits_and_import_is_the_inverse_of_export(field, num_steps, changes, dts, tmp_path):
@@ -91,71 +92,60 @@ def test_transformers_gives_our_logits_and_import_is_the_inverse_of_export(field
   assert again.config == dataclasses.replace(stored.config, horizon=None, step_sizes=(), time=TimeConfig())
 
 
+def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
+  """LlamaConfig has one rms_norm_eps; our final norm's is 1e-5 and the block's 1e-6."""
+  model = moved_instance(small_model(field="llama", num_steps=2, **PLAIN), scale=0.1)
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
+  assert "the final norm's is 1e-05 here" in result["notes"][0]
+  found = np.abs(torch_logits(load(result)) - stored_logits(model)).max()
+  assert 1e-5 < found < 1e-3  # its states are small
+  assert result["logit_difference"] == pytest.approx(found, abs=1e-5)
+
+
+def test_the_compute_dtype_s_weights_are_exported(tmp_path):
+  model = make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, dtype="bfloat16"))
+  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
+  stored = diffeq_nnx.discretize(model)  # whose weights are rounded to bfloat16 too
+  wide = dataclasses.replace(stored.config, dtype="float32")
+  close(torch_logits(load(result)), stored_logits(build(wide, params_of(stored))))
+
+
+UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7), "num_steps": 2}
+MEAN = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean")
+
+
+# each kind of method, methods that use weights at several times of a step, and what no class of transformers holds
 @pytest.mark.parametrize(
   "note,form,changes",
   [
     (
       "no architecture of transformers",
       "hf",
-      {"field": "llama", "solver": "euler", "initialization": "published", "horizon": 1.0, "rope": ROPE},
+      {"field": "llama", "solver": "euler", "initialization": "published", "horizon": 2.5, "rope": ROPE},
     ),
     (
       "has a shift in its norms, or both biases",
       "hf",
-      {"field": "llama", "qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True},
+      {"field": "llama", "qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True, **PLAIN},
     ),
-    ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False}),
+    ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False, **PLAIN}),
+    ("no architecture", "hf_code", {"field": "llama", "solver": "ralston", "time": MEAN, "horizon": 0.7}),
+    ("no architecture", "hf_code", {"field": "gpt", "solver": "rk4", **UNEVEN}),
+    ("no architecture", "hf_code", {"field": "llama", "solver": "strang", **UNEVEN}),
+    ("no architecture", "hf_code", {"field": "llama", "solver": "leapfrog", **UNEVEN}),
   ],
 )
 def test_our_own_modeling_file_holds_what_no_class_of_transformers_does(note, form, changes, tmp_path):
-  model = make(small_model(**{"solver": "sequential", **changes}))
+  """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
+  model = moved_instance(small_model(**{"num_steps": 2, **changes}))
   result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), form=form)
-  assert result["architecture"] == "DiffEqFormerForCausalLM" and result["logit_difference"] < 1e-5
   (found,) = result["notes"]
   assert result["trust_remote_code"] and note in found and "trust_remote_code" in found
+  assert result["logit_difference"] < 1e-5
   loaded = load(result)
   assert type(loaded).__module__.startswith("transformers_modules")
-  close(torch_logits(loaded), logits(model))
-
-
-def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
-  """LlamaConfig has one rms_norm_eps; our final norm's is 1e-5 and the block's 1e-6."""
-  model = moved_instance(small_model(field="llama", solver="sequential"), scale=0.05)
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
-  assert "the final norm's is 1e-05 here" in result["notes"][0]
-  found = np.abs(torch_logits(load(result)) - logits(model)).max()
-  assert 1e-5 < found < 1e-3  # its states are small
-  assert abs(result["logit_difference"] - found) < 1e-5 + 0.5 * found  # on other tokens
-
-
-def test_the_compute_dtype_s_weights_are_exported(tmp_path):
-  model = make(small_model(solver="sequential", num_kv_heads=None, dtype="bfloat16"))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
-  stored = diffeq_nnx.discretize(model)  # whose weights are rounded to bfloat16 too
-  wide = graph(dataclasses.replace(stored.config, dtype="float32"))
-  close(torch_logits(load(result)), logits(nnx.merge(wide, nnx.to_pure_dict(nnx.state(stored)))))
-
-
-UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7)}, 2
-CASES = {
-  "euler": ({"rope": ROPE, "horizon": 2.5}, 2),
-  "ralston": (
-    {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean"), "horizon": 0.7},
-    2,
-  ),
-}
-
-
-@pytest.mark.parametrize("solver,field", [*zip(SOLVERS, itertools.cycle(["llama", "gpt"]))])
-def test_our_own_modeling_file_runs_every_solver(solver, field, tmp_path):
-  """It gives our logits, and generates with a cache, of one entry for each evaluation of attention, as without."""
-  changes, num_steps = CASES.get(solver, UNEVEN)
-  model = moved_instance(small_model(field=field, solver=solver, num_steps=2, **changes))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"), num_steps=num_steps, form="hf_code")
-  assert result["trust_remote_code"] and result["logit_difference"] < 1e-5
-  loaded = load(result)
-  np.testing.assert_allclose(torch_logits(loaded), logits(model, num_steps), rtol=0, atol=1e-5)
-  assert len(loaded.layers) == len(model.times(model.grid(num_steps)).points_UxQ)
+  np.testing.assert_allclose(torch_logits(loaded), stored_logits(diffeq_nnx.discretize(model)), rtol=0, atol=1e-5)
+  assert len(loaded.layers) == len(model.times(model.grid()).points_UxQ)
   settings = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
   ids = torch.tensor(TOKENS_2x12[:, :6])
   cached, whole = (loaded.generate(ids, use_cache=use_cache, **settings) for use_cache in (True, False))
@@ -168,7 +158,8 @@ def test_our_own_modeling_file_runs_every_solver(solver, field, tmp_path):
 
 
 def test_our_own_modeling_file_generates_after_padding_on_the_left_and_learns(tmp_path):
-  loaded = load(diffeq_nnx.export_hf(make(small_model(field="llama", solver="heun")), str(tmp_path / "out")))
+  model = make(small_model(field="llama", solver="heun", num_steps=2, weights="stored"))
+  loaded = load(diffeq_nnx.export_hf(model, str(tmp_path / "out")))
   settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
   tokens = torch.tensor(TOKENS_2x12)
   ids = tokens[:, :6]
@@ -228,8 +219,7 @@ def test_what_a_folder_can_t_hold_is_told_and_a_shift_of_norms_needs_our_own_mod
   assert "num_steps=5: the weights of this model are stored" in line and not os.listdir(tmp_path)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
-  model = make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, weights="stored"))
+def test_a_folder_that_holds_something_is_left_alone(model, tmp_path):
   (tmp_path / "note").write_text("mine")
   for export in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
     assert "holds something already" in told(lambda: export(model, str(tmp_path)))
@@ -346,6 +336,7 @@ assert importlib.util.find_spec("diffeq_nnx") is None
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 from load import load
+
 model = load(sys.argv[1])
 tokens = np.load("tokens.npy")
 np.savez("logits.npz", whole=model(tokens), part=model(tokens[:1, :5]))
@@ -360,9 +351,9 @@ assert not any(name.startswith("diffeq_nnx") for name in sys.modules)
 
 
 def test_stablehlo_runs_without_this_package(tmp_path):
-  model = make(small_model(field="llama", solver="heun", horizon=2.0))
+  model = make(small_model(field="llama", solver="euler", horizon=2.0))
   out = str(tmp_path / "out")
-  result = diffeq_nnx.export_stablehlo(model, out, num_steps=4, tokenizer=data.load_tokenizer("bytes"))
+  result = diffeq_nnx.export_stablehlo(model, out, num_steps=2, tokenizer=data.load_tokenizer("bytes"))
   assert result["logit_difference"] < 1e-5
   assert sorted(os.listdir(out)) == sorted(
     [stablehlo.PROGRAM, stablehlo.WEIGHTS, stablehlo.LOADER, "model.json", "tokenizer.json", "tokenizer_config.json"]
@@ -377,6 +368,6 @@ def test_stablehlo_runs_without_this_package(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   theirs = np.load(tmp_path / "logits.npz")
-  ours = np.asarray(logits(model, 4))
+  ours = stored_logits(diffeq_nnx.discretize(model, 2))
   close(theirs["whole"], ours)
   close(theirs["part"], ours[:1, :5])  # causal: what follows changes nothing

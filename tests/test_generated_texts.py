@@ -1,5 +1,7 @@
 """Generated texts: streams of pieces, stop strings, marks, and prompts from a file."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -14,12 +16,17 @@ from tests.test_generation import make
 from tests.test_tokenizer import sentencepiece_model, spec_of, write
 
 
-def test_a_file_of_prompts_has_a_line_for_each_line_feed(tmp_path):
+@pytest.fixture(scope="module")
+def decoder():
+  """Of a model that has more embeddings than any tokenizer here has tokens."""
+  return diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=500, num_steps=1)))
+
+
+def test_a_file_of_prompts_has_a_line_for_each_line_feed(decoder, tmp_path):
   """A carriage return is JSON's white space, and other characters that end lines elsewhere are text."""
   lines = [b'{"prompt":\r"x"}', b'{"prompt": "a\xe2\x80\xa8b"}\r', b"\r", b'{"prompt": "y"}']
   (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(lines))
   answers = Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"))
-  decoder = diffeq_nnx.Decoder(make(small_model(vocab_size=257, num_steps=1)))
   texts, _, numbers = answers.open(data.load_tokenizer("bytes"), decoder, {})
   assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
   for number in numbers:
@@ -78,38 +85,35 @@ def test_a_stop_string_ends_the_text_and_none_of_it_is_given_out():
     assert stream.stopped == (expected != text)
 
 
-def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length():
-  model = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=257, num_steps=1)))
+def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length(decoder):
   tokenizer, prompts = data.load_tokenizer("bytes"), ["one", "two words"]
   pieces = {0: [], 1: []}
-  made = diffeq_nnx.generate_texts(
-    model, tokenizer, prompts, max_tokens=20, on_text=lambda row, piece: pieces[row].append(piece)
-  )
+  make_texts = functools.partial(diffeq_nnx.generate_texts, decoder, tokenizer, prompts, max_tokens=20)
+  made = make_texts(on_text=lambda row, piece: pieces[row].append(piece))
   encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-  ids = diffeq_nnx.generate(model, encoded, max_tokens=20, stop_ids=[256])
+  ids = diffeq_nnx.generate(decoder, encoded, max_tokens=20, stop_ids=[256])
   for row, one in enumerate(made):
     assert one.prompt == prompts[row] and one.stopped == "length" and one.ids == ids[row] and len(one.ids) == 20
     assert "".join(pieces[row]) == one.text == tokenizer.decode(one.ids)
   at = next(place for place, token in enumerate(ids[0]) if 32 < token < 127)
   stop = chr(ids[0][at])
-  first, _ = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, stop=[stop])
+  first, _ = make_texts(stop=[stop])
   assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
   tokenizer.more_end_ids = (ids[1][5], ids[0][7])  # each ends a text, not the first alone
-  draft = {"draft": model, "draft_tokens": 1}  # that a draft stands before doesn't let one through
+  draft = {"draft": decoder, "draft_tokens": 1}  # that a draft stands before doesn't let one through
   for more in ({}, draft):
-    ended = diffeq_nnx.generate_texts(model, tokenizer, prompts, max_tokens=20, **more)
-    for one, row in zip(ended, ids):
+    for one, row in zip(make_texts(**more), ids):
       at = next(place for place, token in enumerate(row) if token in tokenizer.more_end_ids)
       assert one.stopped == "eos" and one.ids == row[:at]
 
 
-def test_a_stop_string_that_begins_with_a_special_token_ends_the_text_there(tmp_path):
+def test_a_stop_string_that_begins_with_a_special_token_ends_the_text_there(decoder, tmp_path):
   """As a chat's turn ends in a model whose end mark is another: the token's name is in no decoded text."""
   spec, names = spec_of(), [f"<|{number}|>" for number in range(200)]
   spec["added_tokens"] += [spec["added_tokens"][0] | {"id": 300 + n, "content": name} for n, name in enumerate(names)]
   tokenizer = data.load_tokenizer(str(write(tmp_path, tokenizer__json=spec)))
-  decoder = diffeq_nnx.Decoder(make(small_model(field="llama", vocab_size=500, num_steps=1)))
-  make_text = lambda **more: diffeq_nnx.generate_texts(decoder, tokenizer, ["one"], max_tokens=20, **more)[0]
+  prompts = ["one", "two words"]  # two as above, for which the model is compiled
+  make_text = lambda **more: diffeq_nnx.generate_texts(decoder, tokenizer, prompts, max_tokens=20, **more)[0]
   whole = make_text()
   at = next(place for place, token in enumerate(whole.ids) if token >= 300)
   cut = make_text(stop=["\ud800", f"{names[whole.ids[at] - 300]}\n"])
@@ -118,13 +122,12 @@ def test_a_stop_string_that_begins_with_a_special_token_ends_the_text_there(tmp_
   assert not generation.find_stop_ids(tokenizer, ["\n", "one", "<|no token|>", "\ud800"])
 
 
-def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_ends_nothing(tmp_path):
+def test_documents_begin_with_the_begin_mark_and_an_end_mark_inside_a_prompt_ends_nothing(decoder, tmp_path):
   """The end mark's name is ordinary text; its id, which a program may give, is read as any other."""
   begins, tokenizer = TOKENIZERS["sentencepiece"](tmp_path), TOKENIZERS["bytes"](tmp_path)
   assert generation.encode_prompts(begins, [""]) == [[begins.bos_id]]
   (ids,) = generation.encode_prompts(tokenizer, ["a<|endoftext|>b"])
   assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
-  model = make(small_model(field="llama", vocab_size=257, num_steps=1))
-  with_mark = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, stop_ids=tokenizer.end_ids, temperature=0)
-  without = diffeq_nnx.generate(model, [[97, 256, 98]], max_tokens=4, temperature=0)
+  make_ids = functools.partial(diffeq_nnx.generate, decoder, [[97, 256, 98]], max_tokens=4, temperature=0)
+  with_mark, without = make_ids(stop_ids=tokenizer.end_ids), make_ids()
   assert with_mark == without and len(without[0]) == 4

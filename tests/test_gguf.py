@@ -4,15 +4,17 @@ import gguf
 import numpy as np
 import pytest
 import sentencepiece
-import torch
 
 import diffeq_nnx
 from diffeq_nnx.data.tokenizers.byte_pairs import ALPHABET
 from diffeq_nnx.exporting import hub, importing
-from tests.conftest import told
-from tests.test_discretize import TOKENS_2x12, logits
-from tests.test_import import foreign
+from tests.conftest import Lazy, told
+from tests.test_discretize import TOKENS_2x12
+from tests.test_import import foreign, stored_logits
 from tests.test_published_tokenizers import model as published_model
+
+torch = Lazy("torch")
+
 
 BYTES = [*ALPHABET, "th", "Ġth", "12", "<s>", "</s>"]  # byte pairs with two marks
 MERGES = ["t h", "Ġ th", "1 2"]
@@ -26,7 +28,7 @@ def swap_halves(name, array, *sizes):
   return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
 
 
-def write(path, theirs, tokenizer, changes=(), architecture="llama"):
+def write(path, theirs, values, architecture="llama"):
   """A Llama of transformers as a GGUF file; matrices in Q8_0, and in the model what they then mean."""
   config, writer = theirs.config, gguf.GGUFWriter(path, architecture)
   writer.add_block_count(config.num_hidden_layers)
@@ -36,7 +38,7 @@ def write(path, theirs, tokenizer, changes=(), architecture="llama"):
   writer.add_head_count(config.num_attention_heads)
   writer.add_head_count_kv(config.num_key_value_heads)
   writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-  for key, value in {**tokenizer, **dict(changes)}.items():
+  for key, value in values.items():
     writer.add_key_value(key, *value) if isinstance(value, tuple) else writer.add_array(key, value)
   names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
   kind, half = gguf.GGMLQuantizationType.Q8_0, config.head_dim // 2
@@ -105,7 +107,7 @@ def test_a_gguf_file_gives_the_logits_of_the_model_that_it_holds(tied, tmp_path)
   assert model.config.tied_head is (True if tied else None) and model.config.norm_eps is None
   with torch.no_grad():
     expected = theirs(torch.tensor(TOKENS_2x12)).logits.numpy()
-  np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-5)
+  np.testing.assert_allclose(stored_logits(model), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -145,29 +147,27 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
 
 
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
-  path, pairs = str(tmp_path / "model.gguf"), byte_pairs("gpt-2")
-  factor = (4.0, gguf.GGUFValueType.FLOAT32)
+  path, pairs, theirs = str(tmp_path / "model.gguf"), byte_pairs("gpt-2"), small(len(BYTES))
+  factor, token_type = (4.0, gguf.GGUFValueType.FLOAT32), {"tokenizer.ggml.token_type": [1, 3]}
   unnamed = {key: value for key, value in pairs.items() if key != "tokenizer.ggml.pre"}
-  for tokenizer, changes, architecture, part in (
-    (unnamed, {}, "llama", "'gpt2' with tokenizer.ggml.pre=None"),
-    (byte_pairs("other"), {}, "llama", "'gpt2' with tokenizer.ggml.pre='other'"),
-    (pairs, {"llama.rope.scaling.type": ("yarn", STRING)}, "llama", "llama.rope.scaling is not supported"),
-    (pairs, {"llama.rope.scaling.factor": factor}, "llama", "llama.rope.scaling is not supported"),
-    (pairs, {"llama.rope.scale_linear": factor}, "llama", "llama.rope.scaling is not supported"),
-    (pairs, {"llama.rope.dimension_count": (4, UINT)}, "llama", "llama.rope.dimension_count is 4"),
-    (pairs, {"llama.attention.value_length": (4, UINT)}, "llama", "llama.attention.value_length is 4"),
-    (pairs, {"llama.attention.causal": (False, BOOL)}, "llama", "llama.attention.causal is False"),
-    (pairs, {"llama.attention.sliding_window": (8, UINT)}, "llama", "sliding_window is not supported"),
-    (pairs, {"split.count": (2, UINT)}, "llama", "is one of 2 parts"),
-    (pairs, {}, "gemma", "architecture is 'gemma'"),
-    (
-      pairs | {"tokenizer.ggml.token_type": [1, 3]},
-      {},
-      "llama",
-      f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type",
-    ),
+  for values, part in (
+    (unnamed, "'gpt2' with tokenizer.ggml.pre=None"),
+    (byte_pairs("other"), "'gpt2' with tokenizer.ggml.pre='other'"),
+    (pairs | {"llama.rope.scaling.type": ("yarn", STRING)}, "llama.rope.scaling is not supported"),
+    (pairs | {"llama.rope.scaling.factor": factor}, "llama.rope.scaling is not supported"),
+    (pairs | {"llama.rope.scale_linear": factor}, "llama.rope.scaling is not supported"),
+    (pairs | {"llama.rope.dimension_count": (4, UINT)}, "llama.rope.dimension_count is 4"),
+    (pairs | {"llama.attention.value_length": (4, UINT)}, "llama.attention.value_length is 4"),
+    (pairs | {"llama.attention.causal": (False, BOOL)}, "llama.attention.causal is False"),
+    (pairs | {"llama.attention.sliding_window": (8, UINT)}, "sliding_window is not supported"),
+    (pairs | {"llama.attention.key_length": ("x", STRING)}, "can't be read as GGUF (unsupported operand"),
+    (pairs | {"split.count": (2, UINT)}, "is one of 2 parts"),
+    (pairs | token_type, f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type"),
   ):
-    write(path, small(len(BYTES)), tokenizer, changes, architecture)
-    assert part in told(lambda: diffeq_nnx.import_hf(path))
+    write(path, theirs, values)
+    line = told(lambda: diffeq_nnx.import_hf(path))
+    assert part in line and line.count("from_hf=") == 1, line
+  write(path, theirs, pairs, architecture="gemma")
+  assert "architecture is 'gemma'" in told(lambda: diffeq_nnx.import_hf(path))
   (tmp_path / "model.gguf").write_bytes(b"nothing")
   assert "can't be read as GGUF" in told(lambda: diffeq_nnx.import_hf(path))

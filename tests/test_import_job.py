@@ -10,44 +10,39 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import sentencepiece
-import transformers
 
 from diffeq_nnx import data, jobs
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.loop import train
-from tests.conftest import run_command, run_config, told, write_documents
+from tests.attacks import write_run
+from tests.conftest import Lazy, run_command, told
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import added_token, spec_of
 from tests.test_tokenizer import write as write_files
 
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  """(config, work directory) of a sequential run of 4 steps with generated weights."""
-  folder = tmp_path_factory.mktemp("text")
-  write_documents(folder)
-  config = run_config(folder, steps=4)
-  model = dataclasses.replace(config.model, solver="sequential", num_kv_heads=None)
-  config = dataclasses.replace(config, model=model)
-  train(config, str(folder / "run"))
-  return config, str(folder / "run")
+transformers = Lazy("transformers")
 
 
 @pytest.fixture(scope="module")
-def exported(finished):
+def written(tmp_path_factory):
+  """(config, work directory) of a run with generated weights and sequential steps."""
+  return write_run(tmp_path_factory.mktemp("text"), solver="sequential", num_kv_heads=None)
+
+
+@pytest.fixture(scope="module")
+def exported(written):
   """(what the job export says of the run, the folder that it wrote)."""
-  config, workdir = finished
+  config, workdir = written
   out = f"{os.path.dirname(workdir)}/out"
   return jobs.run("export", config, workdir, out=out), out
 
 
-def test_a_run_exported_and_imported_has_the_same_loss(finished, exported, tmp_path, capsys):
-  (config, workdir), (result, out), new = finished, exported, str(tmp_path / "new")
-  assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 4, False)
+def test_a_run_exported_and_imported_has_the_same_loss(written, exported, tmp_path, capsys):
+  (config, workdir), (result, out), new = written, exported, str(tmp_path / "new")
+  assert (result["architecture"], result["step"], result["trust_remote_code"]) == ("GPT2LMHeadModel", 0, False)
   assert result["logit_difference"] < 1e-5
   jobs.run("import", dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
   assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_steps"] == 2
@@ -75,9 +70,9 @@ def test_tokens_that_the_model_has_no_embedding_for_are_told(tmp_path, caplog):
   assert "no embedding for 1 tokens of its tokenizer (<pad>)" in caplog.text
 
 
-def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_path, capsys):
+def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(written, tmp_path, capsys):
   """Its directory says how, without the folder; text that is prepared with its file fits it."""
-  config, out, new = finished[0], tmp_path / "out", str(tmp_path / "new")
+  config, out, new = written[0], tmp_path / "out", str(tmp_path / "new")
   trained = published_model()
   theirs = sentencepiece.SentencePieceProcessor(model_proto=trained)
   foreign("llama", vocab_size=theirs.vocab_size() + 1).save_pretrained(out)
@@ -101,24 +96,18 @@ def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(finished, tmp_p
   assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
 
 
-def test_other_formats_and_mistakes(finished, tmp_path):
-  config, workdir = finished
-  out = str(tmp_path / "out")
+def test_other_formats_and_mistakes(written, tmp_path):
+  config, workdir = written
+  out, other, empty = (str(tmp_path / name) for name in ("out", "other", "empty"))
   result = jobs.run("export", config, workdir, out=out, format="stablehlo", num_steps=3)
   assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
-  assert "num_steps=0: must be 1 or above" in told(
-    lambda: jobs.run("export", config, workdir, out=str(tmp_path / "other"), num_steps=0)
-  )
+  mistake = lambda config, workdir, **more: told(lambda: jobs.run("export", config, workdir, out=other, **more))
+  assert "num_steps=0: must be 1 or above" in mistake(config, workdir, num_steps=0)
   grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
-  assert "GPT-2 has no grouped-query heads" in told(
-    lambda: jobs.run("export", grouped, workdir, out=str(tmp_path / "other"))
-  )
-  (tmp_path / "empty").mkdir()
-  workdir_lib.claim(str(tmp_path / "empty"), config, importing.read_tokenizer(workdir), None)
-  assert "holds no checkpoint yet" in told(
-    lambda: jobs.run("export", config, str(tmp_path / "empty"), out=str(tmp_path / "other"))
-  )
-  assert not (tmp_path / "other").exists()
+  assert "GPT-2 has no grouped-query heads" in mistake(grouped, workdir)
+  workdir_lib.claim(empty, config, importing.read_tokenizer(workdir), None)
+  assert "holds no checkpoint yet" in mistake(config, empty)
+  assert not os.path.exists(other)
 
 
 # a run without text, by command lines
@@ -139,9 +128,9 @@ def refused(capsys, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def textless(finished, exported):
+def textless(written, exported):
   """(the settings that name text and a short training, a work directory) of an import without text."""
-  config, out, workdir = finished[0], exported[1], f"{exported[1]}_imported"
+  config, out, workdir = written[0], exported[1], f"{exported[1]}_imported"
   arguments = (f"--from_hf={out}", f"--workdir={workdir}", "--set=model.seq_len=8")
   assert run_command("--num_processes=1", "--job=import", *arguments) == 0
   text = dict(source=config.data.source, cache_dir=config.data.cache_dir, validation_fraction=0.3)
@@ -164,17 +153,17 @@ def test_a_run_without_text_generates_and_says_what_needs_text(textless, capsys)
 def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path, capsys):
   text, workdir = textless
   source = f"--from_workdir={workdir}"
-  values = {}
+  bare = command(capsys, "--job=discretize", source, f"--workdir={tmp_path}/bare")
+  assert bare["before"] == bare["after"] == {"num_steps": 2}
+  losses = []
   for job in ("continuous", "discretize"):
-    bare = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}")
-    assert bare["before"] == bare["after"] == {"num_steps": 2}
-    made = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}_text", *text)
-    assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5)
-    values[job] = made["before"]["loss"]
-    run = Run.open(f"{tmp_path}/{job}_text")
-    assert run.started.data.source.startswith("text:") and run.started.train.steps == 2
-    assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/{job}_text"
-  assert values["continuous"] == values["discretize"]
+    made = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}", *text)
+    assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5), job
+    losses.append(made["before"]["loss"])
+    run = Run.open(f"{tmp_path}/{job}")
+    assert run.started.data.source.startswith("text:") and run.started.train.steps == 2, job
+    assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/{job}"
+  assert losses[0] == losses[1]
   other = ("--job=continuous", source, f"--workdir={tmp_path}/x", "--config.model.embed_dim=32")
   assert "only model.time, model.dropout, model.attention may differ" in refused(capsys, *other)
   other = ("--job=discretize", source, f"--workdir={tmp_path}/x", *text, "--config.data.tokenizer=bytes")
@@ -182,17 +171,17 @@ def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path
 
 
 def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_path, capsys):
+  """It stays the same run, from which others were made; tests/test_adapters.py fine-tunes one that has no text."""
   text, workdir = textless
-  copy, tuned = f"{tmp_path}/copy", f"{tmp_path}/tuned"
+  copy = f"{tmp_path}/copy"
   shutil.copytree(workdir, copy)
-  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}", *text)
-  assert Run.open(tuned).step == 2 and Run.open(copy).step == 0
+  before = Run.open(copy).hash
   command(capsys, f"--workdir={copy}", *text)
   run = Run.open(copy)
-  assert run.step == 2 and run.started.data.source.startswith("text:") and run.corpus
+  assert run.step == 2 and run.hash == before
+  assert run.started.data.source.startswith("text:") and run.corpus
   command(capsys, f"--workdir={copy}")  # is finished
   assert "belongs to another run: data.source" in refused(capsys, f"--workdir={copy}", "--config.data.source=builtin")
-  command(capsys, "--job=finetune", f"--from_workdir={copy}", f"--workdir={tuned}")  # its source is still the same run
 
 
 def test_an_import_is_not_longer_than_its_checkpoint_and_changes_no_other_model_key(exported, tmp_path, capsys):

@@ -287,7 +287,7 @@ def fallback(**changes):
   """A tokenizer.json as Llama 2's, of the same vocabulary as a sentencepiece model's."""
   from diffeq_nnx.exporting import tokenizer_files
 
-  spec, _ = tokenizer_files._from_sentencepiece(SentencePieceTokenizer(model(), as_trained=True))
+  spec = tokenizer_files._from_sentencepiece(SentencePieceTokenizer(model(), as_trained=True))
   prepend = [{"type": "Prepend", "prepend": "\u2581"}, spec["normalizer"]]
   spec |= {"normalizer": {"type": "Sequence", "normalizers": prepend}, "pre_tokenizer": None}
   spec["added_tokens"].append(added_token(len(spec["model"]["vocab"]), START, special=True))

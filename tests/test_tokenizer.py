@@ -258,6 +258,14 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
   assert SentencePieceTokenizer(sentencepiece_model(model_type="bpe", eos_id=1, bos_id=2)).hash != kinds["llama"].hash
 
 
+def test_what_is_set_on_a_tokenizer_is_not_set_on_the_next_of_the_same_files(tmp_path):
+  path = str(write(tmp_path, tokenizer__json=trained_pairs()))
+  first = data.load_tokenizer(path)
+  first.more_end_ids, first.chat_template = (5,), "changed"
+  again = data.load_tokenizer(path)
+  assert (again.more_end_ids, again.chat_template) == ((), None)
+
+
 def test_begin_mark_overrides_the_files(kinds, tmp_path):
   llama3 = write(tmp_path / "llama3", tokenizer__json=kinds["llama3"].model_bytes)
   assert data.load_tokenizer(str(llama3), begin_mark=False).bos_id is None

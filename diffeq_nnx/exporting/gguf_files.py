@@ -12,7 +12,7 @@ import safetensors.numpy
 from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.exporting import folders
+from diffeq_nnx.exporting import folders, layouts
 
 _CONFIG = {  # key in config.json -> key of the file, after "llama."
   "num_hidden_layers": "block_count",
@@ -22,18 +22,6 @@ _CONFIG = {  # key in config.json -> key of the file, after "llama."
   "num_key_value_heads": "attention.head_count_kv",
   "max_position_embeddings": "context_length",
   "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-  "attn_norm": "input_layernorm",
-  "attn_q": "self_attn.q_proj",
-  "attn_k": "self_attn.k_proj",
-  "attn_v": "self_attn.v_proj",
-  "attn_output": "self_attn.o_proj",
-  "ffn_norm": "post_attention_layernorm",
-  "ffn_gate": "mlp.gate_proj",
-  "ffn_up": "mlp.up_proj",
-  "ffn_down": "mlp.down_proj",
 }
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,28 +50,37 @@ def write_folder(path: str, folder: str) -> None:
     with files.local(path) as local:
       reader = gguf.GGUFReader(local)
       values = {key: field.contents() for key, field in reader.fields.items()}
-      config, tied = _config(path, values), all(tensor.name != "output.weight" for tensor in reader.tensors)
-      tensors: dict[str, np.ndarray] = {}
+      config, tied = _config(values), all(tensor.name != "output.weight" for tensor in reader.tensors)
+      num_layers = min(config["num_hidden_layers"], len(reader.tensors))  # the file can claim any number
+      modules = [f"layers.{layer}.{one}" for layer in range(num_layers) for one in layouts.LLAMA_GROUPS.values()]
+      modules = ["lm_head", *(f"model.{one}" for one in ("embed_tokens", "norm", *modules))]
+      names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, num_layers)
+      ours = {f"{names.get_name(module)}.weight": f"{module}.weight" for module in modules}
+      tensors: layouts.Tensors = {}
       for tensor in reader.tensors:
+        if tensor.name not in ours:
+          raise UserError(f"holds {tensor.name}, which is not supported; {_OTHERWISE}")
         array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        tensors[_translate_name(path, tensor.name)] = np.ascontiguousarray(_pair_halves(tensor.name, array, config))
-  except (OSError, ValueError, KeyError, IndexError) as error:
+        tensors[ours[tensor.name]] = np.ascontiguousarray(_pair_halves(tensor.name, array, config))
+    _write_tokenizer(values, folder)
+  except UserError as error:
+    raise UserError(f"from_hf={path}: {error}") from error
+  except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
     raise UserError(f"from_hf={path}: can't be read as GGUF ({first_line(error, 200)}); restore the file") from error
   folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
   safetensors.numpy.save_file(tensors, os.path.join(folder, "model.safetensors"))
-  _write_tokenizer(path, values, folder)
 
 
-def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
+def _config(values: dict[str, Any]) -> dict[str, Any]:
   """config.json but for whether the head is tied."""
   if (parts := values.get("split.count", 1)) > 1:
-    raise UserError(f"from_hf={path}: is one of {parts} parts; join them with llama-gguf-split --merge")
+    raise UserError(f"is one of {parts} parts; join them with llama-gguf-split --merge")
   if (kind := values.get("general.architecture")) != "llama":
-    raise UserError(f"from_hf={path}: its architecture is {kind!r}; of GGUF files, those of llama can be imported")
+    raise UserError(f"its architecture is {kind!r}; of GGUF files, those of llama can be imported")
   # `scale_linear` is the older key; llama.cpp takes a factor without a type for linear scaling
   factors = [values.get(f"llama.rope.{key}", 0.0) for key in ("scaling.factor", "scale_linear")]
   if values.get("llama.rope.scaling.type", "none") != "none" or any(factor not in (0, 1) for factor in factors):
-    raise UserError(f"from_hf={path}: llama.rope.scaling is not supported; {_OTHERWISE}")
+    raise UserError(f"llama.rope.scaling is not supported; {_OTHERWISE}")
   values = {  # floats are of 32 bits: 1e-5, not 9.999999747378752e-06
     key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in values.items()
   }
@@ -92,9 +89,9 @@ def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
   plain = {"rope.dimension_count": size, "attention.value_length": size, "attention.causal": True}
   for key, value in plain.items():
     if (said := values.get(f"llama.{key}", value)) != value:
-      raise UserError(f"from_hf={path}: llama.{key} is {said}, and only {value} is supported here; {_OTHERWISE}")
+      raise UserError(f"llama.{key} is {said}, and only {value} is supported here; {_OTHERWISE}")
   if 0 < values.get("llama.attention.sliding_window", 0) < config["max_position_embeddings"]:
-    raise UserError(f"from_hf={path}: llama.attention.sliding_window is not supported; {_OTHERWISE}")
+    raise UserError(f"llama.attention.sliding_window is not supported; {_OTHERWISE}")
   return config | {
     "model_type": "llama",
     "dtype": "float32",
@@ -102,16 +99,6 @@ def _config(path: str, values: dict[str, Any]) -> dict[str, Any]:
     "rope_theta": values.get("llama.rope.freq_base", 10000.0),
     "vocab_size": len(values["tokenizer.ggml.tokens"]),
   }
-
-
-def _translate_name(path: str, name: str) -> str:
-  """The name in a Hugging Face folder of a GGUF file's array, such as blk.3.attn_q.weight or output.weight."""
-  *before, last, kind = name.split(".")
-  if not before and last in _OUTSIDE and kind == "weight":
-    return f"{_OUTSIDE[last]}.weight"
-  if len(before) == 2 and before[0] == "blk" and last in _LAYER and kind == "weight":
-    return f"model.layers.{before[1]}.{_LAYER[last]}.weight"
-  raise UserError(f"from_hf={path}: holds {name}, which is not supported; {_OTHERWISE}")
 
 
 def _pair_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -125,7 +112,7 @@ def _pair_halves(name: str, array: np.ndarray, config: dict[str, Any]) -> np.nda
   return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
+def _write_tokenizer(values: dict[str, Any], folder: str) -> None:
   """tokenizer.json of byte pairs, or tokenizer.model of sentencepiece, and tokenizer_config.json."""
 
   def said(key: str, default: Any = None) -> Any:
@@ -135,9 +122,7 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
   kinds = said("token_type", [1] * len(tokens))
   for key in ("token_type", "scores"):
     if (count := len(said(key, tokens))) != len(tokens):
-      raise UserError(
-        f"from_hf={path}: its tokenizer has {len(tokens)} tokens and {count} in tokenizer.ggml.{key}; restore the file"
-      )
+      raise UserError(f"its tokenizer has {len(tokens)} tokens and {count} in tokenizer.ggml.{key}; restore the file")
   named = {"bos_token": said("bos_token_id"), "eos_token": said("eos_token_id"), "unk_token": said("unknown_token_id")}
   config = {key: tokens[number] for key, number in named.items() if number is not None}
   if kind == "llama":
@@ -146,7 +131,7 @@ def _write_tokenizer(path: str, values: dict[str, Any], folder: str) -> None:
   elif kind != "gpt2" or divided is None:
     name = f"{kind!r} with tokenizer.ggml.pre={said('pre')!r}"
     known = f"those of llama, and gpt2's with {', '.join(_DIVIDED)}"
-    raise UserError(f"from_hf={path}: its tokenizer is {name}; {known} are known; {_OTHERWISE}")
+    raise UserError(f"its tokenizer is {name}; {known} are known; {_OTHERWISE}")
   else:
     if isinstance(divided, str):
       split = {"type": "Split", "pattern": {"Regex": divided}, "behavior": "Isolated", "invert": False}

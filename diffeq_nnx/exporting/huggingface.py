@@ -7,6 +7,7 @@ SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a 
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -84,24 +85,21 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
     if model.block_shift or (model.qkv_bias and model.qk_norm):
       return layouts.OWN
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+  problem = None
   if model.head_size * model.num_heads != model.embed_dim:
-    raise UserError(
-      f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads; "
-      "--format=hf_code (our own modeling file) and --format=stablehlo support others"
-    )
-  if model.kv_heads != model.num_heads:
-    raise UserError(
-      f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, it needs as many "
-      f"key/value heads as query heads, {model.num_heads}; --format=hf_code (our own modeling file) and "
-      "--format=stablehlo support them"
-    )
+    problem = f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads"
+  elif model.kv_heads != model.num_heads:
+    rule = f"it needs as many key/value heads as query heads, {model.num_heads}"
+    problem = f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, {rule}"
+  if problem:
+    raise UserError(f"{problem}; --format=hf_code (our own modeling file) and --format=stablehlo support others")
   return "gpt2"
 
 
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
   architecture = choose_architecture(stored, form)
-  exported = exported_config(stored, architecture)
+  exported = _exported_config(stored, architecture)
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
     settings, marks = _settings(exported, architecture), tokenizer_files.mark_ids(tokenizer)
@@ -120,9 +118,9 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
         )
     path = os.path.join(place, "model.safetensors")
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-    del tensors
-    tensors = safetensors.numpy.load_file(path)
-    difference = _logit_difference(stored, params, exported, layouts.to_params(architecture, exported, tensors))
+    del tensors  # as large as the model
+    read = layouts.to_params(architecture, exported, safetensors.numpy.load_file(path))
+    difference = _logit_difference(stored, params, exported, read)
   if exported.final_eps != stored.final_eps:
     notes.append(
       f"{architecture} has one eps, {exported.block_eps:g}, which is the block's; the final norm's is "
@@ -178,7 +176,7 @@ def _describe_method(solver: Solver) -> dict[str, Any] | None:
   return {"kind": "leapfrog"} if type(solver) is Leapfrog else None
 
 
-def exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
+def _exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
   folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if _folds(SOLVERS[stored.solver]) else {}
@@ -258,13 +256,27 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
   }
 
 
+def make_tokens(model: ModelConfig) -> jax.Array:
+  """Makes the tokens [2, L] on which a model and its export are compared."""
+  shape = (2, min(model.seq_len, CHECKED_TOKENS))
+  return jnp.asarray(np.random.default_rng(0).integers(model.vocab_size, size=shape), jnp.int32)
+
+
+def compute_logits(model: ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.Array:
+  """Computes logits [B, L, V] without a kernel; one program serves models that differ in unset defaults alone."""
+  horizon = None if model.step_sizes else model.total_time
+  explicit: dict[str, Any] = {"norm_eps": model.block_eps, "final_norm_eps": model.final_eps, "horizon": horizon}
+  return _compute(dataclasses.replace(model, attention="reference", **explicit), params, tokens_BxL)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(model: ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.Array:
+  return build(model, params)(tokens_BxL)
+
+
 def _logit_difference(stored: ModelConfig, params: Params, exported: ModelConfig, read: Params) -> float:
   """The largest difference in logits between a model and the one read back, both computed here in float32."""
-  tokens_BxL = np.random.default_rng(0).integers(stored.vocab_size, size=(2, min(stored.seq_len, CHECKED_TOKENS)))
-
-  def logits(config: ModelConfig, params: Params) -> np.ndarray:
-    config = dataclasses.replace(config, dtype="float32", attention="reference")
-    run = jax.jit(lambda params, tokens_BxL: build(config, params)(tokens_BxL))
-    return np.asarray(run(params, jnp.asarray(tokens_BxL)))
-
-  return float(np.abs(logits(stored, params) - logits(exported, read)).max())
+  tokens_BxL = make_tokens(stored)
+  ours = compute_logits(dataclasses.replace(stored, dtype="float32"), params, tokens_BxL)
+  theirs = compute_logits(dataclasses.replace(exported, dtype="float32"), read, tokens_BxL)
+  return float(np.abs(np.subtract(ours, theirs)).max())

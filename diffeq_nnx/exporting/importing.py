@@ -97,144 +97,132 @@ def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
 
 def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:
   """`import_hf` as a config and float32 parameters in NumPy."""
-  opened = _Folder(folder)
-  if not files.is_folder(folder):
-    raise opened.error(f"there is no such folder; name one with config.json and {_WEIGHTS}")
-  config = opened.json("config.json")
-  kind = config.get("model_type")
-  if kind not in tuple(SIZES):
-    raise opened.error(f"model_type is {kind!r}; {', '.join(SIZES)} can be imported")
-  if config.get("quantization_config") is not None:
-    raise opened.error("quantization_config is set: the weights are not numbers; give the folder before quantization")
   try:
-    model = _model_config(kind, _Values(opened, config), seq_len)
-  except UserError:
-    raise
-  except (TypeError, ValueError, AttributeError, OverflowError) as error:  # values of other types
-    raise opened.error(f"config.json can't be used ({first_line(error, 200)}); restore the file") from error
-  return model, _params(kind, model, opened)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Folder:
-  """A Hugging Face folder."""
-
-  path: str
-
-  def error(self, problem: str) -> UserError:
-    """An error that names the folder."""
-    return UserError(f"from_hf={self.path}: {problem}")
-
-  def json(self, name: str) -> dict[str, Any]:
-    """The object in a JSON file."""
+    if not files.is_folder(folder):
+      raise UserError(f"there is no such folder; name one with config.json and {_WEIGHTS}")
+    config = _read_json(folder, "config.json")
+    kind = config.get("model_type")
+    if kind not in tuple(SIZES):
+      raise UserError(f"model_type is {kind!r}; {', '.join(SIZES)} can be imported")
+    if config.get("quantization_config") is not None:
+      raise UserError("quantization_config is set: the weights are not numbers; give the folder before quantization")
     try:
-      values = files.parse_json(files.read(os.path.join(self.path, name)), name, f"from_hf={self.path}")
-    except OSError as error:
-      raise self.error(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
-    if not isinstance(values, dict):
-      raise self.error(f"{name} must be a JSON object; restore the file")
-    return values
-
-  def tensors(self) -> layouts.Tensors:
-    """All arrays of model.safetensors, or of the files that its index names, as float32."""
-    there = files.list_sizes(self.path)
-    names: list[Any]
-    if _WEIGHTS in there:
-      names = [_WEIGHTS]
-    elif _INDEX in there:
-      weight_map = self.json(_INDEX).get("weight_map")
-      names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    elif fnmatch.filter(there, "pytorch_model*.bin"):
-      raise self.error(
-        "holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
-      )
-    else:
-      raise self.error(f"holds no {_WEIGHTS}; restore the folder")
-    for name in names:
-      if not files.is_name(name):
-        raise self.error(f"{_INDEX} names {name!r}, which is no file of the folder; restore the folder")
-    tensors: dict[str, np.ndarray] = {}
-    for name in sorted(set(names)):
-      try:
-        with (
-          files.local(os.path.join(self.path, name)) as path,
-          safetensors.safe_open(path, "flax") as file,  # NumPy has no bfloat16
-        ):
-          keys = file.keys()
-          tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
-      except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
-        raise self.error(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
-    return tensors
+      model = _model_config(kind, config, seq_len)
+    except UserError:
+      raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:  # values of other types
+      raise UserError(f"config.json can't be used ({first_line(error, 200)}); restore the file") from error
+    return model, _params(kind, model, _read_tensors(folder))
+  except UserError as error:
+    raise UserError(f"from_hf={folder}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Values:
-  """The values of a config.json, or of an object in it."""
-
-  folder: _Folder
-  values: dict[str, Any]
-
-  def size(self, key: str, default: int) -> int:
-    """A positive integer."""
-    value = self.values.get(key, default)
-    if type(value) is not int or value < 1:
-      raise self.folder.error(f"{key} is {value!r}: must be an integer above 0; restore config.json")
-    return value
-
-  def above(self, key: str, bound: float) -> float:
-    """A finite number above a bound."""
-    value: Any = self.values.get(key)
-    if type(value) not in (int, float) or not bound < value < math.inf:
-      raise self.folder.error(f"{key} is {value!r}: must be a number above {bound}; restore config.json")
-    return float(value)
-
-  def require(self, key: str, *allowed: Any) -> None:
-    """Raises UserError unless a key has one of these values or, for the first of them, is missing."""
-    value = self.values.get(key, allowed[0])
-    if value not in allowed:
-      shown = next(one for one in allowed if one is not None)
-      raise self.folder.error(f"{key} is {value!r}: not supported, it must be {shown!r}; give a folder that has that")
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+  """Returns the object in a JSON file."""
+  try:
+    values = files.parse_json(files.read(os.path.join(folder, name)), name)
+  except OSError as error:
+    raise UserError(f"{name} can't be read ({error.strerror}); name a folder that has it") from error
+  if not isinstance(values, dict):
+    raise UserError(f"{name} must be a JSON object; restore the file")
+  return values
 
 
-def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfig:
-  """The config of our model."""
-  folder, values, keys = config.folder, config.values, SIZES[kind]
+def _read_tensors(folder: str) -> layouts.Tensors:
+  """Returns all arrays of model.safetensors, or of the files that its index names, as float32."""
+  there = files.list_sizes(folder)
+  names: list[Any]
+  if _WEIGHTS in there:
+    names = [_WEIGHTS]
+  elif _INDEX in there:
+    weight_map = _read_json(folder, _INDEX).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+  elif fnmatch.filter(there, "pytorch_model*.bin"):
+    raise UserError(
+      "holds pytorch_model.bin, which can run code when it is read; convert it with transformers: "
+      "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+    )
+  else:
+    raise UserError(f"holds no {_WEIGHTS}; restore the folder")
+  for name in names:
+    if not files.is_name(name):
+      raise UserError(f"{_INDEX} names {name!r}, which is no file of the folder; restore the folder")
+  tensors: layouts.Tensors = {}
+  for name in sorted(set(names)):
+    try:
+      with (
+        files.local(os.path.join(folder, name)) as path,
+        safetensors.safe_open(path, "flax") as file,  # NumPy has no bfloat16
+      ):
+        keys = file.keys()
+        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
+    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+      raise UserError(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
+  return tensors
+
+
+def _size(values: dict[str, Any], key: str, default: int) -> int:
+  """Returns the positive integer that a key has in config.json, or in an object in it."""
+  value = values.get(key, default)
+  if type(value) is not int or value < 1:
+    raise UserError(f"{key} is {value!r}: must be an integer above 0; restore config.json")
+  return value
+
+
+def _above(values: dict[str, Any], key: str, bound: float) -> float:
+  """Returns the finite number above a bound that a key has."""
+  value: Any = values.get(key)
+  if type(value) not in (int, float) or not bound < value < math.inf:
+    raise UserError(f"{key} is {value!r}: must be a number above {bound}; restore config.json")
+  return float(value)
+
+
+def _require(values: dict[str, Any], key: str, *allowed: Any) -> None:
+  """Raises UserError unless a key has one of these values or, for the first of them, is missing."""
+  value = values.get(key, allowed[0])
+  if value not in allowed:
+    shown = next(one for one in allowed if one is not None)
+    raise UserError(f"{key} is {value!r}: not supported, it must be {shown!r}; give a folder that has that")
+
+
+def _model_config(kind: str, values: dict[str, Any], seq_len: int | None) -> ModelConfig:
+  """The config of our model, from the values of config.json."""
+  keys = SIZES[kind]
   for key, allowed in _SUPPORTED[kind].items():
-    config.require(key, *allowed)
-  changes: dict[str, Any] = {ours: config.size(*theirs) for ours, theirs in keys.items()}
+    _require(values, key, *allowed)
+  changes: dict[str, Any] = {ours: _size(values, *theirs) for ours, theirs in keys.items()}
   width, heads = changes["embed_dim"], changes["num_heads"]
   field, head_dim = "gpt" if kind == "gpt2" else "llama", None
   if field == "gpt":
     dropout, eps = values.get("resid_pdrop", 0.1), values.get("layer_norm_epsilon", 1e-5)
-    changes["mlp_dim"] = 4 * width if values.get("n_inner") is None else config.size("n_inner", 0)
+    changes["mlp_dim"] = 4 * width if values.get("n_inner") is None else _size(values, "n_inner", 0)
     changes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
   else:
     eps = values.get("rms_norm_eps", 1e-6)
-    kv_heads = heads if values.get("num_key_value_heads") is None else config.size("num_key_value_heads", heads)
+    kv_heads = heads if values.get("num_key_value_heads") is None else _size(values, "num_key_value_heads", heads)
     if heads % kv_heads:
-      raise folder.error(
+      raise UserError(
         f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore config.json"
       )
     if values.get("head_dim", 128 if kind == "qwen3" else None) is not None:
-      head_dim = config.size("head_dim", 128)
+      head_dim = _size(values, "head_dim", 128)
     changes |= {
       "num_kv_heads": kv_heads,
       "head_dim": None if head_dim == width / heads else head_dim,
-      "rope": _rope(config, changes["seq_len"]),
+      "rope": _rope(values, changes["seq_len"]),
       "qkv_bias": kind == "qwen2",
       "qk_norm": kind == "qwen3",
     }
   if width % heads and head_dim is None:
-    raise folder.error(
+    raise UserError(
       f"{keys['num_heads'][0]} is {heads}: must divide {keys['embed_dim'][0]}, {width}; restore config.json"
     )
   tied, usually_tied = values.get("tie_word_embeddings", field == "gpt"), FIELDS[field].tied_head
   changes["tied_head"] = None if tied is usually_tied else bool(tied)
-  changes["seq_len"] = _checked_len(kind, config, changes["num_steps"], changes["seq_len"], seq_len)
+  changes["seq_len"] = _checked_len(kind, values, changes["num_steps"], changes["seq_len"], seq_len)
   dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
   if dtype not in _DTYPES:
-    raise folder.error(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
+    raise UserError(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
   defaults = ModelConfig(field=field)
   return dataclasses.replace(
     defaults,
@@ -248,69 +236,64 @@ def _model_config(kind: str, config: _Values, seq_len: int | None) -> ModelConfi
   )
 
 
-def _checked_len(kind: str, config: _Values, layers: int, most: int, seq_len: int | None) -> int:
+def _checked_len(kind: str, values: dict[str, Any], layers: int, most: int, seq_len: int | None) -> int:
   """The number of positions; raises UserError unless the folder's model sees all of them from the last."""
-  values, chosen = config.values, most if seq_len is None else seq_len
+  chosen = most if seq_len is None else seq_len
   if not 0 < chosen <= most:
-    raise config.folder.error(f"the model has {most} positions, not {chosen}; choose at most {most}")
+    raise UserError(f"the model has {most} positions, not {chosen}; choose at most {most}")
   kinds = values.get("layer_types")
   if kinds is None and values.get("use_sliding_window") and values.get("max_window_layers", 28) < layers:
     kinds = ["sliding_attention"]  # of the last layers, as transformers fills it in
   slides = kind == "mistral" or "sliding_attention" in (kinds or ())
   window = values.get("sliding_window", 4096) if slides else None
   if kind != "gpt2" and window is not None and window < chosen:
-    raise config.folder.error(
+    raise UserError(
       f"attention is limited to the last {window} positions (sliding_window), which is not supported; with "
       f"--config.model.seq_len={window}, or import_hf(..., seq_len={window}) in Python, that is no limit"
     )
   return chosen
 
 
-def _rope(config: _Values, seq_len: int) -> RopeConfig:
+def _rope(values: dict[str, Any], seq_len: int) -> RopeConfig:
   """The rotary positions; raises UserError unless they are plain or scaled as Llama 3's."""
-  values = {**(config.values.get("rope_scaling") or {}), **(config.values.get("rope_parameters") or {})}
-  rope = _Values(config.folder, {"rope_theta": config.values.get("rope_theta", RopeConfig().base), **values})
-  rope.require("partial_rotary_factor", None, 1.0)
-  kind = values.get("rope_type", values.get("type", "default"))
+  rope = {"rope_theta": values.get("rope_theta", RopeConfig().base)}
+  rope |= (values.get("rope_scaling") or {}) | (values.get("rope_parameters") or {})
+  _require(rope, "partial_rotary_factor", None, 1.0)
+  kind, base = rope.get("rope_type", rope.get("type", "default")), _above(rope, "rope_theta", 0)
   if kind not in ("default", "llama3"):
-    raise config.folder.error(f"rope_type is {kind!r}: not supported, it must be 'default' or 'llama3'")
-  if kind == "default" or values.get("factor") == 1:
-    return RopeConfig(base=rope.above("rope_theta", 0))
+    raise UserError(f"rope_type is {kind!r}: not supported, it must be 'default' or 'llama3'")
+  if kind == "default" or rope.get("factor") == 1:
+    return RopeConfig(base)
   return RopeConfig(
-    base=rope.above("rope_theta", 0),
-    factor=rope.above("factor", 1),
-    low_freq_factor=rope.above("low_freq_factor", 0),
-    high_freq_factor=rope.above("high_freq_factor", rope.above("low_freq_factor", 0)),
-    original_len=rope.size("original_max_position_embeddings", seq_len),
+    base,
+    factor=_above(rope, "factor", 1),
+    low_freq_factor=_above(rope, "low_freq_factor", 0),
+    high_freq_factor=_above(rope, "high_freq_factor", _above(rope, "low_freq_factor", 0)),
+    original_len=_size(rope, "original_max_position_embeddings", seq_len),
   )
 
 
-def _params(kind: str, model: ModelConfig, folder: _Folder) -> Params:
+def _params(kind: str, model: ModelConfig, tensors: layouts.Tensors) -> Params:
   """The parameters; raises UserError unless each array of the files has its counterpart."""
-  tensors = folder.tensors()
   prefix = "transformer." if kind == "gpt2" else "model."
   if not any(name.startswith(prefix) for name in tensors):  # as transformers saves the model without its head
     tensors = {name if name.startswith("lm_head.") else f"{prefix}{name}": array for name, array in tensors.items()}
-  if kind == "gpt2":
-    positions = tensors.get("transformer.wpe.weight")
-    if positions is not None:
-      tensors["transformer.wpe.weight"] = positions[: model.seq_len]
-  if has_tied_head(model):
-    head, embedding = tensors.pop("lm_head.weight", None), prefix + ("wte" if kind == "gpt2" else "embed_tokens")
-    if head is not None and not np.array_equal(head, tensors.get(f"{embedding}.weight", np.zeros(0))):
-      raise folder.error(
-        "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "
-        "the two"
-      )
+  if (positions := "transformer.wpe.weight") in tensors:
+    tensors[positions] = tensors[positions][: model.seq_len]
+  head = tensors.pop("lm_head.weight", None) if has_tied_head(model) else None
   try:
     params = layouts.to_params("llama" if kind == "mistral" else kind, model, tensors)
   except KeyError as error:
-    raise folder.error(f"the weights lack {error.args[0]}; restore the folder") from error
+    raise UserError(f"the weights lack {error.args[0]}; restore the folder") from error
   except ValueError as error:
-    raise folder.error(f"{error}; give files of one model") from error
-  left = sorted(name for name in tensors if not _UNUSED.fullmatch(name))
-  if left:
-    raise folder.error(
+    raise UserError(f"{error}; give files of one model") from error
+  if head is not None and not np.array_equal(head, params["embedding"]):
+    raise UserError(
+      "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "
+      "the two"
+    )
+  if left := sorted(name for name in tensors if not _UNUSED.fullmatch(name)):
+    raise UserError(
       f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give files of one model"
     )
   return params

@@ -30,7 +30,7 @@ _GPT2_GROUPS = {
   "up": "mlp.c_fc",
   "down": "mlp.c_proj",
 }
-_LLAMA_GROUPS = {
+LLAMA_GROUPS = {
   "attention_norm": "input_layernorm",
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
@@ -48,7 +48,7 @@ _OUTSIDE = {
   "llama": {"embedding": "model.embed_tokens", "final_norm": "model.norm"},
   OWN: {"embedding": "embed_tokens", "positions": "positions", "final_norm": "final_norm"},
 }
-_LAYERS = {"gpt2": ("transformer.h", _GPT2_GROUPS), "llama": ("model.layers", _LLAMA_GROUPS), OWN: ("layers", None)}
+_LAYERS = {"gpt2": ("transformer.h", _GPT2_GROUPS), "llama": ("model.layers", LLAMA_GROUPS), OWN: ("layers", None)}
 
 
 class Entry(NamedTuple):

@@ -53,27 +53,14 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   """`export_stablehlo` of a config and parameters with stored weights."""
   portable = dataclasses.replace(stored, attention="reference")
   weights = {name: np.asarray(array) for name, array in traverse_util.flatten_dict(params, sep=".").items()}
-  program = _program(portable, weights)
   with folders.new_folder(folder, "model.json") as place:
     with open(os.path.join(place, PROGRAM), "wb") as file:
-      file.write(program.serialize())
+      file.write(_program(portable, weights).serialize())
     safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))
     folders.copy_template(LOADER, place)
-    marks = tokenizer_files.mark_ids(tokenizer)
-    folders.write_json(
-      place,
-      "model.json",
-      {
-        "field": stored.field,
-        "solver": stored.solver,
-        "num_steps": stored.num_steps,
-        "vocab_size": stored.vocab_size,
-        "seq_len": stored.seq_len,
-        "dtype": stored.dtype,
-        "platforms": PLATFORMS,
-        **marks,
-      },
-    )
+    keys = ("field", "solver", "num_steps", "vocab_size", "seq_len", "dtype")
+    facts = {key: getattr(stored, key) for key in keys} | {"platforms": PLATFORMS}
+    folders.write_json(place, "model.json", facts | tokenizer_files.mark_ids(tokenizer))
     notes = [] if tokenizer is None else tokenizer_files.write(tokenizer, place, stored.seq_len)
     difference = _logit_difference(portable, params, place)
   return {
@@ -100,10 +87,8 @@ def _program(model: ModelConfig, weights: dict[str, np.ndarray]) -> jax.export.E
 
 def _logit_difference(model: ModelConfig, params: Params, folder: str) -> float:
   """The largest difference in logits between a model and the program read back, in the model's dtype."""
-  shape = (2, min(model.seq_len, huggingface.CHECKED_TOKENS))
-  tokens_BxL = jnp.asarray(np.random.default_rng(0).integers(model.vocab_size, size=shape), jnp.int32)
+  tokens_BxL = huggingface.make_tokens(model)
   with open(os.path.join(folder, PROGRAM), "rb") as file:
     program = jax.export.deserialize(bytearray(file.read()))
   theirs = program.call(safetensors.numpy.load_file(os.path.join(folder, WEIGHTS)), tokens_BxL)
-  ours = jax.jit(lambda params, tokens_BxL: build(model, params)(tokens_BxL))(params, tokens_BxL)
-  return float(jnp.abs(ours - theirs).max())
+  return float(jnp.abs(huggingface.compute_logits(model, params, tokens_BxL) - theirs).max())

@@ -16,7 +16,6 @@ from diffeq_nnx.exporting import folders
 from diffeq_nnx.inference.generation import find_stop_ids
 
 _BPE = 2  # TrainerSpec.ModelType in sentencepiece
-_PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _PROBES = (
   "a b  c\n\n d\u00e9 \u5b57\U0001f642\tx\r\n",
@@ -56,12 +55,14 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
   Returns:
     Sentences that say where AutoTokenizer gives other ids than ours.
   """
-  notes = []
+  notes, settings = [], {"tokenizer_class": "PreTrainedTokenizerFast"}
   if isinstance(tokenizer, SentencePieceTokenizer):
     with open(os.path.join(folder, "tokenizer.model"), "wb") as file:
       file.write(tokenizer.published_bytes)
-    spec, names = _from_sentencepiece(tokenizer)
+    spec = _from_sentencepiece(tokenizer)
     if spec is None:
+      added = {str(number): _describe(tokenizer, number) for number in tokenizer.added.values()}
+      settings = {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": added}
       notes.append(
         "tokenizer: a sentencepiece model that tokenizer.json can't represent (unigram, with user-defined pieces, or "
         "with a normalization of text); the folder has tokenizer.model only, and AutoTokenizer may give other ids"
@@ -70,16 +71,15 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       notes.append("tokenizer: AutoTokenizer gives our ids but for texts with U+2581 and lines above 1024 characters")
   else:
     spec = json.loads(tokenizer.model_bytes)
-    names = {token["id"]: token["content"] for token in spec["added_tokens"]}
     noted = spec["model"].pop(specs.OURS, {})  # generation_config.json has the end marks
     if isinstance(tokenizer, BytePairTokenizer) and tokenizer.missing and "unknown_bytes" not in noted:
       notes.append("tokenizer: bytes that the vocabulary lacks are an error here, and left out by AutoTokenizer")
   if tokenizer.chat_template is not None:
     files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
-  marks, begin = {"eos_token": names[tokenizer.eos_id]}, {}
+  marks, begin = {"eos_token": tokenizer.name_token(tokenizer.eos_id)}, {}
   if tokenizer.bos_id is not None:
-    marks["bos_token"] = names[tokenizer.bos_id]
-    begin = {names[tokenizer.bos_id]: tokenizer.bos_id}
+    marks["bos_token"] = tokenizer.name_token(tokenizer.bos_id)
+    begin = {marks["bos_token"]: tokenizer.bos_id}
   if spec is not None:
     processor = specs.make_post_processor(begin, {})
     processor["pair"] = [*processor["single"], processor["pair"][1]]
@@ -88,34 +88,37 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
     folder,
     "tokenizer_config.json",
     {
-      "tokenizer_class": "PreTrainedTokenizerFast" if spec is not None else "LlamaTokenizer",
+      **settings,
       **marks,
       "add_bos_token": tokenizer.bos_id is not None,
       "add_eos_token": False,
       "clean_up_tokenization_spaces": False,
       "model_max_length": max_length,
-      **({"added_tokens_decoder": _list_added(tokenizer)} if spec is None else {}),
     },
   )
   return notes + ["tokenizer: AutoTokenizer reads the names of marks in a text as marks, our tokenizer as text"]
 
 
-def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, Any] | None, dict[int, str]]:
-  """A sentencepiece model as tokenizer.json, None where that can't be, and the names of its special pieces by id."""
+def _describe(tokenizer: SentencePieceTokenizer, number: int, special: bool = False) -> dict[str, Any]:
+  """A token as tokenizer_config.json has it: special if it is a mark, or this says so."""
+  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+  special = special or number in (tokenizer.eos_id, tokenizer.bos_id)
+  return {"content": tokenizer.name_token(number), **flags, "special": special}
+
+
+def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
+  """A sentencepiece model as tokenizer.json, or None where that can't be."""
   from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
 
   messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
   proto = messages.ModelProto.FromString(tokenizer.model_bytes)
   kinds = messages.ModelProto.SentencePiece
-  special = {
-    number: piece.piece for number, piece in enumerate(proto.pieces) if piece.type in (kinds.UNKNOWN, kinds.CONTROL)
-  }
-  names = special | {number: name for name, number in tokenizer.added.items()}
+  special = [number for number, piece in enumerate(proto.pieces) if piece.type in (kinds.UNKNOWN, kinds.CONTROL)]
   normal = proto.normalizer_spec
   odd = any(piece.type in (kinds.USER_DEFINED, kinds.UNUSED) for piece in proto.pieces)
   odd |= not tokenizer.lossless and bool(normal.precompiled_charsmap or normal.remove_extra_whitespaces)
   if proto.trainer_spec.model_type != _BPE or odd:
-    return None, names
+    return None
   vocab = {piece.piece: number for number, piece in enumerate(proto.pieces)}
   known = {
     piece.piece: (-piece.score, number) for number, piece in enumerate(proto.pieces) if piece.type == kinds.NORMAL
@@ -126,17 +129,16 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
     merges += [(rank, known[left][1], known[right][1], left, right) for left, right in halves]
   merges = [[left, right] for *_, left, right in sorted(merges)]
   unknown = proto.pieces[proto.trainer_spec.unk_id].piece
-  is_mark = lambda number: number in special or number in (tokenizer.eos_id, tokenizer.bos_id)
   steps = EXPORTED if tokenizer.lossless else _make_steps(normal.add_dummy_prefix)
   spec = {
     "version": "1.0",
     "truncation": None,
     "padding": None,
     "added_tokens": [
-      {"id": number, "content": name, **_PLAIN, "special": is_mark(number)} for number, name in names.items()
+      {"id": number} | _describe(tokenizer, number, number in special)
+      for number in (*special, *tokenizer.added.values())
     ],
-    "normalizer": steps["normalizer"],
-    "pre_tokenizer": steps["pre_tokenizer"],
+    **steps,
     "decoder": WITHIN | {"decoders": WITHIN["decoders"] + ([_STRIP] if tokenizer.leading else [])},
     "model": {
       "type": "BPE",
@@ -151,14 +153,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, An
       "merges": merges,
     },
   }
-  return (spec if _agrees(spec, tokenizer) else None), names
-
-
-def _list_added(tokenizer: Tokenizer) -> dict[str, Any]:
-  """The tokens that were added beside a sentencepiece model, as tokenizer_config.json has them."""
-  added = tokenizer.added if isinstance(tokenizer, SentencePieceTokenizer) else {}
-  is_mark = lambda number: number in (tokenizer.eos_id, tokenizer.bos_id)
-  return {str(number): {"content": name, **_PLAIN, "special": is_mark(number)} for name, number in added.items()}
+  return spec if _agrees(spec, tokenizer) else None
 
 
 def _make_steps(prefix: bool) -> dict[str, Any]:
@@ -174,9 +169,7 @@ def _make_steps(prefix: bool) -> dict[str, Any]:
 
 def _agrees(spec: dict[str, Any], tokenizer: SentencePieceTokenizer) -> bool:
   """Whether the library gives our ids for a few texts."""
-  import tokenizers
-
-  encoder = tokenizers.Tokenizer.from_str(json.dumps(spec))
+  encoder = specs.load(spec)
   names = [name for name, number in tokenizer.added.items() if number not in (tokenizer.eos_id, tokenizer.bos_id)]
   probes = [*_PROBES, *(text.format(name) for name in names for text in ("{}a", "a{} b", "a {0} {0}"))]
   return all(encoder.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist() for text in probes)

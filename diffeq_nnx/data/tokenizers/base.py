@@ -38,6 +38,14 @@ class UnknownByte(UserError):
     self.index = index
 
 
+class OrdinaryMark(UserError):
+  """A mark, or another special token, is a piece that text can give."""
+
+  def __init__(self, name: str):
+    problem = f"the mark {name!r} is also an ordinary piece, which text can give"
+    super().__init__(f"{problem}; name another token, or give the vocabulary that the mark belongs to")
+
+
 class Tokenizer(abc.ABC):
   """Text to ids and back: `decode(encode(text)) == text` for every valid Unicode text if the tokenizer is lossless.
 

@@ -48,22 +48,22 @@ def is_kind(given: Any) -> bool:
     return True
 
 
-def from_tokenizer_json(given: dict[str, Any], label: str) -> tuple[Spec, Stated]:
+def from_tokenizer_json(given: dict[str, Any]) -> tuple[Spec, Stated]:
   """Returns a parsed `tokenizer.json` without marks, and what it says about marks; raises UserError if it can't be."""
   model, added = given["model"], given.get("added_tokens") or []
   if model.get("dropout"):
-    raise UserError(f"{label}: the model sets dropout={model['dropout']!r}, which changes ids at random; remove it")
+    raise UserError(f"the model sets dropout={model['dropout']!r}, which changes ids at random; remove it")
   spec = {**given, "truncation": None, "padding": None, "added_tokens": added}
-  library = specs.load(spec, label)
+  library = specs.load(spec)
   spec["added_tokens"] = specs.normalize_tokens(added)
   if isinstance(model.get("merges"), list):
     spec["model"] = model | {"merges": specs.split_merges(model["merges"])}
   ids = specs.map_ids(spec)
-  specs.check_ids(ids, label)
+  specs.check_ids(ids)
   if missing := [piece for piece in BYTE_PIECES if piece not in ids]:
     problem = f"no piece {missing[0]} ({len(missing)} of 256 are missing), so it would lose text"
-    raise UserError(f"{label}: {problem}; give a vocabulary with all bytes")
-  return spec, specs.read_marks(library, spec, label)
+    raise UserError(f"{problem}; give a vocabulary with all bytes")
+  return spec, specs.read_marks(library, spec)
 
 
 class ByteFallbackTokenizer(specs.LibraryTokenizer):
@@ -75,23 +75,20 @@ class ByteFallbackTokenizer(specs.LibraryTokenizer):
 
   lossless = False
 
-  def __init__(self, vocabulary: Spec, marks: base.Marks, label: str = "data.tokenizer"):
+  def __init__(self, vocabulary: Spec, marks: base.Marks):
     """Adds its marks to a checked vocabulary; raises UserError if text can give a mark."""
-    model = {key: value for key, value in vocabulary["model"].items() if key != specs.OURS}
-    spec = specs.add_marks(vocabulary | {"model": model}, marks)
-    names = {number: token for token, number in specs.map_ids(spec).items()}
-    self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
-    self.vocab_size, self.model_bytes = len(names), specs.to_bytes(spec)
-    ordinary = {names[number] for number in marks.ids} | {spec["model"].get("unk_token")}
+    spec = specs.add_marks(vocabulary, marks, {})
+    super().__init__(spec, marks)
+    names = {name for name, number in specs.map_ids(spec).items() if number in marks.ids}
+    ordinary = names | {spec["model"].get("unk_token")}
     added = [token | {"special": token["content"] in ordinary} for token in spec["added_tokens"]]
     encoding = spec | {"added_tokens": added, "post_processor": None}
-    self._encoder, self._within = (specs.load(encoding | one, label) for one in ({}, {"decoder": WITHIN}))
+    self._encoder, self._within = (specs.load(encoding | one) for one in ({}, {"decoder": WITHIN}))
     self._encoder.encode_special_tokens = True  # as ordinary text
     listed = {token["content"] for token in vocabulary["added_tokens"]}
-    for name in (names[number] for number in marks.ids):
-      if name not in listed and _is_ordinary(name, spec["model"]):
-        problem = f"the mark {name!r} is also an ordinary piece, which text can give"
-        raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
+    for name in sorted(names - listed):
+      if _is_ordinary(name, spec["model"]):
+        raise base.OrdinaryMark(name)
     ids = self.encode("a")
     self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
 

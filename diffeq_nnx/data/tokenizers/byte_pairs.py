@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers import base, specs
-from diffeq_nnx.data.tokenizers.files import read_bytes
+from diffeq_nnx.data.tokenizers.files import Folder
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.specs import Spec
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import parse_json
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _DIVIDING = ("ByteLevel", "Split", "Digits", "Punctuation")  # steps that divide text and drop nothing
@@ -40,17 +40,18 @@ _WORDS = "two words 12 \u5b57\nnext\u00e9  x\n\ny_ z's \U0001f642 a"
 _PROBE = "  A\u00a0\ufb01 \t e\u0301  \r\n\x00\U0001f642 <unk> <|endoftext|>"
 
 
-def from_pair_of_files(vocab_path: str, merges_path: str, label: str) -> tuple[Spec, Stated]:
-  """Reads `vocab.json` and `merges.txt`; raises UserError as `from_tokenizer_json`."""
-  lines = read_bytes(merges_path, label).decode("utf-8-sig", errors="replace").replace("\r\n", "\n").split("\n")
-  merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-  vocab = files.parse_json(read_bytes(vocab_path, label), vocab_path, label)
-  given = {"model": {"vocab": vocab, "merges": merges}, "pre_tokenizer": BYTE_LEVEL}
-  spec, stated = from_tokenizer_json(given, label)
+def from_pair_of_files(folder: Folder, vocab: str, merges: str) -> tuple[Spec, Stated]:
+  """Reads a vocabulary and its merges by the names of these files; raises UserError as `from_tokenizer_json`."""
+  lines = folder[merges].decode("utf-8-sig", errors="replace").replace("\r\n", "\n").split("\n")
+  model = {
+    "vocab": parse_json(folder[vocab], vocab),
+    "merges": [line for line in lines[lines[0].startswith("#version") :] if line],
+  }
+  spec, stated = from_tokenizer_json({"model": model, "pre_tokenizer": BYTE_LEVEL})
   return spec, stated | {"otherwise_begins": {}}  # these files have no post-processor
 
 
-def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
+def from_tokenizer_json(given: Any) -> tuple[Spec, Stated]:
   """Returns a parsed `tokenizer.json` in canonical form, without marks, and what it says about marks.
 
   Its normalizer, truncation, padding and the space that it puts before a text are left out: they would lose text. The
@@ -59,45 +60,40 @@ def from_tokenizer_json(given: Any, label: str) -> tuple[Spec, Stated]:
   """
   model = given.get("model") if isinstance(given, dict) else None
   if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
-    raise UserError(f"{label}: no byte-pair model; give a tokenizer.json like GPT-2's, or a sentencepiece model")
+    raise UserError("no byte-pair model; give a tokenizer.json like GPT-2's, or a sentencepiece model")
   for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
     if model.get(key):
-      raise UserError(f"{label}: the model sets {key}={model[key]!r}, with which text doesn't come back; remove it")
+      raise UserError(f"the model sets {key}={model[key]!r}, with which text doesn't come back; remove it")
   added = given.get("added_tokens") or []
   used: Spec = {"added_tokens": added, "model": model | {"type": "BPE", "unk_token": None}}
   used |= {key: given.get(key) for key in ("pre_tokenizer", "post_processor")}
-  specs.load(used, label)
+  library = specs.load(used)
   spec = json.loads(_EMPTY)
-  spec["pre_tokenizer"] = _convert_pre_tokenizer(given.get("pre_tokenizer"), label)
+  spec["pre_tokenizer"] = _convert_pre_tokenizer(given.get("pre_tokenizer"))
   spec["added_tokens"] = specs.normalize_tokens(added)
   spec["model"]["ignore_merges"] = bool(model.get("ignore_merges"))
   spec["model"]["vocab"] = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
   spec["model"]["merges"] = specs.split_merges(model["merges"])
   ids = specs.map_ids(spec)
-  specs.check_ids(ids, label)
+  specs.check_ids(ids)
   unknown = {}
-  if find_missing_bytes(spec):
+  if missing := find_missing_bytes(spec):
+    stand_ins = {char: len(ids) + byte for char, byte in missing.items()}
+    library = specs.load(used | {"model": used["model"] | {"vocab": model["vocab"] | stand_ins}})
     spec["model"]["fuse_unk"] = bool(model.get("fuse_unk"))
     unknown = {"the model's unk_token": model["unk_token"]} if model.get("unk_token") is not None else {}
-  whole = used | {"model": used["model"] | {"vocab": model["vocab"] | _make_stand_ins(spec, len(ids))}}
-  if ours := specs.read_ours(model, label):
+  if ours := specs.read_ours(model):
     spec["model"][specs.OURS] = ours
-  return spec, specs.read_marks(specs.load(whole, label), spec, label) | {"unknown": unknown}
+  return spec, specs.read_marks(library, spec) | {"unknown": unknown}
 
 
-def find_missing_bytes(spec: Spec) -> list[int]:
-  """Returns the bytes that texts can have, and for which a vocabulary has no piece."""
+def find_missing_bytes(spec: Spec) -> dict[str, int]:
+  """Returns the bytes that texts can have, and for which a vocabulary has no piece, by their characters."""
   vocab = spec["model"]["vocab"]
-  return [byte for char, byte in ALPHABET.items() if char not in vocab and byte not in _IN_NO_TEXT]
+  return {char: byte for char, byte in ALPHABET.items() if char not in vocab and byte not in _IN_NO_TEXT}
 
 
-def _make_stand_ins(spec: Spec, start: int) -> dict[str, int]:
-  """Makes a piece for each missing byte, with the id `start` + byte."""
-  missing = find_missing_bytes(spec)
-  return {char: start + byte for char, byte in ALPHABET.items() if byte in missing}
-
-
-def _convert_pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str, Any]:
+def _convert_pre_tokenizer(given: dict[str, Any] | None) -> dict[str, Any]:
   """Returns the steps that divide text; raises UserError if they drop text, or none maps bytes to GPT-2's alphabet."""
   steps = list_steps(given) if given else []
   # A step that removes what its pattern does not match keeps all text in files made from tiktoken's, whose patterns
@@ -107,7 +103,7 @@ def _convert_pre_tokenizer(given: dict[str, Any] | None, label: str) -> dict[str
   drops = [step for step in steps if step.get("type") not in _DIVIDING or step.get("behavior") == "Removed"]
   if drops or sum(step["type"] == "ByteLevel" for step in steps) != 1:
     rule = f"must be one ByteLevel and steps that drop no text ({', '.join(_DIVIDING[1:])})"
-    raise UserError(f"{label}: the pre-tokenizer {rule}, not {given}; give one like GPT-2's, or a sentencepiece model")
+    raise UserError(f"the pre-tokenizer {rule}, not {given}; give one like GPT-2's, or a sentencepiece model")
   regex = {"use_regex": next(step for step in steps if step["type"] == "ByteLevel").get("use_regex", True)}
   steps = [BYTE_LEVEL | regex if step["type"] == "ByteLevel" else step for step in steps]
   return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
@@ -121,23 +117,21 @@ def list_steps(step: dict[str, Any]) -> list[dict[str, Any]]:
 class BytePairTokenizer(specs.LibraryTokenizer):
   """A vocabulary with its marks, saved as one `tokenizer.json` whose post-processor writes the marks."""
 
-  def __init__(self, vocabulary: Spec, marks: base.Marks, label: str = "data.tokenizer", unknown: str | None = None):
+  def __init__(self, vocabulary: Spec, marks: base.Marks, unknown: str | None = None):
     """Adds its marks to a vocabulary from `from_tokenizer_json`.
 
     `unknown` is the token that stands for a byte without a piece; if it is None, such a byte is an error. Raises
-    UserError, which begins with `label`, if text can give a mark or doesn't come back.
+    UserError if text can give a mark or doesn't come back.
     """
-    missing = find_missing_bytes(vocabulary)
-    self._unknown = unknown if missing else None
-    spec = specs.add_marks(_set_unknown(vocabulary, self._unknown), marks)
-    self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
-    self.vocab_size, self.lossless = len(specs.map_ids(spec)), self._unknown is None
-    self.model_bytes = specs.to_bytes(spec)
+    self.lossless = unknown is None
+    model = vocabulary["model"] | {"unk_token": unknown} | ({"fuse_unk": False} if self.lossless else {})
+    noted = {} if self.lossless else {"unknown_bytes": "unknown"}
+    spec = specs.add_marks(vocabulary | {"model": model}, marks, noted)
+    super().__init__(spec, marks)
     special = {token["content"] for token in spec["added_tokens"] if token["special"]}
     merged = {piece for left, right in spec["model"]["merges"] for piece in (left, right, left + right)}
     if reached := special & (ALPHABET.keys() | merged):
-      problem = f"the special token {min(reached)!r} is also an ordinary piece, which text can give"
-      raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
+      raise base.OrdinaryMark(min(reached))
     vocab, added = dict(spec["model"]["vocab"]), [token for token in spec["added_tokens"] if not token["special"]]
     # What each id stands for. The library's decoder would map an added token such as "\u00e9" to another byte.
     self._pieces = {
@@ -151,26 +145,22 @@ class BytePairTokenizer(specs.LibraryTokenizer):
         self._pieces[token["id"]] = b""
         vocab.pop(token["content"], None)
         vocab[f"\0{token['content']}"] = token["id"]  # no text becomes \0: it isn't in the alphabet
-    model = spec["model"] | {"vocab": vocab}
-    if self._unknown is not None:
-      self._pieces[specs.map_ids(spec)[self._unknown]] = b"\xff"
-      model["unk_token"] = f"\0{self._unknown}" if self._unknown in special else self._unknown
-    elif missing:  # ids beyond the last then tell which byte has no piece; the library would leave it out
-      model["vocab"] |= _make_stand_ins(spec, self.vocab_size)
-    self.missing = set(missing)
-    self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model}, label)
+    missing, self._stand_ins = find_missing_bytes(spec), {}
+    if unknown is not None:
+      self._pieces[specs.map_ids(spec)[unknown]] = b"\xff"
+      model["unk_token"] = f"\0{unknown}" if unknown in special else unknown
+    else:  # ids beyond the last then tell which byte has no piece; the library would leave it out
+      self._stand_ins = {char: self.vocab_size + byte for char, byte in missing.items()}
+    self.missing, model["vocab"] = {*missing.values()}, vocab | self._stand_ins
+    self._encoder = specs.load(spec | {"added_tokens": added, "post_processor": None, "model": model})
     self._divides = not any(_WORD_END.search(token["content"]) for token in added) and self._divides_at_word_ends()
-    self._check_round_trip([_PROBE, *(f"a {token['content']} b" for token in added)], label)
-
-  def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
-    stand_ins = _make_stand_ins(spec, self.vocab_size) if self.missing and self._unknown is None else {}
-    return spec["model"] | {"vocab": specs.map_ids(spec) | stand_ins}
-
-  def _check_round_trip(self, texts: list[str], label: str) -> None:
-    for text in texts:
+    for text in (_PROBE, *(f"a {token['content']} b" for token in added)):
       known = "".join(char for char in text if not self.missing & set(char.encode()))
       if self.decode(self.encode(known)) != known:
-        raise UserError(f"{label}: doesn't give {known!r} back as it was; give a vocabulary like GPT-2's, or 'bytes'")
+        raise UserError(f"doesn't give {known!r} back as it was; give a vocabulary like GPT-2's, or 'bytes'")
+
+  def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
+    return spec["model"] | {"vocab": specs.map_ids(spec) | self._stand_ins}
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """See `Tokenizer.encode_batch`."""
@@ -211,15 +201,7 @@ class ByteTokenizer(BytePairTokenizer):
   """The 256 bytes of UTF-8 and the end mark, saved as the `tokenizer.json` of a vocabulary without merges."""
 
   def __init__(self):
-    super().__init__(from_tokenizer_json(BYTES, "bytes")[0], base.Marks(256))
+    super().__init__(from_tokenizer_json(BYTES)[0], base.Marks(256))
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
     return (np.frombuffer(block.encode(), np.uint8).astype(np.int32) for block in blocks)
-
-
-def _set_unknown(vocabulary: Spec, unknown: str | None) -> Spec:
-  """Returns a vocabulary whose file says what a byte without a piece becomes."""
-  model = {key: value for key, value in vocabulary["model"].items() if key != specs.OURS}
-  if unknown is None:
-    return vocabulary | {"model": model | {"unk_token": None, "fuse_unk": False}}
-  return vocabulary | {"model": model | {"unk_token": unknown, specs.OURS: {"unknown_bytes": "unknown"}}}

@@ -1,20 +1,27 @@
-"""Reads a tokenizer's files: its vocabulary, and what Hugging Face's files beside it say.
+"""Reads a tokenizer's files, its vocabulary and what Hugging Face's files beside it say, and writes them.
 
 They say which tokens are marks, which token is the unknown one, and which tokens were added to the vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
+import itertools
 import json
 import os
 import re
 from typing import Any
 
 from diffeq_nnx import files
+from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.marks import KINDS, Stated, read_name
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
+
+Folder = Mapping[str, bytes]  # files by name, of those that a tokenizer can consist of
 
 CHAT_TEMPLATE = "chat_template.jinja"
-_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
+PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_KINDS = (("tokenizer.json",), ("tokenizer.model",), *PAIRS)
+_MARKS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
+_BESIDE = (*_MARKS, "added_tokens.json", CHAT_TEMPLATE)
 _KEYS = {
   "eos": ("eos_token", "eos_token_id"),
   "bos": ("bos_token", "bos_token_id"),
@@ -24,52 +31,76 @@ _KEYS = {
 _CHANGES = ("lstrip", "rstrip", "single_word")  # flags by which the text around an added token is dropped, or decides
 
 
-def read_bytes(path: str, label: str) -> bytes:
-  """Returns a file's content; raises UserError if it can't be read."""
+def read_folder(path: str) -> tuple[Folder, tuple[str, ...]]:
+  """Reads the files that a tokenizer can consist of, in a directory, or beside one file that is read too.
+
+  Returns:
+    Their contents by name, and the names of those that make the tokenizer: one, or a vocabulary and its merges.
+
+  Raises:
+    UserError: If one can't be read, or the directory holds no tokenizer or several.
+  """
+  path = os.path.expanduser(path)
+  directory, file = (path, None) if files.is_folder(path) else os.path.split(path)
+  paths = {name: os.path.join(directory, name) for name in (*itertools.chain(*_KINDS), *_BESIDE)}
+  folder = {name: _read(one) for name, one in paths.items() if name != file and files.exists(one)}
+  if file is not None:
+    return folder | {file: _read(path)}, (file,)
+  names = [name for name in itertools.chain(*_KINDS) if name in folder]
+  chosen = tuple(name for name in names if name.startswith("tokenizer."))[:1] or tuple(names)  # tokenizer.json first
+  if chosen not in _KINDS:
+    rule = f"the directory must hold one of {', '.join(map(' and '.join, _KINDS))}"
+    raise UserError(f"{rule}, not {' and '.join(chosen) or 'none'}; give both of a pair, or name one file")
+  if len(chosen) == 2 and "added_tokens.json" in folder:
+    raise UserError("holds added_tokens.json, which vocab.json lacks; give the model's tokenizer.json")
+  return folder, chosen
+
+
+def _read(path: str) -> bytes:
   try:
     return files.read(path)
   except OSError as error:
     problem = f"{os.path.basename(path)} can't be read ({error.strerror})"
-    raise UserError(f"{label}: {problem}; give a tokenizer's file or directory, 'bytes' or 'train'") from error
+    raise UserError(f"{problem}; give a tokenizer's file or directory, 'bytes' or 'train'") from error
 
 
-def _read_objects(directory: str, names: tuple[str, ...], label: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields path and content of the files that are there; raises UserError for one that can't be read."""
-  for path in filter(files.exists, (os.path.join(directory, name) for name in names)):
-    content = files.parse_json(read_bytes(path, label), path, label)
-    if not isinstance(content, dict):
-      raise UserError(f"{label}: {os.path.basename(path)} must be a JSON object; restore the file, or remove it")
-    yield path, content
+def _read_objects(folder: Folder, *names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields name and content of the files that are there; raises UserError for one that isn't a JSON object."""
+  for name in names:
+    if name in folder:
+      content = files.parse_json(folder[name], name)
+      if not isinstance(content, dict):
+        raise UserError(f"{name} must be a JSON object; restore the file, or remove it")
+      yield name, content
 
 
-def read_statements(directory: str, label: str) -> Stated:
-  """Returns what the files in a directory say about marks; raises UserError for a file that can't be read."""
+def read_statements(folder: Folder) -> Stated:
+  """Returns what files say about marks."""
   said: Stated = {what: {} for what in KINDS}
-  for path, content in _read_objects(directory, _FILES, label):
+  for name, content in _read_objects(folder, *_MARKS):
     for what, keys in _KEYS.items():
-      said[what] |= {f"{key} in {path}": content[key] for key in keys if content.get(key) is not None}
-    place, ends = f"eos_token_id in {path}", content.get("eos_token_id")
+      said[what] |= {f"{key} in {name}": content[key] for key in keys if content.get(key) is not None}
+    place, ends = f"eos_token_id in {name}", content.get("eos_token_id")
     if isinstance(ends, list) and len(ends) != 1:
       said["ends"][place] = said["eos"].pop(place)
-    elif ends is not None and path.endswith("generation_config.json"):  # which then says that there are no others
+    elif ends is not None and name == "generation_config.json":  # which then says that there are no others
       said["ends"][place] = ends if isinstance(ends, list) else [ends]
   return said
 
 
-def read_chat_template(directory: str, label: str) -> tuple[str | None, dict[str, str]]:
+def read_chat_template(folder: Folder) -> tuple[str | None, dict[str, str]]:
   """Returns a folder's chat template, or None, and the names of tokens by the variables that stand for them in it."""
   template: Any = None
   names: dict[str, str] = {}
-  for _, content in _read_objects(directory, ("special_tokens_map.json", "tokenizer_config.json"), label):
+  for _, content in _read_objects(folder, "special_tokens_map.json", "tokenizer_config.json"):
     found = {key: read_name(value) for key, value in content.items() if key.endswith("_token")}
     names |= {key: value for key, value in found.items() if isinstance(value, str)}
     template = content.get("chat_template", template)
   if isinstance(template, list):  # several, by name
     listed = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
     template = listed.get("default")
-  path = os.path.join(directory, CHAT_TEMPLATE)
-  if files.exists(path):
-    template = read_bytes(path, label).decode(errors="replace")
+  if CHAT_TEMPLATE in folder:
+    template = folder[CHAT_TEMPLATE].decode(errors="replace")
   return template if isinstance(template, str) else None, names
 
 
@@ -80,44 +111,60 @@ def name_marks(template: str, names: Mapping[str, str]) -> str:
   return f"{given}\n{template}" if given else template  # Jinja drops this line end
 
 
-def read_added_tokens(directory: str, ids: dict[str, int], label: str) -> list[str]:
+def read_added_tokens(folder: Folder, ids: dict[str, int]) -> list[str]:
   """Returns the tokens that files add to a vocabulary, in the order of their ids, which follow those of its pieces.
 
   Raises UserError for ids that don't follow the vocabulary's one by one, or contradict them or each other.
   """
   found: dict[str, int] = {}
-  for path, content in _read_objects(directory, ("added_tokens.json", "tokenizer_config.json"), label):
-    place = os.path.basename(path)
-    listed = content.items() if place == "added_tokens.json" else _list_tokens(content, ids, label)
+  for file, content in _read_objects(folder, "added_tokens.json", "tokenizer_config.json"):
+    listed = content.items() if file == "added_tokens.json" else _list_tokens(content, ids)
     for name, number in listed:
-      piece_id = ids.get(name)
-      known = found.setdefault(name, number) if piece_id is None else piece_id
+      known = ids[name] if name in ids else found.setdefault(name, number)
       if type(number) is not int or known != number:
-        raise UserError(f"{label}: {place} gives {name!r} the id {number!r}, but it is {known!r}; correct the files")
-  found = {name: number for name, number in sorted(found.items(), key=lambda item: item[1]) if ids.get(name) is None}
-  for place, (name, number) in enumerate(found.items(), len(ids)):
-    if number != place:
+        raise UserError(f"{file} gives {name!r} the id {number!r}, but it is {known!r}; correct the files")
+  added = sorted(found, key=lambda name: found[name])
+  for place, name in enumerate(added, len(ids)):
+    if found[name] != place:
       rule = f"added tokens must follow the vocabulary's {len(ids)} ids one by one"
-      raise UserError(f"{label}: {rule}, but {name!r} has the id {number} where {place} is due; correct the files")
-  return list(found)
+      raise UserError(f"{rule}, but {name!r} has the id {found[name]} where {place} is due; correct the files")
+  return added
 
 
-def check_added_tokens(directory: str, ids: dict[str, int], label: str) -> None:
+def check_added_tokens(folder: Folder, ids: dict[str, int]) -> None:
   """Raises UserError if files beside a `tokenizer.json` name tokens that it lacks, or give them other ids."""
-  if added := read_added_tokens(directory, ids, label):
+  if added := read_added_tokens(folder, ids):
     problem = f"the files beside tokenizer.json add {added[0]!r} ({len(added)} such), which it lacks"
-    raise UserError(f"{label}: {problem}; correct the files, or remove the wrong ones")
+    raise UserError(f"{problem}; correct the files, or remove the wrong ones")
 
 
-def _list_tokens(content: dict[str, Any], ids: dict[str, int], label: str) -> Iterator[tuple[str, Any]]:
+def _list_tokens(content: dict[str, Any], ids: dict[str, int]) -> Iterator[tuple[str, Any]]:
   """Yields name and id of the tokens in tokenizer_config.json."""
   listed = content.get("added_tokens_decoder") or {}
   for number, token in listed.items() if isinstance(listed, dict) else [("", None)]:
     if not (isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal()):
       rule = "added_tokens_decoder must be an object with ids as names and tokens as values"
-      raise UserError(f"{label}: tokenizer_config.json: {rule}; restore the file")
-    changes = [key for key in _CHANGES if token.get(key)]
-    if changes and ids.get(token["content"]) is None:
-      problem = f"sets {changes[0]} of the added token {token['content']!r}"
-      raise UserError(f"{label}: tokenizer_config.json {problem}; give the model's tokenizer.json, which can hold that")
-    yield token["content"], int(number)
+      raise UserError(f"tokenizer_config.json: {rule}; restore the file")
+    name, changes = token["content"], [key for key in _CHANGES if token.get(key)]
+    if changes and name not in ids:
+      problem = f"sets {changes[0]} of the added token {name!r}"
+      raise UserError(f"tokenizer_config.json {problem}; give the model's tokenizer.json, which can hold that")
+    yield name, int(number)
+
+
+def save(tokenizer: Tokenizer, folder: str) -> None:
+  """Writes a tokenizer's file and its chat template into a folder; raises OSError if that fails."""
+  files.write(os.path.join(folder, tokenizer.file_name), tokenizer.model_bytes)
+  if tokenizer.chat_template is None:
+    files.remove(os.path.join(folder, CHAT_TEMPLATE))
+  else:
+    files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
+
+
+def read_template_file(path: str) -> str:
+  """Returns the template that `data.chat_template` names; raises UserError if it can't be read."""
+  try:
+    return files.read(os.path.expanduser(path)).decode("utf-8-sig")
+  except (OSError, UnicodeDecodeError) as error:
+    reason = first_line(error, 200)
+    raise UserError(f"data.chat_template={path}: can't be read ({reason}); give a Jinja file in UTF-8") from error

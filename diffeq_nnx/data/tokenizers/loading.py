@@ -1,29 +1,20 @@
 """From the value of `data.tokenizer`, and what is said about marks, to a tokenizer."""
 
+import copy
+import functools
 import itertools
-import os
 from typing import Any
 
-from diffeq_nnx import files
-from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, marks, sentencepieces, specs
+from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, files, marks, sentencepieces, specs
 from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import BytePairTokenizer, ByteTokenizer
-from diffeq_nnx.data.tokenizers.files import (
-  CHAT_TEMPLATE,
-  check_added_tokens,
-  name_marks,
-  read_added_tokens,
-  read_bytes,
-  read_chat_template,
-  read_statements,
-)
+from diffeq_nnx.data.tokenizers.files import Folder
 from diffeq_nnx.data.tokenizers.marks import Stated
 from diffeq_nnx.data.tokenizers.sentencepieces import SentencePieceTokenizer
 from diffeq_nnx.data.tokenizers.specs import Spec
-from diffeq_nnx.errors import UserError, first_line
-
-_KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import parse_json
 
 
 def load(
@@ -59,69 +50,67 @@ def load(
   Raises:
     UserError: For files that can't be read or used, that disagree or lose text, and for missing marks.
   """
-  label, path = f"{key}={name}", os.path.expanduser(name)
-  directory = path if files.is_folder(path) else os.path.dirname(path)
+  try:
+    folder, chosen = ({}, ()) if name == "bytes" else files.read_folder(name)
+    made = _make(tuple(folder.items()), chosen, begin_mark, begin_token, end_token, unknown_bytes, lossless)
+    template, names = files.read_chat_template(folder)
+  except UserError as error:
+    raise UserError(f"{key}={name}: {error}") from error
+  tokenizer = copy.copy(made)  # what is set below is the caller's
+  if chat_template is not None:
+    template = files.read_template_file(chat_template)
+    own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
+  given = {"bos_token": begin_token, "eos_token": end_token}
+  names |= {variable: token for variable, token in given.items() if token}
+  tokenizer.chat_template = None if template is None else files.name_marks(template, names)
+  return tokenizer
+
+
+@functools.lru_cache(2)  # a run, its text and its cache have one tokenizer, which takes a second to make if it is large
+def _make(
+  files_of_folder: tuple[tuple[str, bytes], ...],
+  chosen: tuple[str, ...],
+  begin_mark: bool | None,
+  begin_token: str | None,
+  end_token: str | None,
+  unknown_bytes: str | None,
+  lossless: bool,
+) -> Tokenizer:
+  """Makes the tokenizer in the chosen files, without its chat template; see `load`. No files: that of bytes."""
+  folder = dict(files_of_folder)
+  said = files.read_statements(folder)
   configured: Stated = {
     "eos": {"data.end_token": end_token} if end_token else {},
     "bos": {"data.begin_token": begin_token} if begin_token else {},
     "begins": {"data.begin_mark": begin_mark is not False} if begin_token or begin_mark is not None else {},
   }
-  tokenizer = _load(name, configured, unknown_bytes, lossless, label)
-  template, names = (None, {}) if name == "bytes" else read_chat_template(directory, label)
-  if chat_template is not None:
-    template = read_template_file(chat_template)
-    own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
-  given = {"bos_token": begin_token, "eos_token": end_token}
-  names |= {variable: token for variable, token in given.items() if token}
-  tokenizer.chat_template = None if template is None else name_marks(template, names)
-  return tokenizer
-
-
-def save(tokenizer: Tokenizer, folder: str) -> None:
-  """Writes a tokenizer's file and its chat template into a folder; raises OSError if that fails."""
-  files.write(os.path.join(folder, tokenizer.file_name), tokenizer.model_bytes)
-  if tokenizer.chat_template is None:
-    files.remove(os.path.join(folder, CHAT_TEMPLATE))
+  falls_back = False
+  if not chosen:
+    spec, own = byte_pairs.from_tokenizer_json(byte_pairs.BYTES)
+  elif len(chosen) == 2:
+    spec, own = byte_pairs.from_pair_of_files(folder, *chosen)
   else:
-    files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
-
-
-def read_template_file(path: str) -> str:
-  """Returns the template that `data.chat_template` names; raises UserError if it can't be read."""
-  label = f"data.chat_template={path}"
-  try:
-    return files.read(os.path.expanduser(path)).decode("utf-8-sig")
-  except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f"{label}: can't be read ({first_line(error, 200)}); give a Jinja file in UTF-8") from error
-
-
-def _load(name: str, configured: Stated, unknown_bytes: str | None, lossless: bool, label: str) -> Tokenizer:
-  """Loads the tokenizer without its chat template; see `load`."""
-  path = os.path.expanduser(name)
-  if name == "bytes":
-    return _make_byte_pairs(byte_pairs.from_tokenizer_json(byte_pairs.BYTES, label), configured, {}, None, label)
-  found = _choose_files(path, label) if files.is_folder(path) else [path]
-  directory, content = os.path.dirname(found[0]), read_bytes(found[0], label)
-  said = read_statements(directory, label)
-  if len(found) == 2:
-    read = byte_pairs.from_pair_of_files(found[0], found[1], label)
-    return _make_byte_pairs(read, configured, said, unknown_bytes, label)
-  if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
-    return _make_sentencepieces(content, configured, said, directory, lossless, label)
-  given = files.parse_json(content, found[0], label)
-  if byte_fallback.is_kind(given):
-    model = os.path.join(directory, SentencePieceTokenizer.file_name)
-    if byte_fallback.divides_as_exported(given) and files.exists(model):
-      return _make_sentencepieces(read_bytes(model, label), configured, said, directory, True, label)
-    spec, own = byte_fallback.from_tokenizer_json(given, label)
-    ids = specs.map_ids(spec)
-    check_added_tokens(directory, ids, label)
-    return ByteFallbackTokenizer(spec, marks.resolve(configured, marks.merge(own, said), ids, label), label)
-  read = byte_pairs.from_tokenizer_json(given, label)
-  _check_pair_beside(read[0], directory, label)
-  check_added_tokens(directory, specs.map_ids(read[0]), label)
-  return _make_byte_pairs(read, configured, said, unknown_bytes, label)
+    content = folder[chosen[0]]
+    if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+      return _make_sentencepieces(content, configured, said, folder, lossless)
+    given, model = parse_json(content, chosen[0]), folder.get(SentencePieceTokenizer.file_name)
+    falls_back = byte_fallback.is_kind(given)
+    if falls_back and byte_fallback.divides_as_exported(given) and model is not None:
+      return _make_sentencepieces(model, configured, said, folder, lossless=True)
+    spec, own = (byte_fallback if falls_back else byte_pairs).from_tokenizer_json(given)
+    if not falls_back:
+      _check_pair_beside(spec, folder)
+    files.check_added_tokens(folder, specs.map_ids(spec))
+  ids, stated = specs.map_ids(spec), marks.merge(own, said)
+  found, unknown = marks.resolve(configured, stated, ids), None
+  if falls_back:
+    return ByteFallbackTokenizer(spec, found)
+  noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
+  if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
+    unknown = marks.find_unknown_token(stated["unknown"], found, ids)
+  tokenizer, plain = BytePairTokenizer(spec, found, unknown), ByteTokenizer()
+  return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
 
 
 def load_from_config(
@@ -140,28 +129,12 @@ def load_from_config(
   )
 
 
-def _make_byte_pairs(
-  read: tuple[Spec, Stated], configured: Stated, said: Stated, unknown_bytes: str | None, label: str
-) -> Tokenizer:
-  (spec, own), ids = read, specs.map_ids(read[0])
-  found = marks.resolve(configured, marks.merge(own, said), ids, label)
-  unknown = None
-  noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
-  if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
-    unknown = marks.find_unknown_token(marks.merge(own, said)["unknown"], found, ids, label)
-  tokenizer = BytePairTokenizer(spec, found, label, unknown)
-  plain = ByteTokenizer()
-  return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
-
-
-def _make_sentencepieces(
-  content: bytes, configured: Stated, said: Stated, directory: str, lossless: bool, label: str
-) -> Tokenizer:
-  model_bytes, facts = sentencepieces.split_facts(content, label)
-  model = sentencepieces.make_processor(model_bytes, label)
+def _make_sentencepieces(content: bytes, configured: Stated, said: Stated, folder: Folder, lossless: bool) -> Tokenizer:
+  model_bytes, facts = sentencepieces.split_facts(content)
+  model = sentencepieces.make_processor(model_bytes)
   ids, own_bos = sentencepieces.map_ids(model), {"the model's bos_id": model.bos_id()} if model.bos_id() >= 0 else {}
   if facts is None:
-    added = read_added_tokens(directory, ids, label)
+    added = files.read_added_tokens(folder, ids)
     own = {"eos": {"the model's eos_id": model.eos_id()} if model.eos_id() >= 0 else {}, "bos": own_bos}
     own["otherwise_begins"] = {"the model's bos_id": bool(own_bos)}
     for what, tokens in own.items():  # an added token takes the place of the model's own mark
@@ -173,28 +146,15 @@ def _make_sentencepieces(
     noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}
     own = {"eos": {"its end_ids": facts["end_ids"][0]}, "bos": noted_bos, "ends": {"its end_ids": facts["end_ids"]}}
     own["otherwise_begins"] = {"its bos_id": facts["bos_id"] is not None}
-  found = marks.resolve(configured, marks.merge(own, said), ids | dict(zip(added, itertools.count(len(ids)))), label)
-  return SentencePieceTokenizer(model_bytes, label, marks=found, as_trained=as_trained, added=added)
+  found = marks.resolve(configured, marks.merge(own, said), ids | dict(zip(added, itertools.count(len(ids)))))
+  return SentencePieceTokenizer(model_bytes, marks=found, as_trained=as_trained, added=added)
 
 
-def _choose_files(directory: str, label: str) -> list[str]:
-  """Returns the files in a directory that make its tokenizer: one, or a vocabulary and its merges."""
-  names = [name for kind in _KINDS for name in kind if files.exists(os.path.join(directory, name))]
-  chosen = [name for name in names if name.startswith("tokenizer.")][:1] or names  # tokenizer.json comes before all
-  if tuple(chosen) not in _KINDS:
-    rule = f"the directory must hold one of {', '.join(map(' and '.join, _KINDS))}"
-    raise UserError(f"{label}: {rule}, not {' and '.join(chosen) or 'none'}; give both of a pair, or name one file")
-  if len(chosen) == 2 and files.exists(os.path.join(directory, "added_tokens.json")):
-    raise UserError(f"{label}: holds added_tokens.json, which vocab.json lacks; give the model's tokenizer.json")
-  return [os.path.join(directory, name) for name in chosen]
-
-
-def _check_pair_beside(spec: Spec, directory: str, label: str) -> None:
+def _check_pair_beside(spec: Spec, folder: Folder) -> None:
   """Raises UserError if a vocabulary and merges beside a `tokenizer.json` are not the same as in it."""
-  for pair in _KINDS[2:]:
-    paths = [os.path.join(directory, name) for name in pair]
-    if all(map(files.exists, paths)):
-      other, _ = byte_pairs.from_pair_of_files(paths[0], paths[1], label)
+  for pair in files.PAIRS:
+    if folder.keys() >= {*pair}:
+      other, _ = byte_pairs.from_pair_of_files(folder, *pair)
       same = other["model"]["vocab"].items() <= specs.map_ids(spec).items()
       if not same or other["model"]["merges"] != spec["model"]["merges"]:
-        raise UserError(f"{label}: tokenizer.json disagrees with {' or '.join(pair)} beside it; remove the wrong ones")
+        raise UserError(f"tokenizer.json disagrees with {' or '.join(pair)} beside it; remove the wrong ones")

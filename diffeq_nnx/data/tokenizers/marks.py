@@ -1,7 +1,6 @@
 """Which tokens are marks, from what the configuration and a tokenizer's files say about them."""
 
-from collections.abc import Callable, Iterable
-import os
+from collections.abc import Callable
 from typing import Any
 
 from diffeq_nnx.data.tokenizers.base import END_OF_TEXT, Marks
@@ -24,7 +23,7 @@ def read_name(value: Any) -> Any:
   return value.get("content") if isinstance(value, dict) else value
 
 
-def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int], label: str) -> str:
+def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int]) -> str:
   """Returns the token that stands for what a vocabulary lacks, from the first file that names it.
 
   Raises UserError if there is none, or it is a mark.
@@ -33,10 +32,10 @@ def find_unknown_token(stated: dict[str, Any], found: Marks, ids: dict[str, int]
   name = read_name(value)
   if not isinstance(name, str) or name not in ids:
     problem = "no file names an unk_token" if value is None else f"{place} is {value!r}, not a token of the vocabulary"
-    raise UserError(f"{label}: {problem}; set data.unknown_bytes=error, or correct the files")
+    raise UserError(f"{problem}; set data.unknown_bytes=error, or correct the files")
   if ids[name] in found.ids:
     problem = f"the unknown token {name!r} is also a mark, which would divide documents"
-    raise UserError(f"{label}: {problem}; set data.unknown_bytes=error, or name other marks")
+    raise UserError(f"{problem}; set data.unknown_bytes=error, or name other marks")
   return name
 
 
@@ -49,7 +48,7 @@ def find_id(value: Any, ids: dict[str, int]) -> int | None:
   return number if type(number) is int and 0 <= number < len(ids) else None
 
 
-def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str) -> Marks:
+def resolve(configured: Stated, stated: Stated, ids: dict[str, int]) -> Marks:
   """Decides the marks. What is configured comes before what files state, and statements of equal rank must agree.
 
   A list of end marks is no statement about the end of documents unless nothing else is; it must hold the end mark.
@@ -58,11 +57,11 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
   said = {what: configured.get(what) or stated[what] for what in KINDS}
   # No tokenizer reads its marks in config.json, and published ids there may belong to another tokenizer.
   for what in ("eos", "bos"):
-    said[what] = {place: v for place, v in said[what].items() if os.path.basename(place) != "config.json"} or said[what]
+    said[what] = {place: one for place, one in said[what].items() if not place.endswith(" config.json")} or said[what]
 
   def complaint(values: dict[str, Any], problem: str) -> UserError:
     shown = ", ".join(f"{place} is {read_name(value)!r}" for place, value in values.items())
-    return UserError(f"{label}: {shown}: {problem}, or correct the files")
+    return UserError(f"{shown}: {problem}, or correct the files")
 
   def agree(what: str, read: Callable[[Any], Any], problem: str, remedy: str) -> Any:
     found = {read(value) for value in said[what].values()} or {None}
@@ -83,7 +82,7 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
     unknown = eos_id is None or any(None in ends for ends in lists.values())
     raise complaint(said["eos"] | stated["ends"], f"{no_token if unknown else 'these differ'}; set data.end_token")
   if eos_id is None and (eos_id := ids.get(END_OF_TEXT)) is None:
-    raise UserError(f"{label}: no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
+    raise UserError(f"no file names an eos_token, and there is no {END_OF_TEXT}; set data.end_token")
 
   unclear, remedy = "unclear whether documents begin with the begin mark", "set data.begin_mark to True or False"
   begins = agree("begins", lambda value: value if isinstance(value, bool) else None, unclear, remedy)
@@ -91,14 +90,10 @@ def resolve(configured: Stated, stated: Stated, ids: dict[str, int], label: str)
     begins = next(iter(stated["otherwise_begins"].values()), None)
   bos_id = None if begins is False else agree("bos", number_of, no_token, "set data.begin_token")
   if begins and bos_id is None:
-    raise UserError(f"{label}: has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
+    raise UserError("has no begin mark; set data.begin_token to a token, or data.begin_mark to False")
   if begins is None and bos_id not in (None, eos_id):  # GPT-2 names one mark twice: the end mark divides documents
-    raise UserError(f"{label}: names a begin mark (id {bos_id}), but it is {unclear}; {remedy}")
-  return Marks(eos_id, bos_id if begins else None, _find_more_ends(lists, eos_id))
-
-
-def _find_more_ends(lists: dict[str, list[int]], eos_id: int) -> tuple[int, ...]:
-  """Returns the end marks beside that of documents. As in transformers, generation_config.json decides alone."""
-  generation: Iterable[list[int]] = [ids for place, ids in lists.items() if "generation_config.json" in place]
-  ids = [one for some in generation or lists.values() for one in some]
-  return tuple(dict.fromkeys(one for one in ids if one != eos_id))
+    raise UserError(f"names a begin mark (id {bos_id}), but it is {unclear}; {remedy}")
+  # as in transformers, generation_config.json decides alone
+  deciding = [ends for place, ends in lists.items() if "generation_config.json" in place] or lists.values()
+  more_ends = dict.fromkeys(one for ends in deciding for one in ends if one != eos_id)
+  return Marks(eos_id, bos_id if begins else None, tuple(more_ends))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers import base
 from diffeq_nnx.data.tokenizers.byte_fallback import BYTE_PIECES, SPACE
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import parse_json
 
 _SEPARATORS = re.compile(f"([\n{SPACE}])")  # a literal U+2581 is encoded as bytes, since SPACE stands for a space
 _LINE_CHARS = 1024  # at most 4096 bytes, below sentencepiece's limit for a training sentence
@@ -95,15 +95,15 @@ def _cut(text: str, limit: int) -> Iterator[str]:
   yield text[start:]
 
 
-def make_processor(model_bytes: bytes, label: str) -> sentencepiece.SentencePieceProcessor:
+def make_processor(model_bytes: bytes) -> sentencepiece.SentencePieceProcessor:
   """Makes the library's processor of a serialized model; raises UserError if it is none, or lacks byte fallback."""
   try:
     model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     has_bytes = all(model.is_byte(model.piece_to_id(piece)) for piece in BYTE_PIECES)
   except (RuntimeError, OSError, ValueError, IndexError) as error:
-    raise UserError(f"{label}: not a sentencepiece model; {_WAY_OUT}") from error
+    raise UserError(f"not a sentencepiece model; {_WAY_OUT}") from error
   if not has_bytes:
-    raise UserError(f"{label}: has no byte fallback, so it would lose text; {_WAY_OUT}")
+    raise UserError(f"has no byte fallback, so it would lose text; {_WAY_OUT}")
   return model
 
 
@@ -119,17 +119,17 @@ def is_trained_here(model: sentencepiece.SentencePieceProcessor) -> bool:
   return same and model.decode(model.encode(_PROBE)) == _PROBE
 
 
-def split_facts(content: bytes, label: str) -> tuple[bytes, dict[str, Any] | None]:
+def split_facts(content: bytes) -> tuple[bytes, dict[str, Any] | None]:
   """Splits a file into a model and what `SentencePieceTokenizer` noted at its end, or None if it noted nothing."""
   at = content.rfind(_FACTS_KEY)
   found = _FACTS.fullmatch(content, at) if at >= 0 else None
   if found is None:
     return content, None
-  facts = files.parse_json(found[1], "the end of the model", label)
+  facts = parse_json(found[1], "the end of the model")
   types: dict[str, Any] = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
   known = facts.keys() == types.keys() and all(isinstance(facts[key], kind) for key, kind in types.items())
   if not known or not facts["end_ids"] or not all(isinstance(name, str) for name in facts["added"]):
-    raise UserError(f"{label}: its end holds {facts}, which this program didn't write; restore the file")
+    raise UserError(f"its end holds {facts}, which this program didn't write; restore the file")
   return content[:at], facts
 
 
@@ -172,37 +172,28 @@ class SentencePieceTokenizer(base.Tokenizer):
   file_name = "tokenizer.model"
 
   def __init__(
-    self,
-    model_bytes: bytes,
-    label: str = "data.tokenizer",
-    *,
-    marks: base.Marks | None = None,
-    as_trained: bool = False,
-    added: Sequence[str] = (),
+    self, model_bytes: bytes, *, marks: base.Marks | None = None, as_trained: bool = False, added: Sequence[str] = ()
   ):
     """Wraps a serialized model.
 
-    `marks` are its own by default; `as_trained` says whether text is normalized as when the model was trained; `added`
-    are the names of tokens whose ids follow the model's pieces. Raises UserError, which begins with `label`, if it is
-    no model, lacks byte fallback or an end mark, or text can give a mark.
+    `marks` are its own by default, of which it then must have an end mark; `as_trained` says whether text is normalized
+    as when the model was trained; `added` are the names of tokens whose ids follow the model's pieces. Raises UserError
+    if it is no model, lacks byte fallback, or text can give a mark.
     """
-    own = make_processor(model_bytes, label)
-    if marks is None and own.eos_id() < 0:
-      raise UserError(f"{label}: has no end-of-text id; {_WAY_OUT}")
+    own = make_processor(model_bytes)
     own_bos = own.bos_id() if own.bos_id() >= 0 else None
     marks, self.added = marks or base.Marks(own.eos_id(), own_bos), dict(zip(added, count(own.vocab_size())))
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
-    self.lossless, self.published_bytes = not as_trained, bytes(model_bytes)
+    self.lossless, self.published_bytes = not as_trained, model_bytes
     self._num_pieces = own.vocab_size()
     self.vocab_size = self._num_pieces + len(self.added)
-    plain = make_processor(model_bytes + _LOSSLESS, label)
+    plain = make_processor(model_bytes + _LOSSLESS)
     self._plain, self._first, self._rest = plain, plain, plain
     if as_trained:
-      self._first, self._rest = own, make_processor(model_bytes + _NO_PREFIX, label)
+      self._first, self._rest = own, make_processor(model_bytes + _NO_PREFIX)
     pieces = [number for number in marks.ids if number < self._num_pieces]
     if reached := [number for number in pieces if not (own.is_control(number) or own.is_unknown(number))]:
-      problem = f"the mark {own.id_to_piece(reached[0])!r} is also an ordinary piece, which text can give"
-      raise UserError(f"{label}: {problem}; name another token, or give the vocabulary that the mark belongs to")
+      raise base.OrdinaryMark(own.id_to_piece(reached[0]))
     self._own = own
     self._names = {number: "" if number in marks.ids else name for name, number in self.added.items()}
     self._added_names = _find_any(filter(None, self._names.values()))
@@ -216,7 +207,7 @@ class SentencePieceTokenizer(base.Tokenizer):
       ids = self.encode("a")
       self.leading = self.decode_within(ids).removesuffix(self.decode(ids))
     elif self.decode(self.encode(_PROBE)) != _PROBE:
-      raise UserError(f"{label}: doesn't give text back as it was; {_WAY_OUT}")
+      raise UserError(f"doesn't give text back as it was; {_WAY_OUT}")
 
   @property
   def hash(self) -> str:

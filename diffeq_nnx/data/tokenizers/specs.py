@@ -23,11 +23,17 @@ class LibraryTokenizer(Tokenizer):
   file_name = "tokenizer.json"
   _encoder: huggingface.Tokenizer
 
+  def __init__(self, spec: Spec, marks: Marks):
+    """Keeps the file, which has the marks; a subclass adds `_encoder`."""
+    self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
+    self.vocab_size = len(map_ids(spec))
+    self.model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
+
   @functools.cached_property
   def _rendered_encoder(self) -> huggingface.Tokenizer:
     """Finds the names of all special tokens; made at its first use, which few jobs have."""
     spec = json.loads(self.model_bytes)
-    return load(spec | {"post_processor": None, "model": self._make_rendered_model(spec)}, "the chat's tokenizer")
+    return load(spec | {"post_processor": None, "model": self._make_rendered_model(spec)})
 
   def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
     """Returns the model of `_rendered_encoder`."""
@@ -48,21 +54,21 @@ class LibraryTokenizer(Tokenizer):
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
-def load(spec: Spec, label: str) -> huggingface.Tokenizer:
+def load(spec: Spec) -> huggingface.Tokenizer:
   """Makes the library's tokenizer, which checks types, merges and patterns; raises UserError with what it says."""
   try:
     return huggingface.Tokenizer.from_str(json.dumps(spec))
   except Exception as error:  # the library raises nothing narrower
     reason = re.sub(r" at line \d+ column \d+", "", first_line(error))
-    raise UserError(f"{label}: the tokenizers library can't use it ({reason}); restore the file") from error
+    raise UserError(f"the tokenizers library can't use it ({reason}); restore the file") from error
 
 
-def read_ours(model: dict[str, Any], label: str) -> dict[str, Any]:
+def read_ours(model: dict[str, Any]) -> dict[str, Any]:
   """Returns what this program wrote into "model" (see `add_marks`), or {} for a file that it did not write."""
   ours = model.get(OURS, {})
   known = isinstance(ours, dict) and ours.keys() <= {"end_ids", "unknown_bytes"}
   if not known or not isinstance(ours.get("end_ids", []), list):
-    raise UserError(f"{label}: the model's {OURS} is {ours!r}, which this program didn't write; restore the file")
+    raise UserError(f"the model's {OURS} is {ours!r}, which this program didn't write; restore the file")
   return ours
 
 
@@ -85,15 +91,15 @@ def map_ids(spec: Spec) -> dict[str, int]:
   return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
 
 
-def check_ids(ids: dict[str, int], label: str) -> None:
+def check_ids(ids: dict[str, int]) -> None:
   """Raises UserError unless ids are 0 to N - 1, each once."""
   for place, (token, number) in enumerate(sorted(ids.items(), key=lambda item: item[1])):
     if number != place:
       rule = f"must be 0 to {len(ids) - 1}, each once"
-      raise UserError(f"{label}: ids {rule}, but {token!r} has {number} where {place} is due; restore the file")
+      raise UserError(f"ids {rule}, but {token!r} has {number} where {place} is due; restore the file")
 
 
-def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated:
+def read_marks(library: huggingface.Tokenizer, spec: Spec) -> Stated:
   """Returns which marks the post-processor puts around a text, and what this program noted about marks."""
   encoding, ids = library.encode("a"), map_ids(spec)
   marks, is_mark = list(zip(encoding.tokens, encoding.ids)), encoding.special_tokens_mask
@@ -101,10 +107,10 @@ def read_marks(library: huggingface.Tokenizer, spec: Spec, label: str) -> Stated
   known = all(ids.get(token) == number for token, number in before + after)
   if not known or len(before) > 1 or len(after) > 1 or len(before + after) != sum(is_mark):
     rule = "must put at most one token of the vocabulary before a text and one after it"
-    raise UserError(f"{label}: the post-processor {rule}, not {before} and {after}; use a TemplateProcessing that does")
+    raise UserError(f"the post-processor {rule}, not {before} and {after}; use a TemplateProcessing that does")
   eos, bos = ({"the post-processor": side[0][1]} if side else {} for side in (after, before))
   said = {"the post-processor": bool(bos)}
-  ours = read_ours(spec["model"], label)
+  ours = read_ours(spec["model"])
   ends = {"its end_ids": ours["end_ids"]} if "end_ids" in ours else {}
   return {"eos": eos, "bos": bos, "ends": ends, "begins": said if eos or bos else {}, "otherwise_begins": said}
 
@@ -118,15 +124,17 @@ def make_post_processor(begin: dict[str, int], end: dict[str, int]) -> dict[str,
   return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
 
 
-def add_marks(spec: Spec, marks: Marks) -> Spec:
-  """Returns a vocabulary with its marks as special tokens, and a post-processor that puts them around a text."""
+def add_marks(spec: Spec, marks: Marks, ours: dict[str, Any]) -> Spec:
+  """Returns a vocabulary with its marks as special tokens, and a post-processor that puts them around a text.
+
+  `ours` is noted beside several end marks; what a file noted before is left out.
+  """
   names = {number: token for token, number in map_ids(spec).items()}
   flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
   added = [token for token in spec["added_tokens"] if token["id"] not in marks.ids]
   added += [{"id": number, "content": names[number]} | flags for number in marks.ids]
   begin, end = ({} if one is None else {names[one]: one} for one in (marks.bos_id, marks.eos_id))
   model = {key: value for key, value in spec["model"].items() if key != OURS}
-  ours = spec["model"].get(OURS, {})
   if marks.more_end_ids:
     ours = ours | {"end_ids": [marks.eos_id, *marks.more_end_ids]}
   return spec | {
@@ -134,8 +142,3 @@ def add_marks(spec: Spec, marks: Marks) -> Spec:
     "post_processor": make_post_processor(begin, end),
     "model": model | ({OURS: ours} if ours else {}),
   }
-
-
-def to_bytes(spec: Spec) -> bytes:
-  """Returns the file's content."""
-  return json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()

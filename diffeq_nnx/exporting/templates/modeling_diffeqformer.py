@@ -19,7 +19,7 @@ class DiffEqFormerConfig(PretrainedConfig):
 
   solver: the name of the method.
   num_hidden_layers: entries of a key-value cache, one for each time that attention is evaluated.
-  head_dim: channels of a head; None: hidden_size / num_attention_heads.
+  head_dim: channels of a head.
   norm_shift: whether the norms of llama's layers have a bias, as those of gpt do.
   qkv_bias: whether llama's queries, keys and values have a bias, as those of gpt do.
   qk_norm: whether llama's queries and keys are normalized, head by head, before they are rotated.
@@ -34,44 +34,8 @@ class DiffEqFormerConfig(PretrainedConfig):
 
   model_type = "diffeqformer"
 
-  def __init__(
-    self,
-    field="gpt",
-    solver="euler",
-    vocab_size=50257,
-    hidden_size=768,
-    intermediate_size=3072,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=12,
-    max_position_embeddings=1024,
-    norm_eps=1e-5,
-    final_norm_eps=1e-5,
-    head_dim=None,
-    norm_shift=False,
-    qkv_bias=False,
-    qk_norm=False,
-    num_steps=12,
-    num_weight_sets=12,
-    method=None,
-    step_sizes=(),
-    weight_sets=(),
-    rotary_base=10000.0,
-    rotary_scaling=None,
-    use_cache=True,
-    **kwargs,
-  ):
-    super().__init__(**kwargs)
-    self.field, self.solver = field, solver
-    self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-    self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-    self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
-    self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-    self.norm_eps, self.final_norm_eps, self.norm_shift = norm_eps, final_norm_eps, norm_shift
-    self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
-    self.num_steps, self.num_weight_sets, self.method = num_steps, num_weight_sets, method
-    self.step_sizes, self.weight_sets = list(step_sizes), list(weight_sets)
-    self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
+  def __init__(self, use_cache=True, **kwargs):
+    super().__init__(**kwargs)  # which keeps all keys
     self.use_cache = use_cache
 
 
