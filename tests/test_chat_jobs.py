@@ -16,7 +16,6 @@ from tests.harness_cases import WORDS, random_model, task_folder, without_enviro
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-import transformers
 
 import diffeq_nnx
 from diffeq_nnx import jobs
@@ -30,9 +29,12 @@ from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs.run import Run
-from tests.conftest import run_command, told
+from tests.conftest import Lazy, run_command, told
 from tests.test_export import byte_pairs
 from tests.test_harness_adapter import scored
+
+transformers = Lazy("transformers")
+
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 

@@ -83,7 +83,7 @@ def test_the_interpreter_finds_no_race():
 
 def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):
   """Heads 128 wide, and a prompt that takes another's row, so that its tokens go around the ring."""
-  model = moved_instance(small_model(field="llama", num_steps=1, embed_dim=256, num_heads=2, num_kv_heads=1), scale=0.2)
+  model = moved_instance(small_model(field="llama", num_steps=1, head_dim=128, num_heads=2, num_kv_heads=1), scale=0.2)
   prompts = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
   how = {"max_tokens": 30, "temperature": 0, "rows": 2}
   right = diffeq_nnx.generate(diffeq_nnx.Decoder(model), prompts, **how)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 
+from flax import nnx
 import jax
 import numpy as np
 import pytest
@@ -16,22 +17,14 @@ from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.depth.continuation import continuous_config, continuous_params
 from diffeq_nnx.depth.trained import draw_num_steps, list_num_steps, say_untrained
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
-from diffeq_nnx.training.step import init_state, make_train_step
+from diffeq_nnx.training.step import make_train_step
 from launch.experiments.elastic import RECIPES
-from tests.conftest import (
-  moved_instance,
-  random_batch,
-  run_config,
-  small_config,
-  small_instance,
-  small_model,
-  weights_of,
-  write_documents,
-)
+from tests.conftest import moved_instance, run_config, small_config, small_model, weights_of, write_documents
 from tests.test_discretize import logits
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
@@ -45,33 +38,25 @@ def test_weights_at_two_times_start_with_the_correlation_of_their_time_vectors()
   alike = []
   for common in (0.0, 16.0):
     time = dataclasses.replace(UNIFORM, common=common)
-    model = small_instance(small_model(time=time, embed_dim=64, mlp_dim=128))
-    flat = np.asarray(weights_of(model).sets["up"]["kernel"]).reshape(model.config.num_steps, -1)
-    group = list(model.weight_source.groups).index("up")
-    e_UxT = np.asarray(jax.jit(lambda model=model: model.weight_source.mean_vectors(model.times()))())[group]
+    config = small_model(time=time, embed_dim=64, mlp_dim=128)
+
+    @jax.jit
+    def start(config=config):
+      model = Model(config, rngs=nnx.Rngs(0))
+      vectors = model.weight_source.vectors_of_kernels(model.times())
+      return model.block_weights().sets["up"]["kernel"], vectors["up"][:, :-1]
+
+    kernels, e_UxT = map(np.asarray, start())
+    flat = kernels.reshape(config.num_steps, -1)
     std, square = 0.02, np.square(e_UxT).sum(1).mean()  # GPT-2's
     np.testing.assert_allclose(flat @ flat.T / flat.shape[1] / std**2, e_UxT @ e_UxT.T / square, rtol=0, atol=0.06)
     alike.append(np.corrcoef(flat)[0, -1])
   assert alike[0] < 0.9 < alike[1], alike
 
 
-def test_means_of_fine_weights_are_the_coarse_weights_after_training(x64):
-  """Configs that are equal share the train step, which is compiled once for a number of steps."""
-  config, again, other = (
-    small_config(small_model(time=UNIFORM, dtype="float64"), step_counts=counts, steps=4)
-    for counts in ((3, 6), (3, 6), (3, 4))
-  )
-  state, step = jax.jit(init_state, static_argnums=0)(config), make_train_step(config)
-  assert make_train_step(again) is step and make_train_step(other) is not step
-  before = np.array(state["params"]["weight_source"]["time_mlp"]["kernel1"])
-  for number in range(4):
-    state, _ = step(state, random_batch(config, number), 6)
-  assert step._cache_size() == 1
-  assert abs(state["params"]["weight_source"]["time_mlp"]["kernel1"] - before).max() > 1e-4
-  model = build(config.model, state["params"])
-  coarse, fine = (weights_of(model, model.grid(n)).sets for n in (3, 12))
-  mean = jax.tree.map(lambda leaf: np.asarray(leaf).reshape(3, 4, *leaf.shape[1:]).mean(1), fine)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), mean, coarse)
+def test_configs_that_are_equal_share_the_train_step():
+  steps = [make_train_step(small_config(step_counts=counts)) for counts in ((3, 6), (3, 6), (3, 4))]
+  assert steps[0] is steps[1] is not steps[2]
 
 
 # depths in training

@@ -12,6 +12,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.depth import fitting
+from diffeq_nnx.jobs import deriving
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import build, params_of
@@ -78,12 +79,13 @@ def test_each_kernel_is_that_of_the_least_squares_and_those_before_the_first_gap
     assert changed.any((1, 2)).tolist() == [False, False, True]
 
 
-def test_a_job_says_how_close_the_states_come_and_fine_tuning_begins_with_it(ranked, tmp_path, capsys):  # noqa: F811
+def test_a_job_says_how_close_the_states_come_and_fine_tuning_begins_with_it(ranked, tmp_path, capsys, monkeypatch):  # noqa: F811
   workdir, started = ranked[0], Run.open(ranked[0]).started
   made = jobs.run("discretize", started, str(tmp_path / "new"), from_workdir=workdir, num_steps=3, fit_tokens=600)
   errors = re.findall(r"fitted; .* (\S+) -> (\S+)\n", capsys.readouterr().err)
   assert len(errors) == 3 and all(float(before) > float(after) for before, after in errors)
   new = str(tmp_path / "tuned")
+  monkeypatch.setattr("diffeq_nnx.jobs.finetune.train", lambda config, workdir: None)
   jobs.run("finetune", started, new, from_workdir=workdir, num_steps=3, fit_tokens=600)
   first = read_metrics(new, "validation")[0]
   assert (first["step"], first["loss"]) == (0, pytest.approx(made["after"]["loss"], abs=1e-6))
@@ -99,6 +101,6 @@ def test_what_can_t_be_fitted_is_one_line(ranked, tmp_path):  # noqa: F811
     assert "none of the 5 steps is left out" in fit(job, started, fit_tokens=100)
     assert "fit_tokens=0: must be 1 or above" in fit(job, started, num_steps=3, fit_tokens=0)
     assert "fit_tokens=9: needs text" in fit(job, textless, num_steps=3, fit_tokens=9)
-  leapfrog = with_model(started, solver="leapfrog").model
-  assert "model.solver=leapfrog" in told(lambda: fitting.check_fits(leapfrog, 3))
+  leapfrog = with_model(started, solver="leapfrog")
+  assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, 3, leapfrog, 9))
   assert not (tmp_path / "new").exists()

@@ -151,7 +151,7 @@ def test_the_job_writes_an_order_and_an_interrupted_or_damaged_one_goes_on(
   assert read(path, "steps.json") == saved  # it began anew
 
 
-def test_a_ranked_run_is_evaluated_generates_and_trains_on(begun, ranked, tmp_path, capsys, monkeypatch):
+def test_a_ranked_run_is_evaluated_discretized_generates_and_trains_on(begun, ranked, tmp_path, capsys, monkeypatch):
   config, (workdir, result) = begun[0], ranked
   started, new = Run.open(workdir).started, str(tmp_path / "three")
   evaluated = jobs.run("evaluate", started, workdir, num_steps=3)
@@ -167,22 +167,26 @@ def test_a_ranked_run_is_evaluated_generates_and_trains_on(begun, ranked, tmp_pa
     patch.setattr("diffeq_nnx.jobs.generate.continue_texts", continue_texts)
     jobs.run("generate", started, workdir, prompt=["The"], draft_steps=3)
   copy = str(shutil.copytree(workdir, tmp_path / "on"))
-  loop.train(config, copy)
-  assert Run.open(copy).started == started and len(losses_of(copy)) == 10
+
+  def draw(config, step):
+    raise Stop  # what follows is the same for any model: the training at drawn steps below
+
+  with monkeypatch.context() as patch, pytest.raises(Stop):
+    patch.setattr(loop, "draw_num_steps", draw)
+    loop.train(config, copy)  # a config without the order
+  assert Run.open(copy).started == started
 
 
-def test_made_continuous_the_steps_keep_their_order_and_are_trained_at_another_depth(ranked, tmp_path, capsys):
+def test_made_continuous_the_steps_keep_their_order(ranked, tmp_path, capsys):
   workdir, new = ranked[0], str(tmp_path / "new")
   source = Run.open(workdir).started
   config = jobs.JOBS["continuous"].prepared(source)
   assert config.model.depth_order == source.model.depth_order and max(config.train.step_counts) == 5
-  config = with_train(config, step_counts=(3,), steps=4)
   result = jobs.run("continuous", config, new, from_workdir=workdir)
   assert result["largest_difference"] < 1e-6
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   own = Run.open(new).started
   assert own == config and own.model.weights == "generated"
-  assert loop.train(own, new)["loss"] < result["after"]["loss"]
   other = with_model(config, embed_dim=32)
   line = told(lambda: jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=workdir))
   assert "only model.time" in line

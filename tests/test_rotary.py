@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.kernels.rotary.reference import rotate_reference
 from diffeq_nnx.kernels.rotary.tpu import rotate_tpu
+from tests.conftest import Lazy
+
+transformers = Lazy("transformers")
 
 
 def test_llama_3_s_scaling_slows_long_waves_alone():
@@ -22,7 +23,7 @@ def test_llama_3_s_scaling_slows_long_waves_alone():
   settings = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
   rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64, **settings}
   config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=512, rope_parameters=rope)
-  expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+  expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
   scaled, plain = frequencies(32, base=5e5, original_len=64, **settings), frequencies(32, base=5e5)
   np.testing.assert_allclose(scaled, expected.numpy(), rtol=1e-6)
   assert factor == 1 and scaled[0] == plain[0] and np.isclose(scaled[-1], plain[-1] / 8)

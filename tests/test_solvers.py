@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.model import grids, integration, solvers, vector_fields
-from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training import flops
@@ -168,15 +167,15 @@ def test_the_generator_runs_once_for_all_times_of_all_steps():
   assert sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) == 2  # the MLPs' layers
 
 
-def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(x64):
-  """With an embedding that is uniform: tests/test_elastic.py, after training."""
-  scale = 1000.0
-  model = moved_instance(smooth("mean", scale, dtype="float64"), seed=1)
+@pytest.mark.parametrize("embedding", ["fixed", "uniform"])
+def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(embedding, x64):
+  time = dataclasses.replace(small_model().time, embedding=embedding, scale=1000.0, weights_at="mean")
+  model = moved_instance(small_model(time=time, dtype="float64", horizon=1.0), seed=1)
   sets_of = lambda grid: jax.tree.map(np.asarray, weights_of(model, grid).sets)
   equal = lambda *trees: jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *trees)
   coarse, fine = sets_of(model.grid(3)), sets_of(model.grid(15))
   equal(jax.tree.map(lambda leaf: leaf.reshape(3, 5, *leaf.shape[1:]).mean(1), fine), coarse)
-  uneven = sets_of(dataclasses.replace(grids.uneven_grid((2.0, 1.0)), weights_at="mean", radians=scale))
+  uneven = sets_of(dataclasses.replace(grids.uneven_grid((2.0, 1.0)), weights_at="mean", radians=model.grid().radians))
   equal(jax.tree.map(lambda leaf: leaf[:2].mean(0), coarse), jax.tree.map(lambda leaf: leaf[0], uneven))
 
 
@@ -227,48 +226,65 @@ def test_solvers_that_cannot_be_are_told():
 # with the compiler as users have it, from here on
 
 
-@pytest.mark.parametrize("dtype, even", [("float32", False), ("bfloat16", True)])
-def test_undoing_all_steps_gives_the_carries_before_them(dtype, even, optimizations):
-  """48 steps from a small state; what a state lacks in its dtype is carried beside it, so nearly all bits agree."""
-  config = smooth(weights="stored", solver="leapfrog", dtype=dtype, num_steps=48, horizon=None, dropout=0.2)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WavesWithDropout(Waves):
+  """As a model's field, it draws from the key of a step."""
+
+  dropout: vector_fields.Dropout = vector_fields.Dropout(0.1, np.arange(2))
+
+  def __call__(self, x, w, key):
+    return self.dropout(key, super().__call__(x, w))
+
+
+def test_undoing_all_steps_gives_the_carries_before_them(optimizations):
+  """48 steps from a small state; what a state lacks in its dtype is carried beside it, so nearly all bits agree.
+
+  By a block in bfloat16, and over steps of many sizes in float32.
+  """
+  config = smooth(weights="stored", solver="leapfrog", dtype="bfloat16", num_steps=48, horizon=None, dropout=0.2)
   model = moved_instance(config, scale=0.05)
-  grid = model.grid() if even else grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
-  x = jnp.asarray(0.02 * state("float32"), dtype)
-  links = jax.jit(lambda: integration.links_of(model.solver, model.block_weights(grid), x.dtype, QUICK_KEY))()
-  advance = integration.advance_of(model.solver, grid)
-  field = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
+  block = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
+  uneven = grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
+  waves = GridWeights(0.05 * weight(uneven.times((0.5,)).times_U), uneven)
+  for dtype, field, weights, most in (
+    ("bfloat16", block, weights_of(model), 1e-4),
+    ("float32", WavesWithDropout(), waves, 1e-7),
+  ):
+    x = jnp.asarray(0.02 * state("float32"), dtype)
+    links = jax.jit(functools.partial(integration.links_of, SOLVERS["leapfrog"], dtype=x.dtype, key=QUICK_KEY))(weights)
+    step, back = (
+      integration.advance_of(SOLVERS["leapfrog"], weights.grid, backwards=backwards) for backwards in (False, True)
+    )
 
-  @jax.jit
-  def there_and_back(x):
-    last, carries = jax.lax.scan(lambda carry, one: (advance(field, carry, one), carry), model.solver.init(x), links)
-    undo = lambda carry, one: (advance.undo(field, carry, one),) * 2
-    return carries, jax.lax.scan(undo, last, links, reverse=True)[1]
+    @jax.jit
+    def there_and_back(carry, field=field, links=links, step=step, back=back):
+      last, carries = jax.lax.scan(lambda carry, one: (step(field, carry, one), carry), carry, links)
+      return carries, jax.lax.scan(lambda carry, one: (back(field, carry, one),) * 2, last, links, reverse=True)[1]
 
-  carries, undone = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), there_and_back(x))
-  for (high, low), (high_undone, low_undone) in zip(carries, undone, strict=True):
-    assert (high != high_undone).mean() < 1e-3
-    error = np.linalg.norm(high_undone - high + low_undone - low) / np.linalg.norm(high)
-    assert error < 1e-7 if dtype == "float32" else error < 1e-4
+    found = there_and_back(SOLVERS["leapfrog"].init(x))
+    carries, undone = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
+    for (high, low), (high_undone, low_undone) in zip(carries, undone, strict=True):
+      assert (high != high_undone).mean() < 1e-3, dtype
+      assert np.linalg.norm(high_undone - high + low_undone - low) / np.linalg.norm(high) < most, dtype
 
 
 def test_reversible_gradients_are_those_through_stored_states_in_memory_that_does_not_grow(optimizations):
   """The memory of temporaries is less than half a state for each of 96 steps, whatever a step needs."""
-  model = moved_instance(
-    smooth(weights="stored", solver="leapfrog", num_steps=96, horizon=None, dropout=0.1), scale=0.05
-  )
-  rest, weights = params_of(model), weights_of(model)
-  source = rest.pop("weight_source")
+  grid = grids.uniform_grid(96, 1.0)
+  times_U = grid.times((0.5,)).times_U
 
   def compiled(adjoint):
-    def loss(weights, rest):
-      whole = build(model.config, {**rest, "weight_source": source})
-      hidden = whole.hidden(jnp.asarray(TOKENS_2x12), weights, dropout_key=QUICK_KEY, adjoint=adjoint)
-      return jnp.square(hidden).sum(-1).mean() + hidden[:, :, 0].sum()
+    def loss(sets, x):
+      weights = GridWeights(sets, grid)
+      end = integration.solve(SOLVERS["leapfrog"], WavesWithDropout(), x, weights, key=QUICK_KEY, adjoint=adjoint)
+      return jnp.square(end).sum(-1).mean() + end[:, :, 0].sum()
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(weights, rest).compile()
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(weight(times_U), state("float32")).compile()
 
   undone, stored = compiled(integration.Reversible()), compiled(integration.Checkpointed("full"))
   distance = lambda a, b: np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
-  assert max(jax.tree.leaves(jax.tree.map(distance, undone(weights, rest), stored(weights, rest)))) < 1e-6
+  arrays = np.asarray(weight(times_U)), state("float32")
+  assert max(jax.tree.leaves(jax.tree.map(distance, undone(*arrays), stored(*arrays)))) < 1e-6
   size, size_stored = (run.memory_analysis().temp_size_in_bytes for run in (undone, stored))
   assert size < 96 / 2 * state("float32").nbytes and size_stored > 1.5 * size

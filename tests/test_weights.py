@@ -9,27 +9,29 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.config import ModelConfig, TimeConfig
+from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.model.time_embedding import frequencies, sinusoidal_features
-from tests.conftest import perturb, small_instance, small_model, weights_of
+from tests.conftest import perturb, small_instance, small_model
 
 WIDE = dict(num_steps=6, embed_dim=64, num_heads=4, vocab_size=256, seq_len=128, dtype="float32")
 TIME = TimeConfig(sinusoidal_dim=32, time_embed_dim=16)
 
 
 def test_a_plain_model_starts_as_gpt_2_and_generated_weights_with_its_spread():
-  numbers_of = lambda **changes: jax.tree.map(np.asarray, params_of(small_instance(ModelConfig(**{**WIDE, **changes}))))
-  for field, tables in (("llama", ("embedding", "head")), ("gpt", ("embedding", "positions"))):
-    plain = numbers_of(field=field, weights="stored")
-    for table in tables:
-      assert np.std(plain[table]) == pytest.approx(0.02, rel=0.05), (field, table)
+  start = lambda **changes: Model(ModelConfig(**{**WIDE, **changes}), rngs=nnx.Rngs(0))
+  tables_of = lambda model: (model.embedding[...], (model.positions if model.head is None else model.head)[...])
+  for field in ("llama", "gpt"):
+    for table in jax.jit(lambda: tables_of(start(field=field, weights="stored")))():
+      assert np.asarray(table).std() == pytest.approx(0.02, rel=0.05), field
   time = dataclasses.replace(TIME, embedding="shared_mlp")
-  made = weights_of(small_instance(ModelConfig(**{**WIDE, "field": "gpt", "time": time}))).sets
-  for group, leaves in plain["weight_source"]["stored"].items():
+  sets_of = lambda **changes: jax.device_get(jax.jit(lambda: start(**changes).block_weights().sets)())
+  plain, made = sets_of(weights="stored"), sets_of(time=time)
+  for group, leaves in plain.items():
     for name, leaf in leaves.items():
-      found = np.asarray(made[group][name])
+      found = made[group][name]
       if name == "kernel":
-        assert np.std(found) == pytest.approx(np.std(leaf), rel=0.05), group
+        assert found.std() == pytest.approx(leaf.std(), rel=0.05), group
       else:
         np.testing.assert_array_equal(found, float(name == "scale"))
         np.testing.assert_array_equal(leaf, float(name == "scale"))
@@ -70,8 +72,8 @@ def test_features_are_float32_whatever_the_model_computes_in():
   exact = np.sin(1000.0 * times[:, None] * 10000.0 ** (-np.arange(128) / 128)[None])
   assert features.dtype == jnp.float32 and features.shape == (24, 257)
   np.testing.assert_allclose(features[:, 1:129], exact, atol=2e-4)
-  source = small_instance(small_model(dtype="bfloat16")).weight_source
-  assert jax.eval_shape(source.time_vectors, times).dtype == jnp.float32
+  made = lambda: Model(small_model(dtype="bfloat16"), rngs=nnx.Rngs(0)).weight_source.time_vectors(times)
+  assert jax.eval_shape(made).dtype == jnp.float32
 
 
 def test_learned_frequencies_start_at_the_fixed_ones_and_the_generators_gradient_agrees_with_finite_differences(x64):

@@ -133,11 +133,11 @@ class Ranker:
     sizes_S = np.asarray(self._grid.keep(kept).sizes)
     candidates_S = np.zeros(S, np.int32)
     candidates_S[: len(candidates)] = candidates
-    total = None
-    for batch in batches:
-      found = measure(self._config, self._params, self._weights, batch, sizes_S, candidates_S, len(candidates))
-      total = found if total is None else jax.tree.map(jnp.add, total, found)
-    return jax.device_get(total)
+    measured = (
+      measure(self._config, self._params, self._weights, batch, sizes_S, candidates_S, len(candidates))
+      for batch in batches
+    )
+    return jax.device_get(functools.reduce(functools.partial(jax.tree.map, jnp.add), measured))
 
 
 def leave_out(

@@ -14,7 +14,7 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import grids, integration, vector_fields
-from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 
 MAX_DENSITY = 8.0  # the density of steps stays between 1/8 and 8 times its mean
@@ -31,13 +31,7 @@ def on_grid(config: ModelConfig, steps: int | Sequence[float]) -> ModelConfig:
   return dataclasses.replace(config, num_steps=len(sizes), step_sizes=sizes, depth_order=(), horizon=None)
 
 
-def local_errors(
-  model: Model,
-  tokens_BxL: jax.Array,
-  num_pairs: int,
-  context: AttentionContext = Packing(),
-  mask_BxL: jax.Array | None = None,
-) -> jax.Array:
+def local_errors(model: Model, batch: dict[str, jax.Array], num_pairs: int) -> jax.Array:
   """An estimate, by step doubling, of the error of each of M equal steps, in units of the final state's size, [M].
 
   From each state at a multiple of h it takes one step of size h and two of size h/2, with a fresh carry. For order p
@@ -46,11 +40,10 @@ def local_errors(
 
   Args:
     model: with weights that are not stored.
-    tokens_BxL: token ids.
+    batch: as for validation, with a mask of the tokens that count.
     num_pairs: M.
-    context: the attention context.
-    mask_BxL: 1 where a token counts; None: all do.
   """
+  context = Packing(batch.get("segment_ids"), batch.get("positions"))
   solver, dtype = model.solver, jnp.dtype(model.config.dtype)
   wide = jnp.promote_types(dtype, jnp.float32)
   fine, coarse = (grids.make_grid(on_grid(model.config, n)) for n in (2 * num_pairs, num_pairs))
@@ -59,7 +52,7 @@ def local_errors(
     integration.links_of(solver, model.block_weights(grid), dtype, jax.random.key(0)) for grid in (fine, coarse)
   )
   field = vector_fields.BoundField(model.field, context)
-  mask_BxLx1 = jnp.ones((*tokens_BxL.shape, 1), wide) if mask_BxL is None else mask_BxL[..., None].astype(wide)
+  mask_BxLx1 = batch["mask"][..., None].astype(wide)
   square = lambda x_BxLxD: (jnp.square(x_BxLxD.astype(wide)) * mask_BxLx1).sum()
 
   def pair(carry, links):
@@ -72,7 +65,7 @@ def local_errors(
     return step(field, step(field, carry, first), second), error
 
   pairs = jax.tree.map(lambda leaf: leaf.reshape(num_pairs, 2, *leaf.shape[1:]), steps)
-  carry = solver.init(model.embed(tokens_BxL, context.positions_BxL))
+  carry = solver.init(model.embed(batch["inputs"], context.positions_BxL))
   carry, errors_M = jax.lax.scan(pair, carry, (pairs, strides))
   return errors_M / jnp.sqrt(square(solver.read(carry)))
 

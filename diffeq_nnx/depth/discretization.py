@@ -30,21 +30,20 @@ def discretized_config(
       raise UserError(f"num_steps={num_steps}: must be 1 or above")
     if model.depth_order and num_steps < model.num_steps:
       return _nested_config(model, num_steps)
+    config_lib.check_num_steps(model, "num_steps", num_steps)
     sizes = model.step_sizes if num_steps == model.num_steps else ()
-  elif num_steps is not None:
-    raise UserError("num_steps and step_sizes: give one of them")
   else:
+    if num_steps is not None:
+      raise UserError("num_steps and step_sizes: give one of them")
     sizes, total = tuple(map(float, step_sizes)), model.total_time
     if not sizes or not all(size > 0 for size in sizes) or abs(sum(sizes) - total) > 1e-6 * total:
       raise UserError(f"step_sizes={sizes}: must be above 0 and add up to the model's horizon, {total:g}")
+    if model.weights == "stored" and sizes != model.step_sizes:
+      raise UserError(
+        f"step_sizes={sizes}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
+        "discretized again; start from the model with generated weights"
+      )
     num_steps = len(sizes)
-  if step_sizes is None:
-    config_lib.check_num_steps(model, "num_steps", num_steps)
-  elif model.weights == "stored" and sizes != model.step_sizes:
-    raise UserError(
-      f"step_sizes={sizes}: the weights of this model are stored, for its own {model.num_steps} steps: it can't be "
-      "discretized again; start from the model with generated weights"
-    )
   order = model.depth_order if num_steps == model.num_steps and sizes == model.step_sizes else ()
   return _stored_config(model, num_steps, None if sizes else model.total_time, sizes, order)
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids, vector_fields
+from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.solvers import SOLVERS, add_increment
+from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel.console import say
 
 RIDGE = 0.1  # weight of the kernel's change, in mean squares of its inputs
@@ -31,24 +31,6 @@ class Moments(NamedTuple):
   tokens: jax.Array
 
 
-def check_fits(model: ModelConfig, num_steps: int) -> None:
-  """Checks that a model can be fitted with so many of its steps.
-
-  Raises:
-    UserError: no step is left out, or the model has another solver or vector field than those that can be fitted.
-  """
-  if not model.depth_order or num_steps >= model.num_steps:
-    raise UserError(
-      f"fit_tokens: none of the {model.num_steps} steps is left out; rank them (--job=rank_steps) and name fewer with "
-      "--num_steps, or leave it out"
-    )
-  if model.solver not in LINEAR or not vector_fields.only_multiplies(model):
-    raise UserError(
-      f"fit_tokens: model.solver={model.solver}, model.field={model.field}: only the solvers {' and '.join(LINEAR)} "
-      "with a field of this package can be fitted; leave it out"
-    )
-
-
 def fit_kept_steps(
   model: ModelConfig, stored: ModelConfig, params: Params, made: Params, batches: Sequence[dict[str, jax.Array]]
 ) -> Params:
@@ -61,7 +43,7 @@ def fit_kept_steps(
   2505.02819) puts one linear map, fitted in this way, in the place of neighboring layers.
 
   Args:
-    model: with a depth_order, one that `check_fits` lets pass.
+    model: with a depth_order, a solver of `LINEAR` and a field that only multiplies by its kernels.
     stored: of fewer steps, as `discretization.discretized_config` gives.
     params: of `model`.
     made: of `stored`, as `discretization.discretized_params` gives.
@@ -70,28 +52,22 @@ def fit_kept_steps(
   Returns:
     `made` with other kernels.
   """
-  whole, grid = grids.make_grid(model), grids.make_grid(model, stored.num_steps)
-  sets = jax.jit(lambda params: build(model, params).block_weights(whole).sets)(params)
-  states = [_embed(model, params, batch) for batch in batches]
-  targets, fitted = states, made["weight_source"]["stored"]
-  ends = [*grid.kept_S[1:], len(whole.sizes)]
-  done, moved = 0, False
-  for place, (step, end) in enumerate(zip(grid.kept_S, ends)):
-    moved = moved or step != done or end != step + 1
+  sets = jax.jit(lambda params: build(model, params).block_weights().sets)(params)
+  kept = grids.make_grid(model, stored.num_steps).kept_S
+  targets = states = [_embed(model, params, batch) for batch in batches]
+  fitted, done = made["weight_source"]["stored"], 0
+  for place, (step, end) in enumerate(zip(kept, (*kept[1:], model.num_steps))):
     for number in range(done, end):
-      targets = [
-        _wait(_advance(model, x, batch, sets, number, whole.sizes[number])) for x, batch in zip(targets, batches)
-      ]
-    done, dt = end, whole.sizes[step]
-    if moved:
-      total = None
-      for x, target, batch in zip(states, targets, batches):
-        found = _wait(_measure(stored, x, target, batch, fitted, place, dt))
-        total = found if total is None else jax.tree.map(jnp.add, total, found)
-      change_FxD, before, after = _solve(total)
-      fitted = _add(fitted, place, change_FxD)
-      say(f"step {step}: fitted; the state's error relative to its norm {before:.3f} -> {after:.3f}")
-    states = [_wait(_advance(stored, x, batch, fitted, place, dt)) for x, batch in zip(states, batches)]
+      targets = [_wait(_advance(model, x, batch, sets, number)) for x, batch in zip(targets, batches)]
+    done = end
+    if end == place + 1:  # no step before the next one is left out, so both states are the same
+      states = targets
+      continue
+    measured = (_wait(_measure(stored, *these, fitted, place)) for these in zip(states, targets, batches))
+    change_FxD, before, after = _solve(functools.reduce(functools.partial(jax.tree.map, jnp.add), measured))
+    fitted = _add(fitted, place, change_FxD)
+    say(f"step {step}: fitted; the state's error relative to its norm {before:.3f} -> {after:.3f}")
+    states = [_wait(_advance(stored, x, batch, fitted, place)) for x, batch in zip(states, batches)]
   return {**made, "weight_source": {**made["weight_source"], "stored": fitted}}
 
 
@@ -111,29 +87,28 @@ def _embed(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance(config: ModelConfig, x_BxLxD, batch, sets, place, dt) -> jax.Array:
-  """The state after a step of size `dt` with the weights at `place`, [B, L, D]."""
-  return _step(config, x_BxLxD, batch, _at(config, sets, place), dt)
+def _advance(config: ModelConfig, x_BxLxD, batch, sets, place) -> jax.Array:
+  """The state after the step at `place` of the model's own grid, [B, L, D]."""
+  advance, field, link = _bind(config, batch, sets, place)
+  return advance(field, x_BxLxD, link)
 
 
-def _at(config: ModelConfig, sets, place):
-  """The weights at `place` in the compute dtype."""
-  return jax.tree.map(lambda leaf: leaf[place].astype(config.dtype), sets)
-
-
-def _step(config, x_BxLxD, batch, weights, dt):
-  return SOLVERS[config.solver].step(_bind(config, batch), x_BxLxD, [weights], dt, jax.random.key(0))
-
-
-def _bind(config, batch) -> vector_fields.BoundField:
-  return vector_fields.BoundField(vector_fields.make_field(config), _context(batch)[1])
+def _bind(config: ModelConfig, batch, sets, place):
+  """A step on the model's own grid, its field, and what the step at `place` reads, in the compute dtype."""
+  solver, grid = SOLVERS[config.solver], grids.make_grid(config)
+  field = vector_fields.BoundField(vector_fields.make_field(config), _context(batch)[1])
+  links = integration.links_of(solver, GridWeights(sets, grid), jnp.dtype(config.dtype), jax.random.key(0))
+  weights, dt, key = jax.tree.map(lambda leaf: leaf[place], links)
+  weights = jax.tree.map(lambda leaf: leaf.astype(config.dtype), weights)
+  return integration.advance_of(solver, grid), field, (weights, dt, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place, dt) -> Moments:
+def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place) -> Moments:
   """The sums that decide on the kernel at `place`, where `x_BxLxD` is the state before the step."""
-  weights, key, wide = _at(config, sets, place), jax.random.key(0), jnp.promote_types(x_BxLxD.dtype, jnp.float32)
-  field, start_BxLxD = _bind(config, batch), x_BxLxD
+  advance, field, link = _bind(config, batch, sets, place)
+  ((weights,), dt, key), wide = link, jnp.promote_types(x_BxLxD.dtype, jnp.float32)
+  start_BxLxD = x_BxLxD
   if config.solver == "sequential":
     start_BxLxD = add_increment(start_BxLxD, dt, (1.0,), (field.attention(x_BxLxD, weights, key),))
   # with the identity in the kernel's place, the branch gives what the kernel multiplies
@@ -141,7 +116,7 @@ def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place, dt)
   identity = {name: jnp.eye(F, dtype=dtype) if name == "kernel" else jnp.zeros(F, dtype) for name in weights["down"]}
   h_BxLxF = dt * field.feedforward(start_BxLxD, {**weights, "down": identity}, key).astype(wide)
   target_BxLxD = target_BxLxD.astype(wide)
-  error_BxLxD = target_BxLxD - _step(config, x_BxLxD, batch, weights, dt)
+  error_BxLxD = target_BxLxD - advance(field, x_BxLxD, link)
   mask_BxL = pack(batch.get("mask", jnp.ones(batch["inputs"].shape, wide)), None, None)[0]  # in the order of the states
   share_BxLx1 = (mask_BxL / jnp.square(target_BxLxD).sum(-1))[..., None]
   product = functools.partial(jnp.einsum, "bli,blj->ij", precision=jax.lax.Precision.HIGHEST)

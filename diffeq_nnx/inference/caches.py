@@ -90,11 +90,6 @@ class DecodeCache:
 
     return sharding.per_device(by_row, ("batch", "whole_heads", None, None), *arrays)
 
-  def _mark_held(self, P: int) -> jax.Array:
-    """Whether a slot holds a token of the row before the new ones, [B, P] of 0 and 1."""
-    ages = (self.slot.reshape(-1, 1) - 1 - jnp.arange(P, dtype=jnp.int32)[None]) % P
-    return (self.next_B[:, None] > ages).astype(jnp.int32)
-
   def _attend_in_two(self, q, k, v, keys, values, implementation: str) -> jax.Array:
     """Attention to the tokens before and among the new ones, merged."""
     Q, P = q.shape[1], keys.shape[2]
@@ -109,5 +104,7 @@ class DecodeCache:
       return merge_attention((among.astype(lse.dtype), lse), *before)[0].astype(q.dtype)
 
     real_BxQ = self.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None] >= 0
-    by_token_BxN = jnp.concatenate([real_BxQ.astype(jnp.int32), self._mark_held(P)], 1)
+    # how many tokens before the new ones each slot's is, if it holds one
+    ages_BxP = (self.slot.reshape(-1, 1) - 1 - jnp.arange(P, dtype=jnp.int32)[None]) % P
+    by_token_BxN = jnp.concatenate([real_BxQ, self.next_B[:, None] > ages_BxP], 1).astype(jnp.int32)
     return per_device(run, (q, k, v, keys.swapaxes(1, 2), values.swapaxes(1, 2)), by_token_BxN)

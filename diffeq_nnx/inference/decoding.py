@@ -10,7 +10,6 @@ together are padded on the left. Padding has positions below 0, and is never att
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.output_first import product, store_output_first
+from diffeq_nnx.model.parameters import TABLES
 from diffeq_nnx.parallel import sharding
 
 BUCKET = 64  # slots are padded to multiples of it, so that few shapes are compiled
@@ -179,11 +179,10 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
   """
   at = lambda leaf, axes: sharding.make_sharding(ready.mesh, axes, leaf.shape)
   sets = [model.map_leaves(at, one) for one in ready.weights.sets]
-  tables: dict[str, Any] = {"embedding": model.embedding, "positions": model.positions, "head": model.head}
   rest = dict.fromkeys(ready.rest, sharding.replicated(ready.mesh))
-  for name, table in tables.items():
-    if ready.rest.get(name) is not None:
-      rest[name] = at(ready.rest[name], table.get_metadata("axes"))
+  for name in TABLES:
+    if (table := ready.rest.get(name)) is not None:
+      rest[name] = at(table, getattr(model, name).get_metadata("axes"))
   places = dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets), rest=rest)
   return jax.jit(lambda tree: tree, out_shardings=places)(ready)
 
@@ -215,16 +214,21 @@ def first_logits(
   return state, _compute_logits(ready, hidden_BxQxD[:, -1:])[:, 0]
 
 
-def more_logits(ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array) -> tuple[DecodeState, jax.Array]:
-  """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P."""
-  state, hidden_BxQxD = _read_more(ready, state, tokens_BxQ)
+def more_logits(
+  ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array, after_each: bool = False
+) -> tuple[DecodeState, jax.Array]:
+  """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P.
+
+  If `after_each`, these are the logits [B, Q, V] after each of the tokens.
+  """
+  positions_BxQ = _find_positions(state, tokens_BxQ.shape[1])
+  if vector_fields.FIELDS[ready.config.field].learned_positions:
+    positions_BxQ = jnp.minimum(positions_BxQ, ready.config.seq_len - 1)  # a row beyond the last position has ended
+  context = DecodeCache(state.cache, state.slot, state.next_B, jnp.maximum(positions_BxQ, 0))
+  state, hidden_BxQxD = _read(ready, state, tokens_BxQ, context, state.num_slots)
+  if after_each:
+    return state, _compute_logits(ready, hidden_BxQxD)
   return state, _compute_logits(ready, hidden_BxQxD[:, -1:])[:, 0]
-
-
-def all_logits(ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array) -> tuple[DecodeState, jax.Array]:
-  """As `more_logits`, with the logits [B, Q, V] after each of the tokens."""
-  state, hidden_BxQxD = _read_more(ready, state, tokens_BxQ)
-  return state, _compute_logits(ready, hidden_BxQxD)
 
 
 def _compute_logits(ready: ReadyModel, hidden_BxQxD: jax.Array) -> jax.Array:
@@ -236,15 +240,6 @@ def _compute_logits(ready: ReadyModel, hidden_BxQxD: jax.Array) -> jax.Array:
 
 def _find_positions(state: DecodeState, Q: int) -> jax.Array:
   return state.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
-
-
-def _read_more(ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array) -> tuple[DecodeState, jax.Array]:
-  """The state after Q more tokens, and their last hidden states [B, Q, D]."""
-  positions_BxQ = _find_positions(state, tokens_BxQ.shape[1])
-  if vector_fields.FIELDS[ready.config.field].learned_positions:
-    positions_BxQ = jnp.minimum(positions_BxQ, ready.config.seq_len - 1)  # a row beyond the last position has ended
-  context = DecodeCache(state.cache, state.slot, state.next_B, jnp.maximum(positions_BxQ, 0))
-  return _read(ready, state, tokens_BxQ, context, state.num_slots)
 
 
 def _read(

@@ -111,9 +111,7 @@ class Sampler:
     shares_BxN = jax.nn.softmax(logits_BxN)
     if tokens_BxN is None:
       return shares_BxN
-    return jax.vmap(lambda tokens, shares: jnp.zeros(logits_BxV.shape[1], shares.dtype).at[tokens].set(shares))(
-      tokens_BxN, shares_BxN
-    )
+    return jnp.put_along_axis(jnp.zeros_like(logits_BxV), tokens_BxN, shares_BxN, axis=1, inplace=False)
 
   def make_keys(self, positions_B: jax.Array) -> jax.Array:
     """Random keys [B] that depend on the seed, the row's number and the position alone."""

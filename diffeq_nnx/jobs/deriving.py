@@ -15,6 +15,7 @@ from diffeq_nnx.data import Corpus, Tokenizer
 from diffeq_nnx.depth import fitting
 from diffeq_nnx.depth.discretization import discretized_params
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -167,7 +168,7 @@ def check_fit(model: ModelConfig, num_steps: int, config: Config, fit_tokens: in
   """Checks that a model's steps can be fitted when only `num_steps` of them stay, if that is asked for.
 
   Raises:
-    UserError: they can't, or there is no text to fit them on.
+    UserError: there is no text, no step is left out, or the solver or vector field is not one that can be fitted.
   """
   if fit_tokens is None:
     return
@@ -175,4 +176,13 @@ def check_fit(model: ModelConfig, num_steps: int, config: Config, fit_tokens: in
     raise UserError(f"fit_tokens={fit_tokens}: must be 1 or above")
   if config.data.source == NO_TEXT:
     raise UserError(f"fit_tokens={fit_tokens}: needs text; name it with --config.data.source")
-  fitting.check_fits(model, num_steps)
+  if not model.depth_order or num_steps >= model.num_steps:
+    raise UserError(
+      f"fit_tokens: none of the {model.num_steps} steps is left out; rank them (--job=rank_steps) and name fewer with "
+      "--num_steps, or leave it out"
+    )
+  if model.solver not in fitting.LINEAR or not vector_fields.only_multiplies(model):
+    raise UserError(
+      f"fit_tokens: model.solver={model.solver}, model.field={model.field}: only the solvers "
+      f"{' and '.join(fitting.LINEAR)} with a field of this package can be fitted; leave it out"
+    )

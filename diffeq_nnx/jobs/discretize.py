@@ -25,7 +25,6 @@ from diffeq_nnx.jobs.deriving import (
   validate,
 )
 from diffeq_nnx.model import grids
-from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import markdown, print_result, say
@@ -148,15 +147,11 @@ class _Losses:
 
   def errors(self, num_pairs: int) -> np.ndarray:
     """`adaptive.local_errors` on the first batch of the validation text, [M]."""
-    batch = next(self._evaluators[self.own].batches())
-    context = lambda batch: Packing(batch.get("segment_ids"), batch.get("positions"))
     estimate = jax.jit(
-      lambda params, batch: adaptive.local_errors(
-        build(self.own, params), batch["inputs"], num_pairs, context(batch), batch["mask"]
-      ),
+      lambda params, batch: adaptive.local_errors(build(self.own, params), batch, num_pairs),
       out_shardings=sharding.replicated(self._mesh),
     )
-    return np.asarray(jax.device_get(estimate(self._params, batch)))
+    return np.asarray(estimate(self._params, next(self._evaluators[self.own].batches())))
 
 
 def _describe(model: ModelConfig) -> str:

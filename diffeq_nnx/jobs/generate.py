@@ -67,38 +67,41 @@ def generate(
   with distributed.sync_errors():
     answers = None if prompts is None or out is None else prompt_files.Answers(prompts, out)
   run = Run.open(workdir, config)
-  config, tokenizer = run.config, run.tokenizer
-  say_attention(config.model)
+  tokenizer, order = run.tokenizer, run.config.model.depth_order
+  say_attention(run.config.model)
   template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
-  stop = () if template is None else template.end_of_turn
   if prompt is not None:
     prompt = [prompt_files.write_prompt(one, template) for one in prompt]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
-  steps = config.eval.num_steps if num_steps is None else num_steps
-  for count in (steps,) if draft_steps is None else (steps, draft_steps):
-    say_untrained(config, run.step, count)
-  with jax.set_mesh(run.mesh):
-    decoder = Decoder(run.model, steps, mesh=run.mesh)
-    try:
-      draft = None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
-    except UserError as error:
-      raise UserError(f"--draft_steps: {error}") from None
-  step = run.step
+  decoder, draft = _make_decoders(run, num_steps, draft_steps)
+  identity = {"workdir": workdir, "step": run.step, "depth_order": list(order), "num_steps": decoder.grid.num_steps}
   del run  # the decoder has what it needs
+  stop = () if template is None else template.end_of_turn
   continue_them = functools.partial(continue_texts, decoder, tokenizer, options=settings, stop=stop, draft=draft)
   if prompt is not None:
     return _print_texts(continue_them, prompt, prompt_ids)
   assert answers is not None
-  depths = {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None}
-  # No text depends on the number of rows.
-  drawn = {name: value for name, value in options.items() if name != "rows"}
-  drawn |= {"chat": tokenizer.chat_template} if chat else {}
-  identity = {"workdir": workdir, "step": step, "depth_order": list(config.model.depth_order), **depths, **drawn}
+  identity |= {"draft_steps": draft_steps, "draft_tokens": None, **options}
+  identity.pop("rows", None)  # on which no text depends
+  identity |= {"chat": tokenizer.chat_template} if chat else {}
   texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
   for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
     answers.add(numbers[n], _to_record(one))
   with distributed.sync_errors():  # no process leaves while another still continues prompts
     return answers.close()
+
+
+def _make_decoders(run: Run, num_steps: int | None, draft_steps: int | None) -> tuple[Decoder, Decoder | None]:
+  """The run's model at the steps that texts are generated with, and at those of the draft, if there is one."""
+  steps = run.config.eval.num_steps if num_steps is None else num_steps
+  for count in (steps,) if draft_steps is None else (steps, draft_steps):
+    say_untrained(run.config, run.step, count)
+  with jax.set_mesh(run.mesh):
+    decoder = Decoder(run.model, steps, mesh=run.mesh)
+    try:
+      return decoder, None if draft_steps is None else Decoder(run.model, draft_steps, mesh=run.mesh)
+    except UserError as error:
+      raise UserError(f"--draft_steps: {error}") from None
 
 
 def _print_texts(

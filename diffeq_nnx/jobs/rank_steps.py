@@ -14,7 +14,7 @@ from diffeq_nnx.config import NO_TEXT, Config, nearest
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
-from diffeq_nnx.parallel.console import print_result, say
+from diffeq_nnx.parallel.console import markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
@@ -112,14 +112,14 @@ def _read(path: str) -> dict[str, Any]:
 def _table(known: dict[str, Any], own: int) -> str:
   influences = known["influences"]
   if known["by"] == "influence":
-    rows = [f"| {step} | {influences[step]:.4f} |" for step in np.argsort(influences).tolist()]
-    return "\n".join(["| step, from the one that matters least | influence |", "| --- | --- |", *rows])
-  rows = [
-    f"| {own - place} | {step} | {loss:.4f} | {loss - known['loss']:+.4f} | {influences[step]:.4f} |"
-    for place, (step, loss) in enumerate(known["left_out"], start=1)
-  ]
-  head = "| steps | left out | loss | price | influence |\n| --- | --- | --- | --- | --- |"
-  return "\n".join([head, f"| {own} | | {known['loss']:.4f} | | |", *rows])
+    rows = [[str(step), f"{influences[step]:.4f}"] for step in np.argsort(influences).tolist()]
+    return markdown(["step, from the one that matters least", "influence"], rows)
+  rows = [[str(own), "", f"{known['loss']:.4f}", "", ""]]
+  for step, loss in known["left_out"]:
+    rows.append(
+      [str(own - len(rows)), str(step), f"{loss:.4f}", f"{loss - known['loss']:+.4f}", f"{influences[step]:.4f}"]
+    )
+  return markdown(["steps", "left out", "loss", "price", "influence"], rows)
 
 
 def _draw(known: dict[str, Any], grid: grids.Grid, path: str) -> None:

@@ -26,7 +26,6 @@ class AttentionContext(Protocol):
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Attention of the batch's tokens, [B, L, H, C]."""
-    ...
 
 
 class Packing(NamedTuple):
@@ -37,10 +36,7 @@ class Packing(NamedTuple):
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Causal attention among the tokens of each row, [B, L, H, C]."""
-
-    def run(q, k, v, segment_ids=None):
-      return attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
-
+    run = lambda q, k, v, segment_ids=None: attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
     return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL)
 
 
@@ -52,10 +48,9 @@ class SplitPacking(NamedTuple):
 
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """Causal attention among the tokens of each row, [B, L, H, C]; keys and values go around the devices."""
-
-    def run(q, k, v, segment_ids=None):
-      return ring_attention(q, k, v, segment_ids, axis_name="context", implementation=implementation)
-
+    run = lambda q, k, v, segment_ids=None: ring_attention(
+      q, k, v, segment_ids, axis_name="context", implementation=implementation
+    )
     return per_device(run, (q_BxLxHxC, k_BxLxKxC, v_BxLxKxC), self.segment_ids_BxL, "context")
 
 

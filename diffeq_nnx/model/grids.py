@@ -127,15 +127,11 @@ def _mean_rule(radians: float) -> tuple[np.ndarray, np.ndarray]:
 
 def uniform_grid(num_steps: int, horizon: float) -> Grid:
   """Edges at i/n for i = 0..n, and dt = horizon/n: every count gives exactly that many steps."""
-  if num_steps < 1:
-    raise ValueError(f"num_steps={num_steps}: must be 1 or above")
   return Grid(tuple(i / num_steps for i in range(num_steps + 1)), (horizon / num_steps,) * num_steps)
 
 
 def uneven_grid(step_sizes: Sequence[float]) -> Grid:
   """Steps of these sizes, above 0; edges are fractions of the total."""
-  if not len(step_sizes) or not all(0 < size < math.inf for size in step_sizes):
-    raise ValueError(f"step_sizes={tuple(step_sizes)}: must be one or more numbers above 0")
   total = math.fsum(step_sizes)
   edges = [math.fsum(step_sizes[:i]) / total for i in range(len(step_sizes) + 1)]
   return Grid(tuple(edges), tuple(map(float, step_sizes)))
@@ -148,11 +144,12 @@ def make_grid(model: ModelConfig, num_steps: int | None = None) -> Grid:
   such order, and for more steps, they are of one size over the same horizon.
   """
   num_steps = model.num_steps if num_steps is None else num_steps
-  nested = model.depth_order and 0 < num_steps < model.num_steps
-  if nested or num_steps == model.num_steps:
-    grid = uneven_grid(model.step_sizes) if model.step_sizes else uniform_grid(model.num_steps, model.total_time)
+  nested = model.depth_order and num_steps < model.num_steps
+  own = nested or num_steps == model.num_steps
+  if own and model.step_sizes:
+    grid = uneven_grid(model.step_sizes)
   else:
-    grid = uniform_grid(num_steps, model.total_time)
+    grid = uniform_grid(model.num_steps if own else num_steps, model.total_time)
   if nested:
     grid = grid.keep(model.depth_order[:num_steps])
   varies = model.weights == "generated" and not model.time.constant

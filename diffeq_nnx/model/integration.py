@@ -13,41 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.config import Config, nearest
+from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.grids import Grid
 from diffeq_nnx.model.solvers import SOLVERS, Carry, Solver, VectorField
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.parallel import sharding
 
-REMATS = ("none", "dots", "full")  # what `Checkpointed` recomputes
+# what is not computed again, by `train.remat`
+POLICIES = {"dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, "full": None}
 
 Gather = Callable[[dict], dict]  # the weights at one time, as stored on the devices -> as used
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointed:
-  """The backward pass reads stored states, one `every` steps, and recomputes the rest as `remat` says.
-
-  Raises:
-    UserError: another name, or a number below 1.
-  """
+  """The backward pass reads stored states, one `every` steps, and recomputes the rest as `remat` says."""
 
   remat: str = "none"  # none, dots or full, as `train.remat`
   every: int = 1  # divides the number of steps
-
-  def __post_init__(self):
-    if self.remat not in REMATS:
-      raise UserError(f"remat={self.remat!r}: must be one of {', '.join(REMATS)}; {nearest(str(self.remat), REMATS)}")
-    if not isinstance(self.every, int) or self.every < 1:
-      raise UserError(f"every={self.every!r}: must be a whole number, 1 or above")
-
-  def wrap(self, function: Callable) -> Callable:
-    """`function`, recomputed in the backward pass as chosen."""
-    if self.remat == "none":
-      return function
-    policy = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if self.remat == "dots" else None
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +53,12 @@ def make_adjoint(config: Config) -> Adjoint:
       raise UserError("train.remat=auto: is measured by --job=train; set it to full, dots or none")
     return Checkpointed(config.train.remat, config.train.remat_every)
   if SOLVERS[config.model.solver].undo is None:
+    able = ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
     raise UserError(
-      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {_able()} "
+      f"train.adjoint=reversible: the steps of model.solver={config.model.solver} can't be undone; those of {able} "
       "can; or set train.adjoint=checkpointed"
     )
   return Reversible()
-
-
-def _able() -> str:
-  """The solvers whose steps can be undone."""
-  return ", ".join(name for name, solver in SOLVERS.items() if solver.undo is not None)
 
 
 def solve(
@@ -99,24 +79,19 @@ def solve(
     x_BxLxD: the state at time 0.
     weights: at `grid.times(solver.nodes)`, with their grid.
     key: from which each step's key is split.
-    adjoint: how the backward pass gets the states.
+    adjoint: how the backward pass gets the states; `Reversible` needs a solver with `undo`.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
 
   Raises:
-    UserError: the adjoint is neither kind, the solver's steps can't be undone, or `every` doesn't divide their number.
+    UserError: `every` doesn't divide the number of steps.
     ValueError: as `links_of`.
   """
-  if not isinstance(adjoint, Adjoint):
-    raise UserError(f"adjoint={adjoint!r}: must be a Checkpointed or a Reversible")
-  if isinstance(adjoint, Reversible) and solver.undo is None:
-    raise UserError(
-      f"adjoint=Reversible(): the steps of this solver can't be undone; those of {_able()} can; or pass Checkpointed()"
-    )
   grid = weights.grid
   advance, links = advance_of(solver, grid, gather), links_of(solver, weights, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
   if isinstance(adjoint, Reversible):
-    return solver.read(_solve_reversible(advance, field, carry, links))
+    undo = advance_of(solver, grid, gather, backwards=True)
+    return solver.read(_solve_reversible(advance, undo, field, carry, links))
   every = 1 if adjoint.remat == "none" else adjoint.every
   if grid.num_steps % every:
     raise UserError(f"train.remat_every={every}: must divide the number of steps, {grid.num_steps}")
@@ -126,42 +101,32 @@ def solve(
       carry = advance(field, carry, jax.tree.map(operator.itemgetter(i), stretch))
     return carry
 
-  run = adjoint.wrap(run)
+  if adjoint.remat != "none":
+    run = jax.checkpoint(run, policy=POLICIES[adjoint.remat], prevent_cse=False)
   stretches = jax.tree.map(lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:]), links)
   carry, _ = jax.lax.scan(lambda carry, stretch: (run(carry, stretch), None), carry, stretches)
   return solver.read(carry)
 
 
 Links = tuple[tuple[dict, ...], jax.Array, jax.Array]  # weights, dt and key of steps; leading axes S
+Advance = Callable[[VectorField, Carry, Links], Carry]  # of the links at one step, without S
 
 
-@dataclasses.dataclass(frozen=True)
-class Advance:
-  """One step of a solver: `advance(field, carry, link)`, where `link` is what `links_of` returned, at one step."""
+def advance_of(
+  solver: Solver, grid: Grid, gather: Gather = lambda weights: weights, backwards: bool = False
+) -> Advance:
+  """A step of a solver on a grid, or if `backwards` what undoes it: (field, carry, what `links_of` has) -> carry."""
+  columns = _columns(solver, grid)
+  distinct = list(dict.fromkeys(columns))  # nodes may share weights
+  method = solver.undo if backwards else solver.step
 
-  solver: Solver
-  which: tuple[int, ...]  # for each of its nodes, which of the weights of `link` it uses: nodes may share weights
-  gather: Gather  # applied to the weights
-
-  def __call__(self, field: VectorField, carry: Carry, link: Links) -> Carry:
-    """The carry after the step."""
-    return self._apply(self.solver.step, field, carry, link)
-
-  def undo(self, field: VectorField, carry: Carry, link: Links) -> Carry:
-    """The carry before the step."""
-    return self._apply(self.solver.undo, field, carry, link)
-
-  def _apply(self, method, field, carry, link):
+  def advance(field, carry, link):
     weights, dt, key = link
-    gathered = [self.gather(each) for each in weights]
-    carry = method(field, carry, [gathered[n] for n in self.which], dt, key)
+    gathered = [gather(each) for each in weights]
+    carry = method(field, carry, [gathered[distinct.index(column)] for column in columns], dt, key)
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, "batch", "context", None), carry)
 
-
-def advance_of(solver: Solver, grid: Grid, gather: Gather = lambda weights: weights) -> Advance:
-  """A step of a solver on a grid, to be called with what `links_of` returns for it."""
-  columns = _columns(solver, grid)
-  return Advance(solver, tuple(map(list(dict.fromkeys(columns)).index, columns)), gather)
+  return advance
 
 
 def links_of(solver: Solver, weights: GridWeights, dtype: jnp.dtype, key: jax.Array) -> Links:
@@ -201,23 +166,23 @@ def _sets(leaf: jax.Array, index_S: tuple[int, ...]) -> jax.Array:
   return leaf[np.asarray(index_S)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _solve_reversible(advance: Advance, field: VectorField, carry: Carry, links: Links) -> Carry:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _solve_reversible(advance: Advance, undo: Advance, field: VectorField, carry: Carry, links: Links) -> Carry:
   """The carry after all steps; the backward pass stores it alone, and undoes the steps."""
   return jax.lax.scan(lambda carry, link: (advance(field, carry, link), None), carry, links)[0]
 
 
-def _solve_reversible_forward(advance, field, carry, links):
-  last = _solve_reversible(advance, field, carry, links)
+def _solve_reversible_forward(advance, undo, field, carry, links):
+  last = _solve_reversible(advance, undo, field, carry, links)
   return last, (field, last, links)
 
 
-def _solve_reversible_backward(advance, residuals, gradient):
+def _solve_reversible_backward(advance, undo, residuals, gradient):
   field, last, links = residuals
 
   def back(state, link):
     (after, gradient), (weights, dt, key) = state, link
-    before = advance.undo(field, after, link)
+    before = undo(field, after, link)
     _, pull = jax.vjp(lambda carry, weights: advance(field, carry, (weights, dt, key)), before, weights)
     gradient, weights_gradient = pull(gradient)
     return (before, gradient), weights_gradient

@@ -30,15 +30,12 @@ class VectorField(Protocol):
 
   def attention(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
     """The attention branch with its norm: [B, L, D] -> [B, L, D]."""
-    ...
 
   def feedforward(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
     """The feed-forward branch with its norm: [B, L, D] -> [B, L, D]."""
-    ...
 
   def __call__(self, x_BxLxD: jax.Array, weights: dict, key: jax.Array) -> jax.Array:
     """dx/dt, the sum of both branches: [B, L, D] -> [B, L, D]."""
-    ...
 
 
 class Evaluations(NamedTuple):

@@ -80,6 +80,16 @@ class _Field:
   final_norm_eps: float  # of the norm after the last step
   rope: config_lib.RopeConfig = config_lib.RopeConfig()  # unused where positions are learned
 
+  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """The norm after the last step, [B, L, D] -> [B, L, D]."""
+    return self._norm(x_BxLxD, w, self.final_norm_eps)
+
+  def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    return _once(self._norm(x_BxLxD, w, self.norm_eps))
+
+  def _norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array], eps: float) -> jax.Array:
+    raise NotImplementedError
+
 
 class GPTField(_Field):
   """GPT-2's block: LayerNorm, fused qkv, tanh-approximated GELU, biases."""
@@ -93,9 +103,8 @@ class GPTField(_Field):
     """The arrays of one norm."""
     return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0), "shift": LeafSpec((embed_dim,), ("embed",))}
 
-  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    """The norm after the last step, [B, L, D] -> [B, L, D]."""
-    return layer_norm(x_BxLxD, w["scale"], w["shift"], self.final_norm_eps)
+  def _norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array], eps: float) -> jax.Array:
+    return layer_norm(x_BxLxD, w["scale"], w["shift"], eps)
 
   @staticmethod
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
@@ -155,9 +164,6 @@ class GPTField(_Field):
     hidden_BxLxF = _once(jax.nn.gelu(hidden_BxLxF, approximate=True))
     return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
 
-  def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    return _once(layer_norm(x_BxLxD, w["scale"], w["shift"], self.norm_eps))
-
 
 class LlamaField(_Field):
   """Llama's block: RMSNorm, rotary positions, SwiGLU, no biases.
@@ -177,9 +183,8 @@ class LlamaField(_Field):
     """The arrays of the final norm, and of a norm in the block without a shift."""
     return {"scale": LeafSpec((embed_dim,), ("embed",), start=1.0)}
 
-  def final_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    """The norm after the last step, [B, L, D] -> [B, L, D]; its eps is 1e-5 by default, unlike the block's."""
-    return rms_norm(x_BxLxD, w["scale"], self.final_norm_eps)
+  def _norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array], eps: float) -> jax.Array:
+    return rms_norm(x_BxLxD, w["scale"], eps, w.get("shift"))
 
   @staticmethod
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
@@ -240,9 +245,6 @@ class LlamaField(_Field):
     normed_BxLxD = self._block_norm(x_BxLxD, w["mlp_norm"])
     gate_BxLxF = jax.nn.silu(normed_BxLxD @ w["gate"]["kernel"])
     return _once(gate_BxLxF * (normed_BxLxD @ w["up"]["kernel"])) @ w["down"]["kernel"]
-
-  def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    return _once(rms_norm(x_BxLxD, w["scale"], self.norm_eps, w.get("shift")))
 
 
 @jax.tree_util.register_dataclass
