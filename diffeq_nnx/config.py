@@ -85,9 +85,8 @@ class DataConfig(Section, prefix="data."):
 
   def _check_together(self) -> None:
     uses = {"text_key": "text", "prompt_key": "completion", "completion_key": "completion", "messages_key": "chat"}
-    defaults = {field.name: field.default for field in dataclasses.fields(self)}
     for key, records in uses.items():
-      if getattr(self, key) != defaults[key] and self.records != records:
+      if getattr(self, key) != getattr(DataConfig, key) and self.records != records:
         raise UserError(
           f"data.{key}={getattr(self, key)}: is for data.records={records}, not {self.records}; leave it out, or set "
           "data.records"
@@ -287,60 +286,50 @@ def default() -> ml_collections.ConfigDict:
   return config_fields.to_config_dict(Config())
 
 
-def from_config_dict(raw: ml_collections.ConfigDict) -> Config:
-  """Checks a ConfigDict and freezes it.
+def from_dict(nested: dict[str, Any] | ml_collections.ConfigDict) -> Config:
+  """Makes a config of nested dicts, such as those of `to_dict`. A missing key has its default.
 
   Raises:
     UserError: an unknown key, a wrong type, a value outside its rule, or two keys that don't fit.
   """
-  config = config_fields.freeze(Config, raw)
+  config = config_fields.freeze(Config, nested)
   _check_training(config)
   config.harness.check()
   return config
 
 
-def from_dict(nested: dict[str, Any]) -> Config:
-  """Makes a config of dicts as made by `to_dict`. A missing key has its default.
-
-  Raises:
-    UserError: as `from_config_dict` does.
-  """
-  return from_config_dict(config_fields.merge(default(), nested))
+from_config_dict = from_dict  # which takes the ConfigDict of a config file too
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Config:
   """Loads the experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
   Raises:
-    UserError: no such file, an unknown key, or what `from_config_dict` raises.
+    UserError: no such file, or what `from_dict` raises.
   """
   path, _, argument = name.partition(":")
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]
-  return from_config_dict(_set_keys(get_config(argument), settings))
+  return _from_dict_with(get_config(argument).to_dict(), settings)
 
 
 def apply_settings(config: Config, settings: Sequence[str]) -> Config:
   """Returns a config with `key=value` settings on top; raises what `load` raises."""
-  return from_config_dict(_set_keys(config_fields.merge(default(), to_dict(config)), settings)) if settings else config
+  return _from_dict_with(dataclasses.asdict(config), settings) if settings else config
 
 
-def _set_keys(raw: ml_collections.ConfigDict, settings: Sequence[str]) -> ml_collections.ConfigDict:
-  """Puts settings into a ConfigDict; raises UserError: an unknown key, or a value of another type."""
+def _from_dict_with(nested: dict[str, Any], settings: Sequence[str]) -> Config:
   kinds = key_types()
   for setting in settings:
     key, _, text = setting.partition("=")
     if key not in kinds:
       raise UserError(f"{key}: unknown key; {nearest(key, kinds)}")
-    value = config_fields.parse(kinds[key], text)
-    try:
-      raw.update_from_flattened_dict({key: value})
-    except TypeError:
-      wanted, found = kinds[key].__name__, type(value).__name__
-      example = {int: f"; write {key}=10, say", float: f"; write {key}=0.1, say"}.get(kinds[key], "")
-      raise UserError(f"{key}={value!r}: must be of type {wanted}, not {found}{example}") from None
-  return raw
+    section, (*parents, name) = nested, key.split(".")
+    for parent in parents:
+      section = section.setdefault(parent, {})
+    section[name] = config_fields.parse(kinds[key], text)
+  return from_dict(nested)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -368,7 +357,8 @@ def _check_training(config: Config) -> None:
   if train.loss_chunks is not None:
     check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)
   counts = {f"train.step_counts[{i}]": n for i, n in enumerate(train.step_counts)}
-  counts = counts or {"model.num_steps": model.num_steps}
+  if not counts or train.draw_from:
+    counts["model.num_steps"] = model.num_steps
   for key, count in counts.items():
     if count <= 0:
       raise UserError(f"{key}={count}: must be above 0")

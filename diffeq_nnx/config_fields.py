@@ -115,25 +115,23 @@ def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
     raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
 
 
-def freeze(cls: type, raw: Any, prefix: str = "") -> Any:
-  """Turns a ConfigDict into nested dataclasses of the type `cls`, a `Section`.
+def freeze(cls: type, nested: Any, prefix: str = "") -> Any:
+  """Turns nested dicts or a ConfigDict into nested dataclasses of the type `cls`, a `Section`.
 
   Raises:
-    UserError: an unknown or missing key, or what `Section` raises.
+    UserError: an unknown key, a value in place of a section, or what `Section` raises.
   """
-  fields = {f.name: f for f in dataclasses.fields(cls)}
-  for name in raw:
-    if name not in fields:
-      raise UserError(f"{prefix}{name}: unknown key; {nearest(name, fields)}")
+  if not isinstance(nested, (dict, ml_collections.ConfigDict)):
+    raise UserError(f"{prefix[:-1]}={nested!r}: must be a section of keys")
+  fields = {field.name: field for field in dataclasses.fields(cls)}
   values = {}
-  for name, field in fields.items():
+  for name, value in nested.items():
     key = f"{prefix}{name}"
-    if name not in raw:
-      raise UserError(f"{key}: missing; start the config file from diffeq_nnx.config.default()")
-    value = raw[name]
-    kind: Any = field.type
-    if "choices" in field.metadata:
-      _check_choice(key, value, field)
+    if name not in fields:
+      raise UserError(f"{key}: unknown key; {nearest(name, fields)}")
+    kind: Any = fields[name].type
+    if "choices" in fields[name].metadata:
+      _check_choice(key, value, fields[name])
     values[name] = freeze(cast(type, kind), value, f"{key}.") if dataclasses.is_dataclass(kind) else value
   return cls(**values)
 
@@ -151,7 +149,8 @@ def _convert(key: str, value: Any, annotation: Any) -> Any:
   if wanted in (int, float) and _is_number(value, wanted):
     return wanted(value)
   if type(value) is not wanted:
-    raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}")
+    example = {int: f"; write {key}=10, say", float: f"; write {key}=0.1, say"}.get(wanted, "")
+    raise UserError(f"{key}={value!r}: must be of type {wanted.__name__}, not {type(value).__name__}{example}")
   return value
 
 
@@ -179,24 +178,6 @@ def to_config_dict(section: Any) -> ml_collections.ConfigDict:
     else:
       made[field.name] = value
   return made
-
-
-def merge(section: ml_collections.ConfigDict, values: dict[str, Any]) -> ml_collections.ConfigDict:
-  """Puts nested values into a ConfigDict and returns it.
-
-  Raises:
-    UserError: a section where a value belongs, the other way round, or a value of another type.
-  """
-  with section.unlocked():
-    for name, value in values.items():
-      nested = isinstance(section.get(name), ml_collections.ConfigDict)
-      if name in section and nested != isinstance(value, dict):
-        raise UserError(f"{name}={value!r}: must be {'a section of keys' if nested else 'a value, not a section'}")
-      try:
-        section[name] = merge(section[name], value) if nested else value
-      except (TypeError, KeyError) as error:  # another type, or the name of a method
-        raise UserError(f"{name}={value!r}: can't be set ({error}); correct it, or leave it out") from error
-  return section
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -160,28 +160,21 @@ def _options(name: str) -> dict[str, Any]:
     either = (either,) if isinstance(either, str) else either
     if all(given[flag] is None for flag in either):
       raise UserError(f"--{either[0]}: missing; e.g. --job={name} {JOBS[name].example}")
-  for flag in ("step_sizes", "times"):
-    if given.get(flag) is not None:
-      try:
-        given[flag] = tuple(map(float, given[flag]))
-      except ValueError:
-        raise UserError(f"--{flag}={','.join(given[flag])}: must be numbers, e.g. 0.5,0.25,0.25") from None
-  if given.get("num_steps") is not None:
-    given["num_steps"] = _num_steps(name, given["num_steps"])
-  return {flag: value for flag, value in given.items() if value is not None}
-
-
-def _num_steps(job: str, parts: list[str]) -> int | tuple[int, ...]:
-  """The flag's one number, or for evaluate perhaps several."""
-  try:
-    counts = tuple(map(int, parts or [""]))
-  except ValueError:
-    raise UserError(f"--num_steps={','.join(parts)}: must be a whole number, e.g. 12") from None
+  given = {flag: value for flag, value in given.items() if value is not None}
+  for flag in sorted(given.keys() & {"num_steps", "step_sizes", "times"}):
+    kind, rule = (int, "a whole number, e.g. 12") if flag == "num_steps" else (float, "numbers, e.g. 0.5,0.25,0.25")
+    text = ",".join(given[flag])
+    try:
+      given[flag] = tuple(map(kind, text.split(",")))
+    except ValueError:
+      raise UserError(f"--{flag}={text}: must be {rule}") from None
+  counts = given.get("num_steps", ())
   if len(counts) == 1:
-    return counts[0]
-  if job != "evaluate":
-    raise UserError(f"--num_steps={','.join(parts)}: several are for --job=evaluate, and this is --job={job}; give one")
-  return counts
+    given["num_steps"] = counts[0]
+  elif counts and name != "evaluate":
+    text = ",".join(map(str, counts))
+    raise UserError(f"--num_steps={text}: several are for --job=evaluate, and this is --job={name}; give one")
+  return given
 
 
 def parse(argv: list[str]) -> list[str]:

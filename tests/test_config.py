@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 
+from flax import traverse_util
 import jax
 import numpy as np
 import pytest
@@ -32,17 +33,9 @@ def raw_config(name: str, choice: str = ""):
   return module.get_config(choice)
 
 
-def changed(**settings):
+def changed(settings):
   """The default config with dotted keys changed (`__` for a dot)."""
-  raw = config_lib.default()
-  for key, value in settings.items():
-    section = raw
-    *parents, name = key.split("__")
-    for parent in parents:
-      section = section[parent]
-    with section.ignore_type(), section.unlocked():
-      section[name] = value
-  return raw
+  return config_lib.from_dict(traverse_util.unflatten_dict(settings, sep="__"))
 
 
 def num_parameters(config) -> int:
@@ -118,6 +111,8 @@ def test_no_key_that_nothing_reads():
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),
+    ({"model": 3}, ["model=3: must be a section of keys"]),
+    ({"model__num_steps": {}}, ["model.num_steps={}: must be of type int, not dict"]),
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "the weights of this model are stored"]),
     ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "are stored"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
@@ -127,7 +122,7 @@ def test_no_key_that_nothing_reads():
   ],
 )
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
-  line = told(lambda: config_lib.from_config_dict(changed(**settings)))
+  line = told(lambda: changed(settings))
   assert all(part in line for part in parts), line
 
 
@@ -152,7 +147,7 @@ def test_a_program_s_mistake_is_told_where_it_makes_the_value(make, parts):
 def test_kernels_for_compiling_ahead_are_for_programs_alone():
   for name in WITHOUT_BACKEND:
     assert ModelConfig(attention=name).attention == name
-    line = told(lambda name=name: config_lib.from_config_dict(changed(model__attention=name)))
+    line = told(lambda name=name: changed({"model__attention": name}))
     assert line.startswith(f"model.attention='{name}': must be one of auto, reference, pallas, ")
 
 

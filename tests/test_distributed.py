@@ -10,16 +10,20 @@ import sys
 import jax
 import pytest
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
+from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.step import init_state
 from launch import local
 from tests.conftest import mistake, run_command
 from tests.processes import Process
 from tests.test_resume import records
 
 MODEL = ("num_steps=2", "embed_dim=16", "num_heads=2", "vocab_size=300", "seq_len=32", "dropout=0.0")
+MODEL += ("weights=stored",)  # which each process compiles faster; generated ones: test_sharding.py
 RUN = ("train.batch_size=8", "train.log_every=1", "train.steps=8", "checkpoint.every=8", "eval.every=8")
 RUN += ("train.peak_tflops=0.1",)  # else it is measured
 RUN += ("data.tokenizer=bytes", "eval.max_batches=2", "optimizer.name=adamw")
@@ -67,12 +71,13 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   (tmp_path / "all.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in completions))
   keys = (f"data.source=jsonl:{tmp_path}/all.jsonl", "data.records=completion", "data.attend_across_documents=False")
   more = tuple(f"--config.{key}" for key in keys)
-  alone = lambda name, *words: run_command(
-    "--num_processes=1", *SMALL, f"--config.data.cache_dir={cache}", f"--workdir={tmp_path}/{name}", *more, *words
-  )
-  assert alone("teacher", "--config.model.dtype=bfloat16", "--config.model.num_steps=1", "--config.train.steps=1") == 0
+  settings = [word.removeprefix("--config.") for word in SMALL[1:]]
+  teacher = config_lib.load("configs/tiny.py", [*settings, "model.dtype=bfloat16", "model.num_steps=1"])
+  state = jax.jit(init_state, static_argnums=0)(teacher)
+  Run.create(teacher, str(tmp_path / "teacher"), load_tokenizer("bytes"), None, state)
   more = (*more, f"--config.train.teacher={tmp_path}/teacher")
-  assert alone("one", "--config.train.device_batch_size=2") == 0
+  words = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={tmp_path}/one", *more]
+  assert run_command("--num_processes=1", *words, "--config.train.device_batch_size=2") == 0
   with job(cache, tmp_path / "many", 2, devices=2, more=more) as (first, second):
     first.wait_for("step 3/8")
     second.send(signal.SIGTERM)
@@ -106,6 +111,7 @@ def reached(self):
   return told(self)
 
 told, distributed.Preemption.reached = distributed.Preemption.reached, reached
+distributed.ALIKE_SECONDS = 1
 """
 
 
@@ -180,7 +186,7 @@ def test_too_few_processes_end_with_one_line(tmp_path):
 
 def test_processes_that_run_something_else_are_told(monkeypatch, capsys):
   different = {"optimizer.peak_rate": 0.5, "--workdir": "elsewhere", "the code": "0123456789ab"}
-  monkeypatch.setattr(distributed, "exchange", lambda text: [text, json.dumps(json.loads(text) | different)])
+  monkeypatch.setattr(distributed, "exchange", lambda facts: [facts, facts | different])
   code, line = mistake([*SMALL, "--workdir=here", "--num_processes=1"], capsys)
   assert code == 2 and line.startswith("error: process 1 runs something else: ")
   for key, value in different.items():
@@ -214,7 +220,7 @@ import os, signal
 from diffeq_nnx.jobs import prompt_files
 
 def add(self, line, answer):
-  if len(self._answers) == 10:
+  if len(self._answers) == 6:
     os.kill(os.getpid(), signal.SIGKILL)
   told(self, line, answer)
 
@@ -228,10 +234,10 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
   Without drafts they answer the tasks in tests/test_harness.py.
   """
   config, workdir = finished
-  count = 30
-  lines = [json.dumps({"prompt": "Document hills and rain. "[: 1 + n % 6] * (n % 2 + 1)}) for n in range(count)]
-  bad = {3: "{", 10: '{"prompt": 5}', 18: '["a"]', 20: '{"prompt": ""}', 25: '{"prompt": "\\ud800"}'}
-  bad[28] = json.dumps({"prompt": "rain " * 40})
+  count = 16
+  lines = [json.dumps({"prompt": "Document hills and rain. "[: 1 + n % 4]}) for n in range(count)]
+  bad = {2: "{", 4: '{"prompt": 5}', 9: '["a"]', 10: '{"prompt": ""}', 13: '{"prompt": "\\ud800"}'}
+  bad[15] = json.dumps({"prompt": "rain " * 40})
   for n, line in bad.items():
     lines[n - 1] = line
   (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
@@ -246,7 +252,7 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
   alone, unfinished = Process([*words, "--num_processes=1"], first=KILLED), pathlib.Path(f"{out}.unfinished")
   assert alone.end() == -signal.SIGKILL
   before = unfinished.read_text()
-  assert not out.exists() and len(before.splitlines()) == 11
+  assert not out.exists() and len(before.splitlines()) == 7
   unfinished.write_text(before + '{"line": 1')  # cut off
   commands = local.commands(2, local.free_port(), [*words, "--config.mesh.tensor=2"])
   running = [Process(line[3:], local.environment(2)) for line in commands]

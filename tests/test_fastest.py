@@ -1,5 +1,6 @@
 """train.remat=auto and train.device_batch_size=-1: what is measured, taken and kept."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,8 +8,11 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import fastest
+from diffeq_nnx.training.teacher import make_teacher
+from tests.conftest import moved_instance
 
 SIZES = [
   *(f"model.{size}" for size in ("num_steps=2", "embed_dim=16", "num_heads=2", "vocab_size=32", "seq_len=8")),
@@ -47,12 +51,16 @@ def clock(monkeypatch):
 
 
 def test_a_step_is_timed_unless_it_takes_more_memory_than_there_is(monkeypatch):
+  """With a teacher, of which the time depends on the model alone."""
   config = tiny("train.device_batch_size=4", "data.attend_across_documents=False")
-  mesh = mesh_of(config)
+  mesh, model = mesh_of(config), dataclasses.replace(config.model, weights="stored", num_steps=1)
   with jax.set_mesh(mesh):
-    assert 0 < fastest.time_step(config, mesh) < 60
+    teacher = make_teacher(model, params_of(moved_instance(model)))
+    assert 0 < fastest.time_step(config, mesh, teacher) < 60
     monkeypatch.setattr(fastest, "memory_limit", lambda device: 1e5)  # bytes
-    assert fastest.time_step(config, mesh) is None
+    assert fastest.time_step(config, mesh, teacher) is None
+  describe = lambda teacher: fastest._describe(config, mesh, teacher)
+  assert describe(teacher) == describe(dataclasses.replace(teacher, origin="elsewhere")) != describe(None)
 
 
 def test_the_fastest_that_fits_is_taken_and_nothing_larger_than_what_does_not_fit_is_tried(tmp_path, told, clock):

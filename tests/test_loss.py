@@ -26,13 +26,13 @@ def example(dtype=jnp.float32, B=2, L=12, D=8, V=17):
   )
 
 
-@pytest.mark.parametrize("num_chunks", [1, 4, 12])
-def test_value_and_gradient_are_those_of_the_plain_loss(num_chunks, x64):
+def test_value_and_gradient_are_those_of_the_plain_loss(x64):
   arguments = example(jnp.float64)
   plain = jax.jit(jax.value_and_grad(plain_cross_entropy, (0, 1)))(*arguments)
-  scaled = lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3
-  chunked = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arguments)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
+  for num_chunks in (1, 4, 12):
+    scaled = lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3
+    chunked = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
 
 
 def test_bfloat16_accumulates_in_float32():

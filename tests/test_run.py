@@ -1,7 +1,9 @@
 """Whole runs on a small model: what they leave behind, and what other jobs make of it."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
@@ -29,18 +31,33 @@ from diffeq_nnx.training.report import Reporter, plot_losses, read_metrics
 from tests.conftest import told
 from tests.test_resume import kept, run  # noqa: F401
 
+WANDB = "rivers" if importlib.util.find_spec("wandb") else None
 
-def test_a_checkpoint_is_also_saved_after_minutes_and_metrics_go_to_weights_and_biases(run, capfd, monkeypatch):
+
+@pytest.fixture(scope="module")
+def longer(finished, tmp_path_factory):
+  """(config, work directory, lines) of `finished`, trained on to 28 steps; not to be changed."""
+  config, workdir = finished
+  config = dataclasses.replace(
+    config,
+    train=dataclasses.replace(config.train, steps=28),
+    checkpoint=CheckpointConfig(every=100, minutes=1e-6, keep=9),
+    report=config_lib.ReportConfig(wandb=WANDB),
+  )
+  workdir = shutil.copytree(workdir, tmp_path_factory.mktemp("longer") / "run")
+  with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as lines:
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
+      patch.setenv(name, value)
+    train(config, str(workdir))
+  return config, workdir, lines.getvalue()
+
+
+def test_a_checkpoint_is_also_saved_after_minutes_and_metrics_go_to_weights_and_biases(longer):
   """Checked where a step is logged, here every 5; the attention is named once."""
-  config, workdir = run
-  wandb = "rivers" if importlib.util.find_spec("wandb") else None
-  for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
-    monkeypatch.setenv(name, value)
-  checkpoint, report = CheckpointConfig(every=100, minutes=1e-6, keep=9), config_lib.ReportConfig(wandb=wandb)
-  train(dataclasses.replace(config, checkpoint=checkpoint, report=report), str(workdir))
+  _, workdir, lines = longer
   assert kept(workdir)[-2:] == [25, 28]
-  assert capfd.readouterr().err.count("attention: reference (no kernel for the backend 'cpu')") == 1
-  if wandb:
+  assert lines.count("attention: reference (no kernel for the backend 'cpu')") == 1
+  if WANDB:
     (folder,) = (workdir / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
     assert folder.name.endswith(workdir_lib.run_hash(workdir)[:16])
@@ -114,6 +131,8 @@ def test_a_run_is_loaded_and_evaluated_as_it_was_left(finished, capsys):
   with jax.set_mesh(run.mesh):
     values = Evaluator(config, corpus, run.mesh)(nnx.to_pure_dict(nnx.state(run.model, nnx.Param)))
   assert values["loss"] == last["loss"]
+  at_three = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
+  assert Evaluator(at_three, corpus, run.mesh).num_steps == 3
   tokens_a_byte = len(corpus.validation.tokens) / corpus.validation.num_bytes
   assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * tokens_a_byte)
   capsys.readouterr()
@@ -137,11 +156,7 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   stored = Run.open(new).started
   assert (stored.model.weights, stored.model.num_steps) == ("stored", 2)
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
-  assert discretize(str(tmp_path / "uneven"), step_sizes=(0.5, 1.5))["after"]["num_steps"] == 2
-  after = discretize(str(tmp_path / "three"), num_steps=3)["after"]
-  there = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
-  evaluated = jobs.run("evaluate", there, str(workdir))
-  assert (after["num_steps"], after["loss"]) == (3, pytest.approx(evaluated["loss"], abs=1e-5))
+  assert discretize(str(tmp_path / "uneven"), step_sizes=(0.5, 0.5, 1.0))["after"]["num_steps"] == 3
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
   for to, source, how, part in (
     ("new", workdir, {}, "holds a run already"),
@@ -188,16 +203,16 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   )
 
 
-def test_a_longer_schedule_is_said_and_its_length_can_be_fixed(run, capfd):
-  config, workdir = run
+def test_a_longer_schedule_is_said_and_its_length_can_be_fixed(longer, tmp_path, capfd):
+  config, workdir, lines = longer
+  workdir = shutil.copytree(workdir, tmp_path / "run")
   rates = lambda: {record["step"]: record["learning_rate"] for record in read_metrics(workdir, "train")}
-  train(config, str(workdir))
-  told, rate = capfd.readouterr().err, float(schedule(config.optimizer, 28)(20))
-  assert "has 28 steps now and had 20 until step 20" in told and "optimizer.schedule_steps=20" in told
-  assert f"from {rates()[20]:.3g} to {rate:.3g}" in told and rate > rates()[20]
+  rate = float(schedule(config.optimizer, 28)(20))
+  assert "has 28 steps now and had 20 until step 20" in lines and "optimizer.schedule_steps=20" in lines
+  assert f"from {rates()[20]:.3g} to {rate:.3g}" in lines and rate > rates()[20]
   optimizer = dataclasses.replace(config.optimizer, schedule_steps=28)
-  longer = dataclasses.replace(config.train, steps=32)
-  train(dataclasses.replace(config, optimizer=optimizer, train=longer), str(workdir))
+  config = dataclasses.replace(config, optimizer=optimizer, report=config_lib.ReportConfig())
+  train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=32)), str(workdir))
   assert "schedule" not in capfd.readouterr().err
   assert rates()[30] == pytest.approx(optimizer.peak_rate * optimizer.final_fraction)
 

@@ -38,14 +38,10 @@ _shell: subprocess.Popen[bytes] | None = None  # of `_explain_a_sudden_end`
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
   """Joins the job's processes.
 
-  JAX detects them on TPU pods, Slurm and Open MPI; elsewhere the first three arguments name them. Without these
-  arguments, and outside such a cluster, there is a single process. Call it before anything that touches a device.
-
-  Args:
-    coordinator: HOST:PORT at which process 0 can be reached by all.
-    num_processes: how many there are; 1 alone turns detection off.
-    process_id: which one this is, from 0.
-    join_seconds: how long to wait for all of them. After that the process exits with code 1.
+  JAX detects them on TPU pods, Slurm and Open MPI; elsewhere the first three arguments name them: HOST:PORT of process
+  0, how many there are (1 alone turns detection off), and which one this is, from 0. Without them, and outside such a
+  cluster, there is a single process. Where not all have joined after `join_seconds`, the process exits with code 1.
+  Call it before anything that touches a device.
 
   Raises:
     UserError: some of the three arguments without the others, or arguments that don't fit.
@@ -146,21 +142,21 @@ def require_one_process(job: str) -> None:
     raise UserError(f"--job={job}: runs in one process; start it on one host")
 
 
-def exchange(text: str, wait_seconds: int = WAIT_SECONDS, key: str = "exchange") -> list[str]:
-  """Returns the texts of all processes, which must all call it and wait up to `wait_seconds` for the last.
+def exchange(value: Any, wait_seconds: int = WAIT_SECONDS, key: str = "exchange") -> list[Any]:
+  """Returns the values of all processes, in JSON's types. All must call it and wait up to `wait_seconds` for the last.
 
   They wait at a barrier, which notices a death but tolerates an hour of tokenizing, and only then enter a
   collective, which would time out earlier. Calls with different keys don't meet.
   """
-  if jax.process_count() == 1:
-    return [text]
+  if whoami()[1] == 1:
+    return [value]
   orbax.checkpoint.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * wait_seconds)
-  data = np.frombuffer(text.encode(), np.uint8)
+  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
   padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
   padded[: len(data)] = data
   rows = multihost_utils.process_allgather(padded)
-  return [bytes(np.asarray(row[:size], np.uint8)).decode() for row, size in zip(rows, sizes)]
+  return [json.loads(bytes(np.asarray(row[:size], np.uint8))) for row, size in zip(rows, sizes)]
 
 
 @contextlib.contextmanager
@@ -182,7 +178,7 @@ def sync_errors() -> Iterator[None]:
     return
   one_line = isinstance(error, (UserError, RunError))
   line = str(error) if one_line else f"{type(error).__name__}: {error}"
-  reports = [json.loads(one) for one in exchange(json.dumps(error and [isinstance(error, UserError), line]))]
+  reports = exchange(error and [isinstance(error, UserError), line])
   if error is not None and not one_line:
     raise error
   first = next((process for process, one in enumerate(reports) if one), None)
@@ -200,7 +196,7 @@ def on_main_process(function: Callable[..., Any], *args: Any) -> Any:
   """
   with sync_errors():
     result = function(*args) if is_main_process() else None
-  return result if whoami()[1] == 1 else json.loads(exchange(json.dumps(result))[0])
+  return exchange(result)[0]
 
 
 def all_end_with(error: BaseException) -> bool:
@@ -231,7 +227,7 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
     **{f"--{name}": value for name, value in options.items()},
     **config_lib.flatten(config_lib.to_dict(config)),
   }
-  reports = [json.loads(one) for one in exchange(json.dumps(facts))]
+  reports = exchange(facts)
   for process, theirs in enumerate(reports):
     differing = [
       f"{key} is {theirs.get(key)!r} there and {reports[0].get(key)!r} in process 0"

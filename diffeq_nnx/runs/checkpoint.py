@@ -293,8 +293,7 @@ def _items(state: State) -> dict[str, Any]:
   """The state as orbax items; a typed random key as its integers."""
   key = state["key"]
   if isinstance(key, jax.ShapeDtypeStruct):
-    data = jax.eval_shape(jax.random.key_data, key)
-    data = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)  # none: the one it was saved with
+    data = jax.eval_shape(jax.random.key_data, key).update(sharding=key.sharding)  # none: the one it was saved with
   else:
     data = jax.random.key_data(key)
   return {"params": state["params"], "optimizer": state["opt_state"], "counters": {"step": state["step"], "key": data}}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -51,7 +50,7 @@ class Run:
       started = workdir_lib.config_of(workdir, flag)
       if config is not None:
         workdir_lib.require(workdir, config, flag=flag)
-    run = cls(workdir, started, portable(started) if config is None else localize(config, started), flag)
+    run = cls(workdir, started, localize(config or started, started), flag)
     if mesh is not None:
       run.mesh = mesh
     return run
@@ -144,17 +143,14 @@ load = Run.open  # its name at the top level of the package
 
 def portable(config: Config) -> Config:
   """The config for a machine other than the one that it was trained on: default mesh and attention."""
-  return dataclasses.replace(config, mesh=MeshConfig(), model=dataclasses.replace(config.model, attention="auto"))
+  return localize(config, config)
 
 
 def localize(config: Config, started: Config) -> Config:
   """`portable`, but with the mesh and the attention of `config` where they are not those of `started`, its run's."""
-  here = portable(config)
-  if config.mesh != started.mesh:
-    here = dataclasses.replace(here, mesh=config.mesh)
-  if config.model.attention != started.model.attention:
-    here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention=config.model.attention))
-  return here
+  mesh = MeshConfig() if config.mesh == started.mesh else config.mesh
+  attention = "auto" if config.model.attention == started.model.attention else config.model.attention
+  return dataclasses.replace(config, mesh=mesh, model=dataclasses.replace(config.model, attention=attention))
 
 
 def load_corpus(config: Config) -> Corpus:
@@ -166,7 +162,7 @@ def load_corpus(config: Config) -> Corpus:
   sizes = [
     (len(split.tokens), split.num_bytes, split.num_documents) for split in (*corpus.train.splits, corpus.validation)
   ]
-  reports = distributed.exchange(json.dumps([corpus.tokenizer.hash[:12], corpus.fingerprint[-12:], sizes]))
+  reports = distributed.exchange([corpus.tokenizer.hash[:12], corpus.fingerprint[-12:], sizes])
   other = next((process for process, one in enumerate(reports) if one != reports[0]), None)
   if other is not None:
     raise UserError(

@@ -57,12 +57,7 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:
   """Makes the work directory this run's, or checks that it already is, as all processes see it.
 
-  Args:
-    workdir: the directory.
-    config: the run's.
-    tokenizer: the run's.
-    corpus: the run's; None: it has no text yet.
-    source: the hash of the run that it starts from.
+  `corpus` None: the run has no text yet. `source`: the hash of the run that it starts from.
 
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the

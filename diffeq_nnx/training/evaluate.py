@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 import math
 import time
 
-from clu import metrics as clu_metrics
 import jax
 from jax.sharding import Mesh
 
@@ -55,24 +54,22 @@ class Evaluator:
     """
     start = time.perf_counter()
     weights = self._generate(params)
-    average: clu_metrics.Average | None = None
+    found = []
     for batch in self.batches():
       if stop():
         return {}
-      total, count = self._step(params, weights, batch)
-      part = clu_metrics.Average(total=total, count=count)
-      average = part if average is None else average.merge(part)
-    assert average is not None  # a split has at least one batch
-    loss, tokens = jax.device_get((average.compute(), average.count))
+      found.append(self._step(params, weights, batch))
+    total, tokens = map(sum, zip(*jax.device_get(found)))
     if not tokens:
       raise UserError(
         f"eval.max_batches={self._config.eval.max_batches}: no token of the validation text counts here; raise it, or "
         "name another text with data.validation"
       )
+    loss = float(total / tokens)
     return {
-      "loss": float(loss),
+      "loss": loss,
       "perplexity": perplexity(loss),
-      "bits_per_byte": bits_per_byte(float(loss), self._split.bytes_per_token),
+      "bits_per_byte": bits_per_byte(loss, self._split.bytes_per_token),
       "tokens": int(tokens),
       "seconds": time.perf_counter() - start,
     }

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import os
 import statistics
@@ -89,12 +88,12 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher 
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
   for choice in choices:
     seconds = None if choice[0] in too_large else time_step(_choose(config, choice), mesh, teacher)
-    slowest = [json.loads(text) for text in distributed.exchange(json.dumps(seconds))]  # of all processes
-    if None in slowest:
+    of_processes = distributed.exchange(seconds)
+    if None in of_processes:
       too_large.add(choice[0])
       say(f"{_format_choice(choice)}: does not fit")
     else:
-      found[choice] = max(slowest)
+      found[choice] = max(of_processes)
       say(f"{_format_choice(choice)}: {found[choice]:.3g} s a step")
   return found
 

@@ -298,7 +298,6 @@ class _Watch:
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is relative to {peak:.3g} TFLOP/s per device ({source})")
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
-    self._compiled = False
     self._restart_clock()
 
   def after(self, step: int, num_steps: int, metrics: dict[str, jax.Array]) -> None:
@@ -325,9 +324,6 @@ class _Watch:
         raise Diverged(f"step {step}: the {name.replace('_', ' ')} is {values[name]}", step - 1)
     if step % self._config.train.log_every == 0:
       self._log(step, values)
-    elif not self._compiled:  # rates exclude the first step's compilation, unless that step is logged
-      self._restart_clock()
-    self._compiled = True
 
   def _log(self, step: int, values: dict[str, float]) -> None:
     train = self._config.train
@@ -354,7 +350,7 @@ class _Watch:
   def _clocks(self) -> tuple[float, float, float]:
     """Seconds on the clock, those spent waiting for data, and those that do not count as training."""
     spent = self._run.goodput.spent
-    return time.perf_counter(), spent("waiting for data"), spent("validating", "saving")
+    return time.perf_counter(), spent("waiting for data"), spent("compiling", "validating", "saving")
 
   def _restart_clock(self) -> None:
     self._before = self._clocks()

@@ -117,8 +117,6 @@ def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> op
 
   def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
     updates, state = rest.update(updates, state, params)
-    if factor == 1:
-      return updates, state
     of_time = lambda names: names[0] == "weight_source" and names[1] in ("time_mlp", "frequencies_M")
     scale = lambda path, u: u * factor if of_time(path_names(path)) else u
     return jax.tree_util.tree_map_with_path(scale, updates), state
@@ -139,11 +137,8 @@ def make_optimizer(
   Muon is that of Jordan et al. 2024. Parameters that it does not update get AdamW's direction, with b1, b2 and eps.
   Lion is that of Chen et al. 2023; its learning rate is usually 3 to 10 times smaller than AdamW's.
 
-  Args:
-    config: the optimizer's keys.
-    steps: train.steps.
-    specs: those of the vector field, which say what kernels join several matrices; None: no kernel does.
-    vectors: e(t) of the parameters, for muon_weights; None: weights are not generated, so that it is muon.
+  `steps` is train.steps. `specs`, of the vector field, say what kernels join several matrices; None: no kernel does.
+  `vectors` gives e(t) of the parameters, for muon_weights; None: weights are not generated, so that it is muon.
   """
   adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
   directions = {

@@ -114,15 +114,7 @@ def loss_and_gradients(
   The weights are generated in one call, whatever the number of micro-batches; gradients with respect to them add up
   over micro-batches, and the generator is differentiated once.
 
-  Args:
-    config: the experiment.
-    grid: the solver steps.
-    params: the parameters that learn.
-    batch: the sequences.
-    key: of dropout.
-    frozen: the parameters that don't learn.
-    teacher: the model to imitate with train.teacher_weight; None: none.
-    full: the grid of the model's own teaching; None: none.
+  `params` learn, and `frozen` parameters don't; `key` is that of dropout.
   """
   source = params["weight_source"]
   rest = {name: value for name, value in params.items() if name != "weight_source"}
