@@ -15,12 +15,12 @@ import tokenize
 import tomllib
 import types
 import typing
-from typing import Any
 
 from diffeq_nnx import main as main_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.config_fields import plain_type
 from diffeq_nnx.jobs import JOBS
+from diffeq_nnx.parallel.console import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -56,7 +56,7 @@ def list_sections(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, t
   yield prefix, cls
   for field in dataclasses.fields(cls):
     if dataclasses.is_dataclass(field.type):
-      yield from list_sections(typing.cast(type, field.type), f"{prefix}{field.name}.")
+      yield from list_sections(field.type, f"{prefix}{field.name}.")
 
 
 def read_meanings(cls: type) -> dict[str, str]:
@@ -69,28 +69,22 @@ def read_meanings(cls: type) -> dict[str, str]:
   }
   (definition,) = ast.parse(source).body
   meanings, last = {}, 0
-  for node in typing.cast(ast.ClassDef, definition).body:
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-      meanings[node.target.id] = " ".join(text for line, text in comments.items() if last < line <= last_line(node))
-    last = last_line(node)
+  for node in definition.body:
+    if isinstance(node, ast.AnnAssign):
+      meanings[node.target.id] = " ".join(text for line, text in comments.items() if last < line <= node.end_lineno)
+    last = node.end_lineno
   return meanings
-
-
-def last_line(node: ast.stmt) -> int:
-  """Returns the number of the last line of a statement."""
-  return typing.cast(int, node.end_lineno)
 
 
 def describe_type(field: dataclasses.Field) -> str:
   """Returns the type of a field and the rule of its values, as a cell of a table."""
   if "choices" in field.metadata:
     return "one of " + ", ".join(f"`{name}`" for name in field.metadata["choices"])
-  kind: Any = field.type
-  name = plain_type(kind).__name__
+  name = plain_type(field.type).__name__
   if name == "tuple":
-    name = f"tuple of {typing.get_args(kind)[0].__name__}"
+    name = f"tuple of {typing.get_args(field.type)[0].__name__}"
   rule = field.metadata.get("rule", "").removeprefix("must be ").replace("must lie between", "between")
-  return f"{name}{', ' if rule else ''}{rule}{' or None' if isinstance(kind, types.UnionType) else ''}"
+  return f"{name}{', ' if rule else ''}{rule}{' or None' if isinstance(field.type, types.UnionType) else ''}"
 
 
 def write_config_page() -> str:
@@ -99,22 +93,20 @@ def write_config_page() -> str:
   for prefix, cls in list_sections():
     meanings = read_meanings(cls)
     rows = [
-      f"| `{prefix}{field.name}` | {describe_type(field)} | `{field.default!r}` | {escape(meanings[field.name])} |"
-      for field in dataclasses.fields(typing.cast(Any, cls))
+      [f"`{prefix}{field.name}`", describe_type(field), f"`{field.default!r}`", escape(meanings[field.name])]
+      for field in dataclasses.fields(cls)
       if not dataclasses.is_dataclass(field.type)
     ]
-    text = "\n\n".join(textwrap.fill(part, WIDTH) for part in typing.cast(str, inspect.getdoc(cls)).split("\n\n"))
+    text = "\n\n".join(textwrap.fill(part, WIDTH) for part in inspect.getdoc(cls).split("\n\n"))
     title = prefix.rstrip(".") or "The top level"
-    table = "\n".join(["| key | type and rule | default | meaning |", "| --- | --- | --- | --- |", *rows])
-    parts.append(f"## {title}\n\n{text}\n\n{table}\n")
+    parts.append(f"## {title}\n\n{text}\n\n{markdown(['key', 'type and rule', 'default', 'meaning'], rows)}\n")
   return "\n".join(parts)
 
 
 def write_jobs_page() -> str:
   """Returns the page of jobs: a table of them, the flags of each, and those of all."""
-  jobs = [f"| [{name}](#{name}) | {job.summary} |" for name, job in JOBS.items()]
-  parts = [JOBS_PAGE, "\n".join(["| job | what it does |", "| --- | --- |", *jobs, ""])]
-  parts.append(f"## Flags of every job\n\n{list_flags(main_lib.COMMON_FLAGS)}")
+  jobs = markdown(["job", "what it does"], [[f"[{name}](#{name})", job.summary] for name, job in JOBS.items()])
+  parts = [JOBS_PAGE, f"{jobs}\n", f"## Flags of every job\n\n{list_flags(main_lib.COMMON_FLAGS)}"]
   for name, job in JOBS.items():
     example = f"```sh check\n{main_lib.example_of(name)}\n```\n"
     flags_text = f"\n{list_flags(job.flags)}" if job.flags else ""
@@ -124,8 +116,7 @@ def write_jobs_page() -> str:
 
 def list_flags(names: tuple[str, ...]) -> str:
   """Returns a table of flags with their help."""
-  rows = [f"| `--{name}` | {escape(main_lib.help_of(name))} |" for name in names]
-  return "\n".join(["| flag | meaning |", "| --- | --- |", *rows, ""])
+  return markdown(["flag", "meaning"], [[f"`--{name}`", escape(main_lib.help_of(name))] for name in names]) + "\n"
 
 
 def write_map_page() -> str:
@@ -150,7 +141,7 @@ def write_map_page() -> str:
 
 def read_summary(path: pathlib.Path) -> str:
   """Returns the first paragraph of a module's docstring in one line."""
-  text = typing.cast(str, ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
+  text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
   return " ".join(text.split("\n\n")[0].split())
 
 
@@ -165,7 +156,6 @@ PAGES = {"config.md": write_config_page, "jobs.md": write_jobs_page, "map.md": w
 def main() -> None:
   """Writes the pages."""
   argparse.ArgumentParser(description=__doc__).parse_args()
-  FOLDER.mkdir(parents=True, exist_ok=True)
   for name, write in PAGES.items():
     (FOLDER / name).write_text(write(), encoding="utf-8")
 

@@ -1,5 +1,7 @@
 """--job=analyze: a report of any run, looked at in a browser."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -10,37 +12,27 @@ import pytest
 from diffeq_nnx.jobs.analyze import analyze, pieces, text_ids
 from diffeq_nnx.runs.run import Run
 from tests.browser import chromium, opened
-from tests.conftest import XLA_FLAGS, run_command, told
-from tests.processes import Process
+from tests.conftest import on_eight_devices, run_command, told
 
 TEXT = "Document 3 tells"
-PICTURES = {
-  "spectra_real",
-  "spectra_magnitude",
-  "spectra_positive_share",
-  "spectra_induction",
-  "sensitivity_exact",
-  "sensitivity_per_token",
-  "attention_rollout",
-  "gradient_times_input",
-  "sensitivity_spectra",
-  "clustering_model",
-}
+PICTURES = """spectra_real spectra_magnitude spectra_positive_share spectra_induction sensitivity_exact
+  sensitivity_per_token attention_rollout gradient_times_input sensitivity_spectra clustering_model""".split()
 
 
 @pytest.fixture(scope="module")
 def report(finished, tmp_path_factory):
   """(the line of JSON, the folder, its numbers) of a finished run's report."""
-  config, workdir = finished
-  own = tmp_path_factory.mktemp("analyzed") / "run"  # a copy: other tests use the run too
-  shutil.copytree(workdir, own)
-  result = analyze(config, str(own), text=TEXT, leading=3)
-  return result, own / "report", dict(np.load(own / "report" / "numbers.npz"))
+  own, printed = tmp_path_factory.mktemp("analyzed") / "run", io.StringIO()
+  shutil.copytree(finished[1], own)  # other tests use the run too
+  with contextlib.redirect_stdout(printed):
+    arguments = [f"--workdir={own}", f"--text={TEXT}", "--leading=3", "--num_processes=1"]
+    assert run_command("--job=analyze", *arguments) == 0
+  return json.loads(printed.getvalue()), own / "report", dict(np.load(own / "report" / "numbers.npz"))
 
 
 def test_the_folder_holds_page_pictures_and_numbers(report):
   result, folder, numbers = report
-  assert {name.removesuffix(".png") for name in os.listdir(folder)} == PICTURES | {"index.html", "numbers.npz"}
+  assert {name.removesuffix(".png") for name in os.listdir(folder)} == {*PICTURES, "index.html", "numbers.npz"}
   n = result["position"]
   assert numbers["tokens"].shape == (result["tokens"],) and n == result["tokens"] - 1
   assert numbers["exponents_exact"].shape == numbers["exponents_per_token"].shape == (n + 1, 3)
@@ -52,17 +44,15 @@ def test_the_folder_holds_page_pictures_and_numbers(report):
   assert result["most_sensitive_to"]["position"] == before.argmax()
 
 
-def test_the_page_draws_in_a_browser_at_any_width(report):
-  _, folder, _ = report
-  with chromium() as browser:
-    for width, mobile in ((1280, False), (390, True)):
-      with opened(browser, str(folder / "index.html"), width, mobile) as page:
-        page.evaluate("drawAll().then(() => true)")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.locator(".js-plotly-plot:has(.main-svg)").count() == 3 + 3 + 2 + 1 + 2 + 2
-        text = page.inner_text("body")
-        assert "Sensitivity to each token" in text and "tells" in text.replace("·", " ").replace("\n", "")
-        assert "NaN" not in text and "undefined" not in text
+def test_the_page_draws_in_a_browser_also_in_a_narrow_window(report):
+  """Wide ones are looked at in tests/test_pages.py."""
+  with chromium() as browser, opened(browser, str(report[1] / "index.html"), 390, True) as page:
+    page.evaluate("drawAll().then(() => true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator(".js-plotly-plot:has(.main-svg)").count() == 3 + 3 + 2 + 1 + 2 + 2
+    text = page.inner_text("body")
+    assert "Sensitivity to each token" in text and "tells" in text.replace("·", " ").replace("\n", "")
+    assert "NaN" not in text and "undefined" not in text
 
 
 def test_pieces_add_up_to_the_text(finished):
@@ -74,23 +64,32 @@ def test_pieces_add_up_to_the_text(finished):
     assert len(made) == len(ids) and "".join(made).replace("[begin]", "") == text
 
 
-def test_on_several_devices_it_finds_the_same(report, finished, tmp_path):
-  result, _, numbers = report
-  shutil.copytree(finished[1], tmp_path / "run")
-  words = ["--job=analyze", f"--workdir={tmp_path / 'run'}", f"--text={TEXT}", "--leading=3"]
-  without_pictures = "import sys, diffeq_nnx.jobs.analyze; sys.modules['diffeq_nnx.jobs.analyze'].draw = lambda *_: 0"
-  process = Process(words, {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=4"}, without_pictures)
-  assert process.end(240) == 0, process.lines[-20:]
-  assert json.loads(process.out)["leading_exponent"] == pytest.approx(result["leading_exponent"], abs=1e-3)
-  found = np.load(tmp_path / "run" / "report" / "numbers.npz")
-  np.testing.assert_allclose(found["rollout"], numbers["rollout"], atol=1e-5)
+def test_a_run_on_eight_devices_is_looked_at_on_one_of_them(report, finished):
+  numbers = report[2]
+  tokens, times = numbers["tokens"].tolist(), numbers["between_times"][:2].tolist()
+  printed = on_eight_devices(f"""
+import json
+import jax
+from diffeq_nnx.analysis import analyzed_model, clustering, spectra
+from diffeq_nnx.runs.run import Run
+run = Run.open({str(finished[1])!r})
+assert run.mesh.size == 8
+with jax.set_mesh(run.mesh):
+  one = analyzed_model.AnalyzedModel(run.model)
+between = spectra.spectra(one, {times}, feedforward=False)
+print(json.dumps([abs(between.ov).sum((1, 2)).tolist(), *map(list, clustering.depth_spread(one, {tokens}))]))
+""")
+  eigenvalues, spread, share = json.loads(printed)
+  np.testing.assert_allclose(eigenvalues, np.abs(numbers["between_eigenvalues_ov"][:2]).sum((1, 2)), rtol=1e-5)
+  np.testing.assert_allclose(spread, numbers["depth_spread_own"], atol=1e-5)
+  np.testing.assert_allclose(share, numbers["depth_clustered_share_own"], atol=1e-5)
 
 
 def test_what_can_t_be_is_told(finished, capsys):
   config, workdir = finished
   for changes, says in (
     (dict(text=""), "--text='': gives no tokens"),
-    (dict(text=TEXT, position=40), "position=40: the text has"),
+    (dict(position=40), "position=40: the text has 16 tokens"),
     (dict(num_steps=0), "num_steps=0"),
   ):
     assert says in told(lambda: analyze(config, str(workdir), **changes))

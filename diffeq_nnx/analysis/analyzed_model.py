@@ -35,6 +35,7 @@ class AnalyzedModel:
 
   Attributes:
     config: of the model, in the wider dtype.
+    grid: the steps.
     times: of its weights, and which of them each step uses.
     weights: at these times, with the grid.
     source: the parameters of its weight source.
@@ -49,14 +50,9 @@ class AnalyzedModel:
     )
     with jax.default_matmul_precision("highest"):
       ready = make_ready(model, num_steps, config=config)
-    self.config, self.weights, self.rest = config, ready.weights, ready.rest
+    self.config, self.weights, self.rest, self.grid = config, ready.weights, ready.rest, ready.weights.grid
     self.times = solvers.weight_times(config, self.grid)
     self.mesh, self.source = ready.mesh, params_of(model)["weight_source"]
-
-  @property
-  def grid(self) -> grids.Grid:
-    """The steps."""
-    return self.weights.grid
 
   @contextlib.contextmanager
   def use_device(self) -> Iterator[None]:
@@ -90,11 +86,11 @@ class AnalyzedModel:
     Raises UserError for no tokens, ids that the model lacks, or more than it has positions.
     """
     tokens_L = np.asarray(tokens_L)
-    if len(tokens_L) and (tokens_L.ndim != 1 or tokens_L.dtype.kind not in "iu"):
-      raise UserError(f"tokens: {tokens_L.dtype} of the shape {tokens_L.shape}; must be a list of ids")
-    V, seq_len = self.config.vocab_size, self.config.seq_len
     if not len(tokens_L):
       raise UserError("tokens: there are none; give one or more")
+    if tokens_L.ndim != 1 or tokens_L.dtype.kind not in "iu":
+      raise UserError(f"tokens: {tokens_L.dtype} of the shape {tokens_L.shape}; must be a list of ids")
+    V, seq_len = self.config.vocab_size, self.config.seq_len
     if len(wrong := tokens_L[(tokens_L < 0) | (tokens_L >= V)]):
       raise UserError(f"tokens: hold the id {wrong[0]}; the model's ids are 0 to {V - 1}")
     if vector_fields.FIELDS[self.config.field].learned_positions and len(tokens_L) > seq_len:
@@ -106,11 +102,9 @@ class AnalyzedModel:
   @staticmethod
   def check_position(position: int, length: int) -> int:
     """The position counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    return _resolve_index("position", position, length, "the text has {} tokens")
-
-  def check_step(self, name: str, step: int) -> int:
-    """The step counted from 0, of one that may count from the end; raises UserError if it is out of range."""
-    return _resolve_index(name, step, self.grid.num_steps, "the model has {} steps")
+    if not -length <= position < length:
+      raise UserError(f"position={position}: the text has {length} tokens, 0 to {length - 1}")
+    return position % length
 
   def observe(
     self, tokens_L: Sequence[int] | np.ndarray, weights: GridWeights | None = None, *, attention: bool = False
@@ -131,12 +125,6 @@ class AnalyzedModel:
         "model's weights are too large, or not numbers"
       )
     return passed
-
-
-def _resolve_index(name: str, index: int, count: int, rule: str) -> int:
-  if not -count <= index < count:
-    raise UserError(f"{name}={index}: {rule.format(count)}, 0 to {count - 1}")
-  return index % count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -181,24 +169,17 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
   return jax.nn.softmax(jnp.where(causal_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
-class Step:
-  """A step of a model's solver, as a function of the carry, on texts without padding."""
+def make_step(
+  config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()
+) -> Callable[[solvers.Carry, integration.Links], solvers.Carry]:
+  """A step of the model's solver on texts without padding: (carry, that step's of `links_of`) -> the carry after it."""
+  field = vector_fields.BoundField(vector_fields.make_field(config), context)
+  return functools.partial(integration.advance_of(solvers.SOLVERS[config.solver], grid), field)
 
-  def __init__(self, config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()):
-    self.solver = solvers.SOLVERS[config.solver]
-    self._dtype, self._grid = jnp.dtype(config.dtype), grid
-    self._advance = integration.advance_of(self.solver, grid)
-    self._field = vector_fields.BoundField(vector_fields.make_field(config), context)
 
-  def links(self, weights: GridWeights) -> integration.Links:
-    """What each step reads of the weights, with leading axes S, to scan over; raises ValueError for another grid's."""
-    if weights.grid != self._grid:
-      raise ValueError(f"weights of a grid of {weights.grid.num_steps} steps: must be those of this step's own grid")
-    return integration.links_of(self.solver, weights, self._dtype, jax.random.key(0))
-
-  def __call__(self, carry: solvers.Carry, link: integration.Links) -> solvers.Carry:
-    """The carry after a step, `link` being that step's of `links`."""
-    return self._advance(self._field, carry, link)
+def links_of(config: ModelConfig, weights: GridWeights) -> integration.Links:
+  """What each step reads of the weights, with leading axes S, to scan over."""
+  return integration.links_of(solvers.SOLVERS[config.solver], weights, jnp.dtype(config.dtype), jax.random.key(0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -209,13 +190,12 @@ def observe(
 
   def step(carry, link):
     context = _RecordedAttention()
-    after = Step(config, weights.grid, context)(carry, link)
+    after = make_step(config, weights.grid, context)(carry, link)
     return after, (carry, solver.read(after), context.probabilities[0] if with_attention else None)
 
   solver = solvers.SOLVERS[config.solver]
   x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
-  links = Step(config, weights.grid).links(weights)
-  _, (carries, states, attention) = jax.lax.scan(step, solver.init(x_BxLxD), links)
+  _, (carries, states, attention) = jax.lax.scan(step, solver.init(x_BxLxD), links_of(config, weights))
   return Pass(jnp.concatenate([x_BxLxD[None], states]), carries, attention)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Step, logits_of
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, links_of, logits_of, make_step
 from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.model.solvers import SOLVERS
 from diffeq_nnx.model.weight_sources import GridWeights
 
 HALF = 25  # repeated tokens, if there are positions for them
@@ -30,42 +30,30 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
   return mixed_LxL
 
 
-def gradient_times_input(model: AnalyzedModel, passed: Pass, position: int, token: int) -> np.ndarray:
-  """The gradient of one logit times each token's initial state, summed over D: [L], signed.
-
-  The logit is that of `token` at `position`, counted from the end if it is negative, in a forward pass of one text.
-  Raises UserError if the position or the token is out of range.
-  """
-  position = model.check_position(position, passed.states.shape[2])
-  if not 0 <= token < model.config.vocab_size:
-    raise UserError(f"token={token}: the model's ids are 0 to {model.config.vocab_size - 1}")
+def gradient_times_input(model: AnalyzedModel, passed: Pass, token: int) -> np.ndarray:
+  """The gradient of the logit of `token` after a text times each token's initial state, summed over D: [L], signed."""
   with model.use_device():
-    return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], position, token))
+    return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], token))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient_times_input(
-  config: ModelConfig,
-  rest: dict[str, Any],
-  weights: GridWeights,
-  x_1xLxD: jax.Array,
-  position: jax.Array,
-  token: jax.Array,
+  config: ModelConfig, rest: dict[str, Any], weights: GridWeights, x_1xLxD: jax.Array, token: jax.Array
 ) -> jax.Array:
+  step, solver = make_step(config, weights.grid), SOLVERS[config.solver]
+
   def logit(x_1xLxD):
-    step = Step(config, weights.grid)
     recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
-    carry, _ = jax.lax.scan(recomputed, step.solver.init(x_1xLxD), step.links(weights))
-    return logits_of(config, rest, step.solver.read(carry))[0, position, token]
+    carry, _ = jax.lax.scan(recomputed, solver.init(x_1xLxD), links_of(config, weights))
+    return logits_of(config, rest, solver.read(carry))[0, -1, token]
 
   return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
 
 
-def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, float]:
-  """The likeliest token after `position`, and its probability; raises UserError for a position out of range."""
-  position = model.check_position(position, passed.states.shape[2])
+def likeliest(model: AnalyzedModel, passed: Pass) -> tuple[int, float]:
+  """The likeliest token after a text, and its probability."""
   with model.use_device():
-    logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, position], np.float64)
+    logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, -1], np.float64)
   token = int(np.argmax(logits_V))
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 
@@ -73,12 +61,9 @@ def likeliest(model: AnalyzedModel, passed: Pass, position: int) -> tuple[int, f
 def prefix_matching(model: AnalyzedModel, half: int) -> np.ndarray:
   """A measure of each head as an induction head: [S, H], from 0 to 1 (Olsson et al. 2022).
 
-  On texts of `half` random tokens that are repeated once: the mean attention from each token of the second half to the
-  token after its first occurrence. Raises UserError for fewer than two tokens, or more than the positions allow.
+  On texts of `half` random tokens, two or more, that are repeated once: the mean attention from each token of the
+  second half to the token after its first occurrence.
   """
-  most = model.config.seq_len // 2
-  if not 2 <= half <= most:
-    raise UserError(f"half={half}: must be 2 to {most}, half of the model's seq_len")
   first_BxL = np.random.default_rng(0).integers(model.config.vocab_size, size=(ROWS, half))
   scores = [_after_first(model.observe(np.tile(row_L, 2), attention=True).attention, half) for row_L in first_BxL]
   return np.mean(scores, axis=0)

@@ -42,8 +42,7 @@ def _squared_distances(states: np.ndarray) -> np.ndarray:
 
 
 def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
-  """The weights of one step, at its first node, at every time; raises as `AnalyzedModel.check_step`."""
-  step = model.check_step("step", step)
+  """The weights of one step, at its first node, at every time."""
   with model.use_device():
     return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
 
@@ -54,7 +53,7 @@ def depth_spread(
   """(spread, clustered share) of a text's states over depth, [S + 1] each, with the model's weights or constant ones.
 
   The weights of the step `held`, from 0, are used at every step; None: each step has its own. Raises UserError as
-  `AnalyzedModel.check_tokens`, for a single token, and for a step out of range.
+  `AnalyzedModel.check_tokens`, and for a single token.
   """
   if len(tokens_L) == 1:
     raise UserError("tokens: there is one, which is at no distance from another; give two or more")

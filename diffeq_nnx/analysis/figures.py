@@ -120,9 +120,8 @@ def positive_shares(found: Findings) -> Chart:
 def induction(found: Findings) -> Chart:
   """The copying scores of both products of each head, and its prefix matching on repeated tokens."""
   qk_SxH, ov_SxH = copying_score(found.spectra.qk), copying_score(found.spectra.ov)
-  S, H = qk_SxH.shape
-  whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(H)]
-  own = len(found.grid[0]) == S and np.array_equal(found.spectra.times, found.grid[0])
+  whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(qk_SxH.shape[1])]
+  own = np.array_equal(found.spectra.times, found.grid[0])
   measured = found.prefix_matching.reshape(-1) if own and found.prefix_matching is not None else None
   caption = (
     "Each point is one head at one time. A score is the sum of the eigenvalues over the sum of their "
@@ -147,10 +146,9 @@ def colored_texts(found: Findings) -> list[ColoredText]:
   """
   n = found.position
 
-  def color(name: str, title: str, caption: str, values: np.ndarray, label: str, **more) -> ColoredText:
+  def color(name: str, title: str, caption: str, values: np.ndarray, label: str, diverging: bool = False):
     caption += f" The framed token itself has no color: {values[n]:.3g}."
-    more |= {"marked": n, "marked_colored": n == 0}
-    return ColoredText(name, title, caption, found.pieces[: n + 1], values, label, **more)
+    return ColoredText(name, title, caption, found.pieces[: n + 1], values, label, diverging, n, n == 0)
 
   return [
     color(
@@ -191,9 +189,8 @@ def exponent_spectra(found: Findings) -> Chart:
   for title, exponents_Nxr in (("exact form", found.exact), ("the paper's form", found.per_token)):
     n, r = exponents_Nxr.shape
     ranks, positions = np.tile(np.arange(1, r + 1), n), np.repeat(np.arange(n), r)
-    values = np.where(np.isfinite(exponents_Nxr), exponents_Nxr, np.nan).reshape(-1)
     hover = [f"{found.pieces[k]!r}, token {k}" for k in positions]
-    points = Points(ranks, values, hover=hover, color=positions, size=5)
+    points = Points(ranks, exponents_Nxr.reshape(-1), hover=hover, color=positions, size=5)
     panels.append(Panel(title, "rank", "exponent", [points], color_label="position"))
   return Chart(
     "sensitivity_spectra",
@@ -205,10 +202,10 @@ def exponent_spectra(found: Findings) -> Chart:
 
 def token_table(found: Findings) -> Table:
   """The values of each token up to the output token."""
-  shares = zip(found.exact[:, 0], found.per_token[:, 0], found.rollout)
+  columns = found.exact[:, 0], found.per_token[:, 0], found.rollout
   rows = [
-    [str(k), found.pieces[k], *(f"{value:.4f}" for value in values), f"{found.gradient[k]:.3g}"]
-    for k, values in enumerate(shares)
+    [str(k), found.pieces[k], *(f"{column[k]:.4f}" for column in columns), f"{gradient:.3g}"]
+    for k, gradient in enumerate(found.gradient)
   ]
   return Table(
     "Values by token",
@@ -240,7 +237,7 @@ def depth(found: Findings) -> Chart:
   panels = []
   for index, title in enumerate(("mean distance of pairs", "fraction of clustered pairs")):
     curves = {label: values[index] for label, values in (found.depth or {}).items()}
-    lines = [Line(at, curves.pop("own"), label="as trained", width=3.0)] if curves else []
+    lines = [Line(at, curves.pop("own"), label="as trained", width=3.0)]
     lines += [Line(at, values, label=label, dashed=True, width=1.5) for label, values in curves.items()]
     panels.append(Panel("", TIME, title, lines))
   return Chart(

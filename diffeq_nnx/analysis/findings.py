@@ -87,7 +87,7 @@ def find(
   decode: Callable[[int], str],
   *,
   position: int = -1,
-  leading: int | None = 16,
+  leading: int = 16,
   times: Sequence[float] | None = None,
 ) -> Findings:
   """Analyzes a model with one text; shows progress on stderr.
@@ -96,7 +96,7 @@ def find(
     tokens_L: the text's tokens.
     pieces: their texts, [L].
     position: of the output token; negative ones count from the end.
-    leading: how many exponents, at most embed_dim; None: all.
+    leading: how many exponents, at most embed_dim.
     times: of the spectra, from 0 to 1, which pictures show in rising order; None: the model's own.
 
   Raises:
@@ -105,26 +105,25 @@ def find(
   """
   tokens_L = analyzed.check_tokens(tokens_L)
   position = analyzed.check_position(position, len(tokens_L))
-  if leading is not None and leading < 1:
+  if leading < 1:
     raise UserError(f"leading={leading}: must be 1 or above")
   times = None if times is None else sorted(set(times))
-  generated, S = analyzed.config.weights == "generated", analyzed.grid.num_steps
-  leading = None if leading is None else min(leading, analyzed.config.embed_dim)
   with show_progress("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
-  if generated:
-    fine = np.arange(1, BETWEEN * S + 1) / (BETWEEN * S)
+  if analyzed.config.weights == "generated":
+    count = BETWEEN * analyzed.grid.num_steps
+    fine = np.arange(1, count + 1) / count
     with show_progress("spectra between", len(fine)) as progress:
       between = spectra(analyzed, np.union1d(fine, analyzed.times.times_U), feedforward=False, progress=progress)
   exponents = {}
   for form in sensitivity.FORMS:
     with show_progress(f"exponents, {form}", position + 1) as progress:
       exponents[form] = sensitivity.exponents(
-        analyzed, tokens_L, position, leading=leading, form=form, progress=progress
+        analyzed, tokens_L, position, leading=min(leading, analyzed.config.embed_dim), form=form, progress=progress
       )
   passed = analyzed.observe(tokens_L[: position + 1], attention=True)
-  token, probability = attention.likeliest(analyzed, passed, position)
+  token, probability = attention.likeliest(analyzed, passed)
   half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
     tuple(pieces),
@@ -137,8 +136,8 @@ def find(
     half,
     exponents["exact"],
     exponents["per_token"],
-    attention.rollout(np.asarray(passed.attention[:, 0]))[position],
-    attention.gradient_times_input(analyzed, passed, position, token),
+    attention.rollout(np.asarray(passed.attention[:, 0]))[-1],
+    attention.gradient_times_input(analyzed, passed, token),
     (decode(token), probability, token),
     _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None,
   )

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, Step
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, links_of, make_step
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids
@@ -76,36 +76,26 @@ def exponents(
 
 
 def jacobian(
-  model: AnalyzedModel,
-  passed: Pass,
-  ks: Sequence[int] | np.ndarray | None = None,
-  progress: Progress = lambda done: None,
-  alone: int | None = None,
+  model: AnalyzedModel, passed: Pass, ks: np.ndarray, progress: Progress, alone: int | None = None
 ) -> np.ndarray:
   """d x_n(1) / d x_k(0) for the last token n and K tokens k, [K, D, D] (k, output, input).
 
   Args:
-    ks: which tokens; None: all L. Negative ones count from the end, as do steps.
+    ks: which tokens.
     progress: called with fractions of K.
     alone: a step to differentiate in place of all, as started at its recorded state.
-
-  Raises:
-    UserError: a token or step out of range.
   """
-  _, _, L, D = passed.states.shape
-  ks = np.array([model.check_position(k, L) for k in (range(L) if ks is None else ks)], int)
-  evaluations = SOLVERS[model.config.solver].evaluations.attention
-  bytes_of_tangent = 4 * L * (D + 3 * evaluations * model.config.num_heads * L)  # and its attention over a step
+  L, D = passed.states.shape[2:]
+  solver = SOLVERS[model.config.solver]
+  bytes_of_tangent = 4 * L * (D + 3 * solver.evaluations.attention * model.config.num_heads * L)  # and its attention
   num_chunks = -(-D // max(1, CHUNK_BYTES // bytes_of_tangent))
   chunk = -(-D // num_chunks)  # all of about the same size
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.use_device():
-    step = Step(model.config, model.grid)
-    start, carries, links = passed.states[0], passed.carries, step.links(model.weights)
+    start, carries, links = passed.states[0], passed.carries, links_of(model.config, model.weights)
     if alone is not None:
-      alone = model.check_step("alone", alone)
       start = passed.states[alone]
-      carries = jax.tree.map(lambda leaf: leaf[None], step.solver.init(start))
+      carries = jax.tree.map(lambda leaf: leaf[None], solver.init(start))
       links = jax.tree.map(lambda leaf: leaf[alone : alone + 1], links)
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
@@ -152,7 +142,7 @@ def _pull_back(
 
   `carries` and `links` are, for each step, the carry before it and what it reads.
   """
-  step = Step(config, grid)
+  step, solver = make_step(config, grid), SOLVERS[config.solver]
 
   def pull_rows(function, at, rows):  # rows: cotangents with a leading axis c
     _, pull = jax.vjp(function, at)
@@ -165,5 +155,5 @@ def _pull_back(
   L, D = start_1xLxD.shape[1:]
   rows = jnp.zeros((len(cotangents_cxD), 1, L, D), cotangents_cxD.dtype).at[:, 0, -1].set(cotangents_cxD)
   last = step(*jax.tree.map(lambda leaf: leaf[-1], (carries, links)))
-  rows, _ = jax.lax.scan(back, pull_rows(step.solver.read, last, rows), (carries, links), reverse=True)
-  return pull_rows(step.solver.init, start_1xLxD, rows)[:, 0]
+  rows, _ = jax.lax.scan(back, pull_rows(solver.read, last, rows), (carries, links), reverse=True)
+  return pull_rows(solver.init, start_1xLxD, rows)[:, 0]

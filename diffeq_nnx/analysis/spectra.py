@@ -55,15 +55,14 @@ def spectra(
   with the number of times done since the last call. Raises UserError for times outside 0 to 1, and for any times if
   weights are stored.
   """
-  field = vector_fields.make_field(model.config)
+  field, U = vector_fields.make_field(model.config), len(model.times.times_U)
   own = times_S is None
   times_S = np.asarray(model.times.times_U if times_S is None else model.check_times(times_S), np.float64)
   qk, ov, ff = [], [], []
-  for first in range(0, len(times_S), len(model.times.times_U)):  # at most as many weights at a time as the model has
-    part_S = times_S[first : first + len(model.times.times_U)]
+  for part_S in np.split(times_S, range(U, len(times_S), U)):  # at most as many weights at a time as the model has
     kernels = field.head_kernels(jax.device_get(model.weights.sets if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
-      one = jax.tree.map(lambda kernel, s=s: np.asarray(kernel[s], np.float64), kernels)
+      one = jax.tree.map(lambda kernel, s=s: kernel[s], kernels)
       groups = one.query.shape[1] // one.key.shape[1]
       heads = lambda kernel_DxKxC, n=groups: np.repeat(kernel_DxKxC, n, axis=1).swapaxes(0, 1)  # [H, D, C]
       qk.append(eigenvalues(heads(one.query, 1), heads(one.key).swapaxes(1, 2)))

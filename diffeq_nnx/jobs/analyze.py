@@ -85,6 +85,10 @@ def analyze(
     "Tokens of the text": str(len(ids)),
   }
   _write_report(found, folder, facts)
+  most_sensitive_to = None
+  if found.position:
+    token = int(np.argmax(found.exact[: found.position, 0]))
+    most_sensitive_to = {"position": token, "text": found.pieces[token]}
   return print_result(
     "analyze",
     workdir,
@@ -94,18 +98,9 @@ def analyze(
     tokens=len(ids),
     position=found.position,
     leading_exponent=round(float(found.exact[found.position, 0]), 4),
-    most_sensitive_to=_most_sensitive(found),
+    most_sensitive_to=most_sensitive_to,
     seconds=time.perf_counter() - start,
   )
-
-
-def _most_sensitive(found: Findings) -> dict[str, Any] | None:
-  """The token before the output token that it is most sensitive to; None where there is none."""
-  before = found.exact[: found.position, 0]
-  if not len(before):
-    return None
-  token = int(np.argmax(before))
-  return {"position": token, "text": found.pieces[token]}
 
 
 def _write_report(found: Findings, folder: str, facts: dict[str, str]) -> None:

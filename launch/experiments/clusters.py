@@ -9,7 +9,7 @@ the same direction at the end, as means over 50 draws of weights and states with
 L tokens, D dimensions, N draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,7 +27,7 @@ SCALES = {  # of the polynomial of order k: its name, and its value at t = TIME
 }
 
 
-def simulate(order: int, end: float, seeds: Sequence[int] = SEEDS) -> np.ndarray:
+def simulate(order: int, end: float, seeds: Iterable[int]) -> np.ndarray:
   """x <- x + step Attention(standardized x), with random weights times p(t) = end (t / T)^order, [steps + 1, N, L, D].
 
   W_qk = A A^T p(t)^2 and W_v = V p(t), where A and V [D, D] are normal and constant. The state x starts uniform in
@@ -55,7 +55,7 @@ def simulate(order: int, end: float, seeds: Sequence[int] = SEEDS) -> np.ndarray
 
 def main() -> None:
   """Simulates every scale and order, and prints the table."""
-  measure = lambda order, end: tables.mean_and_error(clustered_share(simulate(order, end)[-1]).tolist(), ".2f")
+  measure = lambda order, end: tables.mean_and_error(clustered_share(simulate(order, end, SEEDS)[-1]).tolist(), ".2f")
   rows = [[name, *(measure(order, end(order)) for order in ORDERS)] for name, end in SCALES.items()]
   print(tables.markdown(["weights", "constant (k = 0)", *(f"k = {order}" for order in ORDERS[1:])], rows))
 

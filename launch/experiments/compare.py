@@ -1,14 +1,13 @@
 """Trains several presets at several peak rates and seeds, and prints a Markdown table.
 
   python -m launch.experiments.compare --config=configs/english.py --presets=diffeq,gpt --rates=4e-3,8e-3,16e-3 \
-      --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--bracket] [--all-seeds] [--plot=FILE.png]
+      --seeds=0,1,2 --workdir=runs/english [--set=train.steps=600] [--bracket] [--plot=FILE.png]
 
 A preset's own settings follow it: `gpt@optimizer.b2=0.95@train.steps=1200`. Every rate is run with the first seed, and
-the best one then with the other seeds; `--all-seeds` runs every rate with every seed and chooses the best by the mean.
-`--bracket` also runs half the lowest rate, or twice the highest, for as long as the best is at that end, so that it
-lies between two worse ones. Finished runs are not repeated, so the same command continues after an interruption, and
-several commands can share a work directory, as long as no two train the same run at one time: each result is a file
-there, RUN.json.
+the best one then with the other seeds. `--bracket` also runs half the lowest rate, or twice the highest, for as long as
+the best is at that end, so that it lies between two worse ones. Finished runs are not repeated, so the same command
+continues after an interruption, and several commands can share a work directory, as long as no two train the same run
+at one time: each result is a file there, RUN.json.
 
 The table has each preset's best rate, the mean of its validation losses in nats per token with the standard error over
 seeds, the mean of its differences from the first preset's with the same seed and their standard error, losses by seed
@@ -18,10 +17,10 @@ prints the means in a second table, a column for each validation.
 """
 
 import argparse
+from collections.abc import Sequence
 import dataclasses
 import math
 import os
-import statistics
 
 import jax
 from matplotlib.figure import Figure
@@ -46,40 +45,29 @@ def with_preset(config: str, preset: str) -> str:
   return f"{config}{',' if ':' in config else ':'}{preset}"
 
 
-class Runs:
-  """Finished runs by name, each in a file of the work directory."""
+def load_preset(args: argparse.Namespace, preset: str, settings: Sequence[str]) -> Config:
+  """The config of a preset, with its own settings, these and those of the command line."""
+  preset, *own = preset.split("@")
+  return config_lib.load(with_preset(args.config, preset), [*settings, *args.set, *own])
 
-  def __init__(self, args: argparse.Namespace):
-    self._args = args
 
-  def place(self, name: str) -> str:
-    """A path in the work directory."""
-    return os.path.join(self._args.workdir, name)
+def find_loss(args: argparse.Namespace, name: str, preset: str, settings: Sequence[str]) -> float:
+  """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing.
 
-  def name(self, preset: str, rate: float, seed: int) -> str:
-    """The name of a run and of its directory."""
-    return f"{preset.replace('/', '_')}_rate{rate:g}_seed{seed}"
+  `settings` come before those of the command line.
+  """
+  workdir = os.path.join(args.workdir, name)
+  return tables.remember(f"{workdir}.json", lambda: train_to_end(load_preset(args, preset, settings), workdir))
 
-  def config(self, preset: str, *settings: str) -> Config:
-    """The config of a preset, with its own settings, these and those of the command line."""
-    preset, *own = preset.split("@")
-    return config_lib.load(with_preset(self._args.config, preset), [*settings, *self._args.set, *own])
 
-  def loss(self, preset: str, rate: float, seed: int) -> float:
-    """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing."""
-    settings = [f"optimizer.peak_rate={rate!r}", f"seed={seed}"]
-    return self.find_loss(self.name(preset, rate, seed), preset, settings)
+def name_run(preset: str, rate: float, seed: int) -> str:
+  """The name of a run and of its directory."""
+  return f"{preset.replace('/', '_')}_rate{rate:g}_seed{seed}"
 
-  def find_loss(self, name: str, preset: str, settings: list[str]) -> float:
-    """`loss` for the run of this name, with settings that come before those of the command line."""
-    train_run = lambda: train_to_end(self.config(preset, *settings), self.place(name))
-    return tables.remember(self.place(f"{name}.json"), train_run)
 
-  def curve(self, preset: str, rate: float, seed: int) -> tuple[list[int], list[float]]:
-    """Train steps and validation losses of a run."""
-    records = read_metrics(self.place(self.name(preset, rate, seed)), "validation")
-    by_step = {record["step"]: record["loss"] for record in records}  # the last, where a run was continued
-    return list(by_step), list(by_step.values())
+def loss_at(args: argparse.Namespace, preset: str, rate: float, seed: int) -> float:
+  """`find_loss` of a preset at a peak rate, with a seed."""
+  return find_loss(args, name_run(preset, rate, seed), preset, [f"optimizer.peak_rate={rate!r}", f"seed={seed}"])
 
 
 def train_to_end(config: Config, workdir: str) -> float:
@@ -100,7 +88,7 @@ def train_to_end(config: Config, workdir: str) -> float:
 
 @dataclasses.dataclass
 class Found:
-  """What was found for a preset; `losses` are by seed, `by_rate` means over the seeds that a rate ran with."""
+  """What was found for a preset; `losses` are by seed, `by_rate` those of the first seed."""
 
   name: str
   config: Config
@@ -109,25 +97,24 @@ class Found:
   by_rate: dict[float, float]
 
 
-def best_of(runs: Runs, preset: str, args: argparse.Namespace) -> Found:
+def best_of(args: argparse.Namespace, preset: str) -> Found:
   """A preset at its best rate.
 
   Raises:
     UserError: with `--bracket`, the best of `MOST_RATES` is still the lowest or the highest.
   """
-  tried = args.seeds if args.all_seeds else args.seeds[:1]
   by_rate: dict[float, float] = {}
   rates = list(args.rates)
   while rates:
-    by_rate |= {rate: statistics.mean(runs.loss(preset, rate, seed) for seed in tried) for rate in rates}
+    by_rate |= {rate: loss_at(args, preset, rate, args.seeds[0]) for rate in rates}
     best, low, high = min(by_rate, key=lambda rate: by_rate[rate]), min(by_rate), max(by_rate)
     rates = [rate for end, rate in ((low, low / 2), (high, high * 2)) if best == end] if args.bracket else []
     if rates and len(by_rate) >= MOST_RATES:
       raise UserError(
         f"--bracket: of {len(by_rate)} rates {best:g} is the best for {preset}, at an end; change --rates"
       )
-  losses = [runs.loss(preset, best, seed) for seed in args.seeds]
-  config = runs.config(preset, f"optimizer.peak_rate={best!r}")
+  losses = [loss_at(args, preset, best, seed) for seed in args.seeds]
+  config = load_preset(args, preset, [f"optimizer.peak_rate={best!r}"])
   return Found(preset, config, best, losses, dict(sorted(by_rate.items())))
 
 
@@ -160,13 +147,15 @@ def table(presets: list[Found]) -> str:
   return tables.markdown(head, cells)
 
 
-def plot(runs: Runs, presets: list[Found], seeds: list[int], path: str) -> str:
+def plot(args: argparse.Namespace, presets: list[Found]) -> str:
   """Draws validation losses of each preset at its best rate against tokens and operations; returns them as Markdown."""
   figure = Figure(figsize=(9.6, 4.4), layout="constrained")
   panels, by_preset = figure.subplots(1, 2, sharey=True), {}
   for preset in presets:
-    curves = [runs.curve(preset.name, preset.rate, seed) for seed in seeds]
-    steps, losses = curves[0][0], np.array([losses for _, losses in curves])
+    workdirs = [os.path.join(args.workdir, name_run(preset.name, preset.rate, seed)) for seed in args.seeds]
+    # a step's last record, where a run was continued
+    curves = [{one["step"]: one["loss"] for one in read_metrics(workdir, "validation")} for workdir in workdirs]
+    steps, losses = list(curves[0]), np.array([list(curve.values()) for curve in curves])
     by_preset[preset.name] = {n: tables.mean_and_error(column.tolist(), ".3f") for n, column in zip(steps, losses.T)}
     tokens = [step * preset.config.train.batch_size * preset.config.model.seq_len for step in steps]
     for axes, places in zip(panels, (tokens, [operations(preset.config, step) for step in steps])):
@@ -176,7 +165,7 @@ def plot(runs: Runs, presets: list[Found], seeds: list[int], path: str) -> str:
   for axes in panels:
     axes.grid(alpha=0.25)
   figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
-  figure.savefig(path, dpi=120)
+  figure.savefig(args.plot, dpi=120)
   steps = sorted(set().union(*by_preset.values()))
   cells = [[name, *(found.get(step, "") for step in steps)] for name, found in by_preset.items()]
   return tables.markdown(["preset", *(f"step {step}" for step in steps)], cells)
@@ -185,13 +174,11 @@ def plot(runs: Runs, presets: list[Found], seeds: list[int], path: str) -> str:
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
   study = {"presets": ["diffeq", "baseline"], "rates": [1e-3, 2e-3, 4e-3], "seeds": [0, 1, 2]}
-  parser = programs.make_parser(__doc__, config=str, workdir=str, **study, all_seeds=False, bracket=False, plot=None)
-  args = parser.parse_args(argv)
-  runs = Runs(args)
-  presets = [best_of(runs, preset, args) for preset in args.presets]
+  args = programs.make_parser(__doc__, config=str, workdir=str, **study, bracket=False, plot=None).parse_args(argv)
+  presets = [best_of(args, preset) for preset in args.presets]
   print(table(presets))
   if args.plot:
-    print("\n" + plot(runs, presets, args.seeds, args.plot))
+    print("\n" + plot(args, presets))
 
 
 if __name__ == "__main__":

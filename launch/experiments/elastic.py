@@ -5,19 +5,15 @@
 
 Prints a Markdown table of validation losses in nats per token by number of solver steps, means over the seeds; then
 their paired differences from the models of `--own`, which are trained at that number of steps alone, with standard
-errors. Then both again, of models whose parameters are the means of ten checkpoints in the last fifth of the train
-steps. Each run's result is a file of the work directory: finished runs are not repeated, so the same command continues
+errors. Each run's result is a file of the work directory: finished runs are not repeated, so the same command continues
 after an interruption, and commands with other recipes or seeds can run beside it.
 """
 
 import argparse
 from collections.abc import Sequence
-import functools
 import math
 import os
 import statistics
-import tempfile
-import time
 from typing import Any
 
 import jax
@@ -26,9 +22,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.config import CHECKPOINT_FOLDER
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
@@ -49,11 +43,8 @@ _MIXED = [f"train.step_counts={TRAINED}"]
 _LATE = [*_MIXED, "train.draw_from=0.7"]
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
-  **{f"own{n}_uniform": [*_UNIFORM, f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   "slow_late": [*_SLOW, *_LATE],
   "slow_mixed_mean": [*_SLOW, *_MIXED],
-  "slow_mixed": ["model.time.scale=20.0", *_MIXED],
-  "mixed_bare": [*_BARE, *_MIXED],
   "mixed": [*_UNIFORM, *_MIXED],
   "elastic": [*_BARE, *_LATE],
   "late": [*_UNIFORM, *_LATE],
@@ -62,14 +53,9 @@ RECIPES: dict[str, list[str]] = {
   "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
   "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
   "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "late_weighted": [*_UNIFORM, f"train.step_counts={(3, 4, 6, 6, 6, 8, 12)}", "train.draw_from=0.7"],
   "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
   "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
   "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
-  "late_horizon": [*_UNIFORM, *_LATE, "model.horizon=9.0"],
-  "distilled_late": [*_BARE, *_LATE, "train.self_distillation=True"],
-  "distilled_late1": [*_BARE, *_LATE, "train.self_distillation=True", "train.teacher_weight=1.0"],
-  "distilled": [*_BARE, *_MIXED, "train.self_distillation=True"],
   # 3, 6 and 12 steps lie evenly, each half as long as one of 6: the first three at 0, 4 and 8 of twelve
   "nested": [*_LATE, "model.num_steps=12", "model.horizon=6.0", "model.depth_order=(0,4,8,2,6,10,1,5,9,3,7,11)"],
 }
@@ -77,43 +63,31 @@ _STORED = ["model.weights=stored", "model.solver=sequential"]
 RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
 _until = lambda steps: [f"{key}={steps}" for key in ("train.steps", "eval.every", "checkpoint.every")]
 RECIPES["stored6_first"] = [*RECIPES["stored6"], *_until(1200)]
-RECIPES["stored6_1050"] = [*RECIPES["stored6"], *_until(1050)]
 _GOES_ON = [*_MIXED, *_until(300)]
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
   "continued": ("stored6", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
   "stored_then_elastic": ("stored6_first", []),
-  "stored_then_threes": ("stored6_first", ["train.step_counts=(3, 3, 4, 6, 12)"]),
-  "stored_then_elastic450": ("stored6_1050", [*_MIXED, *_until(450), "optimizer.peak_rate=1e-3"]),
   "continued_rate5e-4": ("stored6", [*_GOES_ON, "optimizer.peak_rate=5e-4"]),
   "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
 }
 RECIPES |= {name: settings for name, (_, settings) in CONTINUED.items()}
 
-AVERAGED = 10  # checkpoints whose mean is evaluated, a fiftieth of the train steps apart
-MODELS = (False, True)  # the newest, and the averaged one
-
 Losses = dict[int, float]  # of validation, by number of solver steps
-Result = tuple[list[Losses], float]  # of MODELS, and seconds of training
 
 
-def run(args: argparse.Namespace, recipe: str, seed: int) -> Result:
+def run(args: argparse.Namespace, recipe: str, seed: int) -> Losses:
   """Trains and evaluates one run, or reads its result."""
   workdir = os.path.join(args.workdir, f"{recipe}_seed{seed}")
 
-  def train_and_evaluate() -> dict[str, Any]:
-    start = time.perf_counter()
+  def train_and_evaluate() -> Losses:
     if recipe in CONTINUED:
       config = _make_continuous(args, recipe, seed, workdir)
     else:
       config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
-    often = [f"checkpoint.every={math.ceil(config.train.steps / 50)}", f"checkpoint.keep={AVERAGED}"]
-    finite = math.isfinite(train_to_end(config_lib.apply_settings(config, often), workdir))
-    seconds = time.perf_counter() - start
-    losses = [evaluate(config, workdir, averaged) if finite else dict.fromkeys(COUNTS, math.inf) for averaged in MODELS]
-    return {"losses": losses, "seconds": seconds}
+    finite = math.isfinite(train_to_end(config, workdir))
+    return evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
 
-  found = tables.remember(f"{workdir}.json", train_and_evaluate)
-  return [{int(n): loss for n, loss in losses.items()} for losses in found["losses"]], found["seconds"]
+  return {int(n): loss for n, loss in tables.remember(f"{workdir}.json", train_and_evaluate).items()}
 
 
 def _make_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: str) -> config_lib.Config:
@@ -128,56 +102,37 @@ def _make_continuous(args: argparse.Namespace, recipe: str, seed: int, workdir: 
   return config
 
 
-def evaluate(config: config_lib.Config, workdir: str, averaged: bool) -> dict[int, float]:
-  """Validation losses of a run's newest or averaged model at all of COUNTS that it has weights for."""
+def evaluate(config: config_lib.Config, workdir: str) -> Losses:
+  """Validation losses of a run's newest model at all of COUNTS that it has weights for."""
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     run = Run.open(workdir, config, mesh=mesh)
-    params = average(run) if averaged else run.params
     counts = (config.model.num_steps,) if config.model.weights == "stored" else COUNTS
-    return {n: Evaluator(config, run.corpus, mesh, n)(params)["loss"] for n in counts}
+    return {n: Evaluator(config, run.corpus, mesh, n)(run.params)["loss"] for n in counts}
 
 
-def average(run: Run) -> Params:
-  """The means of the parameters of the newest AVERAGED checkpoints; an older one, the best, may lie beside them."""
-  folder = os.path.join(run.workdir, CHECKPOINT_FOLDER)
-  found = []
-  for step in sorted(filter(str.isdecimal, os.listdir(folder)), key=int)[-AVERAGED:]:
-    with tempfile.TemporaryDirectory() as alone:  # the same run, with this checkpoint as its newest
-      for name in set(os.listdir(run.workdir)) - {CHECKPOINT_FOLDER}:
-        os.symlink(os.path.abspath(os.path.join(run.workdir, name)), os.path.join(alone, name))
-      os.mkdir(os.path.join(alone, CHECKPOINT_FOLDER))
-      os.symlink(os.path.abspath(os.path.join(folder, step)), os.path.join(alone, CHECKPOINT_FOLDER, step))
-      found.append(Run.open(alone, run.config, mesh=run.mesh).params)
-  return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *found)
-
-
-def losses_at(results: list[Result], num_steps: int, averaged: bool = False) -> list[float]:
+def losses_at(results: list[Losses], num_steps: int) -> list[float]:
   """The losses of a recipe's runs at a number of solver steps; [] where its weights are for another number."""
-  return [losses[averaged][num_steps] for losses, _ in results if num_steps in losses[averaged]]
+  return [losses[num_steps] for losses in results if num_steps in losses]
 
 
-def make_tables(found: dict[str, list[Result]], own: str, averaged: bool) -> str:
+def make_tables(found: dict[str, list[Losses]], own: str) -> str:
   """Losses by recipe and number of steps, and the differences from the models trained at one number alone."""
-  losses_of = functools.partial(losses_at, averaged=averaged)
   mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
-  rows = [
-    [recipe, *(mean(losses_of(results, n)) for n in COUNTS), f"{statistics.mean(s for _, s in results):.0f}"]
-    for recipe, results in found.items()
-  ]
-  by_recipe = tables.markdown(["recipe", *map(str, COUNTS), "seconds"], rows)
-  bases = {n: losses_of(found[own.format(n)], n) for n in OWN if own.format(n) in found}
+  rows = [[recipe, *(mean(losses_at(results, n)) for n in COUNTS)] for recipe, results in found.items()]
+  by_recipe = tables.markdown(["recipe", *map(str, COUNTS)], rows)
+  bases = {n: losses_at(found[own.format(n)], n) for n in OWN if own.format(n) in found}
   if not bases:
     return by_recipe
   differ = lambda values, base: tables.difference(values, base, "+.3f") if values else ""
   rows = [
-    [recipe, *(differ(losses_of(results, n), base) for n, base in bases.items())] for recipe, results in found.items()
+    [recipe, *(differ(losses_at(results, n), base) for n, base in bases.items())] for recipe, results in found.items()
   ]
   against = tables.markdown(["recipe", *(f"at {n}, against {own.format(n)}" for n in bases)], rows)
   return f"{by_recipe}\n\n{against}"
 
 
-def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
+def plot(found: dict[str, list[Losses]], own: str, path: str) -> None:
   """Losses against the number of steps: a line for each recipe, a point for each model trained at one number alone."""
   figure = Figure(figsize=(6.4, 4.2), layout="constrained")
   axes = figure.subplots()
@@ -187,7 +142,7 @@ def plot(found: dict[str, list[Result]], own: str, path: str) -> None:
     axes.errorbar(counts, list(map(np.mean, losses)), list(map(np.std, losses)), capsize=2, **style)
 
   for recipe, results in found.items():
-    if set(results[0][0][False]) == set(COUNTS) and not recipe.startswith("own"):
+    if set(results[0]) == set(COUNTS) and not recipe.startswith("own"):
       draw([recipe] * len(COUNTS), COUNTS, marker="o", markersize=4, linewidth=1.3, label=recipe)
   bases = [n for n in OWN if own.format(n) in found]
   draw([own.format(n) for n in bases], bases, fmt="k*", markersize=10, label="trained at this number alone")
@@ -204,12 +159,11 @@ def main(argv: list[str] | None = None) -> None:
   unknown = set(args.recipes) - set(RECIPES)
   if unknown:
     raise UserError(f"--recipes={','.join(sorted(unknown))}: choose from {', '.join(RECIPES)}")
-  found: dict[str, list[Result]] = {recipe: [] for recipe in args.recipes}
+  found: dict[str, list[Losses]] = {recipe: [] for recipe in args.recipes}
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every recipe
     for recipe in args.recipes:
       found[recipe].append(run(args, recipe, seed))
-  for averaged in MODELS:
-    print(f"{'averaged' if averaged else 'newest'}\n\n{make_tables(found, args.own, averaged)}\n")
+  print(make_tables(found, args.own))
   if args.plot:
     plot(found, args.own, args.plot)
 

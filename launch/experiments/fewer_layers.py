@@ -68,15 +68,15 @@ def prepare(recipe: str, num_steps: int, args) -> str:
     if not Run.open(place).started.model.depth_order:
       by, fewest = "loss" if recipe == "greedy" else "influence", min(args.depths)
       jobs.run("rank_steps", config, place, num_steps=fewest, tokens=TOKENS, by=by)
-  elif not workdir_lib.holds_run(place) and recipe == "uniform":
-    from diffeq_nnx.jobs.continuous import config_from
-
-    jobs.run("continuous", config_from(Run.open(args.workdir).started), place, from_workdir=args.workdir)
-  elif not workdir_lib.holds_run(place) and recipe == "fitted":
+  elif workdir_lib.holds_run(place):
+    pass
+  elif recipe == "uniform":
+    jobs.run("continuous", jobs.JOBS["continuous"].prepared(started), place, from_workdir=args.workdir)
+  elif recipe == "fitted":
     source, short = prepare("greedy", num_steps, args), dataclasses.replace(config.eval, batch_size=1, max_batches=1)
     config = dataclasses.replace(config, model=Run.open(source).started.model, eval=short)
     jobs.run("discretize", config, place, from_workdir=source, num_steps=num_steps, fit_tokens=FIT_TOKENS)
-  elif not workdir_lib.holds_run(place):
+  else:
     merge(args.workdir, config, num_steps, place)
   return place
 
@@ -121,7 +121,6 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
 def evaluate(args, recipe: str, num_steps: int) -> float:
   """The validation loss of a recipe as it is, measured unless it is known."""
   source = prepare(recipe, num_steps, args)
-
   asked = None if recipe in OF_ONE_DEPTH else num_steps
   path = os.path.join(args.out, f"{recipe}_{num_steps}_before.json")
   return tables.remember(path, lambda: measure(source, args.set, asked))

@@ -9,8 +9,6 @@ Of each preset, means over seeds with standard errors:
   correlation of that mean with depth;
 - mean distance of two tokens' directions at the end of depth (0 to 2; random directions: 1.41), with the model's own
   weights and with those of the first or the last step at all steps;
-- of generated weights, the largest sum_j |e_j(t)| over weights and steps: if no element of F_1 to F_T changes by more
-  than d, none of W(t) does by more than d times this;
 - Spearman's correlation, over a text's tokens, of three measures with the effect that replacing a token by another has
   on the prediction after the last one: the leading exact exponent, the leading exponent in the paper's per-token form,
   and attention rollout. The effect is the mean Kullback-Leibler divergence over 8 random replacements.
@@ -29,7 +27,6 @@ from diffeq_nnx.analysis import attention, clustering, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, logits_of, observe
 from diffeq_nnx.analysis.spectra import spectra
 from diffeq_nnx.data.documents import read_ids
-from diffeq_nnx.model.weight_sources import GeneratedWeights
 from launch import programs
 from launch.experiments import tables
 
@@ -82,9 +79,6 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
     ratio, correlation = growth(magnitudes[pair])
     add(f"{pair.upper()}, last third / first", ratio)
     add(f"{pair.upper()}, correlation with depth", correlation)
-  source = run.model.weight_source
-  if isinstance(source, GeneratedWeights):
-    add("sum of |e_j|, largest", np.abs(source.mean_vectors(run.model.times())).sum(-1).max())
   for tokens_L in texts:
     for label, held in (("own", None), ("of the first step", 0), ("of the last step", analyzed.grid.num_steps - 1)):
       add(f"distance at the end, weights {label}", clustering.depth_spread(analyzed, tokens_L, held)[0][-1])
@@ -100,10 +94,9 @@ def measure(workdir: str, num_texts: int, num_tokens: int) -> Measured:
 
 def table(presets: dict[str, list[Measured]]) -> str:
   """Figures downwards, presets of the comparison across."""
-  names = dict.fromkeys(name for seeds in presets.values() for name in seeds[0][0])
-  found = lambda seeds, name: [figures[name] for figures, _ in seeds if name in figures]
-  cell = lambda values: tables.mean_and_error(values, ".2f") if values else ""
-  return tables.markdown(["", *presets], [[name, *(cell(found(s, name)) for s in presets.values())] for name in names])
+  cell = lambda seeds, name: tables.mean_and_error([figures[name] for figures, _ in seeds], ".2f")
+  names = next(iter(presets.values()))[0][0]
+  return tables.markdown(["", *presets], [[name, *(cell(seeds, name) for seeds in presets.values())] for name in names])
 
 
 def plot(presets: dict[str, list[Measured]], path: str) -> None:

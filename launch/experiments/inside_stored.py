@@ -11,9 +11,9 @@ The text is JSON lines (`.jsonl`, key text) or one plain text; its rows are wind
   tokens but the first of a row, whose norm is an outlier); cosines of two tokens; block influence (Men et al. 2024);
 - clusters, of the first 32 tokens of each row: as `launch.experiments.inside`, and with one layer's weights everywhere;
 - exponents, of the first --short tokens of --texts rows: of the last token for each token, and the effects of tokens;
-- ranks: the share of a kernel's squared norm that T principal components over layers hold, or the first T cosines of
-  depth (smooth); the loss with kernels of T + 1 matrices: the mean over layers and T components (least error), or T + 1
-  components of the kernels at unit norm (least relative error).
+- ranks: the share of a kernel's squared norm that T principal components over layers hold; the loss with kernels of
+  T + 1 matrices: the mean over layers and T components (least error), or T + 1 components of the kernels at unit norm
+  (least relative error).
 
 --out gets a JSON file for each part, so that the same command continues after an interruption, inside.png, inside.md.
 
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 from PIL import Image
-from scipy import fft, stats
+from scipy import stats
 
 from diffeq_nnx import files
 from diffeq_nnx.analysis import clustering, sensitivity
@@ -48,7 +48,6 @@ from launch.experiments import inside, tables
 
 KINDS, BRANCHES, OPERATOR = ("stored", "folded"), ("attention", "feedforward"), "OV folded, operator norm"
 COSINES = ("of a row", "of a row, without its first", "of different rows")  # of two tokens
-FORMS = ("whole", "centered", "smooth")  # of shares
 OPENING = 2  # layers that make the state of the embedding, which the later layers are also looked at without
 FOLLOWING = ("correlation with the state, logs", "slope, logs", "correlation without linear trends")
 WAYS = ("least error", "least relative error")  # of approximations
@@ -84,17 +83,14 @@ def measure_spectra(analyzed: AnalyzedModel) -> Lists:
   for label, model in zip(KINDS, (analyzed, fold(analyzed))):
     eigen = spectra(model, feedforward=False)
     for pair in inside.PAIRS:
-      values_SxN, name = eigen.of(pair)[first_S].reshape(len(first_S), -1), f"{pair.upper()} {label}"
-      sizes_SxN, real_SxN = np.abs(values_SxN), values_SxN.real
+      sizes_SxN, name = np.abs(eigen.of(pair)[first_S]).reshape(len(first_S), -1), f"{pair.upper()} {label}"
       found |= {f"{name}, largest": sizes_SxN.max(1), f"{name}, 90 %": np.percentile(sizes_SxN, 90, axis=1)}
-      found |= {f"{name}, mean": sizes_SxN.mean(1), f"{name}, largest real": real_SxN.max(1)}
-      found |= {f"{name}, least real": real_SxN.min(1), f"{name}, share of positive real": (real_SxN > 0).mean(1)}
+      found[f"{name}, mean"] = sizes_SxN.mean(1)
   kernels = vector_fields.make_field(analyzed.config).head_kernels(jax.device_get(fold(analyzed).weights.sets))
   value_UxHxDxC = np.repeat(kernels.value, kernels.out.shape[1] // kernels.value.shape[2], axis=2).swapaxes(1, 2)
   back_UxHxCxD = kernels.out @ kernels.out.swapaxes(2, 3) @ value_UxHxDxC.swapaxes(2, 3)
   squares_SxHxC = eigenvalues(value_UxHxDxC, back_UxHxCxD).real[first_S]  # of the singular values of W_v W_o
   found[OPERATOR] = np.sqrt(squares_SxHxC.max((1, 2)))  # of the head that has the largest
-  found["OV folded, Frobenius norm"] = np.sqrt(squares_SxHxC.sum((1, 2)))  # of all heads
   return {name: values_S.tolist() for name, values_S in found.items()}
 
 
@@ -128,7 +124,7 @@ def measure_states(analyzed: AnalyzedModel, rows: np.ndarray) -> Lists:
       sizes["feedforward"].append(rms(states[s + 1] - states[s] - attended_BxLxD))  # the rest of the step
   state_SxBxL = np.stack(list(map(rms, states)))
   median = lambda values_SxBxL: np.median(values_SxBxL[:, :, 1:], axis=(1, 2)).tolist()
-  found = {"state": median(state_SxBxL), "state, first token": np.median(state_SxBxL[:, :, 0], axis=1).tolist()}
+  found = {"state": median(state_SxBxL)}
   for name, size in sizes.items():
     found |= {name: median(np.stack(size)), f"{name} / state": median(size / state_SxBxL[:-1])}
   u_SxBxLxD = states / np.linalg.norm(states.astype(np.float64), axis=-1, keepdims=True)
@@ -151,29 +147,32 @@ def measure_exponents(analyzed: AnalyzedModel, text_L: np.ndarray) -> Lists:
   return {name: values.tolist() for name, values in found.items()}
 
 
+def center(size: int) -> np.ndarray:
+  """The matrix that subtracts the mean over layers, [U, U]."""
+  return np.eye(size) - 1 / size
+
+
 def combine(gram_UxU: np.ndarray, rank: int, way: str) -> np.ndarray:
   """The matrix that maps the layers' kernels to the nearest that are combinations of rank + 1 matrices, [U, U]."""
-  mean_UxU = np.full_like(gram_UxU, 1 / len(gram_UxU))
   if way == WAYS[0]:
-    rest_UxU = np.eye(len(gram_UxU)) - mean_UxU
+    rest_UxU = center(len(gram_UxU))
     basis_UxT = np.linalg.eigh(rest_UxU @ gram_UxU @ rest_UxU)[1][:, ::-1][:, :rank]
-    return mean_UxU + basis_UxT @ basis_UxT.T @ rest_UxU
+    return np.eye(len(gram_UxU)) - rest_UxU + basis_UxT @ basis_UxT.T @ rest_UxU
   sizes_U = np.sqrt(np.diag(gram_UxU)) + np.finfo(np.float64).tiny
   basis_UxT = np.linalg.eigh(gram_UxU / np.outer(sizes_U, sizes_U))[1][:, ::-1][:, : rank + 1]
   return sizes_U[:, None] * (basis_UxT @ basis_UxT.T) / sizes_U
 
 
 def measure_ranks(analyzed: AnalyzedModel, rows: np.ndarray, ranks: list[int]) -> tuple[Lists, Lists]:
-  """The part `ranks`: shares for T from 1, by kernel and form, and mean cosines of neighbors; losses by way."""
+  """The part `ranks`: shares for T from 1 and mean cosines of neighbors, by kernel; losses by way."""
   sets, shares = jax.device_get(analyzed.weights.sets), {}
   kernels = {group: leaves["kernel"] for group, leaves in sets.items() if "kernel" in leaves}
   wide = lambda kernel: kernel.reshape(len(kernel), -1).astype(np.float64)
   grams = {name: wide(kernel) @ wide(kernel).T for name, kernel in kernels.items()}
   for name, gram_UxU in grams.items():
-    cosines_UxU = fft.dct(np.eye(len(gram_UxU)), norm="ortho", axis=0)[1:]  # without the constant, which is the mean
-    centered_UxU = cosines_UxU @ gram_UxU @ cosines_UxU.T
-    parts = [*(np.linalg.eigvalsh(one)[::-1] for one in (gram_UxU, centered_UxU)), np.diag(centered_UxU)]
-    shares |= {f"{name}, {form}": (np.cumsum(one) / one.sum()).tolist() for form, one in zip(FORMS, parts)}
+    rest_UxU = center(len(gram_UxU))
+    squares_T = np.linalg.eigvalsh(rest_UxU @ gram_UxU @ rest_UxU)[:0:-1]  # without the mean, whose square is zero
+    shares[f"{name}, share"] = (np.cumsum(squares_T) / squares_T.sum()).tolist()
     sizes_U = np.sqrt(np.diag(gram_UxU))
     shares[f"{name}, neighbors"] = [float((np.diag(gram_UxU, 1) / (sizes_U[1:] * sizes_U[:-1])).mean())]
   losses: Lists = {way: [] for way in WAYS}
@@ -213,9 +212,6 @@ def write_tables(eigen: Lists, states: Lists, clusters: Lists, exponents: list[L
   means = {f"distance at the end, weights {name}": values for name, values in clusters.items()}
   for of in (*sensitivity.FORMS, "position"):
     means |= {f"{of}, correlation with effects": rho(of, 0), f"{of}, the same without the first": rho(of, 1)}
-  for form in sensitivity.FORMS:
-    means |= {f"{form}, of the last token itself": [one[form][-1] for one in exponents]}
-    means |= {f"{form}, of the others, median": [float(np.median(one[form][:-1])) for one in exponents]}
   layers = range(1, len(states["state"]) + 1)
   parts = [
     tables.markdown(["of layers", *heads], [[name, *map("{:.3g}".format, grown(one))] for name, one in above.items()]),
@@ -223,7 +219,7 @@ def write_tables(eigen: Lists, states: Lists, clusters: Lists, exponents: list[L
     columns("T", ranks, losses),
     *(columns("layer", layers, eigen, pair.upper()) for pair in inside.PAIRS),
     columns("layer", layers, states),
-    *(columns("T", layers, shares, form) for form in FORMS),
+    columns("T", layers, shares, "share"),
     columns("two layers", ["mean cosine"], shares, "neighbors"),
   ]
   return "\n\n".join(parts)
@@ -241,13 +237,13 @@ def draw(eigen: Lists, states: Lists, exponents: list[Lists], shares, losses, lo
     ("(c) mean cosine of two tokens' states", "before layer", "linear", {name: states[name] for name in COSINES}),
     ("(d) leading exponents of the last token", "input token", "linear", {}),
     ("(e) what a layer changes", "layer", "log", {name: states[name] for name in ("influence", *ratios)}),
-    ("(f) kernels from T components over layers", "T", "linear", {k: v for k, v in shares.items() if "centered" in k}),
+    ("(f) kernels from T components over layers", "T", "linear", {k: v for k, v in shares.items() if "share" in k}),
   )
   every = figure.subplots(2, 3).flat
   for axes, (title, label, scale, lists) in zip(every, panels):
     for n, (name, values) in enumerate(lists.items()):
       style = {"color": f"C{n % 4}", "linestyle": ":"} if "90 %" in name else {}
-      axes.plot(np.arange(len(values)) + 1, values, label=name.replace(", centered", ""), **style)
+      axes.plot(np.arange(len(values)) + 1, values, label=name.removesuffix(", share"), **style)
     axes.set(title=title, xlabel=label, yscale=scale)
     axes.grid(alpha=0.25)
   for n, (one, form) in enumerate((one, form) for form in sensitivity.FORMS for one in exponents):

@@ -2,8 +2,7 @@
 
   python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny
   python -m diffeq_nnx.main --config=configs/tiny.py:elastic --workdir=runs/any
-  python -m launch.experiments.picture --workdirs=runs/any,runs/tiny [--steps=2,3,4,5,6,7,8,10,12,14,16] \
-      [--out=docs/depth.png]
+  python -m launch.experiments.picture --workdirs=runs/any,runs/tiny
 
 W(t) and its spectra are those of the first run; each run has a curve of perplexities on its validation text.
 """
@@ -24,21 +23,23 @@ from launch import programs
 
 TIMES = np.linspace(0, 1, 97)  # of the curves
 ENTRIES = 5  # of W(t)
+STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+PATH = "docs/depth.png"
 
 
-def perplexities(workdir: str, steps: list[int]) -> tuple[AnalyzedModel, list[float], str]:
-  """A run's newest model, its validation perplexity at each number of solver steps, and its training steps."""
+def perplexities(workdir: str) -> tuple[AnalyzedModel, list[float], str]:
+  """A run's newest model, its validation perplexity at each of STEPS, and the numbers that it was trained at."""
   run = diffeq_nnx.load(workdir)
   config, model, mesh = run.config, run.model, run.mesh
   corpus, params = run.corpus, params_of(model)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
   with jax.set_mesh(mesh):
-    found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in steps]
+    found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in STEPS]
   counts = config.train.step_counts or (config.model.num_steps,)
   return AnalyzedModel(model), found, ", ".join(map(str, counts))
 
 
-def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: list[int], path: str) -> None:
+def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]]) -> None:
   """Writes the PNG."""
   figure = Figure(figsize=(12, 3.4), layout="constrained")
   weights, eigen, depth = figure.subplots(1, 3)
@@ -54,26 +55,25 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]], steps: 
   eigen.legend(title="rank", fontsize=8, title_fontsize=8, ncols=2)
   eigen.set(title="so are their spectra", xlabel="depth t", ylabel="|eigenvalue| of W_v W_o", ylim=(0, None))
   for (label, values), color in zip(curves, ("C0", "0.5", "C1", "C2")):
-    depth.plot(steps, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
+    depth.plot(STEPS, values, "o-", color=color, label=f"trained at {label} steps", markersize=4)
   depth.set(title="one checkpoint, any number of layers", xlabel="solver steps (layers)")
-  depth.set(ylabel="validation perplexity", yscale="log", xticks=steps)
-  depth.set_xticklabels(steps, fontsize=8)
+  depth.set(ylabel="validation perplexity", yscale="log", xticks=STEPS)
+  depth.set_xticklabels(STEPS, fontsize=8)
   depth.legend(fontsize=8, loc="center", bbox_to_anchor=(0.68, 0.33))
   for axes in (weights, eigen, depth):
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-  figure.savefig(path, dpi=110, format="png")
+  figure.savefig(PATH, dpi=110)
 
 
 def main() -> None:
   """Measures the runs and draws the figure."""
-  steps = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
-  arguments = programs.make_parser(__doc__, workdirs=[str], steps=steps, out="docs/depth.png").parse_args()
-  measured = [perplexities(workdir, arguments.steps) for workdir in arguments.workdirs]
-  for workdir, (_, found, trained_at) in zip(arguments.workdirs, measured):
-    values = ", ".join(f"{count}: {value:.1f}" for count, value in zip(arguments.steps, found))
+  workdirs = programs.make_parser(__doc__, workdirs=[str]).parse_args().workdirs
+  measured = [perplexities(workdir) for workdir in workdirs]
+  for workdir, (_, found, trained_at) in zip(workdirs, measured):
+    values = ", ".join(f"{count}: {value:.1f}" for count, value in zip(STEPS, found))
     print(f"{workdir}, trained at {trained_at}: {values}")
-  draw(measured[0][0], [(trained_at, found) for _, found, trained_at in measured], arguments.steps, arguments.out)
+  draw(measured[0][0], [(trained_at, found) for _, found, trained_at in measured])
 
 
 if __name__ == "__main__":

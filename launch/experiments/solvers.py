@@ -16,17 +16,14 @@ the compiler's temporaries by number of steps, without the weights and their gra
 
 losses: final validation loss of every solver with `--steps` solver steps, and with as many steps as make
 `--evaluations` evaluations of the block (an evaluation of one branch is half of one). dt is that of the config: 1 by
-default, so that the horizon is the number of steps. Finished runs are not repeated, so the same command continues after
-an interruption.
-
-The work directory holds errors.json, and a file for the loss of each run.
+default, so that the horizon is the number of steps. The work directory holds a file for the loss of each run, and
+finished runs are not repeated, so the same command continues after an interruption.
 """
 
 import argparse
 from collections.abc import Callable
 import dataclasses
 import functools
-import os
 import statistics
 
 from flax import nnx
@@ -35,7 +32,6 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 
-from diffeq_nnx import files
 from diffeq_nnx.config import ModelConfig, TimeConfig
 from diffeq_nnx.model import integration, solvers
 from diffeq_nnx.model.model import Model
@@ -43,7 +39,7 @@ from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS
 from launch import programs
 from launch.experiments import tables
-from launch.experiments.compare import Runs
+from launch.experiments.compare import find_loss
 
 STEPS = (4, 8, 16, 32, 64, 128, 256)  # of the errors
 REFERENCE = 1024  # steps of rk4
@@ -64,7 +60,7 @@ def model_of(field: str) -> Model:
   return build(config, jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params))
 
 
-def errors(field: str) -> dict[str, list[float]]:
+def measure_errors(field: str) -> dict[str, list[float]]:
   """The largest error of the logits relative to their root mean square, by solver, at each of STEPS."""
   model = model_of(field)
   tokens_BxL = np.random.default_rng(1).integers(64, size=(2, 16))
@@ -76,6 +72,21 @@ def errors(field: str) -> dict[str, list[float]]:
   reference = logits("rk4", REFERENCE)
   size = np.sqrt(np.square(reference).mean())
   return {name: [float(np.abs(logits(name, n) - reference).max() / size) for n in STEPS] for name in SOLVERS}
+
+
+def errors(args: argparse.Namespace) -> str:
+  """A Markdown table of orders; draws the errors if asked to."""
+  jax.config.update("jax_enable_x64", True)
+  by_field = {field: measure_errors(field) for field in ("gpt", "llama")}
+  if args.plot:
+    plot(by_field, args.plot)
+  order = lambda by_steps: f"{np.log2(by_steps[-2] / by_steps[-1]):.2f}"
+  rows = [
+    [name, *(order(found[name]) for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
+    for name, solver in SOLVERS.items()
+  ]
+  columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
+  return tables.markdown(columns, rows)
 
 
 def plot(by_field: dict[str, dict[str, list[float]]], path: str) -> None:
@@ -133,7 +144,7 @@ def gradient_arrays(solver: str, dtype: str, adjoint: integration.Adjoint) -> li
   return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(run(*arguments))]
 
 
-def gradients() -> str:
+def gradients(args: argparse.Namespace) -> str:
   """Markdown tables of reversible gradients."""
   solvers.register("plain_leapfrog", Plain())
   rows = []
@@ -161,9 +172,7 @@ def gradients() -> str:
 
 def losses(args: argparse.Namespace) -> str:
   """Trains what is missing, and returns a Markdown table."""
-  path, _, preset = args.config.partition(":")
-  args.config = path
-  runs = Runs(args)
+  args.config, _, preset = args.config.partition(":")
   plan = {name: (args.steps, round(args.evaluations / evaluations_of(name, 1))) for name in SOLVERS}
   found: dict[tuple[str, int], list[float]] = {}
   for seed in args.seeds:  # seed by seed, so that an unfinished comparison has every solver
@@ -171,7 +180,7 @@ def losses(args: argparse.Namespace) -> str:
       for count in dict.fromkeys(counts):
         settings = [f"model.solver={solver}", f"model.num_steps={count}", f"seed={seed}"]
         name = f"{preset}_{solver}_{count}_seed{seed}"
-        found.setdefault((solver, count), []).append(runs.find_loss(name, preset, settings))
+        found.setdefault((solver, count), []).append(find_loss(args, name, preset, settings))
   first, rows = [found["euler", count] for count in plan["euler"]], []
   for solver, counts in plan.items():
     cells = []
@@ -186,24 +195,10 @@ def main(argv: list[str] | None = None) -> None:
   """Runs one comparison and prints its table."""
   training = {"config": "configs/english.py:diffeq", "seeds": [0, 1, 2], "steps": 6, "evaluations": 12}
   parser = programs.make_parser(__doc__, workdir=str, plot=None, **training)
-  parser.add_argument("--what", choices=["errors", "gradients", "losses"], required=True)
+  comparisons = {"errors": errors, "gradients": gradients, "losses": losses}
+  parser.add_argument("--what", choices=list(comparisons), required=True)
   args = parser.parse_args(argv)
-  if args.what != "errors":
-    print(losses(args) if args.what == "losses" else gradients())
-    return
-  jax.config.update("jax_enable_x64", True)
-  by_field = {field: errors(field) for field in ("gpt", "llama")}
-  os.makedirs(args.workdir, exist_ok=True)
-  files.write_json(os.path.join(args.workdir, "errors.json"), {"steps": STEPS, **by_field})
-  order = lambda by_steps: f"{np.log2(by_steps[-2] / by_steps[-1]):.2f}"
-  rows = [
-    [name, *(order(found[name]) for found in by_field.values()), ", ".join(map(str, solver.evaluations))]
-    for name, solver in SOLVERS.items()
-  ]
-  columns = ["solver", "order, gpt", "order, llama", "evaluations a step: attention, feed-forward"]
-  print(tables.markdown(columns, rows))
-  if args.plot:
-    plot(by_field, args.plot)
+  print(comparisons[args.what](args))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ SIGNS |= {**dict.fromkeys(map(ord, "\n\x85\u2028\u2029"), "⏎"), ord("\t"): "�
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Points:
-  """A scatter plot; a ValueError if lengths differ."""
+  """A scatter plot."""
 
   x: np.ndarray  # [N]
   y: np.ndarray  # [N]
@@ -30,7 +30,7 @@ class Points:
   size: float = 5.0  # diameter in pixels of the page
 
   def __post_init__(self):
-    _align(self, x=float, y=float, hover=object, color=float)
+    _make_arrays(self, x=float, y=float, hover=object, color=float)
 
   def thin(self) -> "Points":
     """The points with finite x and y; of more than `MAX_POINTS`, a part that is even in y and keeps all extremes."""
@@ -48,7 +48,7 @@ class Points:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Line:
-  """A line with gaps where a point is not finite; a ValueError if lengths differ."""
+  """A line with gaps where a point is not finite."""
 
   x: np.ndarray  # [N]
   y: np.ndarray  # [N]
@@ -58,7 +58,7 @@ class Line:
   color: str | None = None  # "#rrggbb"; None: the label's
 
   def __post_init__(self):
-    _align(self, x=float, y=float)
+    _make_arrays(self, x=float, y=float)
 
   @property
   def dotted(self) -> bool:
@@ -68,7 +68,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Heatmap:
-  """A matrix of values as colored cells; a ValueError if the shapes don't agree."""
+  """A matrix of values as colored cells."""
 
   x: Sequence[str]  # [X] labels of the columns, all different
   y: Sequence[str]  # [Y] labels of the rows from the top down, all different
@@ -77,9 +77,7 @@ class Heatmap:
   high: float | None = None
 
   def __post_init__(self):
-    vars(self).update(z=np.asarray(self.z, float))
-    if self.z.shape != (len(self.y), len(self.x)):
-      raise ValueError(f"Heatmap: z has the shape {self.z.shape}; must be {(len(self.y), len(self.x))} as the labels")
+    _make_arrays(self, z=float)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +129,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ColoredText:
-  """A text with each token's background colored by its value; a ValueError if lengths differ."""
+  """A text with each token's background colored by its value."""
 
   name: str  # as of `Chart`
   title: str
@@ -144,7 +142,7 @@ class ColoredText:
   marked_colored: bool = True  # if not, its value is shown without a color and is not part of the scale
 
   def __post_init__(self):
-    _align(self, pieces=object, values=float)
+    _make_arrays(self, values=float)
 
   @property
   def colored_values(self) -> np.ndarray:
@@ -166,16 +164,12 @@ class ColoredText:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-  """Rows of text; a ValueError if their lengths differ."""
+  """Rows of text."""
 
   title: str
   caption: str
   header: Sequence[str]  # [C]
   rows: Sequence[Sequence[str]]  # [R, C]
-
-  def __post_init__(self):
-    if any(len(row) != len(self.header) for row in self.rows):
-      raise ValueError(f"Table {self.title!r}: each row must have {len(self.header)} cells as the header")
 
 
 Section = tuple[str, str, Sequence[Chart | ColoredText | Table]]  # heading, paragraph, items
@@ -186,12 +180,7 @@ def visible(text: str) -> str:
   return text.translate(SIGNS) if text.strip(" ") else "·" * len(text)
 
 
-def _align(item: Any, **kinds: type) -> None:
-  """Turns these attributes into vectors, where they are given, and checks that they have the same length."""
-  arrays: dict[str, np.ndarray] = {
-    name: np.asarray(vars(item)[name], kind) for name, kind in kinds.items() if vars(item)[name] is not None
-  }
-  shapes = {name: array.shape for name, array in arrays.items()}
-  if len(set(shapes.values())) > 1 or any(array.ndim != 1 for array in arrays.values()):
-    raise ValueError(f"{type(item).__name__}: has the shapes {shapes}; give vectors of the same length")
-  vars(item).update(arrays)
+def _make_arrays(item: Any, **kinds: type) -> None:
+  """Turns these attributes into arrays, where they are given."""
+  given = vars(item)
+  given |= {name: np.asarray(given[name], kind) for name, kind in kinds.items() if given[name] is not None}

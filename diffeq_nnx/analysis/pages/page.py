@@ -23,12 +23,8 @@ def write_page(path: str, title: str, facts: Sequence[tuple[str, str]], sections
   """Writes the page atomically; `facts` are (name, value) pairs, which it shows at the top.
 
   A chart is drawn when it comes near the window. In the page, drawAll() draws the rest and returns a promise. Without
-  JavaScript, each chart is a link to its PNG file beside the page (see `png.draw`). Raises ValueError if two charts or
-  texts have the same name.
+  JavaScript, each chart is a link to its PNG file beside the page (see `png.draw`).
   """
-  names = [item.name for _, _, items in sections for item in items if hasattr(item, "name")]
-  if len(set(names)) < len(names):
-    raise ValueError(f"{path}: the names {names} repeat; give each chart and text a name of its own")
   env = jinja2.Environment(loader=jinja2.PackageLoader(__package__, "."), autoescape=True, trim_blocks=True)
   env.filters |= {"visible": visible, "plot": _plot}
   env.tests |= {"chart": lambda item: isinstance(item, Chart), "table": lambda item: isinstance(item, Table)}
