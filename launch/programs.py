@@ -81,18 +81,21 @@ def init_model(config: Config) -> Model:
   return nnx.merge(graph(config.model), init())
 
 
-def time_rounds(calls: Mapping[Any, Callable[[], object]], rounds: int) -> dict[Any, np.ndarray]:
-  """Seconds of each call in each round, [rounds]; a round makes every call once, so that slow periods affect all.
+def time_rounds(calls: Mapping[Any, Callable[[], object]], rounds: int, repeats: int = 1) -> dict[Any, np.ndarray]:
+  """Seconds of each call in each round, [rounds]; a round makes all calls, so that slow periods affect all.
 
-  Results are waited for.
+  A call is made `repeats` times in a row, and its result is then waited for; the seconds are those of one. A round
+  before the others, which may compile, is not measured.
   """
   seconds: dict[Any, list[float]] = {name: [] for name in calls}
-  for _ in range(rounds):
+  for _ in range(1 + rounds):
     for name, call in calls.items():
       start = time.perf_counter()
-      jax.block_until_ready(call())
-      seconds[name].append(time.perf_counter() - start)
-  return {name: np.array(values) for name, values in seconds.items()}
+      for _ in range(repeats):
+        result = call()  # those of earlier calls are given up
+      jax.block_until_ready(result)
+      seconds[name].append((time.perf_counter() - start) / repeats)
+  return {name: np.array(values[1:]) for name, values in seconds.items()}
 
 
 def describe_device() -> str:

@@ -1,12 +1,15 @@
 """Models, requests and tasks that the tests of downstream evaluation share."""
 
+import functools
 import json
 import os
 import tempfile
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE["HF_HOME"] = os.environ.get("HF_HOME") or tempfile.mkdtemp()
+os.environ.update(OFFLINE)
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,9 +49,13 @@ TASKS = {  # metrics, the records, and what is asked of them
 }
 
 
+# what lm_eval reports of the machine takes it a dozen processes
+WITHOUT_ENVIRONMENT = "from lm_eval import evaluator; evaluator.add_env_info = lambda results: None"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def without_environment():
-  """Leaves out what lm_eval reports of the machine, which takes it a dozen processes."""
+  """As WITHOUT_ENVIRONMENT, in this process."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     yield
@@ -103,3 +110,20 @@ def by_number(scorer, requests):
   """Log-probabilities of all requests, and whether each continuation is the likeliest, in the requests' order."""
   scores = dict(scorer(requests))
   return np.array([scores[i].logprob for i in range(len(requests))]), [scores[i].greedy for i in range(len(requests))]
+
+
+@functools.cache
+def _forward(model):
+  return jax.jit(lambda tokens_1xL: jax.nn.log_softmax(model(tokens_1xL)[0], axis=-1))
+
+
+def one_by_one(model, requests):
+  """As `by_number`, by the plain forward pass, each request in a row of its own without padding in front."""
+  totals, greedy = [], []
+  for request in requests:
+    tokens_1xL = np.zeros((1, model.config.seq_len), np.int32)
+    tokens_1xL[0, : len(request.read)] = request.read
+    logprob_NxV = np.asarray(_forward(model)(tokens_1xL))[len(request.context) - 1 : len(request.read)]
+    totals.append(logprob_NxV[range(len(logprob_NxV)), request.continuation].sum())
+    greedy.append((logprob_NxV.argmax(-1) == request.continuation).all())
+  return np.array(totals), greedy

@@ -6,6 +6,7 @@ CUDA's toolkit and the wheel of triton hold, on the PATH.
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -18,10 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.shapes import Shape
 from launch import gpus, programs
+
+compiles_for_gpus = pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
+  reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ unless asked, the GPU kernel itself runs, on the whole of each named shape:
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -23,32 +24,30 @@ from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import SHAPES, Shape
 from diffeq_nnx.kernels.attention.tpu import attention_tpu
 from diffeq_nnx.model.grids import uniform_grid
+from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.training.step import init_state, loss_and_gradients
-from tests.conftest import packed_batch, small_config, small_model
+from diffeq_nnx.training.step import loss_and_gradients
+from tests.conftest import moved_instance, packed_batch, small_config, small_model
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
 with_shape = functools.partial(dataclasses.replace, PLAIN)
 # every way in which heads lie in lanes, each with another mask
 FEATURES = {
-  "whole_blocks": (with_shape(length=256), {}),
+  "whole_blocks_in_a_window_of_one": (with_shape(length=256, window=1), {}),
   "one_position": (with_shape(length=1), {}),
   "head_64_alone_not_causal": (with_shape(heads=3, kv_heads=3), {"causal": False}),
   "grouped_by_three_in_a_window": (with_shape(heads=6, window=100), {}),
   "grouped_by_four_documents": (with_shape(heads=8, documents=5), {}),
-  "window_of_one": (with_shape(window=1), {}),
   "window_over_a_chunk_before": (with_shape(window=-40), {"causal": False}),
   "documents_in_a_window": (with_shape(documents=3, window=70), {}),
   "head_32_documents_not_causal": (with_shape(heads=4, kv_heads=4, head_dim=32, documents=5), {"causal": False}),
-  "soft_cap_and_scale": (with_shape(logits_soft_cap=2.0), {"scale": 0.3}),
-  "head_80": (with_shape(head_dim=80), {}),
+  "head_80_soft_cap_and_scale": (with_shape(head_dim=80, logits_soft_cap=2.0), {"scale": 0.3}),
   "head_96": (with_shape(head_dim=96), {}),
 }
 
 
-GPU_KERNELS = ["gpu", "gpu_deterministic"]  # backward in one pass, and in two
-KERNELS = ["tpu", *GPU_KERNELS]
+KERNELS = ["tpu", "gpu", "gpu_deterministic"]  # the GPU's backward in one pass, and in two
 ON_GPU = jax.default_backend() == "gpu"
 
 
@@ -101,8 +100,10 @@ def check(shape: Shape, dtype: str, kernel, segment_ids=None, inputs=None, **opt
   return ours, exact
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("feature", FEATURES)
+# a TPU's lanes are padded to 128 for heads of 96 as for heads of 80
+@pytest.mark.parametrize(
+  "feature,kernel", [case for case in itertools.product(FEATURES, KERNELS) if case != ("head_96", "tpu")]
+)
 def test_every_feature_agrees_with_the_reference(feature, kernel):
   """On a GPU's kernel of one group of heads."""
   (shape, options), function = FEATURES[feature], kernel_of(kernel)
@@ -140,11 +141,10 @@ def lengths_differ(S, T, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "segment_ids_in_any_order"])
-def test_fewer_queries_than_keys(causal, kernel):
+def test_fewer_queries_than_keys_in_segments_in_any_order(kernel):
   rng, lengths = np.random.default_rng(3), (100, 300)
-  segments = None if causal else tuple(jnp.asarray(rng.integers(4, size=(2, n)), jnp.int32) for n in lengths)
-  check(PLAIN, "bfloat16", kernel_of(kernel), segments, lengths_differ(*lengths), causal=causal)
+  segments = tuple(jnp.asarray(rng.integers(4, size=(2, n)), jnp.int32) for n in lengths)
+  check(PLAIN, "bfloat16", kernel_of(kernel), segments, lengths_differ(*lengths))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -195,17 +195,19 @@ def test_large_scores_do_not_overflow_and_batches_are_mapped():
   attention = lambda q, k, v: kernel_of("tpu")(q, k, v, None, None, **settings)[0]
   stacked = tuple(np.stack([x, 30 * np.asarray(x)]) for x in (q, k, v))
   usual, large = jax.jit(jax.vmap(attention))(*stacked)
-  np.testing.assert_allclose(usual, jax.jit(attention)(q, k, v), atol=1e-6)
+  expected = jax.jit(functools.partial(public.attention, implementation="reference"))(q, k, v)
+  np.testing.assert_allclose(usual, expected, atol=1e-6)
   assert np.isfinite(large).all()
 
 
 def test_a_model_has_the_same_gradients_with_the_kernel(monkeypatch):
   """The whole loss, on a mesh, in the solver's scan and rematerialized, with the kernel of a config on a TPU."""
+  sizes = {"num_steps": 2, "weights": "shared"}
+  params = params_of(moved_instance(small_model(**sizes)))
 
   def gradients(implementation):
-    config = small_config(small_model(attention=implementation), remat="full")
-    params = jax.jit(init_state, static_argnums=0)(config)["params"]
-    function = lambda p, b: loss_and_gradients(config, uniform_grid(3, 3.0), p, b, jax.random.key(0))
+    config = small_config(small_model(**sizes, attention=implementation), remat="full", loss_chunks=1)
+    function = lambda p, b: loss_and_gradients(config, uniform_grid(2, 2.0), p, b, jax.random.key(0))
     with jax.set_mesh(sharding.make_mesh(config.mesh, jax.devices()[:1])):  # so that it runs under shard_map
       return jax.jit(function)(params, packed_batch(config))
 

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 
-import jax
 import pytest
 
 from diffeq_nnx.kernels.attention import gpu_one_pass
@@ -97,12 +96,6 @@ def test_trips_are_those_of_a_causal_sequence():
   assert (forward.steps, backward.steps, [runs for runs, _ in forward.visits]) == (16, 16, [10])
 
 
-compiles_for_gpus = pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
-  reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
-)
-
-
 # of the named shapes one of each width and each feature: the GPU kernel's tiles depend on the head's width alone
 H100_SHAPES = {
   **{name: (shape, {}) for name, shape in SHAPES.items() if name not in ("gpt_large", "llama_4k", "llama_8k")},
@@ -113,7 +106,7 @@ H100_SHAPES = {
 }
 
 
-@compiles_for_gpus
+@hopper_code.compiles_for_gpus
 @pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_gpu_deterministic"])
 @pytest.mark.parametrize("name", H100_SHAPES)
 def test_forward_and_backward_compile_for_an_h100(name, implementation):
@@ -128,7 +121,7 @@ def test_forward_and_backward_compile_for_an_h100(name, implementation):
 def reads_machine_code(test):
   """Marks of a test of an H100's machine code."""
   missing = "needs nvdisasm, from CUDA's toolkit or the wheel of triton"
-  test = pytest.mark.skipif(not shutil.which("nvdisasm"), reason=missing)(compiles_for_gpus(test))
+  test = pytest.mark.skipif(not shutil.which("nvdisasm"), reason=missing)(hopper_code.compiles_for_gpus(test))
   return pytest.mark.slow(reason="compiles forward and backward in a process of its own")(test)
 
 

@@ -16,6 +16,7 @@ from diffeq_nnx.training.step import abstract_state
 from launch import compile_ahead, gpus
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import hlo, roofline, step_choices
+from tests import hopper_code
 
 needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
@@ -25,70 +26,15 @@ needs_libtpu = pytest.mark.skipif(
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("optimizations")]
 
 
-LOOP = """HloModule step, is_scheduled=true, num_partitions=8
-
-%add (a: bf16[], b: bf16[]) -> bf16[] {
-  %a = bf16[] parameter(0)
-  %b = bf16[] parameter(1)
-  ROOT %a-and-b = bf16[] add(%a, %b)
-}
-
-%part (p.0: bf16[4]) -> bf16[32] {
-  %p.0 = bf16[4]{0} parameter(0)
-  ROOT %gather.2 = bf16[32]{0} all-gather(%p.0), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
-}
-
-%condition (s: (s32[], bf16[4])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(17)
-  %s = (s32[]{:T(128)}, bf16[4]{0}) parameter(0)
-  %at = s32[]{:T(128)} get-tuple-element(%s), index=0
-  ROOT %go = pred[] compare(%at, %limit), direction=LT
-}
-
-%body (s.1: (s32[], bf16[4])) -> (s32[], bf16[4]) {
-  %s.1 = (s32[]{:T(128)}, bf16[4]{0:T(4)(2,1)}) parameter(0)
-  %at.1 = s32[] get-tuple-element(%s.1), index=0
-  %two = s32[] constant(2)
-  %next = s32[] add(%at.1, %two)
-  %x = bf16[4]{0} get-tuple-element(%s.1), index=1
-  %fusion.1 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%part, backend_config={"estimated_cycles":"100"}
-  %fusion.2 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%part, backend_config={"estimated_cycles":"10"}
-  %sum-start = bf16[4]{0} all-reduce-start(%x), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
-  %call = bf16[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="a/attention_forward"}
-  ROOT %out = (s32[], bf16[4]{0}) tuple(%next, %sum-start)
-}
-
-ENTRY %main (x.1: bf16[4]) -> bf16[4] {
-  %x.1 = bf16[4]{0} parameter(0)
-  %one = s32[] constant(1)
-  %start = (s32[], bf16[4]{0}) tuple(%one, %x.1)
-  %loop = (s32[], bf16[4]{0}) while(%start), condition=%condition, body=%body
-  %sent = (bf16[4]{0}, u32[], token[]) send(%x.1), channel_id=9, is_host_transfer=true
-  %alone = bf16[4]{0} all-reduce(%x.1), channel_id=4, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
-  ROOT %result = bf16[4]{0} get-tuple-element(%loop), index=1, backend_config={"estimated_cycles":"5"}
-}
-"""
-
-
-def test_a_program_is_counted_with_its_loops():
-  """The loop turns 8 times (1, 3, .. 15); a channel counts once in a turn; what stays on a device does not."""
-  program = hlo.Program(LOOP)
-  assert [(one.kind, len(one.members), one.times, one.sent_bytes) for one in program.collectives] == [
-    ("all-gather", 8, 8, 8 * 64 * 7 // 8),
-    ("all-reduce", 2, 8, 8 * 2 * 8 // 2),
-    ("send", 8, 1, 8),
-  ]
-  assert program.cycles == 8 * 110 + 5
-  assert program.kernels == [hlo.Kernel("a/attention_forward", 8, 16, (hlo.Array("bf16", (4,)),))]
-
-
-def mesh_of(config, topology: str, num_slices: int = 1):
+def mesh_of(config, topology: str):
   """The config's mesh over the devices of a TPU."""
-  return sharding.make_mesh(config.mesh, compile_ahead.devices_of(topology, num_slices))
+  return sharding.make_mesh(config.mesh, compile_ahead.devices_of(topology, 1))
 
 
-SIZES = ("embed_dim=256", "num_heads=2", "vocab_size=512", "seq_len=256", "mlp_dim=512")
-SMALL = (*(f"model.{size}" for size in SIZES), "train.batch_size=16")
+# Compiling takes longer with the widths and with T, but hardly with the number of steps or the length of a row.
+WIDE = ("model.vocab_size=512", "model.seq_len=256", "train.batch_size=16")
+SIZES = ("num_steps=2", "embed_dim=256", "num_heads=2", "mlp_dim=512", "time.time_embed_dim=24")
+SMALL = (*WIDE, *(f"model.{size}" for size in SIZES))
 
 
 @functools.cache
@@ -98,18 +44,18 @@ def train_step(settings: tuple[str, ...], preset: str) -> str:
   return compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
 
 
-large = pytest.mark.slow(reason="compiles a train step with 1.2 billion parameters; a small width runs by default")
+large = pytest.mark.slow(reason="compiles a train step of full width, for more than a minute; a small one by default")
 
 
 @needs_libtpu
-@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param((), id="llama1b", marks=large)])
+@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(WIDE, id="llama1b", marks=large)])
 def test_no_generator_parameter_is_moved_cast_or_copied(settings):
-  """F is [97, in, out] and is read as it is stored; attention reads what the projections wrote.
+  """F is [T + 1, in, out] and is read as it is stored; attention reads what the projections wrote.
 
-  All that crosses devices with T in it is the gradient of e(t), 16 x 97 numbers a weight.
+  All that crosses devices with T in it is the gradient of e(t), S (T + 1) numbers a weight.
   """
   model = config_lib.load("configs/llama1b.py", settings).model
-  T, S, text = 96, 16, train_step(settings, "diffeq")
+  T, S, text = model.time.time_embed_dim, model.num_steps, train_step(settings, "diffeq")
   program = hlo.Program(text)
   assert f"f32[{T + 1},{model.embed_dim // 8},{model.hidden_dim}]" in text  # an eighth of F: so it would be seen
   moved = [array for one in program.collectives for array in one.arrays if T in array.shape or T + 1 in array.shape]
@@ -162,14 +108,15 @@ def read_report(report: str) -> tuple[str, list[str], dict[str, float]]:
 @needs_libtpu
 def test_what_it_prints(capsys, tmp_path):
   mesh = ["--topology=v5e:2x2", "--num-slices=2", "--set=mesh.context=2", "--set=train.device_batch_size=4"]
-  sizes = ["--set=model.embed_dim=256", "--set=model.mlp_dim=256", "--set=model.num_heads=2"]
+  sizes = {"embed_dim": 256, "mlp_dim": 256, "num_heads": 2, "seq_len": 256}
+  sizes = [f"--set=model.{name}={size}" for name, size in sizes.items()]
   arguments = [*mesh, *sizes, f"--save-hlo={tmp_path}/step.txt", "--profile"]
   assert compile_ahead.main(["--config=configs/llama1b.py:llama", *TINY[1:], *arguments]) == 0
   report, heads, profile = capsys.readouterr().out.partition("     % % of peak")
   first, _, figures = read_report(report)
   assert first == (
     "configs/llama1b.py:llama on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 2 x context 2 x tensor 1, "
-    "16 x 512 tokens a step"
+    "16 x 256 tokens a step"
   )
   assert figures["optimizer"] == pytest.approx(2 * figures["parameters"], abs=0.01)
   assert figures["to another slice"] > 0 and figures["utilization, %"] > 0
@@ -182,16 +129,13 @@ def test_what_it_prints(capsys, tmp_path):
   # The ring of two sends keys and values once forward, forward again for the backward pass, and back; then once each
   # way to restore the order of positions.
   sent, times = re.search(r"collective-permute +([\d.]+)   in (\d+) operations", report).groups()
-  held = 4 * 256 * 256 * 2  # bytes of the keys, the values, or the state: in two chunks
+  held = 4 * 128 * 256 * 2  # bytes of the keys, the values, or the state: in two chunks
   assert int(times) == 2 * 3 * 2 + 2 * 2
   assert float(sent) == pytest.approx((2 * 3 * 2 * held + 2 * held) / 1e9, abs=6e-4)
 
 
 @pytest.mark.slow(reason="compiles a small train step for GPUs, which takes half a minute")
-@pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
-  reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
-)
+@hopper_code.compiles_for_gpus
 def test_what_it_prints_for_gpus(capsys, monkeypatch):
   """Two nodes of four; then the same step with little of the GPU's memory."""
   monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)

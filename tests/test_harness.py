@@ -7,41 +7,43 @@ import os
 import re
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from tests.harness_cases import task_folder, without_environment  # noqa: F401  fixtures, and the environment
+from tests.harness_cases import OFFLINE, WITHOUT_ENVIRONMENT, task_folder, without_environment  # noqa: F401  fixtures
 
 pytest.importorskip("lm_eval")
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import report, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.jobs.harness import evaluate_downstream
+from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.step import place_state
 from launch import local
-from tests.conftest import run_config, told, write_documents
+from tests.conftest import moved_instance, run_config, told
+from tests.processes import Process
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """(config, work directory) of a run of 2 steps that reads 96 bytes at a time; not to be changed."""
-  folder = tmp_path_factory.mktemp("text")
-  write_documents(folder)
-  config = run_config(folder, steps=2)
-  config = dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, vocab_size=257, seq_len=96),
-    data=dataclasses.replace(config.data, tokenizer="bytes"),
-    checkpoint=dataclasses.replace(config.checkpoint, every=2),
-  )
-  train(config, str(folder / "run"))
+  """(config, work directory) of a run at step 0 that reads 96 bytes at a time; not to be changed."""
+  folder = tmp_path_factory.mktemp("run")
+  settings = ["model.vocab_size=257", "model.seq_len=96", "data.tokenizer=bytes"]
+  config = config_lib.apply_settings(run_config(folder), settings)
+  mesh = sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    state = place_state(config, params_of(moved_instance(config.model)), mesh)
+    Run.create(config, str(folder / "run"), load_tokenizer("bytes"), None, state)
   return config, folder / "run"
 
 
@@ -171,7 +173,7 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
     assert part in told(lambda: config_lib.apply_settings(config, [setting]))
 
 
-def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, measured, capfd):
+def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, measured):
   """The job with settings on top of the run's own config."""
   settings = {
     "tasks": "choice,continuing",
@@ -184,9 +186,10 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   }
   arguments = [f"--config.harness.{name}={value}" for name, value in settings.items()]
   commands = local.commands(2, local.free_port(), ["--job=harness", f"--workdir={run[1]}", *arguments])
-  assert local.run(commands, {**local.environment(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}) == 0
-  (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]  # Gloo prints lines, too
-  assert json.loads(line)["acc"]
+  running = [Process(line[3:], {**local.environment(2), **OFFLINE}, WITHOUT_ENVIRONMENT) for line in commands]
+  assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
+  (line,) = running[0].out.splitlines()
+  assert json.loads(line)["acc"] and running[1].out == ""
   (alone, text), (by_two, text_by_two) = (
     [json.loads((folder / name).read_text()) for name in ("results_0shot.json", "perplexity.json")]
     for folder in (measured, run[1] / "by_two")
@@ -208,10 +211,7 @@ def test_lm_eval_finds_the_model_by_its_entry_point():
   assert found.load() is DiffEqLM
 
 
-def test_the_paper_s_group_holds_its_list_and_is_found_however_tasks_are_given(monkeypatch):
-  with open(os.path.join(tasks.GROUPS, "paper.yaml"), encoding="utf-8") as file:
-    named = [line.strip(" -\n") for line in file if line.startswith("  - ")]
-  assert tuple(named) == tasks.PAPER and tasks.PAPER_SHOTS == (0, 5)
+def test_the_paper_s_group_is_found_however_tasks_are_given(monkeypatch):
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)
   monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
   monkeypatch.setenv("DISABLE_MULTIPROC", "1")

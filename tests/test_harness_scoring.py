@@ -1,12 +1,11 @@
 """Scoring of packed requests: shared beginnings, order and padding change nothing but rounding."""
 
-import jax
 import numpy as np
 import pytest
 
 from diffeq_nnx.harness import packing, scoring
 from diffeq_nnx.harness.packing import Request
-from tests.harness_cases import by_number, random_model, trees
+from tests.harness_cases import by_number, one_by_one, random_model, trees
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +16,6 @@ def model():
 @pytest.fixture(scope="module")
 def scorer(model):
   return scoring.Scorer(model)
-
-
-def one_by_one(model, requests):
-  """Log-likelihoods by the plain forward pass, each request in a row of its own without padding in front."""
-  run = jax.jit(lambda tokens_1xL: jax.nn.log_softmax(model(tokens_1xL)[0], axis=-1))
-  totals, greedy = [], []
-  for request in requests:
-    tokens_1xL = np.zeros((1, 32), np.int32)
-    tokens_1xL[0, : len(request.read)] = request.read
-    logprob_NxV = np.asarray(run(tokens_1xL))[len(request.context) - 1 : len(request.read)]
-    totals.append(logprob_NxV[range(len(logprob_NxV)), request.continuation].sum())
-    greedy.append((logprob_NxV.argmax(-1) == request.continuation).all())
-  return np.array(totals), greedy
 
 
 @pytest.mark.parametrize("field,solver,kv_heads", [("gpt", "euler", 2), ("llama", "sequential", 1)])

@@ -4,11 +4,7 @@ import re
 
 import pytest
 
-from tests.launch_bench import (
-  POD,
-  bench,  # noqa: F401  a fixture
-  write_tool,
-)
+from tests.launch_bench import POD, bench, write_tool  # noqa: F401  bench is a fixture
 
 PROGRAM = ["--config=configs/llama1b.py", "--workdir=gs://bucket/run"]
 KEEP = ["keep", *POD, "--type=v5p-16", "--num-slices=2", "--spot"]

@@ -12,18 +12,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from tests.launch_bench import (
-  ALIVE,
-  GKE,
-  HOST,
-  LAUNCH,
-  POD,
-  PROGRAM,
-  RECORDER,
-  TPUS,
-  bench,  # noqa: F401  a fixture
-  write_tool,
-)
+from tests.launch_bench import ALIVE, GKE, HOST, LAUNCH, POD, PROGRAM, RECORDER, TPUS, bench, write_tool  # noqa: F401  bench is a fixture
 
 NAMES = {
   "pod": shlex.join(POD),

@@ -1,4 +1,4 @@
-"""Where a step's cycles go: kinds, shapes, passes and source lines, from the text of compiled programs."""
+"""How compiled programs are read: loops, communication, kernels, and where cycles go, by kind, shape, pass and line."""
 
 import inspect
 import re
@@ -10,8 +10,9 @@ import pytest
 from launch.benchmarks import hlo, step_profile
 from launch.benchmarks.step_profile import Item
 
-# a loop of 4 with a product between two copies, dropout's mask, a norm, a cast and a kernel; then an optimizer
-STEP = """HloModule step, is_scheduled=true
+# a loop of 4 turns (1, 3, 5, 7) with a product between two copies, dropout's mask, a norm, a cast, a kernel and
+# communication, of which a part is split over two fusions; then an optimizer
+STEP = """HloModule step, is_scheduled=true, num_partitions=8
 
 FileNames
 1 "PACKAGE/training/step.py"
@@ -50,13 +51,23 @@ StackFrames
   ROOT %sum = f32[] reduce(%wide, %wide)
 }
 
+%gather (p.6: bf16[4]) -> bf16[32] {
+  %p.6 = bf16[4]{0} parameter(0)
+  ROOT %all = bf16[32]{0} all-gather(%p.6), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
 %condition (s.0: (s32[])) -> pred[] {
-  %s.0 = (s32[]) parameter(0)
-  ROOT %go = pred[] constant(true)
+  %limit = s32[]{:T(128)} constant(9)
+  %s.0 = (s32[]{:T(128)}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%s.0), index=0
+  ROOT %go = pred[] compare(%at, %limit), direction=LT
 }
 
 %body (s.1: (s32[])) -> (s32[]) {
-  %s.1 = (s32[]) parameter(0)
+  %s.1 = (s32[]{:T(128)}) parameter(0)
+  %at.1 = s32[] get-tuple-element(%s.1), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%at.1, %two)
   %x = bf16[8,64]{1,0} constant({...})
   %w = bf16[64,32]{1,0} constant({...})
   %before = bf16[8,64]{0,1} copy(%x), cycles=10
@@ -68,15 +79,22 @@ StackFrames
   %fusion.4 = f32[] fusion(%x), calls=%norm, metadata={op_name="rematted_computation" stack_frame_id=2}, cycles=5
   %narrow = bf16[8,64]{1,0} convert(%x), metadata={op_name="jvp()/cast" stack_frame_id=2}, cycles=50
   %kernel = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="attention_forward"}
-  ROOT %next = (s32[]) tuple(%s.1)
+  %own = bf16[4]{0} constant({...})
+  %fusion.5 = bf16[32]{0} fusion(%own), kind=kCustom, calls=%gather
+  %fusion.6 = bf16[32]{0} fusion(%own), kind=kCustom, calls=%gather
+  %sum-start = bf16[4]{0} all-reduce-start(%own), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  ROOT %out = (s32[]) tuple(%next)
 }
 
 ENTRY %main (p.4: f32[16]) -> f32[16] {
   %p.4 = f32[16]{0} parameter(0)
-  %start = (s32[]) tuple(%p.4)
-  %loop = (s32[]) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %one = s32[] constant(1)
+  %start = (s32[]) tuple(%one)
+  %loop = (s32[]) while(%start), condition=%condition, body=%body
   %moment = f32[16]{0} multiply(%p.4, %p.4), metadata={op_name="a/mul" stack_frame_id=4}, cycles=60
   %part = f32[4]{0} slice(%moment), metadata={op_name="a/slice" stack_frame_id=3}, cycles=70
+  %sent = (f32[4]{0}, u32[], token[]) send(%part), channel_id=9, is_host_transfer=true
+  %same.1 = f32[4]{0} all-reduce(%part), channel_id=4, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}
   ROOT %alone = f32[16]{0} copy(%p.5), cycles=80
   %p.5 = f32[16]{0} parameter(1)
 }
@@ -98,6 +116,17 @@ ITEMS = {
   Item("slices, gathers, scatters", "slice f32[4]", "-", "training/step.py:7"): (70, 1, 0),
   Item("layout copies", "copy f32[16]", "-", "unknown"): (80, 1, 0),
 }
+
+
+def test_a_program_is_counted_with_its_loops():
+  """A channel counts once in a turn; what stays on a device does not."""
+  program = hlo.Program(STEP)
+  assert [(one.kind, len(one.members), one.times, one.sent_bytes) for one in program.collectives] == [
+    ("all-gather", 8, 4, 4 * 64 * 7 // 8),
+    ("all-reduce", 2, 4, 4 * 2 * 8 // 2),
+    ("send", 8, 1, 16),
+  ]
+  assert program.kernels == [hlo.Kernel("attention_forward", 4, 2 * 8 * 64 + 16, (hlo.Array("bf16", (8,)),))]
 
 
 @pytest.mark.parametrize("text", [STEP, NUMBERED], ids=["callers one too high", "callers as they are"])

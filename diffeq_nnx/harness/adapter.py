@@ -106,10 +106,9 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None):
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
-    for name, value in (("num_steps", num_steps), ("max_length", max_length)):
-      if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UserError(f"{name}={value!r}: must be a whole number above 0")
-    self.batch_size = _read_batch_size(batch_size)
+    self.batch_size = AUTO if str(batch_size).startswith("auto") else _read_count("batch_size", batch_size)
+    self._num_steps = None if num_steps is None else _read_count("num_steps", num_steps)
+    self.max_length = 0 if max_length is None else _read_count("max_length", max_length)
     try:  # the rules of the keys with these names in a config
       HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
     except UserError as error:
@@ -121,11 +120,11 @@ class DiffEqLM(TemplateLM):
     run = self._open()
     dtype = run.config.model.dtype if dtype == "model" else dtype
     config = dataclasses.replace(run.config.model, dropout=0.0, dtype=dtype)
-    self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
+    self._num_steps = self._num_steps or run.config.eval.num_steps
+    self.max_length = self.max_length or config.seq_len
     if model is None:
       say_attention(config)
       say_untrained(run.config, run.step, self._num_steps)
-    self.max_length = config.seq_len if max_length is None else max_length
     if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
       raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
     half = max(self.max_length // 2, 1)
@@ -387,13 +386,11 @@ class DiffEqLM(TemplateLM):
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
 
-def _read_batch_size(given: int | str) -> int:
-  """The number that is meant; raises UserError if it is none."""
-  text = str(given)
-  size = AUTO if text.startswith("auto") else int(text) if text.isdecimal() else 0
-  if not size:
-    raise UserError(f"batch_size={given!r}: must be a whole number above 0, or auto")
-  return size
+def _read_count(name: str, given: int | str) -> int:
+  """The number that is meant; raises UserError unless it is a whole one above 0."""
+  if not str(given).isdecimal() or not int(given):
+    raise UserError(f"{name}={given!r}: must be a whole number above 0")
+  return int(given)
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))

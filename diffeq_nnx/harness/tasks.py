@@ -4,14 +4,14 @@ from collections.abc import Sequence
 import os
 
 from lm_eval.tasks import TaskManager
+import yaml
 
 from diffeq_nnx.config import nearest
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
-PAPER = tuple(  # Tong et al. 2025
-  "arc_easy arc_challenge hellaswag lambada_openai lambada_standard logiqa mmlu piqa sciq winogrande wsc273".split()
-)
+with open(os.path.join(GROUPS, "paper.yaml"), encoding="utf-8") as _file:
+  PAPER = tuple(yaml.safe_load(_file)["task"])  # Tong et al. 2025
 PAPER_SHOTS = (0, 5)
 GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task files; `paper` in a config
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 
@@ -25,8 +26,8 @@ from diffeq_nnx.runs.run import Run
 BOOTSTRAP = 1000  # resamples for standard errors that have no formula, those of perplexities
 ENVIRONMENT = {  # of lm_eval
   "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
-  "LOCAL_RANK": "0",
-}  # every process gets the results
+  "LOCAL_RANK": "0",  # every process gets the results
+}
 CONDITIONS = (
   "rolling_windows",
   "max_length",
@@ -72,13 +73,13 @@ def evaluate_downstream(
       names = tasks.match(settings.names, manager)
   lm = adapter.DiffEqLM(
     workdir,
+    config=config,
+    num_steps=config.eval.num_steps if num_steps is None else num_steps,
     batch_size=settings.batch_size,
     dtype=settings.dtype,
     begin_mark=settings.begin_mark,
     window=settings.window,
     stride=settings.stride,
-    config=config,
-    num_steps=config.eval.num_steps if num_steps is None else num_steps,
   )
   ours = _evaluate(lm, names, manager, shots, settings) if names else []
   text = None if texts is None else lm.measure_perplexity(map(text_of, texts.documents()), settings.limit)
@@ -113,10 +114,8 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
   """Around calls of lm_eval: keeps stdout for our line, and reports errors of tasks and their data in one line."""
   import jinja2  # with lm_eval
 
-  before = {name: os.environ.get(name) for name in ENVIRONMENT}
-  os.environ.update(ENVIRONMENT)
   try:
-    with contextlib.redirect_stdout(sys.stderr):
+    with mock.patch.dict(os.environ, ENVIRONMENT), contextlib.redirect_stdout(sys.stderr):
       yield
   except (UserError, RunError, jax.errors.JaxRuntimeError):
     raise
@@ -126,9 +125,6 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
       f"{first_line(error, 200)}); check that its data can be downloaded or is cached, correct the "
       "task's files, or name other tasks"
     ) from error
-  finally:
-    for name, value in before.items():
-      os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _evaluate(

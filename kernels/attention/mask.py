@@ -28,13 +28,6 @@ class Mask:
     """Whether each of S queries attends to some of L keys."""
     return self.window is None or S - self.window < L
 
-  def num_visible(self, S: int, L: int) -> int:
-    """The number of pairs of a query and a key that it attends to: the work needed."""
-    rows = np.arange(S)
-    last = np.minimum(rows + 1, L) if self.causal else np.full(S, L)
-    first = np.maximum(rows - self.window + 1, 0) if self.window is not None else np.zeros(S, int)
-    return int(np.maximum(last - first, 0).sum())
-
   def blocks(self, S: int, L: int, block_q: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks visible at least in part, and fully visible ones: two boolean [Q, N]; rows beyond S don't count."""
     first_row = np.arange(0, S, block_q)[:, None]

@@ -24,6 +24,7 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.mask import Mask
@@ -131,14 +132,8 @@ def measure(shape: Shape, args: argparse.Namespace, asked: set[str], backward: b
     except Exception as error:  # each library has errors of its own; go on with the others
       results[name] = " ".join(f"{type(error).__name__}: {error}".split())[:80]
 
-  def repeat(run: Callable) -> object:
-    for _ in range(args.calls):
-      last = run()  # the results of earlier calls are given up
-    return last
-
-  in_a_row = {name: functools.partial(repeat, run) for name, run in runs.items()}
-  times = programs.time_rounds(in_a_row, args.rounds)
-  return results | {name: statistics.median(seconds) / args.calls for name, seconds in times.items()}
+  times = programs.time_rounds(runs, args.rounds, args.calls)
+  return results | {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -161,7 +156,8 @@ def main(argv: list[str] | None = None) -> None:
   for name in args.shapes:
     shape = SHAPES[name]
     shape = dataclasses.replace(shape, batch=args.batch or shape.batch)
-    pairs = Mask(True, shape.window).num_visible(shape.length, shape.length)
+    places = np.arange(shape.length)
+    pairs = int(Mask(True, shape.window).visible(places[:, None], places).sum())
     forward = 4.0 * shape.head_dim * shape.batch * shape.heads * pairs
     for backward in (False, True):
       for who, result in measure(shape, args, asked, backward).items():

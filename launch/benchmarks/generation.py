@@ -17,7 +17,6 @@ attention, of which the compiler has no estimate, its bytes at the memory bandwi
 for plain decoding's speed, and the speed if all are kept.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -86,13 +85,6 @@ class Pair:
 def _sum(arrays: Any) -> jax.Array:
   """A number that depends on every element."""
   return sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(arrays))
-
-
-def call_often(call: Callable[[], jax.Array], count: int) -> jax.Array:
-  """The result of the last of so many consecutive calls."""
-  for _ in range(count):
-    result = call()
-  return result
 
 
 def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int, int] | None = None) -> list[str]:
@@ -169,10 +161,8 @@ def main(argv: list[str] | None = None) -> None:
     return
   decoder = decoding.Decoder(programs.init_model(config), config.eval.num_steps)
   each = [Pair(decoder, rows, args.slots) for rows in args.rows]
-  calls = [call for pair in each for call in (pair.token, pair.read)]
-  repeated = lambda count: {n: functools.partial(call_often, call, count) for n, call in enumerate(calls)}
-  programs.time_rounds(repeated(2), 1)  # not measured
-  times = programs.time_rounds(repeated(args.tokens), args.rounds)
+  calls = dict(enumerate(call for pair in each for call in (pair.token, pair.read)))
+  times = programs.time_rounds(calls, args.rounds, args.tokens)
   print(
     f"{args.config}, rows of {args.slots} slots, median of {args.rounds} interleaved rounds of {args.tokens}, "
     f"{programs.describe_device()}\n"
@@ -182,11 +172,11 @@ def main(argv: list[str] | None = None) -> None:
   for n, pair in enumerate(each):
     arrays = pair.read_arrays()
     size, cached = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (arrays, arrays["cache"]))
-    token, read = times[2 * n] / args.tokens, times[2 * n + 1] / args.tokens
+    token, read = times[2 * n], times[2 * n + 1]
     sizes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
     speeds = [f"{1e3 * statistics.median(token):.3f}", f"{pair.prompts / statistics.median(token):,.1f}"]
     reads = [f"{1e3 * statistics.median(read):.3f}", f"{size / statistics.median(read) / 1e9:,.1f}"]
-    gained = pair.prompts / each[0].prompts * times[0] / args.tokens / token
+    gained = pair.prompts / each[0].prompts * times[0] / token
     ratios = map(programs.format_spread, (token / read, gained))
     table.append([str(pair.prompts), *sizes, *speeds, *reads, *ratios])
   print(tables.markdown([*columns, "token / read", "tokens/s over the first"], table))

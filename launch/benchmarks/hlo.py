@@ -44,7 +44,6 @@ class Collective:
   arrays: tuple[Array, ...]  # its results on a device (for an all-gather, complete)
   members: tuple[int, ...]  # the first group of devices that participate together, as places in the mesh
   times: int  # executions in a run of the program
-  name: str  # JAX's name of the operation in the source
 
   @property
   def sent_bytes(self) -> int:
@@ -130,10 +129,8 @@ class Program:
         channel = None if kind == "collective-permute" else re.search(r"channel_id=(\d+)", instruction.rest)
         arrays = _result(instruction) if instruction.opcode.endswith("-start") else instruction.arrays
         arrays = arrays[:1] if kind == "send" else arrays
-        found.setdefault(
-          (kind, channel[1] if channel else len(found)),
-          Collective(kind, arrays, self._members(instruction), times, instruction.op_name),
-        )
+        key = kind, channel[1] if channel else len(found)
+        found.setdefault(key, Collective(kind, arrays, self._members(instruction), times))
     return [one for one in found.values() if len(one.members) > 1]
 
   @functools.cached_property

@@ -62,10 +62,6 @@ class Region:
     for region in self.inner:
       yield from region.walk()
 
-  def loops(self) -> list["Region"]:
-    """The loops in it that hold no other, in order."""
-    return [region for region in self.walk() if region.loop and not any(r.loop for r in list(region.walk())[1:])]
-
 
 def read_schedule(text: str) -> Region:
   """The regions of a dump of final bundles.

@@ -56,7 +56,6 @@ def main(argv: list[str] | None = None) -> None:
       pass
 
   calls = {variant: functools.partial(decode, variant) for variant in variants}
-  programs.time_rounds(calls, 1)  # compiles
   times = programs.time_rounds(calls, args.rounds)
   tokens = sum(decoder.limit_texts(prompts, args.max_tokens))
   print(

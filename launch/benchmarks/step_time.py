@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> None:
     path, *settings = name.split("@")
     compared.append(Program(name, config_lib.load(path, [*args.set, *settings]), args.what))
   calls = {place: one.run for place, one in enumerate(compared)}
-  programs.time_rounds(calls, 1)  # the first run is not measured
   times = programs.time_rounds(calls, args.rounds)
   print(
     f"{args.what}, median of {args.rounds} interleaved rounds, {jax.device_count()} x {programs.describe_device()}\n"
