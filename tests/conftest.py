@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -199,6 +200,18 @@ def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Mo
 def weights_of(model: Model, grid=None):
   """`model.block_weights`, compiled as one program: its operations one by one compile for seconds."""
   return jax.jit(lambda: model.block_weights(grid))()
+
+
+class Lazy:
+  """A package that is imported at its first use: each worker reads all files of tests, and runs some of them."""
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def __getattr__(self, attribute: str):
+    if attribute.startswith("_"):  # pytest looks for such marks on all that a file of tests holds
+      raise AttributeError(attribute)
+    return getattr(importlib.import_module(self._name), attribute)
 
 
 def told(call) -> str:

@@ -26,7 +26,7 @@ class Hub(http.server.ThreadingHTTPServer):
     super().__init__(("127.0.0.1", 0), _Handler)
     self.root, self.commit = root, COMMIT
     self.fetched: list[str] = []
-    threading.Thread(target=self.serve_forever, daemon=True).start()
+    threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()  # seconds until it notices its end
 
   @property
   def url(self) -> str:

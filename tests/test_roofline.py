@@ -130,5 +130,5 @@ def test_a_ring_over_nodes_takes_the_time_of_its_adapters():
   """Eight GPUs a node: 450 GB/s within it; out of it 50 for each GPU of the ring in the node."""
   gpu = gpus.GPUS["h100"]
   for members, speed in ((range(8), 450), ((0, 8), 50), (range(16), 400), (range(0, 16, 2), 200)):
-    one = hlo.Collective("all-gather", (hlo.Array("bf16", (10**9,)),), tuple(members), 3, "")
+    one = hlo.Collective("all-gather", (hlo.Array("bf16", (10**9,)),), tuple(members), 3)
     assert roofline.communication_seconds([one], gpu, 8) == pytest.approx(one.sent_bytes / (1e9 * speed))
