@@ -62,9 +62,9 @@ from tests import reference
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
-LONGEST = """distributed docs buckets demo real launch compile_ahead attention resume generation sharding rank_steps
-  export analysis harness finetune import_job distillation context train_step run speculation adapters harness_adapter
-  attention_compile solvers analyze_job pages""".split()
+LONGEST = """distributed docs real demo buckets launch attention compile_ahead resume generation attention_compile
+  train_step import_job finetune analysis export rank_steps elastic sharding distillation analyze_job adapters harness
+  run harness_adapter speculation adaptive decode_kernel solvers model chat_jobs fitting depth_order pages""".split()
 
 
 def pytest_collection_modifyitems(items):
