@@ -118,7 +118,6 @@ def test_what_it_prints(capsys, tmp_path):
     "configs/llama1b.py:llama on 8 x TPU v5 lite (2 x v5e:2x2), mesh slice 2 x data 1 x fsdp 2 x context 2 x tensor 1, "
     "16 x 256 tokens a step"
   )
-  assert figures["optimizer"] == pytest.approx(2 * figures["parameters"], abs=0.01)
   assert figures["to another slice"] > 0 and figures["utilization, %"] > 0
   assert figures["step, s"] == pytest.approx(figures["compute, s"] + figures["our kernels, s"], abs=0.002)
   assert hlo.Program((tmp_path / "step.txt").read_text()).cycles > 0
