@@ -108,6 +108,10 @@ def test_no_key_that_nothing_reads():
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),
     ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
+    (
+      {"train__step_counts": (5, 10), "train__draw_from": 0.5, "train__remat_every": 5},  # before it, 12 steps
+      ["train.remat_every=5", "must divide model.num_steps=12"],
+    ),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),
