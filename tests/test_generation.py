@@ -271,6 +271,8 @@ import diffeq_nnx
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.harness.scoring import Scorer
+from diffeq_nnx.inference import speculation
+from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.training.step import all_params, state_shardings
 from tests.conftest import moved_instance, small_config, small_model
 from tests.harness_cases import by_number, trees
@@ -292,6 +294,17 @@ for where, devices, parts, batches in ((None, 1, 1, [None]), (mesh, 8, 2, [4, 1]
   assert stored_OxI.sharding.shard_shape(stored_OxI.shape)[0] == 64 // parts
   for rows in batches:
     assert diffeq_nnx.generate(decoder, prompts, max_tokens=5, seed=1, rows=rows) == texts, (devices, rows)
+
+# all rounds of drafting begin with arrays in the same places, so that one program serves them
+run_round, rounds = speculation.run_round, []
+def spy(*arguments):
+  rounds.append([leaf.sharding for leaf in jax.tree.leaves(arguments[2:5])])
+  return run_round(*arguments)
+speculation.run_round = spy
+options = GenerationOptions(max_tokens=5, draft_tokens=1)
+assert len(list(speculation.speculate(decoder, decoder, prompts, options, lambda n, token: None))) == len(prompts)
+assert len(rounds) > 1 and all(one == rounds[0] for one in rounds), rounds
+
 mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))
 scorer = Scorer(place(mesh), mesh=mesh)
 assert not jax.tree.leaves(scorer.ready.weights)[-1].sharding.is_fully_replicated

@@ -82,7 +82,7 @@ def speculate(
 
 @jax.jit
 def _by_row(slot: jax.Array, next_B: jax.Array) -> jax.Array:
-  return jnp.broadcast_to(slot, next_B.shape)
+  return sharding.constrain(jnp.broadcast_to(slot, next_B.shape), "batch")  # placed as `run_round` leaves it
 
 
 @functools.partial(jax.jit, static_argnames="N", donate_argnames=("state", "draft_state"))
@@ -109,8 +109,9 @@ def run_round(
 
   def go_back(after: DecodeState) -> DecodeState:
     dropped_B = N - kept_B
-    slot_B = (after.slot - dropped_B) % after.num_slots
-    return dataclasses.replace(after, slot=slot_B, next_B=after.next_B - dropped_B)
+    slot_B, next_B = (after.slot - dropped_B) % after.num_slots, after.next_B - dropped_B
+    slot_B, next_B = (sharding.constrain(x_B, "batch") for x_B in (slot_B, next_B))
+    return dataclasses.replace(after, slot=slot_B, next_B=next_B)
 
   return go_back(state), go_back(draft_state), newest_B, new_BxN1, kept_B + 1
 
