@@ -1,21 +1,15 @@
-"""What a stranger gives, for tests that attack: pickles and programs that make a file, runs, and texts; whole runs."""
+"""What a stranger gives, for tests that attack: pickles and programs that make a file, runs, and texts."""
 
-import dataclasses
 import json
 import os
 import pathlib
 import pickle
 
-import jax
 import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.model.parameters import params_of
-from diffeq_nnx.parallel.sharding import make_mesh
-from diffeq_nnx.runs.run import Run, load_corpus
-from diffeq_nnx.training.step import place_state
-from tests.conftest import moved_instance, run_config, small_config, write_documents
+from tests.conftest import small_config
 
 TAG = "<img src=x onerror=alert(1)></script><script>alert(1)</script>"
 ROOT = pathlib.Path(__file__).parents[1]
@@ -64,15 +58,3 @@ def give_run(workdir, **sections):
   record = {"config": config, "tokenizer_hash": tokenizer.hash, "corpus": "", "source": None}
   write_json(workdir / "run.json", record)
   return record
-
-
-def write_run(folder, **changes):
-  """Writes text and a run on it, at step 0 as `train` begins it, but with other parameters; (config, directory)."""
-  write_documents(folder)
-  config = run_config(folder)
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
-  corpus, mesh, workdir = load_corpus(config), make_mesh(config.mesh), str(folder / "run")
-  with jax.set_mesh(mesh):
-    state = place_state(config, params_of(moved_instance(config.model)), mesh)
-    Run.create(config, workdir, corpus.tokenizer, corpus, state)
-  return config, workdir

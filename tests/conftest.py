@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -56,7 +55,10 @@ from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import abstract_model, build, params_of
+from diffeq_nnx.parallel.sharding import make_mesh
+from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.loop import train
+from diffeq_nnx.training.step import place_state
 from tests import reference
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -295,6 +297,15 @@ def write_documents(folder) -> None:
   """Twelve text files for `run_config`."""
   for i in range(12):
     (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
+
+
+def write_run(config: Config, workdir, tokenizer=None) -> str:
+  """Writes a run at step 0 as `train` begins it, but with other parameters; with `tokenizer` it has no text."""
+  corpus, mesh = None if tokenizer else load_corpus(config), make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    state = place_state(config, params_of(moved_instance(config.model)), mesh)
+    Run.create(config, str(workdir), tokenizer or corpus.tokenizer, corpus, state)
+  return str(workdir)
 
 
 @pytest.fixture(scope="session")

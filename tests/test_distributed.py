@@ -16,9 +16,8 @@ from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.step import init_state
 from launch import local
-from tests.conftest import mistake, run_command
+from tests.conftest import mistake, run_command, write_run
 from tests.processes import Process
 from tests.test_resume import records
 
@@ -73,8 +72,7 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   more = tuple(f"--config.{key}" for key in keys)
   settings = [word.removeprefix("--config.") for word in SMALL[1:]]
   teacher = config_lib.load("configs/tiny.py", [*settings, "model.dtype=bfloat16", "model.num_steps=1"])
-  state = jax.jit(init_state, static_argnums=0)(teacher)
-  Run.create(teacher, str(tmp_path / "teacher"), load_tokenizer("bytes"), None, state)
+  write_run(teacher, tmp_path / "teacher", load_tokenizer("bytes"))
   more = (*more, f"--config.train.teacher={tmp_path}/teacher")
   words = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={tmp_path}/one", *more]
   assert run_command("--num_processes=1", *words, "--config.train.device_batch_size=2") == 0

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,13 +21,10 @@ from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import report, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.jobs.harness import evaluate_downstream
-from diffeq_nnx.model.parameters import params_of
-from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.step import place_state
 from launch import local
-from tests.conftest import moved_instance, run_config, told
+from tests.conftest import run_config, told, write_run
 from tests.processes import Process
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
@@ -40,10 +36,7 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
   settings = ["model.vocab_size=257", "model.seq_len=96", "data.tokenizer=bytes"]
   config = config_lib.apply_settings(run_config(folder), settings)
-  mesh = sharding.make_mesh(config.mesh)
-  with jax.set_mesh(mesh):
-    state = place_state(config, params_of(moved_instance(config.model)), mesh)
-    Run.create(config, str(folder / "run"), load_tokenizer("bytes"), None, state)
+  write_run(config, folder / "run", load_tokenizer("bytes"))
   return config, folder / "run"
 
 

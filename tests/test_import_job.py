@@ -16,8 +16,8 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from tests.attacks import write_run
-from tests.conftest import Lazy, run_command, told
+from tests.conftest import Lazy, run_command, run_config, told, write_documents, write_run
+from tests.test_distillation import with_model
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import added_token, spec_of
@@ -29,7 +29,10 @@ transformers = Lazy("transformers")
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
   """(config, work directory) of a run with generated weights and sequential steps."""
-  return write_run(tmp_path_factory.mktemp("text"), solver="sequential", num_kv_heads=None)
+  folder = tmp_path_factory.mktemp("text")
+  write_documents(folder)
+  config = with_model(run_config(folder), solver="sequential", num_kv_heads=None)
+  return config, write_run(config, folder / "run")
 
 
 @pytest.fixture(scope="module")

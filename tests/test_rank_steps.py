@@ -16,12 +16,10 @@ from diffeq_nnx.config import LoraConfig
 from diffeq_nnx.depth.trained import draw_num_steps
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.parameters import build, params_of
-from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import loop
 from diffeq_nnx.training.report import read_metrics
-from diffeq_nnx.training.step import place_state
 from tests import conftest
 from tests.conftest import masked_batch, moved_instance, small_config, told
 from tests.test_depth_order import equal, ordered, read
@@ -95,11 +93,7 @@ def begun(tmp_path_factory):
   conftest.write_documents(folder)
   config = with_train(conftest.run_config(folder, steps=8), log_every=1)
   config = with_model(config, num_steps=5, weights="stored", field="llama", solver="sequential")
-  corpus, mesh = load_corpus(config), sharding.make_mesh(config.mesh)
-  with jax.set_mesh(mesh):
-    state = place_state(config, params_of(moved_instance(config.model)), mesh)
-    Run.create(config, str(folder / "run"), corpus.tokenizer, corpus, state)
-  return config, str(folder / "run")
+  return config, conftest.write_run(config, folder / "run")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import _wandb_run
-from tests.attacks import ROOT, TAG, bomb, give_run, marker, program, write_json, write_run  # noqa: F401  a fixture
-from tests.conftest import mistake, small_config, told
+from tests.attacks import ROOT, TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
+from tests.conftest import mistake, run_config, small_config, told, write_documents, write_run
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
   "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -152,7 +152,9 @@ def tree(folder):
 
 def test_jobs_read_and_write_no_more_than_they_need_of_what_run_json_names(tmp_path):
   """A job on the text writes one folder of the cache beside the run; one on the model alone, nothing."""
-  config, theirs = write_run(tmp_path)
+  write_documents(tmp_path)
+  config = run_config(tmp_path)
+  theirs = write_run(config, tmp_path / "run")
   shutil.rmtree(tmp_path / "cache")
   before = tree(tmp_path)
   jobs.run("evaluate", config, theirs)
