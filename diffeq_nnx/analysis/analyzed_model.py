@@ -172,7 +172,10 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
 def make_step(
   config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()
 ) -> Callable[[solvers.Carry, integration.Links], solvers.Carry]:
-  """A step of the model's solver on texts without padding: (carry, that step's of `links_of`) -> the carry after it."""
+  """Makes the function of a step of the model's solver, on texts without padding.
+
+  It maps a carry, and what the step reads as `links_of` gives it, to the next carry.
+  """
   field = vector_fields.BoundField(vector_fields.make_field(config), context)
   return functools.partial(integration.advance_of(solvers.SOLVERS[config.solver], grid), field)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import grids, integration, vector_fields
@@ -137,7 +138,7 @@ class Ranker:
       measure(self._config, self._params, self._weights, batch, sizes_S, candidates_S, len(candidates))
       for batch in batches
     )
-    return jax.device_get(functools.reduce(functools.partial(jax.tree.map, jnp.add), measured))
+    return jax.device_get(functools.reduce(optax.tree.add, measured))
 
 
 def leave_out(

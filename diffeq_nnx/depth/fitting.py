@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.model import grids, integration, vector_fields
@@ -64,7 +65,7 @@ def fit_kept_steps(
       states = targets
       continue
     measured = (_wait(_measure(stored, *these, fitted, place)) for these in zip(states, targets, batches))
-    change_FxD, before, after = _solve(functools.reduce(functools.partial(jax.tree.map, jnp.add), measured))
+    change_FxD, before, after = _solve(functools.reduce(optax.tree.add, measured))
     fitted = _add(fitted, place, change_FxD)
     say(f"step {step}: fitted; the state's error relative to its norm {before:.3f} -> {after:.3f}")
     states = [_wait(_advance(stored, x, batch, fitted, place)) for x, batch in zip(states, batches)]
@@ -107,8 +108,8 @@ def _bind(config: ModelConfig, batch, sets, place):
 def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place) -> Moments:
   """The sums that decide on the kernel at `place`, where `x_BxLxD` is the state before the step."""
   advance, field, link = _bind(config, batch, sets, place)
-  ((weights,), dt, key), wide = link, jnp.promote_types(x_BxLxD.dtype, jnp.float32)
-  start_BxLxD = x_BxLxD
+  (weights,), dt, key = link
+  start_BxLxD, wide = x_BxLxD, jnp.promote_types(x_BxLxD.dtype, jnp.float32)
   if config.solver == "sequential":
     start_BxLxD = add_increment(start_BxLxD, dt, (1.0,), (field.attention(x_BxLxD, weights, key),))
   # with the identity in the kernel's place, the branch gives what the kernel multiplies

@@ -106,9 +106,9 @@ class DiffEqLM(TemplateLM):
       raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None):
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
-    self.batch_size = AUTO if str(batch_size).startswith("auto") else _read_count("batch_size", batch_size)
-    self._num_steps = None if num_steps is None else _read_count("num_steps", num_steps)
-    self.max_length = 0 if max_length is None else _read_count("max_length", max_length)
+    self.batch_size = AUTO if str(batch_size).startswith("auto") else _read_count("batch_size", batch_size, ", or auto")
+    num_steps = None if num_steps is None else _read_count("num_steps", num_steps)
+    max_length = None if max_length is None else _read_count("max_length", max_length)
     try:  # the rules of the keys with these names in a config
       HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
     except UserError as error:
@@ -120,8 +120,8 @@ class DiffEqLM(TemplateLM):
     run = self._open()
     dtype = run.config.model.dtype if dtype == "model" else dtype
     config = dataclasses.replace(run.config.model, dropout=0.0, dtype=dtype)
-    self._num_steps = self._num_steps or run.config.eval.num_steps
-    self.max_length = self.max_length or config.seq_len
+    self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
+    self.max_length = config.seq_len if max_length is None else max_length
     if model is None:
       say_attention(config)
       say_untrained(run.config, run.step, self._num_steps)
@@ -386,10 +386,10 @@ class DiffEqLM(TemplateLM):
     return options, tuple(stop for stop in kwargs["until"] if stop)
 
 
-def _read_count(name: str, given: int | str) -> int:
-  """The number that is meant; raises UserError unless it is a whole one above 0."""
+def _read_count(name: str, given: int | str, otherwise: str = "") -> int:
+  """The number that is meant; raises UserError, which ends with `otherwise`, unless it is a whole one above 0."""
   if not str(given).isdecimal() or not int(given):
-    raise UserError(f"{name}={given!r}: must be a whole number above 0")
+    raise UserError(f"{name}={given!r}: must be a whole number above 0{otherwise}")
   return int(given)
 
 

@@ -7,8 +7,7 @@ C head_dim.
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
-import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,12 +114,15 @@ class Scorer:
     numbers: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
-    equal = list(numbers.values())  # indices of equal requests
+    equal, previous = list(numbers.values()), None  # indices of equal requests
     rows = packing.make_rows(list(numbers), self._most_slots, self._share)
-    batches = packing.make_batches(rows, self._slots, self._rows)
-    started: Iterator[Any] = itertools.chain(((batch, self._score(batch)) for batch in batches), [None])
-    for (batch, outputs), _ in itertools.pairwise(started):  # the second of a pair is started by now
-      yield from _read_scores(batch, outputs, equal)
+    for batch in packing.make_batches(rows, self._slots, self._rows):
+      started = batch, self._score(batch)
+      if previous is not None:
+        yield from _read_scores(*previous, equal)
+      previous = started
+    if previous is not None:
+      yield from _read_scores(*previous, equal)
 
   def _score(self, batch: packing.Batch) -> tuple[jax.Array, jax.Array]:
     B, M = batch.arrays["slots"].shape

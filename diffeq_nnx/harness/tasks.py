@@ -10,8 +10,6 @@ from diffeq_nnx.config import nearest
 from diffeq_nnx.errors import UserError
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
-with open(os.path.join(GROUPS, "paper.yaml"), encoding="utf-8") as _file:
-  PAPER = tuple(yaml.safe_load(_file)["task"])  # Tong et al. 2025
 PAPER_SHOTS = (0, 5)
 GROUP = "neural_ode_transformers"  # the paper's list among lm_eval's own task files; `paper` in a config
 
@@ -33,6 +31,12 @@ def is_paper(names: Sequence[str]) -> bool:
   return bool(names) and set(names) <= {"paper", GROUP}
 
 
+def read_paper_tasks() -> list[str]:
+  """Returns the tasks of the paper's list (Tong et al. 2025)."""
+  with open(os.path.join(GROUPS, "paper.yaml"), encoding="utf-8") as file:
+    return yaml.safe_load(file)["task"]
+
+
 def match(names: Sequence[str], tasks: TaskManager) -> list[str]:
   """Returns the tasks, groups and tags that match names and patterns, without duplicates.
 
@@ -42,7 +46,7 @@ def match(names: Sequence[str], tasks: TaskManager) -> list[str]:
   found: list[str] = []
   known = tasks.all_tasks
   for name in names:
-    matches = list(PAPER) if is_paper([name]) else tasks.match_tasks([name])
+    matches = read_paper_tasks() if is_paper([name]) else tasks.match_tasks([name])
     missing = [one for one in matches if one not in known]
     if missing:
       raise UserError(

@@ -115,7 +115,10 @@ Advance = Callable[[VectorField, Carry, Links], Carry]  # of the links at one st
 def advance_of(
   solver: Solver, grid: Grid, gather: Gather = lambda weights: weights, backwards: bool = False
 ) -> Advance:
-  """A step of a solver on a grid, or if `backwards` what undoes it: (field, carry, what `links_of` has) -> carry."""
+  """Makes the function of a step of a solver on a grid, or if `backwards` of what undoes it.
+
+  It maps a field, a carry, and what the step reads as `links_of` gives it, to the next carry.
+  """
   columns = _columns(solver, grid)
   distinct = list(dict.fromkeys(columns))  # nodes may share weights
   method = solver.undo if backwards else solver.step

@@ -6,6 +6,7 @@ Every kernel is a matrix [in, out] with heads concatenated, so that it fills a T
 first axis over any number of devices.
 """
 
+import abc
 import dataclasses
 from typing import ClassVar, NamedTuple
 
@@ -69,7 +70,7 @@ class HeadKernels(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Field:
+class _Field(abc.ABC):
   """What both blocks need to know of the model."""
 
   num_heads: int
@@ -87,8 +88,9 @@ class _Field:
   def _block_norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return _once(self._norm(x_BxLxD, w, self.norm_eps))
 
+  @abc.abstractmethod
   def _norm(self, x_BxLxD: jax.Array, w: dict[str, jax.Array], eps: float) -> jax.Array:
-    raise NotImplementedError
+    """The block's kind of norm, [B, L, D] -> [B, L, D]."""
 
 
 class GPTField(_Field):

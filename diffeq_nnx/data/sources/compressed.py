@@ -17,7 +17,6 @@ if sys.version_info >= (3, 14):
 else:
   from backports import zstd
 
-ERRORS = (EOFError, OSError, lzma.LZMAError, zstd.ZstdError)  # what reading a damaged file raises
 _CHUNK = 2**17  # compressed bytes that are read at a time
 _WINDOW = zstd.DecompressionParameter.window_log_max
 _MAX_WINDOW_LOG = _WINDOW.bounds()[1]  # 31, which is 2 GiB, where addresses have 64 bits
@@ -34,7 +33,7 @@ def is_supported(name: str) -> bool:
 
 
 def decompress(file: BinaryIO, name: str) -> BinaryIO:
-  """Returns a stream of what all members of a file hold; reading it raises one of `ERRORS` for a damaged file.
+  """Returns a stream of what all members of a file hold; reading it raises an error for a damaged file.
 
   Args:
     file: the compressed bytes, which stay open.

@@ -107,15 +107,15 @@ class File:
 
 def _parse_line(line: bytes, options: Options, encoding: str) -> Document | BadRecord:
   """Returns the document of one line of JSON, or a `BadRecord` without its place."""
-  rule = make_rule(options)
   try:
     record = json.loads(line.decode(encoding))
   except UnicodeDecodeError as error:
     return make_not_utf8(error)
   except (ValueError, RecursionError) as error:
-    return BadRecord("not JSON", f"not JSON ({error}); {rule}")
+    return BadRecord("not JSON", f"not JSON ({error}); {make_rule(options)}")
   if not isinstance(record, dict):
-    return BadRecord("not an object", f"of type {type(record).__name__}, not an object; {rule}")
+    problem = f"of type {type(record).__name__}, not an object"
+    return BadRecord("not an object", f"{problem}; {make_rule(options)}")
   return read_document(record, options)
 
 
