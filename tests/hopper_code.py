@@ -1,16 +1,13 @@
-"""Attention for devices that are not here, and what its machine code for an H100 does in order.
+"""Attention for devices that are not here, and what the compiler for an H100 remarks on its machine code.
 
-That needs jax 0.11.2 or later, the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version, and `nvdisasm`, which
-CUDA's toolkit and the wheel of triton hold, on the PATH.
+The latter needs jax 0.11.2 or later, the wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version, and `nvdisasm`,
+which CUDA's toolkit and the wheel of triton hold, on the PATH.
 """
 
 import dataclasses
-import functools
 import importlib.util
-import itertools
 import json
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
@@ -29,80 +26,6 @@ compiles_for_gpus = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
   reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class MachineCode:
-  """A kernel as the compiler left it: its instructions, and its innermost loops with matrix products as ranges."""
-
-  instructions: tuple[str, ...]
-  loops: tuple[range, ...]
-  spills: int  # bytes stored and loaded
-  complaints: tuple[str, ...]  # of the compiler about matrix products that it had to keep apart
-
-  def events(self, loop: range) -> list[str]:
-    """What a loop does in order: wait, arrive, `N x SIZE` products, `until N` groups of them are left, exponentials."""
-    events = filter(None, (_event(self.instructions[i]) for i in loop))
-    found: list[str] = []
-    for event, same in itertools.groupby(events):
-      count = len(list(same))
-      if event[0].isdigit():
-        found.append(f"{count} x {event}")
-      else:
-        found += [event] * (1 if event == "exponentials" else count)
-    return found
-
-
-def _event(instruction: str) -> str:
-  """What an instruction is to `MachineCode.events`, one product without a number; "" for all others."""
-  name = _name(instruction)
-  if name.startswith("HGMMA"):
-    return name.split(".")[1]
-  if name.startswith("WARPGROUP.DEPBAR"):
-    return f"until {int(instruction.split(',')[-1], 16)}"
-  if "TRYWAIT" in name:
-    return "wait"
-  known = {"SYNCS.ARRIVE": "arrive", "MUFU.EX2": "exponentials"}
-  return next((event for start, event in known.items() if name.startswith(start)), "")
-
-
-def _name(instruction: str) -> str:
-  """The name of an instruction with its modifiers, without predicate and operands."""
-  return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
-
-
-def _instructions(lines: list[str]) -> tuple[tuple[str, ...], tuple[range, ...]]:
-  """The instructions of a dump with control codes, and the innermost loops with products."""
-  instructions: list[str] = []
-  labels: dict[str, int] = {}
-  for line in lines:
-    if label := re.match(r"(\.L_x_\d+):", line):
-      labels[label[1]] = len(instructions)
-    elif found := re.match(r"\s*\S+:\S+:\S+:\S+:\d+\s+/\*[0-9a-f]+\*/\s+(\S.*)", line):
-      instructions.append(found[1].strip(" ;"))
-  loops = []
-  for i, instruction in enumerate(instructions):
-    if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
-      body = range(labels.get(target[1], i + 1), i + 1)
-      names = {_name(instructions[j]).split(".")[0] for j in body}
-      if "HGMMA" in names and "EXIT" not in names:  # past the exits, waits jump back to where they came from
-        loops.append(body)
-  innermost = [a for a in loops if not any(b != a and b.start in a and b[-1] in a for b in loops)]
-  return tuple(instructions), tuple(innermost)
-
-
-def parse(text: str) -> list[MachineCode]:
-  """The kernels in what the compiler printed: for each its remarks, then a dump with control codes."""
-  kernels = []
-  remarks: list[str] = []
-  for dump in re.split(r"(?m)^(?=[ \t]*\.target\s)", text):
-    lines = dump.splitlines()
-    if remarks:
-      spills = [re.findall(r"(\d+) bytes spill", line) for line in remarks if "bytes stack frame" in line]
-      complaints = tuple(line for line in remarks if "(C75" in line)
-      kernels.append(MachineCode(*_instructions(lines), sum(map(int, spills[0])), complaints))
-    remarks = [line for line in lines if line.startswith("ptxas") or "bytes stack frame" in line]
-  return kernels
 
 
 def lower_gradients(shape: Shape, dtype: str, device: Any, implementation: str, **options: Any) -> jax.stages.Lowered:
@@ -127,9 +50,8 @@ def lower_gradients(shape: Shape, dtype: str, device: Any, implementation: str, 
     return jax.jit(function).trace(q, k, k, *segments).lower(lowering_platforms=(platform,))
 
 
-@functools.cache
-def machine_code(width: int, implementation: str = "pallas_gpu", **changes: Any) -> list[MachineCode]:
-  """The kernels of causal attention at 2048 positions and four heads, two of keys: forward, then backward.
+def remarks(width: int, implementation: str, **changes: Any) -> str:
+  """What ptxas says of the kernels of causal attention at 2048 positions and four heads, two of keys, and their dumps.
 
   Raises:
     SystemExit: they don't compile.
@@ -146,7 +68,7 @@ def machine_code(width: int, implementation: str = "pallas_gpu", **changes: Any)
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     }
     words = [implementation, json.dumps(dataclasses.asdict(shape))]
-    return parse(programs.compile_in_child(__file__, words, variables, f"attention at {shape} for an H100"))
+    return programs.compile_in_child(__file__, words, variables, f"attention at {shape} for an H100")
 
 
 # in the process that dumps machine code

@@ -28,9 +28,9 @@ def small_tasks():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-  """Three files of different lengths."""
+  """Three files of different lengths, in which each document but the last is there twice."""
   folder = tmp_path_factory.mktemp("text")
-  texts = prose(NUM_DOCUMENTS) + ["\u00e9t\u00e9 \U0001f642" * 2000]  # the last longer than a shard
+  texts = 2 * prose(NUM_DOCUMENTS // 2) + ["\u00e9t\u00e9 \U0001f642" * 2000]  # the last longer than a shard
   for name, part in (("a", texts[:120]), ("b", texts[120:123]), ("c", texts[123:])):
     write_jsonl(folder / f"{name}.jsonl", part)
   return folder, texts

@@ -6,6 +6,7 @@ from flax import nnx
 import jax
 import numpy as np
 import pytest
+from scipy.optimize import linear_sum_assignment
 
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, attention_probabilities, links_of, logits_of, make_step
@@ -38,12 +39,8 @@ def forward(model, num_steps=None):
 
 def same_set(found, expected, tolerance):
   """Whether two sets of complex numbers are the same, in any order."""
-  found, expected = list(found), list(expected)
-  for value in found:
-    nearest = int(np.argmin(np.abs(np.array(expected) - value)))
-    if abs(expected.pop(nearest) - value) > tolerance:
-      return False
-  return not expected
+  distances = np.abs(np.subtract.outer(found, expected))
+  return len(found) == len(expected) and distances[linear_sum_assignment(distances)].max() < tolerance
 
 
 # what is looked at is what was trained
@@ -137,18 +134,11 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, preset):
 def test_spectra_at_any_times_in_any_order_and_after_discretizing():
   model = moved_instance(small_model())
   one = AnalyzedModel(model)
-  own, asked = spectra(one), spectra(one, [1 / 3, 0.5, 2 / 3, 0.9, 1.0])
-  np.testing.assert_allclose(np.abs(asked.qk[[0, 2, 4]]).sum(), np.abs(own.qk).sum(), rtol=1e-5)
-  assert asked.ff.shape == (5, 1, 24)
-  times = [1.0, 0.25, 0.25]
-  for s, t in enumerate(times[:2]):
-    found = jax.tree.map(lambda leaf: leaf[s : s + 1], one.weights_at(times))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, one.weights_at([t]))
+  times, own, stored = [1.0, 1 / 3, 0.25, 0.25], spectra(one), spectra(AnalyzedModel(discretize(model)))
   found = spectra(one, times, feedforward=False)
-  assert found.times.tolist() == times and not np.array_equal(found.qk[0], found.qk[1])
-  np.testing.assert_allclose(found.qk[1], found.qk[2], rtol=0, atol=1e-4)
-  stored = spectra(AnalyzedModel(discretize(model)))
-  np.testing.assert_allclose(np.sort(np.abs(stored.ov)), np.sort(np.abs(own.ov)), atol=1e-5)
+  assert found.times.tolist() == times and not np.array_equal(found.ov[1], found.ov[2])
+  for values, expected in ((found.ov[:2], own.ov[[2, 0]]), (found.ov[2], found.ov[3]), (stored.ov, own.ov)):
+    np.testing.assert_allclose(np.sort(np.abs(values)), np.sort(np.abs(expected)), atol=1e-5)
 
 
 def test_scores_of_known_eigenvalues_and_states():
@@ -227,20 +217,16 @@ def test_prefix_matching_finds_a_head_that_matches():
 # clustering
 
 
-def test_growing_weights_cluster_less_and_the_first_step_that_moves_is_by_the_formula():
-  constant, growing = (clustering.clustered_share(clusters.simulate(order, 1.0, range(20))) for order in (0, 4))
-  assert constant.shape == (201, 20) and constant[0].mean() < 0.01
-  assert constant[-1].mean() > 2 * growing[-1].mean()
-  for scale, size in zip(clusters.SCALES.values(), (1.0, 4.0, 20.0**3), strict=True):
-    found = clusters.simulate(3, scale(3), [4, 7])[:, 1]
-    rng = np.random.default_rng(7)
-    a, v = rng.normal(size=(2, 3, 3))
-    x = rng.uniform(-2, 2, (40, 3))
-    np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
-    p = size * (0.1 / 20) ** 3
-    normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
-    scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
-    np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
+def test_the_first_step_that_moves_simulated_tokens_is_by_the_formula():
+  found = clusters.simulate(3, clusters.SCALES["t^k"](3), [4, 7])[:, 1]
+  rng = np.random.default_rng(7)
+  a, v = rng.normal(size=(2, 3, 3))
+  x = rng.uniform(-2, 2, (40, 3))
+  np.testing.assert_array_equal(found[1], x)  # at t = 0 the weights are zero
+  p = 0.1**3
+  normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+  scores = np.exp(p**2 * normed @ a @ a.T @ normed.T)
+  np.testing.assert_allclose(found[2], x + 0.1 * p * scores / scores.sum(1, keepdims=True) @ normed @ v, atol=1e-10)
 
 
 def test_held_weights_are_those_of_one_step_at_all():
@@ -283,10 +269,6 @@ def test_figures_show_the_findings():
       np.testing.assert_allclose(np.sort(points.y[points.x == t]), np.sort(values[s].real.reshape(-1)))
   shares = figures.positive_shares(found).panels[1].heatmap
   np.testing.assert_allclose(shares.z, positive_share(found.spectra.ov).T)
-  largest = figures.magnitudes(found).panels[2].marks[0]
-  np.testing.assert_allclose(largest.y, np.abs(found.spectra.ff).max((1, 2)))
-  own = figures.depth(found).panels[0].marks[0]
-  np.testing.assert_allclose(own.y, clustering.depth_spread(one, TOKENS)[0])
   assert figures.token_table(found).rows[3][1:3] == ["piece 3", f"{found.exact[3, 0]:.4f}"]
 
 
@@ -300,21 +282,14 @@ def test_what_can_t_be_is_told():
     (lambda: exponents(one, []), "there are none"),
     (lambda: exponents(one, [3, 31]), "the id 31"),
     (lambda: exponents(one, [-1]), "the id -1"),
-    (lambda: exponents(one, [2**40]), "the id 1099511627776"),
     (lambda: exponents(one, [1] * 13), "12 learned positions"),
     (lambda: exponents(one, [1.7]), "must be a list of ids"),
-    (lambda: exponents(one, [[1, 2]]), "must be a list of ids"),
     (lambda: exponents(one, [1, 2], position=2), "position=2: the text has 2 tokens, 0 to 1"),
-    (lambda: exponents(one, [1, 2], position=-3), "position=-3: the text has 2 tokens"),
     (lambda: exponents(one, [1, 2], leading=25), "must be 1 to 24"),
-    (lambda: exponents(one, [1, 2], leading=0), "must be 1 to 24"),
     (lambda: exponents(one, [1, 2], form="other"), "exact, per_token"),
-    (lambda: AnalyzedModel(stored, 5), "num_steps=5: the weights of this model are stored"),
-    (lambda: AnalyzedModel(stored, 0), "num_steps=0"),
     (lambda: find(one, [1, 2], ["a", "b"], str, leading=0), "leading=0"),
     (lambda: spectra(AnalyzedModel(stored), [0.5]), "the weights of this model are stored"),
     (lambda: spectra(one, [0.5, 1.5]), "times from 0 to 1"),
-    (lambda: spectra(one, []), "times from 0 to 1"),
   ):
     assert part in told(call)
   broken = AnalyzedModel(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))

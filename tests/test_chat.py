@@ -175,10 +175,8 @@ def test_characters_of_tokens_join_to_the_text(folder):
 
 
 BAD_CONVERSATIONS = [
-  ({}, 'without key "messages"', "no key"),
+  ({}, 'without key "messages"', "data.messages_key names the key"),
   ({"messages": "Hi"}, "whose messages are no list", "of type str, not a list"),
-  ({"messages": []}, "without messages", "empty"),
-  ({"messages": ["Hi"]}, "with a message without role and content", "message 0 has no 'role'"),
   ({"messages": [{"role": "user"}]}, "with a message without role and content", "message 0 has no 'content'"),
   ({"messages": [{"role": "user", "content": ["Hi"]}]}, "with a content that is not a string", "of type list"),
   ({"messages": [*TURNS, {"role": "judge", "content": "x"}]}, "that the chat template refuses", "no role judge"),
@@ -196,7 +194,6 @@ BAD_CONVERSATIONS = [
 
 
 BAD_COMPLETIONS = [
-  ({"completion": "x"}, 'without key "prompt"', "data.prompt_key names the key"),
   ({"prompt": "x", "completion": ["x"]}, 'where "completion" is not a string', "of type list"),
   ({"prompt": "x", "completion": ""}, "with an empty completion", "nothing would count"),
   (["x"], "not an object", 'must be like {"prompt": "...", "completion": "..."}'),
@@ -232,28 +229,23 @@ def test_a_turn_of_weight_0_is_written_and_does_not_count():
       one.divide(messages)
 
 
-def test_a_template_whose_turns_depend_on_later_ones_needs_blocks():
+def test_a_template_whose_turns_cannot_be_told_without_blocks_needs_them():
+  """They depend on later ones; the assistant begins, and the template refuses no messages, or begins it in its loop."""
   forgetful = "{% for m in messages %}[{{ m.content if loop.last else '-' }}]{% endfor %}"
-  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks") as caught:
-    ChatTemplate(forgetful).divide([*TURNS, *TURNS])
-  assert caught.value.reason == "that need generation blocks"
-  blocks = forgetful.replace("[", "{% generation %}[").replace("]", "]{% endgeneration %}")
-  counted = [piece.text for piece in ChatTemplate(blocks).divide([*TURNS, *TURNS]) if piece.counts]
-  assert counted == ["[-]"] * 3 + ["[Bye]"]
-
-
-def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_messages():
   first = "{{ messages[0].role }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
-  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks"):
-    ChatTemplate(first).divide(TURNS[1:])
-  assert ChatTemplate(without_blocks(CHATML).replace("messages[0].role != 'system'", "false")).divide(TURNS[1:])
   in_the_loop = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }};"
     "{% if loop.last and add_generation_prompt %}<assistant>{% endif %}{% endfor %}"
   )
-  with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks"):
-    ChatTemplate(in_the_loop).divide(TURNS[1:])
+  for text, messages in ((forgetful, [*TURNS, *TURNS]), (first, TURNS[1:]), (in_the_loop, TURNS[1:])):
+    with pytest.raises(chat.BadConversation, match="needs {% generation %} blocks") as caught:
+      ChatTemplate(text).divide(messages)
+    assert caught.value.reason == "that need generation blocks"
   assert [piece.text for piece in ChatTemplate(in_the_loop).divide(TURNS) if piece.counts] == ["Bye;"]
+  assert ChatTemplate(without_blocks(CHATML).replace("messages[0].role != 'system'", "false")).divide(TURNS[1:])
+  blocks = forgetful.replace("[", "{% generation %}[").replace("]", "]{% endgeneration %}")
+  counted = [piece.text for piece in ChatTemplate(blocks).divide([*TURNS, *TURNS]) if piece.counts]
+  assert counted == ["[-]"] * 3 + ["[Bye]"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,6 @@ def test_an_assistant_that_begins_needs_blocks_where_the_template_refuses_no_mes
   [
     "{% for m in messages %}[[<[[{{ m.content }}]]>]]{% endfor %}",
     "{% for m in messages %}{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}{% endfor %}",
-    "{% macro t(m) %}<{{ m.role }}>[[{{ m.content }}]]{% endmacro %}{% for m in messages %}{{ t(m) }}{% endfor %}",
   ],
 )
 def test_blocks_out_of_order_are_refused(text):
@@ -285,7 +276,7 @@ def test_what_is_no_template_stops_at_once(tmp_path):
     config = DataConfig(source="builtin", tokenizer="bytes", records="chat", chat_template=given)
     return told(lambda: data.make_recipe(config, 257, 0))
 
-  for text in ("{% for %}", "{% include %}", "{% endgeneration %}", "{%for a in b%}" * 40):
+  for text in ("{% for %}", "{%for a in b%}" * 40):
     path.write_text(text)
     assert "the chat template: is no Jinja template (" in told_of(str(path)), text
   path.unlink()
@@ -295,18 +286,13 @@ def test_what_is_no_template_stops_at_once(tmp_path):
 
 ATTACKS = [
   "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-  "{{ messages.__class__ }}",
   "{{ '' | attr('__class__') }}",
   "{{ cycler.__init__.__globals__ }}",
-  "{{ raise_exception.__globals__ }}",
   "{{ self._TemplateReference__context }}",
   "{{ '{0.__class__}'.format(messages) }}",
-  "{{ ('{0.__class__}' | attr('format'))(messages) }}",
   "{{ open('SECRET').read() }}",
-  "{{ __import__('os') }}",
   "{% include 'SECRET' %}",
   "{{ messages.append(1) }}",
-  "{{ messages[0].update(a=1) }}",
   "{{ range(10 ** 9) | list }}",
   "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
 ]

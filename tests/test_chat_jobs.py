@@ -111,7 +111,6 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
     ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}", ("<|im_end|>",)),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ()),
     ("{{ raise_exception('no') }}", ()),
-    ("{{ messages[0].content }}", ()),
   ],
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
@@ -121,14 +120,13 @@ def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
 def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talking, capsys):
   _, workdir = talking
   arguments = ["--num_processes=1", "--job=generate", f"--workdir={workdir}", "--prompt=x", "--chat"]
-  (workdir / "chat_template.jinja").write_text("{{ raise_exception('only of ships') }}")
+  refusing = workdir / "chat_template.jinja"
+  refusing.write_text("{{ raise_exception('only of ships') }}")
   assert run_command(*arguments) == 2
-  line = capsys.readouterr().err.splitlines()[-1]
-  assert "the chat template refuses the messages (only of ships)" in line
-  (workdir / "chat_template.jinja").unlink()
+  assert "the chat template refuses the messages (only of ships)" in capsys.readouterr().err
+  refusing.unlink()
   assert run_command(*arguments) == 2
-  line = capsys.readouterr().err.splitlines()[-1]
-  assert line.startswith(f"error: --chat: workdir={workdir}: has no chat template")
+  assert f"error: --chat: workdir={workdir}: has no chat template" in capsys.readouterr().err
 
 
 # lm_eval

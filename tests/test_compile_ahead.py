@@ -12,7 +12,6 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.training.step import abstract_state
 from launch import compile_ahead, gpus
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import hlo, roofline, step_choices
@@ -77,18 +76,6 @@ def test_generated_weights_cost_no_communication():
   assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e7
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind
-
-
-@needs_libtpu
-def test_parameters_and_moments_shrink_with_the_devices():
-  """As the compiler counts them, padding and all: eight times the devices, an eighth of the bytes, within 15 %."""
-  sizes = []
-  for topology in ("v5p:2x2x2", "v5p:4x4x4"):
-    config = config_lib.load("configs/gpt_large.py")
-    state = abstract_state(config, mesh_of(config, topology))
-    compiled = jax.jit(lambda state: state, donate_argnums=0).trace(state).lower(lowering_platforms=("tpu",)).compile()
-    sizes.append(compiled.memory_analysis().argument_size_in_bytes)
-  assert sizes[0] / sizes[1] == pytest.approx(8, rel=0.15)
 
 
 TINY = ["--config=configs/llama1b.py", "--set=train.batch_size=16"]
@@ -208,10 +195,8 @@ def test_the_fastest_choice_that_leaves_memory_is_named(monkeypatch, capsys):
   [
     (["--topology=v9:2x2"], "--topology=v9:2x2: "),
     (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
-    (["--topology=v5e:2x2", "--profile=0"], "--profile=0: the number of items"),
     (["--topology=h200:2x2x2"], "write VERSION:GPUS or VERSION:NODESxGPUS"),
     (["--topology=h100:8", "--profile"], "are for TPUs"),
-    (["--topology=h100:8", "--num-slices=2"], "are for TPUs"),
     (["--topology=h100:8"], "needs jax 0.11.2 or later, with Python 3.12, and the wheels jax-cuda13-plugin"),
   ],
 )

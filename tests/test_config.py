@@ -15,7 +15,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
-from diffeq_nnx.config import LoraConfig, ModelConfig, RopeConfig
+from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
@@ -60,12 +60,10 @@ def test_every_config_parses_with_every_preset_and_has_shapes(name):
   "name,choice,expected",
   [
     ("gpt_small", "gpt", 124),
-    ("gpt_medium", "gpt", 355),
     ("gpt_large", "gpt", 774),
     ("llama1b", "llama", 1205),
     ("gpt_small", "openwebtext", (512, 20_000, 20, 6e-4, 0.999)),
     ("gpt_small", "wikitext103", (256, 10_001, 20, 6e-4, 0.999)),
-    ("gpt_medium", "wikitext103", (256, 10_001, 48, 3e-4, 0.999)),
     ("gpt_medium", "openwebtext", (256, 40_001, 96, 3e-4, 0.999)),
     ("gpt_large", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
     ("llama1b", "openwebtext", (256, 40_001, 96, 3e-4, 0.95)),
@@ -103,11 +101,9 @@ def test_no_key_that_nothing_reads():
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "between 0"]),
-    ({"train__steps": 0}, ["train.steps=0", "above 0"]),
     ({"train__step_counts": (4, 0)}, ["train.step_counts[1]=0", "above 0"]),
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),
-    ({"train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
     (
       {"train__step_counts": (5, 10), "train__draw_from": 0.5, "train__remat_every": 5},  # before it, 12 steps
       ["train.remat_every=5", "must divide model.num_steps=12"],
@@ -118,7 +114,6 @@ def test_no_key_that_nothing_reads():
     ({"model": 3}, ["model=3: must be a section of keys"]),
     ({"model__num_steps": {}}, ["model.num_steps={}: must be of type int, not dict"]),
     ({"model__weights": "stored", "eval__num_steps": 6}, ["eval.num_steps=6", "the weights of this model are stored"]),
-    ({"model__weights": "stored", "train__step_counts": (12, 6)}, ["train.step_counts[1]=6", "are stored"]),
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
     ({"train__step_schedule": (4,)}, ["train.step_schedule=(4,)", "one train step for each of train.step_counts"]),
     ({"train__step_schedule": (4, 4), "train__step_counts": (1, 2, 3)}, ["train.step_schedule=(4, 4)", "increase"]),
@@ -137,8 +132,6 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
     (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
     (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
     (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
-    (lambda: LoraConfig(rank=-1), ["model.lora.rank=-1", "0 or above"]),
-    (lambda: RopeConfig(factor=0.5), ["model.rope.factor=0.5", "1 or above"]),
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
   ],
@@ -165,7 +158,7 @@ def test_values_have_the_types_of_their_keys_whatever_a_program_gives():
   assert config_lib.from_dict(json.loads(json.dumps(config_lib.to_dict(whole)))) == whole
 
 
-@pytest.mark.parametrize("choice", ["gpt,llama", "wikitext", "diffeq,gpt", "builtin,english"])
+@pytest.mark.parametrize("choice", ["wikitext", "diffeq,gpt", "builtin,english"])
 def test_a_config_argument_that_means_nothing_is_told(choice):
   with pytest.raises(UserError, match="write CORPUS,PRESET; "):
     raw_config("gpt_small", choice)

@@ -10,13 +10,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "6", "DEMO_TOKENS": "4", "PYTHONPATH": str(ROOT)}
-FIGURES = {
-  "the losses": "loss (nats per token)",
-  "weights over depth": "means over its solver's steps",
-  "spectra": "|eigenvalue|",
-  "perplexity by steps": "steps of the solver",
-  "fine-tuning": "optimizer step of fine-tuning",
-}
 
 
 @pytest.fixture
@@ -54,16 +47,12 @@ def test_the_demo_runs_whole_and_shows_what_the_file_shows(notebook, tmp_path, m
     assert kinds(cell) == kinds(committed), cell.source
 
 
-def test_the_committed_file_was_executed_in_order_and_shows_its_figures_and_nothing_of_where_it_ran(notebook):
+def test_the_committed_file_was_executed_in_order_and_shows_nothing_of_where_it_ran(notebook):
   """The table of perplexities has a column for each number of steps that the file itself names."""
   nbformat.validate(notebook)
   cells = code_cells(notebook)
   assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
   assert not any(kinds(cell) & {"error", "stderr"} for cell in cells)
-  for what, label in FIGURES.items():
-    (cell,) = (cell for cell in cells if label in cell.source and "plt.show()" in cell.source)
-    assert "image/png" in kinds(cell), what
-  assert sum("text/html" in kinds(cell) for cell in cells) == 1  # the colored sentence
   (settings,) = (cell.source for cell in cells if "DEMO_COUNTS" in cell.source)
   counts = re.search(r'"DEMO_COUNTS", "([\d ]+)"', settings)[1].split()
   told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)

@@ -69,16 +69,6 @@ def test_value_and_gradient_are_those_of_the_plain_divergence_and_none_reaches_t
   assert found[0] == found[1][1] == 0
 
 
-def test_from_bfloat16_the_divergence_is_computed_in_float32():
-  hidden, head, teacher, targets, mask = make_states(jnp.bfloat16)
-  found = jax.jit(lambda *a: chunked_losses(*a, targets, mask, 3, 0.5))(hidden, head, teacher)
-  wide = jax.tree.map(lambda a: np.asarray(a, np.float32), (hidden, head, teacher))
-  loss, parts = jax.jit(lambda *a: plain_losses(*a, targets, mask, 0.5))(*wide)
-  for one, other in zip(found, (loss, *parts), strict=True):
-    assert one.dtype == jnp.float32
-    np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
 def test_no_array_has_the_logits_of_all_positions():
   hidden, head, teacher, targets, mask = make_states(jnp.float32)
   loss = lambda hidden, head: chunked_losses(hidden, head, teacher, targets, mask, 4, 0.5)[0]
@@ -87,18 +77,15 @@ def test_no_array_has_the_logits_of_all_positions():
   assert 2 * 3 * 17 in sizes and max(sizes) < targets.size * 17
 
 
-def test_a_teacher_equal_to_the_student_leaves_the_share_of_the_cross_entropy():
-  """Of a model: in its loss and in its gradients."""
+def test_between_a_student_and_a_teacher_that_equals_it_there_is_no_divergence():
+  """Of a model in two micro-batches, where some targets count."""
   config = small_config(device_batch_size=2, teacher_weight=0.75)
   params, batch = params_of(moved_instance(config.model)), masked_batch(config)
   grid, key = make_grid(config.model), jax.random.key(0)
-  found = jax.jit(lambda params, teacher: loss_and_gradients(config, grid, params, batch, key, None, teacher))
-  losses, gradients = found(params, make_teacher(config.model, params))
-  without, plain = found(params, None)
-  assert abs(losses["divergence"]) < 1e-6
-  np.testing.assert_allclose(losses["loss"], 0.25 * without["loss"], rtol=1e-5)
-  np.testing.assert_allclose(losses["cross_entropy"], without["loss"], rtol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 0.25 * b, rtol=1e-5, atol=1e-7), gradients, plain)
+  losses_of = jax.jit(lambda params, teacher: loss_and_gradients(config, grid, params, batch, key, None, teacher)[0])
+  losses = losses_of(params, make_teacher(config.model, params))
+  assert abs(losses["divergence"]) < 1e-6 < losses["cross_entropy"]
+  np.testing.assert_allclose(losses["loss"], 0.25 * losses["cross_entropy"], rtol=1e-5)
 
 
 @pytest.fixture

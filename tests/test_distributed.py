@@ -14,6 +14,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.run import Run
 from launch import local
@@ -213,20 +214,7 @@ def test_local_prints_what_it_would_run_and_returns_the_first_failure(capsys):
   assert local.run([program("os.kill(os.getpid(), 9)")], {}) == 137
 
 
-KILLED = """
-import os, signal
-from diffeq_nnx.jobs import prompt_files
-
-def add(self, line, answer):
-  if len(self._answers) == 6:
-    os.kill(os.getpid(), signal.SIGKILL)
-  told(self, line, answer)
-
-told, prompt_files.Answers.add = prompt_files.Answers.add, add
-"""
-
-
-def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(finished, tmp_path):
+def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(finished, tmp_path, monkeypatch):
   """Every prompt once, every bad line named; weights split over two processes of two devices each, with drafts.
 
   Without drafts they answer the tasks in tests/test_harness.py.
@@ -240,18 +228,27 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
     lines[n - 1] = line
   (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
   out = tmp_path / "out" / "two.jsonl"
+  unfinished = pathlib.Path(f"{out}.unfinished")
   settings = {"max_tokens": 6, "seed": 3, "rows": 4, "draft_steps": 2, "draft_tokens": 2}
   one = {"prompts": str(tmp_path / "prompts.jsonl"), "out": str(tmp_path / "one.jsonl"), **settings}
   answers = jobs.run("generate", config, str(workdir), **one)
   assert [answer["line"] for answer in answers] == [*range(1, count + 1)]
   assert {answer["line"] for answer in answers if "error" in answer} == {*bad}
-  words = ["--job=generate", f"--workdir={workdir}", f"--prompts={one['prompts']}", f"--out={out}"]
-  words += [f"--{name}={value}" for name, value in settings.items()]
-  alone, unfinished = Process([*words, "--num_processes=1"], first=KILLED), pathlib.Path(f"{out}.unfinished")
-  assert alone.end() == -signal.SIGKILL
-  before = unfinished.read_text()
-  assert not out.exists() and len(before.splitlines()) == 7
-  unfinished.write_text(before + '{"line": 1')  # cut off
+  two, add, before = {**one, "out": str(out)}, prompt_files.Answers.add, []
+
+  def killed(self, line, answer):
+    if len(self._answers) == 6:
+      before.append(unfinished.read_text())  # all that a kill leaves
+      self._file.close()
+      raise KeyboardInterrupt
+    add(self, line, answer)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(prompt_files.Answers, "add", killed)
+    jobs.run("generate", config, str(workdir), **two)
+  assert not out.exists() and len(before[0].splitlines()) == 7
+  unfinished.write_text(before[0] + '{"line": 1')  # cut off
+  words = ["--job=generate", f"--workdir={workdir}", *(f"--{name}={value}" for name, value in two.items())]
   commands = local.commands(2, local.free_port(), [*words, "--config.mesh.tensor=2"])
   running = [Process(line[3:], local.environment(2)) for line in commands]
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
@@ -259,4 +256,4 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
   unfinished.write_text('{"seed": 4}\n')
   out.unlink()
   with pytest.raises(UserError, match="begun with other settings"):
-    jobs.run("generate", config, str(workdir), **{**one, "out": str(out)})
+    jobs.run("generate", config, str(workdir), **two)

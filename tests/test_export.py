@@ -21,10 +21,8 @@ import tokenizers
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx.config import ModelConfig, RopeConfig, TimeConfig
+from diffeq_nnx.config import RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
-from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.solvers import SOLVERS, Splitting
 from tests.conftest import Lazy, moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
@@ -102,16 +100,7 @@ def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
   assert result["logit_difference"] == pytest.approx(found, abs=1e-5)
 
 
-def test_the_compute_dtype_s_weights_are_exported(tmp_path):
-  model = make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, dtype="bfloat16"))
-  result = diffeq_nnx.export_hf(model, str(tmp_path / "out"))
-  stored = diffeq_nnx.discretize(model)  # whose weights are rounded to bfloat16 too
-  wide = dataclasses.replace(stored.config, dtype="float32")
-  close(torch_logits(load(result)), stored_logits(build(wide, params_of(stored))))
-
-
 UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7), "num_steps": 2}
-MEAN = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mean")
 
 
 # each kind of method, methods that use weights at several times of a step, and what no class of transformers holds
@@ -119,21 +108,14 @@ MEAN = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=6.0, weights_at="mea
   "note,form,changes",
   [
     (
-      "no architecture of transformers",
-      "hf",
-      {"field": "llama", "solver": "euler", "initialization": "published", "horizon": 2.5, "rope": ROPE},
-    ),
-    (
       "has a shift in its norms, or both biases",
       "hf",
-      {"field": "llama", "qkv_bias": True, "qk_norm": True, "head_dim": 10, "tied_head": True, **PLAIN},
+      {"field": "llama", "norm_shift": True, "qkv_bias": True, "qk_norm": True, "head_dim": 10, "rope": ROPE, **PLAIN},
     ),
     ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False, **PLAIN}),
-    ("no architecture", "hf_code", {"field": "gpt", "solver": "strang_mirrored", "weights": "stored"}),
-    ("no architecture", "hf_code", {"field": "llama", "solver": "midpoint", "time": MEAN, "horizon": 0.7}),
-    ("no architecture", "hf_code", {"field": "gpt", "solver": "rk4", **UNEVEN}),
-    ("no architecture", "hf_code", {"field": "llama", "solver": "strang", **UNEVEN}),
-    ("no architecture", "hf_code", {"field": "llama", "solver": "leapfrog", **UNEVEN}),
+    ("no architecture", "hf", {"field": "gpt", "solver": "rk4", **UNEVEN}),
+    ("no architecture", "hf", {"field": "llama", "solver": "strang", "tied_head": True, **UNEVEN}),
+    ("no architecture", "hf", {"field": "llama", "solver": "leapfrog", **UNEVEN}),
   ],
 )
 def test_our_own_modeling_file_holds_what_no_class_of_transformers_does(note, form, changes, tmp_path):
@@ -186,46 +168,15 @@ class Reversed(Splitting):
   """A solver of a kind of its own, though it is a splitting to Python."""
 
 
-class SquaredRelu(vector_fields.GPTField):
-  """A block of a kind of its own."""
-
-
-@pytest.fixture
-def added():
-  """A field that is registered, as a program does, and forgotten after the test."""
-  vector_fields.register("gpt_relu2", SquaredRelu)
-  yield "gpt_relu2"
-  del vector_fields.FIELDS["gpt_relu2"]
-  (field,) = [field for field in dataclasses.fields(ModelConfig) if field.name == "field"]
-  field.metadata["choices"].remove("gpt_relu2")
-
-
-def test_what_a_folder_can_t_hold_is_told_and_a_shift_of_norms_needs_our_own_modeling_file(
-  added, tmp_path, monkeypatch
-):
+def test_what_a_folder_can_t_hold_is_told(monkeypatch):
   monkeypatch.setitem(SOLVERS, "strang", Reversed((("feedforward", 1.0), ("attention", 1.0))))
   gpt = small_model(solver="sequential", num_kv_heads=None)
-  for config, form, parts in (
-    (dataclasses.replace(gpt, num_kv_heads=2), "hf", ["num_kv_heads=2", "heads, 4", "--format=hf_code", "=stablehlo"]),
-    (dataclasses.replace(gpt, head_dim=10), "hf", ["model.head_dim=10", "--format=hf_code", "--format=stablehlo"]),
-    (dataclasses.replace(gpt, solver="strang"), "hf", ["--format=stablehlo supports any"]),
-    (dataclasses.replace(gpt, field=added), "hf_code", ["--format=stablehlo supports any"]),
+  for changes, parts in (
+    ({"head_dim": 10}, ["model.head_dim=10", "--format=hf_code", "--format=stablehlo"]),
+    ({"solver": "strang"}, ["--format=stablehlo supports any"]),
   ):
-    line = told(lambda: huggingface.choose_architecture(config, form))
+    line = told(lambda: huggingface.choose_architecture(dataclasses.replace(gpt, **changes), "hf"))
     assert all(part in line for part in parts), line
-  shifted = small_model(field="llama", solver="sequential", initialization="published", horizon=1.0)
-  assert huggingface.choose_architecture(shifted, "hf") == layouts.OWN
-  stored = make(small_model(weights="stored"))
-  line = told(lambda: diffeq_nnx.export_hf(stored, str(tmp_path / "out"), num_steps=5))
-  assert "num_steps=5: the weights of this model are stored" in line and not os.listdir(tmp_path)
-
-
-def test_a_folder_that_holds_something_is_left_alone(model, tmp_path):
-  (tmp_path / "note").write_text("mine")
-  for export in (diffeq_nnx.export_hf, diffeq_nnx.export_stablehlo):
-    assert "holds something already" in told(lambda: export(model, str(tmp_path)))
-    assert "holds something already" in told(lambda: export(model, str(tmp_path / "note")))
-  assert os.listdir(tmp_path) == ["note"] and (tmp_path / "note").read_text() == "mine"
 
 
 # tokenizers

@@ -94,13 +94,12 @@ def test_a_job_says_how_close_the_states_come_and_fine_tuning_begins_with_it(ran
 def test_what_can_t_be_fitted_is_one_line(ranked, tmp_path):  # noqa: F811
   workdir, started = ranked[0], Run.open(ranked[0]).started
   textless = dataclasses.replace(started, data=config_lib.DataConfig(source="none"))
-  fit = lambda job, config, **options: told(
-    lambda: jobs.run(job, config, str(tmp_path / "new"), from_workdir=workdir, **options)
-  )
-  for job in ("discretize", "finetune"):
-    assert "none of the 5 steps is left out" in fit(job, started, fit_tokens=100)
-    assert "fit_tokens=0: must be 1 or above" in fit(job, started, num_steps=3, fit_tokens=0)
-    assert "fit_tokens=9: needs text" in fit(job, textless, num_steps=3, fit_tokens=9)
+  for job, config, options, part in (
+    ("finetune", started, {"fit_tokens": 100}, "none of the 5 steps is left out"),
+    ("discretize", started, {"num_steps": 3, "fit_tokens": 0}, "fit_tokens=0: must be 1 or above"),
+    ("discretize", textless, {"num_steps": 3, "fit_tokens": 9}, "fit_tokens=9: needs text"),
+  ):
+    assert part in told(lambda: jobs.run(job, config, str(tmp_path / "new"), from_workdir=workdir, **options))
   leapfrog = with_model(started, solver="leapfrog")
   assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, 3, leapfrog, 9))
   assert not (tmp_path / "new").exists()

@@ -149,15 +149,11 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
   path, pairs, theirs = str(tmp_path / "model.gguf"), byte_pairs("gpt-2"), small(len(BYTES))
   factor, token_type = (4.0, gguf.GGUFValueType.FLOAT32), {"tokenizer.ggml.token_type": [1, 3]}
-  unnamed = {key: value for key, value in pairs.items() if key != "tokenizer.ggml.pre"}
   for values, part in (
-    (unnamed, "'gpt2' with tokenizer.ggml.pre=None"),
     (byte_pairs("other"), "'gpt2' with tokenizer.ggml.pre='other'"),
     (pairs | {"llama.rope.scaling.type": ("yarn", STRING)}, "llama.rope.scaling is not supported"),
     (pairs | {"llama.rope.scaling.factor": factor}, "llama.rope.scaling is not supported"),
     (pairs | {"llama.rope.scale_linear": factor}, "llama.rope.scaling is not supported"),
-    (pairs | {"llama.rope.dimension_count": (4, UINT)}, "llama.rope.dimension_count is 4"),
-    (pairs | {"llama.attention.value_length": (4, UINT)}, "llama.attention.value_length is 4"),
     (pairs | {"llama.attention.causal": (False, BOOL)}, "llama.attention.causal is False"),
     (pairs | {"llama.attention.sliding_window": (8, UINT)}, "sliding_window is not supported"),
     (pairs | {"llama.attention.key_length": ("x", STRING)}, "can't be read as GGUF (unsupported operand"),

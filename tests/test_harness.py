@@ -45,14 +45,14 @@ def evaluate(run, task_folder):
   """Runs the job with these settings of config.harness, and returns the folder of its results."""
   config, workdir = run
 
-  def evaluate(baseline=None, where=workdir, num_steps=None, **settings):
+  def evaluate(baseline=None, num_steps=None, **settings):
     values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 6, **settings}
     changed = dataclasses.replace(
       config,
       harness=dataclasses.replace(config.harness, **values),
       eval=dataclasses.replace(config.eval, num_steps=num_steps),
     )
-    evaluate_downstream(changed, str(where), baseline=None if baseline is None else str(baseline))
+    evaluate_downstream(changed, str(workdir), baseline=None if baseline is None else str(baseline))
     return workdir / changed.harness.folder
 
   return evaluate
@@ -113,11 +113,7 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
   assert "harness.tasks='choise': there is no such task; did you mean 'choice'?" == line(tasks="choise")
   assert "harness.tasks=paper: arc_easy" in line(tasks="paper")
   assert "there is no such folder" in line(include_path="nowhere")
-  assert "holds no run" in line(where=tmp_path)
   assert f"--baseline={tmp_path}: holds no harness/results.json" in line(baseline=tmp_path)
-  (tmp_path / "results.json").write_text("[]")
-  assert "is no results.json of lm_eval" in line(baseline=tmp_path / "results.json")
-  assert "harness.text=text:nothing*" in line(text="text:nothing*")
   assert "there is no such file" in line(baseline=tmp_path / "nothing")
   task = json.loads((task_folder / "choice.yaml").read_text())
   task |= {"task": "broken", "doc_to_text": "{{nonsense.x}}"}
@@ -128,12 +124,12 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
 def test_errors_of_perplexities_need_no_forks_and_stdout_is_one_line(evaluate, capsys, monkeypatch):
   monkeypatch.setattr(os, "fork", None)
   monkeypatch.setenv("LOCAL_RANK", "1")  # as some launchers set it
-  folder = evaluate(tasks="last", num_steps=2, folder="errors")
+  folder = evaluate(tasks="last", num_steps=1, folder="errors")
   (line,) = capsys.readouterr().out.splitlines()
   assert json.loads(line)["acc"]
   results = json.loads((folder / "results.json").read_text())
   assert results["results"]["last"]["perplexity_stderr,none"] > 0 and os.environ["LOCAL_RANK"] == "1"
-  assert results["config"]["num_steps"] == 2  # the config's, changed by the command
+  assert results["config"]["num_steps"] == 1  # the config's, changed by the command
 
 
 def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
@@ -147,37 +143,22 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
   del known["config"]["harness"]
   (tmp_path / "run.json").write_text(json.dumps(known))
   assert Run.open(str(tmp_path)).started == config
-  written = config_lib.apply_settings(
-    config, ["harness.default_tasks=false", "harness.num_fewshot=5", "harness.folder=2024"]
-  )
-  assert (written.harness.default_tasks, written.harness.num_fewshot, written.harness.folder) == (False, (5,), "2024")
   for setting, part in (
     ("harness.num_fewshot=(-1,)", "harness.num_fewshot[0]=-1"),
     ("harness.stride=3", "sliding"),
-    ("harness.folder=checkpoints", "a folder of its own"),
-    ("harness.folder=./", "a folder of its own"),
     ("harness.tasks=none", "nothing to do"),
     ("harness.tasks=','", "nothing to do"),
-    ("harness.folder='../x'", "within the work directory"),
-    ("harness.tasks=''", "nothing to do"),
-    ("harness.window=slide", "disjoint, sliding"),
-    ("harness.limit=0", "harness.limit=0"),
   ):
     assert part in told(lambda: config_lib.apply_settings(config, [setting]))
 
 
 def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, measured):
   """The job with settings on top of the run's own config."""
-  settings = {
-    "tasks": "choice,continuing",
-    "num_fewshot": "(0,)",
-    "default_tasks": False,
-    "limit": 6,
-    "text": f"jsonl:{task_folder}/texts.jsonl",
-    "include_path": task_folder,
-    "folder": "by_two",
-  }
-  arguments = [f"--config.harness.{name}={value}" for name, value in settings.items()]
+  settings = (
+    f"tasks=choice,continuing num_fewshot=(0,) default_tasks=False limit=6 include_path={task_folder} folder=by_two"
+  )
+  settings = [*settings.split(), f"text=jsonl:{task_folder}/texts.jsonl"]
+  arguments = [f"--config.harness.{setting}" for setting in settings]
   commands = local.commands(2, local.free_port(), ["--job=harness", f"--workdir={run[1]}", *arguments])
   running = [Process(line[3:], {**local.environment(2), **OFFLINE}, WITHOUT_ENVIRONMENT) for line in commands]
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
@@ -210,7 +191,6 @@ def test_the_paper_s_group_is_found_however_tasks_are_given(monkeypatch):
   monkeypatch.setenv("DISABLE_MULTIPROC", "1")
   for given, added in (
     (["--tasks=a"], True),
-    (["--tasks", "a"], True),
     (["-t", "a"], True),
     (["--model", "x"], False),
     (["--tasks", "a", "--include_path=b"], False),

@@ -1,7 +1,6 @@
 """The adapter to lm_eval: its hf backend on the exported weights gives the same results; which tokens are scored."""
 
 import functools
-import pathlib
 
 import numpy as np
 import pytest
@@ -12,30 +11,17 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-import sentencepiece
 
 import diffeq_nnx
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.data.tokenizers import ByteTokenizer
-from diffeq_nnx.exporting import importing
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Score
 from tests.conftest import told
-from tests.test_export import byte_pairs
-from tests.test_published_tokenizers import model as published_model
-from tests.test_tokenizer import write
+from tests.test_export import byte_pairs, published
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
-
-
-LLAMA_TOKENIZER = {
-  "tokenizer_class": "LlamaTokenizer",
-  "bos_token": "<s>",
-  "eos_token": "</s>",
-  "unk_token": "<unk>",
-  "add_bos_token": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -66,65 +52,33 @@ def responses(results, name):
   return [response for sample in samples for response in sample["filtered_resps"]]
 
 
-def test_the_hf_backend_on_the_exported_weights_gives_the_same(task_folder, tmp_path):
-  """Of byte pairs after a begin mark."""
+@pytest.mark.parametrize("kind,names", [("pairs", ("choice", "continuing")), ("sentencepiece", ("choice",))])
+def test_the_hf_backend_on_the_exported_weights_gives_the_same(kind, names, task_folder, tmp_path):
+  """Of tokens after a begin mark; of sentencepieces after a dummy prefix, too.
+
+  Odd bytes among the tokens of these the libraries decode differently, so that no texts of them are compared.
+  """
   from lm_eval.models.huggingface import HFLM
 
-  tokenizer = load_tokenizer(byte_pairs(tmp_path, " ".join(WORDS)))
+  words = " ".join(WORDS)
+  given = byte_pairs(tmp_path, words) if kind == "pairs" else published(tmp_path, sentence_iterator=iter([words] * 40))
+  tokenizer = load_tokenizer(given)
   model, hf = random_model("llama", vocab_size=tokenizer.vocab_size), str(tmp_path / "hf")
   diffeq_nnx.export_hf(model, hf, tokenizer=tokenizer)
   make_theirs = functools.partial(HFLM, pretrained=hf, device="cpu", dtype="float32", batch_size=128)
-  theirs = evaluated(make_theirs(), task_folder, "choice", "continuing")
-  rolling = evaluated(make_theirs(add_bos_token=False), task_folder, "rolling")  # else the mark is scored after itself
-  ours = evaluated(DiffEqLM(model=model, tokenizer=tokenizer), task_folder, "choice", "continuing", "rolling")
+  theirs = evaluated(make_theirs(), task_folder, *names)
+  ours = evaluated(DiffEqLM(model=model, tokenizer=tokenizer), task_folder, *names, "rolling")
   found, expected = (responses(one, "choice") for one in (ours, theirs))
   assert len(found) == len(expected) > 3 * QUESTIONS
   np.testing.assert_allclose([one[0] for one in found], [one[0] for one in expected], rtol=0, atol=1e-3)
   assert [one[1] for one in found] == [one[1] for one in expected]
   for metric in ("acc,none", "acc_norm,none"):
     assert ours["results"]["choice"][metric] == theirs["results"]["choice"][metric]
-  np.testing.assert_allclose(responses(ours, "rolling"), responses(rolling, "rolling"), rtol=0, atol=1e-3)
-  assert responses(ours, "continuing") == responses(theirs, "continuing")
   assert ours["config"]["mark_before_contexts"] == tokenizer.bos_id and ours["config"]["begin_mark"] == "auto"
-
-
-def test_an_imported_llama_with_its_published_tokenizer_gives_what_the_hf_backend_gives(task_folder, tmp_path):
-  """A sentencepiece model with its dummy prefix, and two end marks; its ids equal transformers' at single spaces."""
-  from lm_eval.models.huggingface import HFLM
-  import torch
-  import transformers
-
-  folder, trained = str(tmp_path / "hf"), published_model(sentence_iterator=iter([" ".join(WORDS)] * 40))
-  size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
-  torch.manual_seed(0)
-  sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-  config = transformers.LlamaConfig(
-    vocab_size=size, max_position_embeddings=96, initializer_range=0.4, bos_token_id=1, eos_token_id=2, **sizes
-  )
-  made = transformers.LlamaForCausalLM(config)
-  with torch.no_grad():  # texts of odd bytes, which the libraries decode differently, are then unlikely
-    made.lm_head.weight[:259] = 0
-  made.save_pretrained(folder)
-  write(pathlib.Path(folder), tokenizer__model=trained, tokenizer_config__json=LLAMA_TOKENIZER)
-  free = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=16)
-  texts = responses(evaluated(free, task_folder, "continuing"), "continuing")
-  ids = [token for text in texts for token in free.tok_encode(text)]
-  more = max(set(ids), key=ids.count)  # which then ends texts
-  write(pathlib.Path(folder), generation_config__json={"bos_token_id": 1, "eos_token_id": [2, more]})
-  tokenizer = importing.read_tokenizer(folder)
-  assert (tokenizer.end_ids, tokenizer.bos_id, tokenizer.leading) == ((2, more), 1, " ")
-  ours, theirs = DiffEqLM(model=importing.import_hf(folder), tokenizer=tokenizer), HFLM(pretrained=folder, device="cpu")
-  theirs_too = evaluated(theirs, task_folder, "choice", "continuing")
-  ours_too = evaluated(ours, task_folder, "choice", "continuing")
-  samples = sorted(ours_too["samples"]["choice"], key=lambda one: one["doc_id"])
-  pairs = [sample["arguments"][at] for sample in samples for at in range(len(sample["arguments"]))]
-  same = np.array([tuple(ours._encode_pair(*pair)) == tuple(theirs._encode_pair(*pair)) for pair in pairs])
-  assert same.sum() > 0.9 * len(same) > 3 * QUESTIONS * 0.9
-  found, expected = (np.array([one[0] for one in responses(each, "choice")]) for each in (ours_too, theirs_too))
-  np.testing.assert_allclose(found[same], expected[same], rtol=0, atol=1e-3)
-  mark = tokenizer.decode_within([more])  # which transformers leaves in a text, since it is no special token
-  ended = [text.removesuffix(mark) for text in responses(theirs_too, "continuing")]
-  assert responses(ours_too, "continuing") == ended != texts
+  if kind == "pairs":
+    assert responses(ours, "continuing") == responses(theirs, "continuing")
+    theirs = evaluated(make_theirs(add_bos_token=False), task_folder, "rolling")  # else the mark is scored after itself
+    np.testing.assert_allclose(responses(ours, "rolling"), responses(theirs, "rolling"), rtol=0, atol=1e-3)
 
 
 def instances(kind, *arguments):
@@ -201,12 +155,8 @@ def test_texts_are_sampled_as_tasks_ask(model, lm):
   assert generated(make_lm(batch_size=1, seed=1), sampled, 4) != four
   assert generated(one, {**sampled, "top_k": 0}) == four[:1]  # off, as in transformers
   assert len(generated(one, {})[0].encode()) > 8  # a limit that fits, where the task sets none
-  for wrong, part in (
-    ({"num_beams": 4}, "num_beams=4: is not supported"),
-    ({"max_gen_toks": 96}, "max_gen_toks=96"),
-    ({**sampled, "top_p": 2}, "top_p=2"),
-  ):
-    assert part in told(lambda: generated(one, wrong))
+  for key, value in (("num_beams", 4), ("max_gen_toks", 96)):
+    assert f"{key}={value}" in told(lambda: generated(one, {key: value}))
 
 
 @pytest.mark.parametrize("window,count", [("disjoint", 4), ("sliding", 6)])
@@ -236,14 +186,10 @@ def test_mistakes_are_reported_in_one_line(model):
   make_lm = functools.partial(DiffEqLM, model=model, tokenizer=ByteTokenizer())
   for wrong, part in (
     ({"windo": "sliding"}, "windo: unknown; did you mean 'window'?"),
-    ({"begin_mark": "yes"}, "must be one of auto, none, always"),
     ({"dtype": "float8"}, "dtype='float8': must be one of model, bfloat16, float32"),
-    ({"stride": 3}, "stride=3: applies to sliding windows only; leave it out, or set window=sliding"),
     ({"window": "sliding", "stride": 97}, "must be 1 to 96"),
     ({"max_length": 97}, "max_length=97"),
-    ({"batch_size": "x"}, "batch_size='x'"),
     ({"batch_size": "²"}, "batch_size='²'"),
-    ({"max_length": "abc"}, "max_length='abc'"),
   ):
     assert part in told(lambda: make_lm(**wrong))
   assert "no chat template" in told(lambda: make_lm().apply_chat_template([]))

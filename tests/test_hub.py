@@ -38,18 +38,14 @@ def test_a_name_is_fetched_without_code_once_and_with_a_token_where_one_is_neede
   assert find_folder("org/open") == folder  # without the network
 
 
-def test_what_the_hub_refuses_is_said_with_a_remedy(hub):
+def test_what_the_hub_refuses_is_said_with_a_remedy_also_without_a_network_and_paths_stay_paths(hub, tmp_path):
   for name, parts in (
-    ("org/none", ["the hub has no such model", "correct the name", "HF_TOKEN"]),
     ("org/private", ["the hub has no such model", "for a private model", "hf auth login"]),
     ("org/gated", ["behind a gate", "ask for access", "HF_TOKEN"]),
     ("org/open@v9", ["no such revision"]),
   ):
     message = told(lambda name=name: find_folder(name))
     assert all(part in message for part in (f"from_hf={name}:", *parts)), message
-
-
-def test_without_a_network_one_line_says_so_and_paths_stay_paths(hub, tmp_path):
   hub.shutdown()
   hub.server_close()
   message = told(lambda: find_folder("org/open"))

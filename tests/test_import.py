@@ -125,13 +125,9 @@ def test_weights_may_be_in_several_files_of_bfloat16_too_and_a_stray_file_is_not
   for stray in ("model-00009-of-00009.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
     safetensors.numpy.save_file(other, tmp_path / stray)
   same_logits(tmp_path, theirs)
-  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-  last = max(index["weight_map"].values())
+  last = max(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())
   (tmp_path / last).rename(tmp_path / "elsewhere")
   assert f"{last} can't be read" in told(lambda: importing.read(str(tmp_path)))
-  index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
-  (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-  assert "the weights lack " in told(lambda: importing.read(str(tmp_path)))
   theirs.to(torch.bfloat16).save_pretrained(tmp_path / "half", max_shard_size="5KB")
   assert len([name for name in os.listdir(tmp_path / "half") if name.endswith(".safetensors")]) > 2
   config, params = importing.read(str(tmp_path / "half"))
@@ -164,21 +160,12 @@ def write(folder, config, tensors=None):
   "kind,changes,parts",
   [
     ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'", "'gelu_new'"]),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is True"]),
-    ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights is False"]),
-    ("gpt2", {"add_cross_attention": True}, ["add_cross_attention is True"]),
     ("gpt2", {"n_head": 5}, ["n_head is 5", "n_embd, 24"]),
     ("gpt2", {"n_inner": 0}, ["n_inner is 0"]),
     ("gpt2", {"torch_dtype": "int8"}, ["dtype is 'int8'", "float32"]),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor is None", "above 0"]),
     ("llama", {"rope_scaling": {**LLAMA_3, "factor": "8"}}, ["factor is '8'", "a number above 1"]),
-    ("llama", {"rope_scaling": {**LLAMA_3, "high_freq_factor": 1.0}}, ["high_freq_factor is 1.0", "above 1.0"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type is 'linear'", "'llama3'"]),
-    ("llama", {"rope_theta": -1.0}, ["rope_theta is -1.0", "above 0"]),
     ("llama", {"attention_bias": True}, ["attention_bias is True"]),
-    ("llama", {"mlp_bias": True}, ["mlp_bias is True"]),
-    ("llama", {"head_dim": 0}, ["head_dim is 0"]),
-    ("llama", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ("gemma", {}, ["model_type is 'gemma'", "gpt2, llama, mistral, qwen2, qwen3 can be imported"]),
@@ -197,12 +184,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   (tmp_path / "config.json").write_text("{")
   assert "is not JSON" in told(lambda: importing.read(str(tmp_path)))
   config = {"model_type": "gpt2", **GPT2, "n_inner": 40, "n_layer": 3}
-  read = write(tmp_path, config)
-  assert "holds no model.safetensors" in told(read)
-  (tmp_path / "pytorch_model.bin").write_bytes(b"")
-  assert "save_pretrained(NEW)" in told(read)
-  (tmp_path / "model.safetensors").write_bytes(b"nothing")
-  assert "model.safetensors can't be read" in told(read)
+  assert "holds no model.safetensors" in told(write(tmp_path, config))
   out = tmp_path / "out"
   foreign("gpt2", n_inner=40, n_layer=3).save_pretrained(out)
   tensors = safetensors.numpy.load_file(out / "model.safetensors")

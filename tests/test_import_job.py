@@ -16,14 +16,12 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from tests.conftest import Lazy, run_command, run_config, told, write_documents, write_run
+from tests.conftest import run_command, run_config, told, write_documents, write_run
 from tests.test_distillation import with_model
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import added_token, spec_of
 from tests.test_tokenizer import write as write_files
-
-transformers = Lazy("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +48,11 @@ def test_a_run_exported_and_imported_has_the_same_loss(written, exported, tmp_pa
   jobs.run("import", dataclasses.replace(config, model=ModelConfig()), new, from_hf=out)
   assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_steps"] == 2
   imported = Run.open(new).started
-  assert (imported.model.weights, imported.model.solver, imported.data.tokenizer) == (
-    "stored",
-    "sequential",
-    os.path.join(new, "tokenizer.model"),
-  )
+  assert imported.data.tokenizer == os.path.join(new, "tokenizer.model")
   before, after = jobs.run("evaluate", config, workdir), jobs.run("evaluate", imported, new)
   assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
   assert "holds a run already" in told(lambda: jobs.run("import", config, new, from_hf=out))
   assert "holds something already" in told(lambda: jobs.run("export", config, workdir, out=out))
-  loaded = transformers.GPT2LMHeadModel.from_pretrained(out).eval()
-  prompt = transformers.AutoTokenizer.from_pretrained(out)("Document 3 tells", return_tensors="pt")
-  assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
 
 
 def test_tokens_that_the_model_has_no_embedding_for_are_told(tmp_path, caplog):
@@ -85,32 +76,23 @@ def test_an_imported_run_reads_text_as_its_tokenizer_was_trained(written, tmp_pa
   write_files(out, **files, generation_config__json=marks, config__json=config_json)
   jobs.run("import", config, new, from_hf=str(out))
   shutil.rmtree(out)
-  imported = Run.open(new).started
   tokenizer = Run.open(new).tokenizer
   assert (tokenizer.end_ids, tokenizer.bos_id) == ((2, 9), 1)
   assert tokenizer.encode("Hello  world\nx").tolist() == theirs.encode("Hello  world\nx")
   assert tokenizer.encode("<|im_start|>").tolist() == [theirs.vocab_size()]
-  assert math.isfinite(jobs.run("evaluate", imported, new)["loss"])
-  again = str(tmp_path / "again")
-  jobs.run("export", imported, new, out=again)
-  assert importing.read_tokenizer(again).end_ids == (2, 9)
-  assert transformers.AutoTokenizer.from_pretrained(again)("a  b\n")["input_ids"] == [1, *theirs.encode("a  b\n")]
   own = dataclasses.replace(config.data, tokenizer=os.path.join(new, "tokenizer.model"))
   assert data.load(own, 500, seed=0).tokenizer.hash == tokenizer.hash
 
 
-def test_other_formats_and_mistakes(written, tmp_path):
+def test_a_model_or_a_run_that_can_t_be_exported_is_told(written, tmp_path):
   config, workdir = written
-  out, other, empty = (str(tmp_path / name) for name in ("out", "other", "empty"))
-  result = jobs.run("export", config, workdir, out=out, format="stablehlo", num_steps=3)
-  assert (result["num_steps"], result["platforms"]) == (3, ("cpu", "cuda", "tpu")) and "load.py" in os.listdir(out)
-  mistake = lambda config, workdir, **more: told(lambda: jobs.run("export", config, workdir, out=other, **more))
-  assert "num_steps=0: must be 1 or above" in mistake(config, workdir, num_steps=0)
+  out, empty = str(tmp_path / "out"), str(tmp_path / "empty")
+  mistake = lambda config, workdir: told(lambda: jobs.run("export", config, workdir, out=out))
   grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
   assert "GPT-2 has no grouped-query heads" in mistake(grouped, workdir)
   workdir_lib.claim(empty, config, importing.read_tokenizer(workdir), None)
   assert "holds no checkpoint yet" in mistake(config, empty)
-  assert not os.path.exists(other)
+  assert not os.path.exists(out)
 
 
 # a run without text, by command lines
@@ -158,17 +140,11 @@ def test_a_run_without_text_is_made_into_others_with_any_text(textless, tmp_path
   source = f"--from_workdir={workdir}"
   bare = command(capsys, "--job=discretize", source, f"--workdir={tmp_path}/bare")
   assert bare["before"] == bare["after"] == {"num_steps": 2}
-  losses = []
-  for job in ("continuous", "discretize"):
-    made = command(capsys, f"--job={job}", source, f"--workdir={tmp_path}/{job}", *text)
-    assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5), job
-    losses.append(made["before"]["loss"])
-    run = Run.open(f"{tmp_path}/{job}")
-    assert run.started.data.source.startswith("text:") and run.started.train.steps == 2, job
-    assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/{job}"
-  assert losses[0] == losses[1]
-  other = ("--job=continuous", source, f"--workdir={tmp_path}/x", "--config.model.embed_dim=32")
-  assert "only model.time, model.dropout, model.attention may differ" in refused(capsys, *other)
+  made = command(capsys, "--job=continuous", source, f"--workdir={tmp_path}/made", *text)
+  assert made["before"]["loss"] == pytest.approx(made["after"]["loss"], abs=1e-5)
+  run = Run.open(f"{tmp_path}/made")
+  assert run.started.data.source.startswith("text:") and run.started.train.steps == 2
+  assert os.path.dirname(run.started.data.tokenizer) == f"{tmp_path}/made"
   other = ("--job=discretize", source, f"--workdir={tmp_path}/x", *text, "--config.data.tokenizer=bytes")
   assert "was trained with another tokenizer" in refused(capsys, *other) and not (tmp_path / "x").exists()
 

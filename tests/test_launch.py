@@ -10,7 +10,6 @@ import pytest
 
 from diffeq_nnx.errors import RunError, UserError
 from launch import faults
-from launch.benchmarks import analysis as benchmark_analysis
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
@@ -23,7 +22,6 @@ def settings(text: str) -> list[str]:
   return [f"--set={one}" for one in text.split()]
 
 
-GPT = "configs/benchmark.py:gpt"
 SMALL = settings("model.num_steps=2 model.embed_dim=16 model.num_heads=2 model.seq_len=16")
 SMALL += settings("model.dropout=0.0 train.loss_chunks=1 train.batch_size=2 train.remat=none")
 
@@ -46,13 +44,11 @@ def test_faults_in_what_is_read_are_survived(finished, tmp_path, capsys, monkeyp
   assert all(row[1] == row[2] for row in rows), err
 
 
-@pytest.mark.parametrize(
-  "what,configs", [("train_step", ["configs/benchmark.py:builtin,gpt", GPT]), ("loss_and_gradients", [GPT])]
-)
-def test_benchmark_prints_a_row_a_config(what, configs, capsys):
-  benchmark.main([f"--configs={','.join(configs)}", f"--what={what}", "--rounds=3", *SMALL])
+def test_benchmark_prints_a_row_a_config(capsys):
+  configs = ["configs/benchmark.py:builtin,gpt", "configs/benchmark.py:gpt"]
+  benchmark.main([f"--configs={','.join(configs)}", "--what=loss_and_gradients", "--rounds=3", *SMALL])
   header, _, *table = capsys.readouterr().out.strip().splitlines()
-  assert header.startswith(f"{what}, median of 3 interleaved rounds, ")
+  assert header.startswith("loss_and_gradients, median of 3 interleaved rounds, ")
   rows = read_table(table[2:])
   assert [row[0] for row in rows] == configs and rows[0][-1] == "1.000 (1.000 to 1.000)"
   for row in rows:
@@ -71,12 +67,6 @@ def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
 
 
-def test_benchmark_analysis_prints_times_and_memory(capsys):
-  benchmark_analysis.main(["--config=configs/tiny.py", "--tokens=4", "--leading=2", *SMALL])
-  found = json.loads(capsys.readouterr().out)
-  assert all(found[name]["seconds"] > 0 and found[name]["peak_gib"] > 0 for name in ("spectra", "exact", "per_token"))
-
-
 def test_benchmark_generation_prints_a_token_against_a_read(capsys):
   config = "--config=configs/tiny.py:diffeq"
   benchmark_generation.main([config, "--slots=16", "--rounds=2", "--tokens=2", "--rows=1,3", *SMALL])
@@ -89,7 +79,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
     benchmark_generation.main([config, "--slots=17", *SMALL])
 
 
-def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
+def test_the_smallest_study_end_to_end(tmp_path, capsys):
   other = "gpt@data.validation_fraction=0.3@eval.max_batches=2"  # what is compiled stays the same
   arguments = ["--config=configs/tiny.py:builtin", f"--presets=gpt,{other}", f"--plot={tmp_path}/curves.png"]
   arguments += ["--rates=3e-2", "--seeds=0,1", f"--workdir={tmp_path}/runs", *SMALL]
@@ -120,7 +110,6 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   arguments = [f"--workdir={tmp_path}/runs/gpt_rate0.03_seed0", f"--text={tmp_path}/text.txt", "--ranks=1,0"]
   arguments += [f"--out={tmp_path}/stored", "--rows=2", "--tokens=7", "--texts=1", "--short=8"]
   inside_stored.main(arguments)
-  out = capsys.readouterr().out
   parts = (json.loads((tmp_path / f"stored/{part}.json").read_text()) for part in ("states", "loss", "ranks"))
   states, loss, (shares, losses) = parts
   for whole, less in losses.values():  # of two layers, the mean and one component hold all
@@ -128,11 +117,6 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys, monkeypatch):
   assert all(share[-1] == pytest.approx(1) for name, share in shares.items() if "neighbors" not in name)
   assert len(states["state"]) == 3 and len(states["attention / state"]) == 2
   assert (tmp_path / "stored/inside.png").stat().st_size > 10_000
-  monkeypatch.setattr(inside_stored, "draw", lambda *_: None)
-  os.remove(tmp_path / "stored/spectra.json")
-  inside_stored.main(arguments)
-  again = capsys.readouterr().out
-  assert again.startswith("-- spectra\n|") and again.partition("|")[2] == out.partition("|")[2]
   with pytest.raises(UserError, match="of other flags"):
     inside_stored.main([*arguments, "--rows=1"])
 
@@ -216,11 +200,6 @@ def test_finetune_depths_trains_once_and_prints_a_row_a_number_of_steps(finished
   assert steps == "3" and 0 < float(before) < 10 and 0 < float(after) < 10
   with pytest.raises(UserError, match="lora_3_.* was trained with other settings"):
     finetune_depths.main([*arguments, "--set=optimizer.peak_rate=0.5"])
-  with monkeypatch.context() as patched:
-    patched.setattr(finetune_depths.jobs, "run", lambda *_, **__: None)
-    patched.setattr(finetune_depths, "read_metrics", lambda *_: [{"step": 0, "loss": 9.0}])
-    with pytest.raises(RunError, match="is not finished"):
-      finetune_depths.main(arguments)
   monkeypatch.setattr(
     finetune_depths, "tune", lambda _, source, preset, count: (count, count + (preset == "full"), 0.5)
   )

@@ -79,7 +79,6 @@ CASES = {
   ),
   "gcloud does not create": (([NOT_THERE], "create"), (1, 0, CREATE, "", REFUSED)),
   "gcloud does not delete": ((["ACTIVE", ENDED], "delete"), (1, 0, ["delete"], "", REFUSED)),
-  "requests fail": (([NOT_THERE, "FAILED"] * 3, ""), (1, 2, ["create", "delete"] * 3, "", "")),
   "the project can not be asked": ((["ERROR: PERMISSION_DENIED: no"], ""), (1, 0, [], "PERMISSION_DENIED: no\n", "")),
 }
 

@@ -17,7 +17,6 @@ from tests.launch_bench import ALIVE, GKE, HOST, LAUNCH, POD, PROGRAM, RECORDER,
 NAMES = {
   "pod": shlex.join(POD),
   "gke": shlex.join(GKE),
-  "gke_without_topology": shlex.join(GKE[:-1]),
   "program": shlex.join(PROGRAM),
   "vm": "gcloud compute tpus tpu-vm",
   "queued": "gcloud compute tpus queued-resources",
@@ -130,20 +129,15 @@ def test_status_does_not_look_for_hosts_before_they_are_there(bench):
     ("tpu_pod.sh stop {pod} --spot", "--spot: no option of this subcommand"),
     ("tpu_pod.sh stop {pod} now", "now: not an option"),
     ("tpu_pod.sh stop {pod} -- --config=a.py", "--config=a.py: stop takes none of the program"),
-    ("tpu_pod.sh create {pod}", "--type: missing"),
     ("tpu_pod.sh create {pod} --type=v9-16", "--type=v9-16: no runtime version known for it"),
     ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=2", "--num-slices=2: needs --queued"),
     ("tpu_pod.sh create {pod} --type=v5p-16 --num-slices=0 --queued", "--num-slices=0: must "),
-    ("tpu_pod.sh follow {pod} --host=x", "--host=x: must be an integer of at least 0"),
     ("tpu_pod.sh keep {pod} --type=v5p-16 -- {program}", "--workdir: must be gs://BUCKET/DIR with keep"),
     ("tpu_pod.sh start {pod} -- --workdir=/runs/a", "--config: missing"),
     ("tpu_pod.sh start {pod} -- --config=a.py --workdir=runs/a", "--workdir: must be gs://BUCKET/DIR, "),
-    ("gke.sh begin", "begin: not one of start, follow, status, stop"),
     ("gke.sh stop --name=Llama_1", "--name=Llama_1: must be up to 40 of a-z"),
-    ("gke.sh start {gke_without_topology} -- {program}", "--topology: missing"),
     ("gke.sh start {gke} --topology=2by2 -- {program}", "--topology=2by2: must be of the form 4x4"),
     ("gke.sh start {gke} --topology=3x3 -- {program}", "--topology=3x3: its 9 chips are not a multiple of --chips"),
-    ("gke.sh start {gke} --chips-per-host=none -- {program}", "--chips-per-host=none: must "),
     ("gke.sh start {gke} -- --config=a.py --workdir=/tmp/a", "--workdir: must be gs://BUCKET/DIR, "),
     ("gke.sh start {gke} -- {program} 'a\nb'", "a line break or tab in an argument"),
     ("slurm.sbatch --workdir=/runs/a", "--config: missing"),
@@ -201,12 +195,10 @@ def test_any_argument_survives_the_two_shells_between(bench):
 def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench):
   bench.make_repository()
   head = (bench.repo / ".git" / "HEAD").read_text()
-  shown = bench.script("tpu_pod.sh", "fill", "--dry-run", *POD)
-  assert (shown.returncode, bench.calls()) == (0, []) and not (bench.repo / "dist").exists()
   done = bench.script("tpu_pod.sh", "fill", *POD)
   assert (done.returncode, done.stderr) == (0, "")
   archive = bench.repo / "dist" / "pod.tar.gz"
-  copy, unpack = calls = bench.calls()
+  copy, unpack = bench.calls()
   assert copy == [*TPUS, "tpu-vm", "scp", str(archive), "pod:diffeq-nnx.tar.gz", "--zone=us-east5-a", "--worker=all"]
   assert unpack[:-1] == split("{vm} ssh pod {zone} --worker=all {alive}")
   with tarfile.open(archive) as files:
@@ -217,9 +209,6 @@ def test_fill_sends_the_tracked_files_as_they_are_and_a_host_installs_them(bench
   assert bench.script("tpu_pod.sh", "fill", *POD, "--queued").returncode == 0
   for call in bench.calls():
     assert call[3] == "queued-resources" and {"--worker=all", "--node=all"} <= set(call)
-  archive.unlink()
-  assert bench.bash("-c", shown.stdout).returncode == 0  # pasted
-  assert bench.calls() == calls and archive.exists()
 
   shutil.copy(archive, bench.home / "diffeq-nnx.tar.gz")
   folder = bench.home / "diffeq-nnx"

@@ -1,4 +1,4 @@
-"""Runs whose text counts in part: batches as compiled ahead, what is reported, the meaning of bits per byte."""
+"""Runs whose text counts in part: batches as compiled ahead, and the meaning of bits per byte."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import load_corpus
-from diffeq_nnx.training import fastest, report
+from diffeq_nnx.training import fastest
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import batch_iterator
 from diffeq_nnx.training.step import abstract_batch
@@ -45,13 +45,7 @@ def masked_config(folder, records="completion", rows="packed", attend=True):
 
 
 @pytest.mark.parametrize(
-  "records,rows,attend",
-  [
-    ("text", "packed", False),
-    ("text", "padded", False),
-    ("completion", "packed", True),
-    ("completion", "packed", False),
-  ],
+  "records,rows,attend", [("text", "packed", False), ("text", "padded", False), ("completion", "packed", True)]
 )
 def test_a_batch_is_what_is_compiled_ahead_and_measured(records, rows, attend, tmp_path):
   config = masked_config(tmp_path, records, rows, attend)
@@ -82,16 +76,3 @@ def test_bits_per_byte_are_those_of_all_counted_targets_and_of_none_is_one_line(
   assert values["tokens"] == split.num_targets < len(split.tokens)
   train_split = corpus.train.splits[0]
   assert corpus.train.bytes_per_token == pytest.approx(train_split.num_bytes / train_split.num_targets)
-
-
-def test_a_mixture_s_bytes_per_token_weigh_each_split_by_its_targets_in_a_row(tmp_path):
-  corpus = load_corpus(masked_config(tmp_path))
-  (split,) = corpus.train.splits
-  sparse = dataclasses.replace(split, num_counted=1, num_bytes=100)  # hardly any target, of 100 bytes
-  mixed = dataclasses.replace(corpus.train, splits=(split, sparse), weights=(0.5, 0.5))
-  bytes_of_both = split.num_bytes + sparse.num_bytes  # rows are windows, as many of each
-  assert mixed.bytes_per_token == pytest.approx(bytes_of_both / (split.num_counted + 1))
-
-
-def test_a_training_line_says_how_many_tokens_counted():
-  assert report._details({"counted_tokens": 1234}) == " (1,234 counted tokens)"

@@ -221,29 +221,18 @@ def test_masked_shards_mix_with_masked_ones_alone(tmp_path):
   assert f"shards:{made['c']} has no masks (data.records=text), and others do" in message
 
 
-@pytest.mark.parametrize(
-  "changes, line",
-  [
-    ({"prompt_key": "q"}, "data.prompt_key=q: is for data.records=completion, not text"),
-    ({"messages_key": "q", "records": "completion"}, "data.messages_key=q: is for data.records=chat, not completion"),
-    ({"text_key": "q", "records": "chat"}, "data.text_key=q: is for data.records=text, not chat"),
-    ({"too_long": "drop"}, "data.too_long=drop: is for data.rows=padded"),
-    ({"records": "pairs"}, "data.records='pairs': must be one of text, completion, chat"),
-  ],
-)
-def test_keys_without_an_effect_are_errors(changes, line):
-  assert line in told(lambda: DataConfig(**changes))
-
-
-def test_sources_without_keys_hold_no_conversations():
-  for source in ("builtin", "text:*.md", "tfds:lm1b"):
-    message = told(lambda: data.open_source(source, options=Options(records="completion")))
-    assert "data.records=completion reads records with keys, which this kind of source does not have" in message
-
-
-def test_padded_rows_of_plain_text_need_different_marks(tmp_path):
+def test_what_has_no_effect_or_no_meaning_is_one_line(tmp_path):
+  """Keys of other records; records with keys of a source that has none; documents that begin as they end."""
   source = write_jsonl(tmp_path / "a.jsonl", prose(20))
-  same = DataConfig(
-    source=source, tokenizer="bytes", begin_token="<|endoftext|>", rows="padded", cache_dir=str(tmp_path)
-  )
-  assert told(lambda: load(same)).startswith("data.rows=padded: the tokenizer's begin and end marks are the same")
+  marks = {"tokenizer": "bytes", "begin_token": "<|endoftext|>"}
+  same = DataConfig(source=source, rows="padded", cache_dir=str(tmp_path), **marks)
+  for call, part in (
+    (lambda: DataConfig(prompt_key="q"), "data.prompt_key=q: is for data.records=completion, not text"),
+    (lambda: DataConfig(too_long="drop"), "data.too_long=drop: is for data.rows=padded"),
+    (
+      lambda: data.open_source("text:*.md", options=Options(records="completion")),
+      "data.records=completion reads records with keys, which this kind of source does not have",
+    ),
+    (lambda: load(same), "data.rows=padded: the tokenizer's begin and end marks are the same"),
+  ):
+    assert part in told(call)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.model import grids, integration, vector_fields
-from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of, partial_model
 from diffeq_nnx.model.smaller_first import SmallerFirst
@@ -65,12 +64,10 @@ def heads_apart(weights: dict, config) -> dict:
 @pytest.mark.parametrize(
   "field,changes",
   [
-    pytest.param("gpt", {}, id="gpt"),
     pytest.param("gpt", {"solver": "sequential", "weights": "shared"}, id="gpt, shared weights"),
     pytest.param("gpt", {**PRESETS["published"], "norm_shift": True}, id="gpt as published"),
     pytest.param("gpt", {**PRESETS["shared_mlp"], "tied_head": False, "head_dim": 10}, id="gpt, a head of its own"),
     pytest.param("llama", {"initialization": "published", "solver": "sequential"}, id="llama as published"),
-    pytest.param("llama", {"initialization": "published", "weights": "stored"}, id="llama as published, stored"),
     pytest.param("llama", {**PRESETS["constant"], "initialization": "published", "norm_shift": False}, id="no shift"),
     pytest.param("llama", {**PRESETS["learned"], "norm_shift": True}, id="llama, shift"),
     pytest.param("llama", {**PRESETS["baseline"], "qkv_bias": True, "tied_head": True}, id="qwen2"),
@@ -136,7 +133,7 @@ def test_rematerialization_changes_neither_value_nor_gradient():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
 
 
-def test_dropout_differs_by_step_and_is_off_without_a_key():
+def test_dropout_differs_by_step_branch_and_key():
   seen = []
 
   class Seen(vector_fields.Dropout):
@@ -150,27 +147,20 @@ def test_dropout_differs_by_step_and_is_off_without_a_key():
   jax.jit(solve)(np.ones((1, 12, 24), "float32"))
   jax.effects_barrier()
   assert len(set(seen)) == 4  # 2 steps, 2 branches
-  plain = jax.jit(lambda: model.hidden(tokens, weights))
-  assert (np.asarray(plain()) == plain()).all()
   hidden = jax.jit(lambda number: model.hidden(tokens, weights, dropout_key=jax.random.key(number)))
-  dropped = [np.asarray(hidden(number)) for number in (0, 0, 1)]
-  assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
+  assert (np.asarray(hidden(0)) != hidden(1)).any()
 
 
 def test_parameters_of_another_model_are_told_by_name_shape_and_dtype():
   config = small_model(weights="stored")
   params = jax.tree.map(np.asarray, params_of(moved_instance(config)))
   build(config, params)
-  table, stored = params["embedding"], params["weight_source"]["stored"]
+  table = params["embedding"]
   without_embedding = {name: leaf for name, leaf in params.items() if name != "embedding"}
-  without_bias = {"stored": {**stored, "up": {"kernel": stored["up"]["kernel"]}}}
   for given, part in (
     (without_embedding, "params: embedding is missing; pass"),
-    ({**params, "head": table}, "params: the model has no head; pass"),
     ({**params, "embedding": table[:, :-1]}, "embedding has the shape (31, 23), in the model (31, 24)"),
     ({**params, "embedding": table.astype("bfloat16")}, "embedding is in bfloat16, in the model in float32"),
-    ({**params, "embedding": 3}, "embedding is no array but of type int"),
-    ({**params, "weight_source": without_bias}, "weight_source.stored.up.bias is missing"),
     ({**params, "weight_source": {"stored": {}}}, ", and 9 more; pass"),
     (nnx.State({}), "params: State; must be a nested dict"),
   ):
@@ -178,7 +168,6 @@ def test_parameters_of_another_model_are_told_by_name_shape_and_dtype():
   for one in (
     lambda: nnx.jit(lambda: build(config, without_embedding))(),
     lambda: partial_model(config, {"embedding": np.zeros((24, 31), np.float32)}),  # a part is checked too
-    lambda: partial_model(config, {"final_norm": {}}),
   ):
     assert "params: " in told(one)
   partial_model(config, {"embedding": np.zeros((31, 24), "bfloat16")})  # as for generation
@@ -187,26 +176,11 @@ def test_parameters_of_another_model_are_told_by_name_shape_and_dtype():
 def test_arguments_and_grids_that_cannot_be_are_told():
   model, other = moved_instance(small_model()), moved_instance(small_model(solver="rk4"))
   weights, of_other = (jax.eval_shape(one.block_weights) for one in (model, other))
-  unrolled = dataclasses.replace(of_other, sets=[weights.sets] * 7)
-  hidden = lambda weights, **options: model.hidden(TOKENS_2x12, weights, **options)
   for call, part in (
-    (
-      lambda: hidden(weights, adjoint=integration.Checkpointed("full", 2)),
-      "train.remat_every=2: must divide the number of steps, 3",
-    ),
-    (lambda: hidden(of_other), "3 steps of this solver need those at 3"),
-    (lambda: hidden(dataclasses.replace(weights, grid=model.grid(12))), "12 steps of this solver need those at"),
-    (lambda: model.hidden_unrolled(TOKENS_2x12, unrolled, Packing()), "3 steps of this solver need those at 3"),
+    (lambda: model.hidden(TOKENS_2x12, of_other), "3 steps of this solver need those at 3"),
     (lambda: model.hidden(np.zeros((1, 13), int), weights), "13 tokens: the model has 12 learned positions"),
     (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
-    (lambda: grids.Grid((0.0, 0.5), (1.0,)), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
-    (lambda: grids.Grid((0.0, 1.0), (1.0,), weights_at="start"), "weights_at='start': must be one of nodes, end"),
-    (
-      lambda: moved_instance(small_model(weights="stored")).grid(4),
-      "num_steps=4: the weights of this model are stored",
-    ),
-    (lambda: model.grid(0), "num_steps=0: must be 1 or above"),
   ):
     with pytest.raises(ValueError) as error:
       call()

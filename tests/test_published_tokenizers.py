@@ -43,10 +43,10 @@ def reloaded(tokenizer, folder):
 LACKING = (0x04, 0x21, 0xC0, 0xF1, 0xFF)
 
 
-def lacking(bytes_=LACKING, **changes):
+def lacking(**changes):
   """A byte-level tokenizer.json without pieces for these bytes, nor merges."""
   spec = spec_of(**changes)
-  chars = {char for char, byte in ALPHABET.items() if byte in bytes_}
+  chars = {char for char, byte in ALPHABET.items() if byte in LACKING}
   kept = sorted(set(spec["model"]["vocab"]) - chars - {END, BEGIN})
   kept = [piece for piece in kept if len(piece) == 1]
   vocab = {piece: number for number, piece in enumerate([END, BEGIN, "<unk>", *kept])}
@@ -55,18 +55,16 @@ def lacking(bytes_=LACKING, **changes):
   return spec
 
 
-@pytest.mark.parametrize("bytes_", [LACKING, tuple(range(256))], ids=["some", "all"])
-def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(bytes_, tmp_path):
-  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__json=lacking(bytes_))))
+def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(tmp_path):
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", tokenizer__json=lacking())))
   assert tokenizer.lossless
   for one in (tokenizer, reloaded(tokenizer, tmp_path)):
     with pytest.raises(data.UnknownByte, match="no piece for the byte 0x21 .byte 0 of the text") as found:
       one.encode_batch(["", "", "!2"])
     assert found.value.index == 2
-  if bytes_ is LACKING:
-    assert tokenizer.decode(tokenizer.encode("caf\u00e9 \u5b57 no mark")) == "caf\u00e9 \u5b57 no mark"
-    message = told(lambda: tokenizer.encode("\u5b57 \U00041234"))
-    assert "the byte 0xF1 (byte 4 of the text, in the character '\\U00041234')" in message
+  assert tokenizer.decode(tokenizer.encode("caf\u00e9 \u5b57 no mark")) == "caf\u00e9 \u5b57 no mark"
+  message = told(lambda: tokenizer.encode("\u5b57 \U00041234"))
+  assert "the byte 0xF1 (byte 4 of the text, in the character '\\U00041234')" in message
 
 
 def test_such_bytes_become_the_unknown_token_where_the_config_says_so(tmp_path):
@@ -90,8 +88,6 @@ def test_an_unknown_token_must_exist_and_be_no_mark(tmp_path):
   load = functools.partial(data.load_tokenizer, str(tmp_path / "given"), unknown_bytes="unknown")
   said()
   assert "no file names an unk_token; set data.unknown_bytes=error" in told(load)
-  said(tokenizer_config__json={"unk_token": "<nothing>"})
-  assert "is '<nothing>', not a token of the vocabulary" in told(load)
   said(tokenizer_config__json={"unk_token": END})
   assert f"the unknown token '{END}' is also a mark" in told(load)
   said(tokenizer_config__json={"unk_token": {"content": "<unk>"}})
@@ -117,15 +113,9 @@ def test_preparation_names_the_document_and_the_byte_and_training_refuses_a_toke
 # marks
 
 
-@pytest.mark.parametrize(
-  ("processor", "begins"),
-  [
-    (None, None),
-    ({"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, None),
-    ({"type": "Sequence", "processors": [BYTE_LEVEL, template([BEGIN], [])]}, 1),
-  ],
-)
-def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(processor, begins, tmp_path):
+@pytest.mark.parametrize("begins", [None, 1])
+def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(begins, tmp_path):
+  processor = {"type": "Sequence", "processors": [BYTE_LEVEL, template([BEGIN], [])]} if begins else BYTE_LEVEL
   said = {"bos_token": BEGIN, "eos_token": END, "unk_token": END}
   folder = str(write(tmp_path, tokenizer__json=spec_of(post_processor=processor), tokenizer_config__json=said))
   assert data.load_tokenizer(folder).bos_id == begins
@@ -140,8 +130,6 @@ def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(p
   [
     ({"generation_config": [7, 0, 1, 7]}, (0, 7, 1), "byte pairs"),
     ({"tokenizer_config": BEGIN, "generation_config": [0, 1]}, (1, 0), "pair of files"),
-    ({"config": [0]}, (0,), "pair of files"),
-    ({"config": 1, "generation_config": [0, 1]}, (1, 0), "byte pairs"),
     ({"config": [0, 1], "generation_config": 1}, (1,), "pair of files"),
     ({"config": [1, 0], "generation_config": [0, 5]}, (0, 5), "sentencepiece"),
     ({"tokenizer_config": END, "config": 1}, (0,), "pair of files"),  # published ids may be of another tokenizer
@@ -182,7 +170,6 @@ def model(**changes):
 
 
 MODELS = {
-  "prefix": {},
   "no prefix": {"add_dummy_prefix": False},
   "normalized": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
   "unigram": {"model_type": "unigram", "vocab_size": 300},
@@ -205,23 +192,17 @@ def test_a_published_model_gives_the_ids_of_the_sentencepiece_library(name, tmp_
   assert tokenizer.leading == ("" if name == "no prefix" else " ")
   ids = theirs.encode("two words")
   assert tokenizer.decode_within(ids) == ("" if name == "no prefix" else " ") + "two words"
-  assert sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes).encode("a b") == theirs.encode("a b")
 
 
 def test_a_run_from_scratch_keeps_the_use_without_loss_as_does_a_model_that_was_trained_here(tmp_path):
-  trained, path = model(), tmp_path / "given" / "tokenizer.model"
-  write(tmp_path / "given", tokenizer__model=trained)
-  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=str(path))
+  given, own = str(write(tmp_path / "given", tokenizer__model=model())), data.train(prose(50), 300)
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=given)
   tokenizer = data.load(config, 500, seed=0).tokenizer
-  assert tokenizer.lossless and tokenizer.hash == SentencePieceTokenizer(trained).hash
-  assert tokenizer.model_bytes == trained  # as in runs of earlier versions
-  for text in TEXTS:
-    assert reloaded(tokenizer, tmp_path / "run").decode(tokenizer.encode(text)) == text
-  assert data.load_tokenizer(str(path)).hash != tokenizer.hash
-  own = data.train(prose(50), 300)
+  assert tokenizer.lossless and tokenizer.model_bytes == model()  # as in runs of earlier versions
+  assert reloaded(tokenizer, tmp_path / "run").hash == SentencePieceTokenizer(model()).hash
+  assert data.load_tokenizer(given).hash != tokenizer.hash
   tokenizer = data.load_tokenizer(str(write(tmp_path / "own", tokenizer__model=own)))
   assert tokenizer.lossless and tokenizer.model_bytes == own
-  assert tokenizer.decode(tokenizer.encode("\u2581 a\n")) == "\u2581 a\n"
 
 
 # tokens that were added beside a sentencepiece model
@@ -265,11 +246,8 @@ def decoder_of(number, **entry):
   ("files", "part"),
   [
     ({"added_tokens__json": {START: 900}}, "added tokens must follow the vocabulary's 320 ids one by one, but "),
-    ({"added_tokens__json": {START: 320, STOP: 320}}, "has the id 320 where 321 is due"),
     ({"added_tokens__json": {"</s>": 7}}, "added_tokens.json gives '</s>' the id 7, but it is 2"),
-    ({"added_tokens__json": {START: "320"}}, "the id '320'"),
     ({"tokenizer_config__json": {"added_tokens_decoder": [START]}}, "added_tokens_decoder must be an object"),
-    (decoder_of("a"), "added_tokens_decoder must be"),
     (decoder_of("320", rstrip=True), "sets rstrip of the added token"),
     ({"added_tokens__json": {START: 320}} | decoder_of("321"), "gives '<|im_start|>' the id 321, but it is 320"),
   ],
@@ -320,17 +298,3 @@ def test_a_fallback_vocabulary_needs_all_bytes_and_marks_that_no_text_gives(tmp_
   assert "no piece <0x41>" in told(lambda: load(tokenizer__json=spec | {"model": spec["model"] | {"vocab": vocab}}))
   said = {"tokenizer_config__json": {"eos_token": "t"}}
   assert "the mark 't' is also an ordinary piece" in told(lambda: load(tokenizer__json=spec, **said))
-  assert "dropout" in told(lambda: load(tokenizer__json=spec | {"model": spec["model"] | {"dropout": 0.5}}))
-
-
-def test_a_damaged_note_in_a_model_is_a_line(tmp_path):
-  whole = data.load_tokenizer(str(write(tmp_path, tokenizer__model=model()))).model_bytes
-  for old, new in (
-    (b'"as_trained": true', b'"as_trained": 1234'),
-    (b'"end_ids": [2]', b'"end_ids": [] '),
-    (b'"end_ids": [2]', b'"end_ids": [x]'),
-    (b'"added": []', b'"addex": []'),
-  ):
-    assert old in whole
-    message = told(lambda: data.load_tokenizer(str(write(tmp_path, tokenizer__model=whole.replace(old, new)))))
-    assert "restore the file" in message and "\n" not in message

@@ -14,7 +14,6 @@ from diffeq_nnx import jobs
 from diffeq_nnx.analysis import ranking
 from diffeq_nnx.config import LoraConfig
 from diffeq_nnx.depth.trained import draw_num_steps
-from diffeq_nnx.model import grids
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
@@ -34,10 +33,9 @@ def test_leaving_out_takes_the_best_of_the_finalists():
   every = [frozenset(one) for n in range(10) for one in itertools.combinations(range(10), n)]
   parts = [dict(zip(every, rng.random(len(every)))) for _ in range(8)]
   total = lambda rest, start, stop: sum(part[frozenset(rest)] for part in parts[start:stop])
-  asked, kept = [], [*range(10)]
+  kept = [*range(10)]
 
   def losses(kept, candidates, start, stop):
-    asked.append((start, stop, len(candidates)))
     return np.array([total({*kept} - {one}, start, stop) for one in candidates]), 7.0 * len(parts[start:stop])
 
   for step, loss in ranking.leave_out(losses, range(10), 1):
@@ -46,8 +44,7 @@ def test_leaving_out_takes_the_best_of_the_finalists():
       finalists = sorted(finalists, key=lambda one: total({*kept} - {one}, 0, stop))[:going_on]
     assert step == finalists[0] and loss == pytest.approx(total({*kept} - {step}, 0, None) / 56)
     kept.remove(step)
-  counts = (10, *(going_on for *_, going_on in ranking.ROUNDS))
-  assert len(kept) == 1 and asked[:3] == [(*one[:2], count) for one, count in zip(ranking.ROUNDS, counts)]
+  assert len(kept) == 1
 
 
 def test_losses_of_candidates_are_those_of_models_whose_order_leaves_them_out():
@@ -108,9 +105,7 @@ def restricted(order, n):
   return tuple(map(sorted(order[:n]).index, order[:n]))
 
 
-def test_the_job_writes_an_order_and_an_interrupted_or_damaged_one_goes_on(
-  begun, ranked, tmp_path, capsys, monkeypatch
-):
+def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, tmp_path, capsys, monkeypatch):
   (config, source), (whole, result), path = begun, ranked, tmp_path / "run"
   order, saved = result["depth_order"], read(whole, "steps.json")
   influences = np.asarray(saved["influences"])
@@ -136,30 +131,18 @@ def test_the_job_writes_an_order_and_an_interrupted_or_damaged_one_goes_on(
   assert "steps.json, with 4 steps left" in capsys.readouterr().err
   lower = rank(config, path, num_steps=1)  # it goes on
   assert lower["left_out"][:2] == saved["left_out"] and lower["depth_order"][3:] == order[3:]
-  assert rank(config, path, num_steps=4)["depth_order"] == lower["depth_order"]
   by_influence = rank(config, path, by="influence")
   assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
   assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
-  (path / "steps.json").write_text("{")
-  rank(config, path)
-  assert read(path, "steps.json") == saved  # it began anew
 
 
-def test_a_ranked_run_is_evaluated_discretized_generates_and_trains_on(begun, ranked, tmp_path, capsys, monkeypatch):
+def test_a_ranked_run_is_evaluated_discretized_and_trains_on(begun, ranked, tmp_path, monkeypatch):
   config, (workdir, result) = begun[0], ranked
   started, new = Run.open(workdir).started, str(tmp_path / "three")
   evaluated = jobs.run("evaluate", started, workdir, num_steps=3)
   made = jobs.run("discretize", started, new, from_workdir=workdir, num_steps=3)
   assert made["after"]["loss"] == pytest.approx(evaluated["loss"], abs=1e-6)
   assert Run.open(new).started.model.depth_order == restricted(result["depth_order"], 3)
-
-  def continue_texts(decoder, *arguments, draft, **options):
-    assert decoder.grid == grids.make_grid(started.model) and draft.grid == grids.make_grid(started.model, 3)
-    raise Stop  # what follows is the same for any two grids: tests/test_speculation.py
-
-  with monkeypatch.context() as patch, pytest.raises(Stop):
-    patch.setattr("diffeq_nnx.jobs.generate.continue_texts", continue_texts)
-    jobs.run("generate", started, workdir, prompt=["The"], draft_steps=3)
   copy = str(shutil.copytree(workdir, tmp_path / "on"))
 
   def draw(config, step):
@@ -186,20 +169,16 @@ def test_made_continuous_the_steps_keep_their_order(ranked, tmp_path, capsys):
   assert "only model.time" in line
 
 
-def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path, capsys):
+def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
   config, copy = begun[0], shutil.copytree(begun[1], tmp_path / "run")
   textless = dataclasses.replace(config, data=config_lib.DataConfig(source="none"))
   for part, changed, options in (
-    ("num_steps=0: must be from 1 to 4", config, {"num_steps": 0}),
     ("num_steps=5: must be from 1 to 4", config, {"num_steps": 5}),
     ("model.num_steps", with_model(config, num_steps=4), {}),  # is not the run's
-    ("tokens=0: must be 1 or above", config, {"tokens": 0}),
     ("must be one of loss, influence", config, {"by": "size"}),
     ("data.source=none: the run has no text yet", textless, {}),
   ):
     assert part in told(lambda: rank(changed, copy, **options))
-  code, line = conftest.mistake([f"--workdir={copy}", "--job=rank_steps", "--num_steps=9", "--num_processes=1"], capsys)
-  assert code == 2 and line.startswith("error: num_steps=9: must be from 1 to 4")
   assert read(copy, "run.json") == read(begun[1], "run.json")
   tuned = with_model(config, depth_order=(4, 3, 2, 1, 0), lora=LoraConfig(2))
   line = told(lambda: jobs.run("export", tuned, str(copy), out=str(tmp_path / "out"), format="peft", num_steps=2))

@@ -20,7 +20,7 @@ from diffeq_nnx.jobs import generate
 from diffeq_nnx.parallel.console import say
 from tests.attacks import TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
 from tests.conftest import mistake, told
-from tests.prepared_text import config_of, load, prepared, small_tasks, text  # noqa: F401  fixtures
+from tests.prepared_text import load, prepared, small_tasks, text  # noqa: F401  fixtures
 
 # ---- prepared text and its sources
 
@@ -54,12 +54,9 @@ def test_a_manifest_of_any_shape_is_one_line(theirs):
   whole = (theirs / "manifest.json").read_text()
   for number, change in enumerate(
     (
-      lambda one: one["splits"].update(other={}),
       lambda one: one["splits"].update(other=one["splits"]["train"]),
       lambda one: one["splits"]["train"]["shards"][0].update(size="x"),
-      lambda one: one["splits"]["train"]["shards"][0].update(sha256=5),
       lambda one: one["splits"]["train"].update(bytes=-1),
-      lambda one: one["tokenizer"].update(hash=5),
       lambda one: one["tokenizer"].update(file=5),
       lambda one: one.update(splits=[]),
     )
@@ -76,21 +73,6 @@ def test_no_file_of_prepared_text_is_read_as_a_pickle(theirs, marker):
     (theirs / name).write_bytes((bomb(marker) + bytes(len(whole)))[: len(whole)])
     told(lambda: read_all(load(theirs)))
     (theirs / name).write_bytes(whole)
-
-
-def test_what_a_cache_names_outside_it_is_not_read(text, tmp_path):
-  """An entry of the cache whose manifest leaves its folder is made again."""
-  config = config_of(text, num_processes=1, cache_dir=str(tmp_path / "cache"))
-  before = data.load(config, 257, 0)
-  (entry,) = (tmp_path / "cache").iterdir()
-  manifest = json.loads((entry / "manifest.json").read_text())
-  shard = manifest["splits"]["train"]["shards"][0]
-  shutil.copy(entry / shard["file"], tmp_path / "cache" / "outside")
-  shard["file"] = "../outside"
-  write_json(entry / "manifest.json", manifest)
-  assert data.load(config, 257, 0).fingerprint == before.fingerprint
-  again = json.loads((entry / "manifest.json").read_text())["splits"]["train"]["shards"][0]
-  assert again["file"] != "../outside"
 
 
 @pytest.mark.parametrize("kind", ["text", "shards"])

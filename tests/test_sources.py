@@ -1,10 +1,10 @@
 """What sources promise: each record once or counted, in one order, in parts, flat memory, one-line errors."""
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
-import pickle
 import random
 import sys
 import tracemalloc
@@ -41,19 +41,6 @@ def jsonl(texts, key="text"):
   return "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
 
 
-def check_parts(source, texts):
-  """That the parts of a source, each read by a process of its own, are its documents in order."""
-  assert list(source.documents()) == list(source.documents()) == texts
-  parts = pickle.loads(pickle.dumps(source.parts))
-  assert len(parts) > 3 and len({part.name for part in parts}) == len(parts)
-  counts, found = Counts(), []
-  for part in reversed(parts):
-    its = Counts()
-    found = [*source.read(part, counts=its), *found]
-    counts.add(its)
-  assert found == texts and counts == source.counts == Counts(len(texts), len(texts))
-
-
 @pytest.fixture
 def bucket():
   """The URL of an empty folder of fsspec's in-memory file system, in place of a bucket."""
@@ -86,17 +73,15 @@ def test_compressed_and_plain_files_read_alike_in_sorted_order(root):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_every_member_of_a_file_is_read(tmp_path, suffix):
-  """Of several, with what each format allows between them and at the end; the last is larger than one read."""
+def test_every_member_of_a_file_is_read_or_a_later_one_that_is_damaged_is_an_error(tmp_path, suffix):
+  """With what each format allows between members and at the end; the last is larger than one read.
+
+  Damaged: a byte of a header, what is no member at all, an end that is missing, and a changed checksum.
+  """
   texts = ["a", "b", NOISE.hex() * 300]
   between = BETWEEN.get(suffix, b"")
   path = write(f"{tmp_path}/a.jsonl{suffix}", b"".join(COMPRESS[suffix](jsonl([text])) + between for text in texts))
   assert list(data.documents(f"jsonl:{path}")) == texts
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_later_member_that_is_damaged_is_an_error(tmp_path, suffix):
-  """A byte of its header, what is no member at all, an end that is missing, and a changed checksum."""
   first, second = (COMPRESS[suffix](jsonl([text])) for text in "ab")
   header = bytes([second[0] ^ 0x55]) + second[1:]
   checked = second[:-5] + bytes([second[-5] ^ 1]) + second[-4:] if suffix == ".gz" else second[:-4] + bytes(4)
@@ -110,12 +95,12 @@ def test_a_later_member_that_is_damaged_is_an_error(tmp_path, suffix):
     assert "can't be read (" in told(lambda: list(data.documents(f"jsonl:{path}")))
 
 
-def with_window(content, exponent, mantissa=0):
-  """A zstd frame that asks for a window of 2^exponent (1 + mantissa / 8) bytes, as that of `zstd --long=exponent`."""
+def with_window(content, exponent):
+  """A zstd frame that asks for a window of 2^exponent bytes, as that of `zstd --long=exponent`."""
   compressor = zstd.ZstdCompressor()
   frame = bytearray(compressor.compress(content) + compressor.flush())
   assert not frame[4] & 0x20  # else it has no byte for the window
-  frame[5] = (exponent - 10) << 3 | mantissa
+  frame[5] = (exponent - 10) << 3
   return bytes(frame)
 
 
@@ -123,13 +108,8 @@ def test_zstd_windows_up_to_2_gib_are_read_and_larger_ones_are_named(tmp_path):
   read = lambda *frames: list(data.documents(f"jsonl:{write(f'{tmp_path}/a.jsonl.zst', b''.join(frames))}"))
   frames = [with_window(jsonl([str(exponent)]), exponent) for exponent in (20, 27, 28, 31)]
   assert read(*frames) == ["20", "27", "28", "31"]
-  for frame in (
-    with_window(jsonl(["y"]), 31, 1),
-    with_window(jsonl(["y"]), 32),
-    b"\x28\xb5\x2f\xfd\xe0" + (2**33).to_bytes(8, "little") + bytes(9),  # its content is its window
-  ):
-    message = told(lambda frame=frame: read(frames[0], frame))
-    assert "can't be read (its zstd window is larger than 2 GiB); compress it again" in message
+  message = told(lambda: read(frames[0], with_window(jsonl(["y"]), 32)))
+  assert "can't be read (its zstd window is larger than 2 GiB); compress it again" in message
 
 
 def test_lines_of_json_end_at_line_feeds_alone(tmp_path):
@@ -160,15 +140,9 @@ def test_fingerprints_follow_the_files_and_how_they_are_read(root):
 
 
 def test_a_kept_listing_hides_no_change(bucket, monkeypatch):
-  listing, find = {}, type(MEMORY).find
-
-  def cached_find(self, path, **options):  # as file systems over a network do
-    if path not in listing:
-      listing[path] = find(self, path, **options)
-    return listing[path]
-
-  monkeypatch.setattr(type(MEMORY), "find", cached_find)
-  monkeypatch.setattr(type(MEMORY), "invalidate_cache", lambda self, path=None: listing.clear())
+  find = functools.cache(type(MEMORY).find)  # file systems over a network keep listings
+  monkeypatch.setattr(type(MEMORY), "find", lambda self, path, **options: find(self, path, **options))
+  monkeypatch.setattr(type(MEMORY), "invalidate_cache", lambda self, path=None: find.cache_clear())
   seen = set()
   for index in range(3):
     MEMORY.pipe(f"/bucket/{index}.jsonl", jsonl(["x"]))
@@ -176,34 +150,19 @@ def test_a_kept_listing_hides_no_change(bucket, monkeypatch):
   assert len(seen) == 3
 
 
-def test_parts_are_the_whole_however_they_are_shared_out(tmp_path):
-  for index in range(7):
-    (tmp_path / f"{index}.jsonl").write_bytes(jsonl(f"{index}.{row}" for row in range(index + 1)))
-  texts = [f"{index}.{row}" for index in range(7) for row in range(index + 1)]
-  check_parts(sources.open_source(f"jsonl:{tmp_path}/*.jsonl"), texts)
-
-
-FIRST = b'{"text": "x"}\n'
 BAD_FILES = {  # of compressed ones one of each kind: what is damaged in each format is above
   "empty.text": (b"", ": the file is empty"),
-  "empty.jsonl": (b"", ": the file is empty"),
   "latin.text": (b"fine\ncaf\xe9\n", " line 2: not UTF-8"),
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
-  "plain.text.zst": (b"plain", " can't be read"),
   "nothing.text.xz": (b"", " can't be read"),
-  "broken.jsonl": (FIRST + b"{", " line 2: not JSON"),
-  "list.jsonl": (FIRST + b"[1]", " line 2: of type list, not an object"),
-  "key.jsonl": (FIRST + b'{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
-  "type.jsonl": (FIRST + b'{"text": 3}', ' line 2: "text" is of type int'),
-  "latin.jsonl": (FIRST + b'{"text": "\xe9"}', " line 2: not UTF-8"),
-  "half.jsonl": (FIRST + b'{"text": "\\ud800"}', ' line 2: "text" holds a lone surrogate'),
+  "key.jsonl": (b'{"text": "x"}\n{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_errors_in_files_name_key_value_file_and_line(root, name):
+def test_errors_in_files_name_key_value_file_and_line(tmp_path, name):
   content, part = BAD_FILES[name]
-  path = write(f"{root}/{name}", content)
+  path = write(f"{tmp_path}/{name}", content)
   source = f"{name.split('.')[1]}:{path}"
   message = told(lambda: list(data.documents(source, "data.validation")))
   assert message.startswith(f"data.validation={source}: {path}{part}")
@@ -237,10 +196,6 @@ def test_skipped_records_are_counted_exactly_and_told_once(tmp_path, caplog):
   assert source.counts.num_bad == 9
   (line,) = caplog.messages
   assert line.startswith(f"data.validation={source.source}: 9 of 14 records skipped as bad: 3 not JSON (first: ")
-  (tmp_path / "a.jsonl").write_bytes(b"{")
-  (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(jsonl([""])))
-  message = told(lambda: list(data.documents(source.source, options=SKIP)))
-  assert "holds no text (2 of 3 records skipped as bad: 1 not JSON" in message
 
 
 UNKNOWN = f"unknown kind of source; use one of {', '.join(sources.KINDS)}"
@@ -251,16 +206,11 @@ UNKNOWN = f"unknown kind of source; use one of {', '.join(sources.KINDS)}"
   [
     ("buildin", f"{UNKNOWN}; nearest: builtin"),
     ("gs://bucket/a.jsonl", f"{UNKNOWN}; nearest: jsonl:gs://bucket/a.jsonl"),
-    ("/data/a.parquet", f"{UNKNOWN}; nearest: parquet:/data/a.parquet"),
-    ("tdfs:lm1b:train", f"{UNKNOWN}; nearest: tfds:lm1b:train"),
     ("tfds:", "unknown kind"),
-    ("", "unknown kind"),
     ("shards:/data", "prepared shards hold tokens, but text is needed here; use one of builtin"),
-    ("jsonl:memory://bucket/*.jsonl", "no file matches memory://bucket/*.jsonl; give"),
     ("text:memory://bucket/deep", "memory:///bucket/deep is a directory"),
     ("text:foo://bucket/a", "foo:// is not a known protocol (Protocol not known: foo)"),
     ("text:abfs://bucket/a", "abfs:// needs a package that is not installed (Install adlfs"),
-    ("text:", "no file matches"),
     ("text:{}", "{} is a directory"),
     ("text:{}/a.jsonl,{}/*.none", "no file matches {}/*.none"),
     ("text:{}/loop", "{}/loop can't be read (Too many levels"),
@@ -294,12 +244,12 @@ def test_a_bucket_that_fails_is_one_line(bucket, monkeypatch):
 
 
 def test_memory_stays_flat(tmp_path):
-  """1.8 MB of text in a file of each kind, of which the largest document has 0.2 MB, in less than 1.2 MB."""
+  """1.8 MB of text in a file for each way of reading, of which the largest document has 0.2 MB, in less than 1.2 MB."""
   rng = random.Random(0)
   content = 2 * jsonl(f"{rng.random()} " * (10_000 if row == 50 else 400) for row in range(100))
   assert 1_800_000 < len(content) < 1_900_000
-  paths = [write(f"{tmp_path}/a.jsonl{suffix}", make(content)) for suffix, make in [("", bytes), *COMPRESS.items()]]
-  for path in paths:
+  for suffix in ("", ".gz", ".xz", ".zst"):
+    path = write(f"{tmp_path}/a.jsonl{suffix}", COMPRESS[suffix](content) if suffix else content)
     tracemalloc.start()
     size = sum(len(text) for text in data.documents(f"jsonl:{path}"))
     peak = tracemalloc.get_traced_memory()[1]
@@ -307,21 +257,16 @@ def test_memory_stays_flat(tmp_path):
     assert size > 0.8 * len(content) and peak < 1_200_000, (path, peak)
 
 
-def test_documents_are_held_out_by_their_bytes():
-  """As many as asked for, and no side is empty unless all documents are equal."""
-  texts = [f"document {number}" for number in range(2000)]
-  config = config_lib.DataConfig(source="text:x", validation_fraction=0.1)
-  held = lambda some, limit: [text for text in some if holdout.compute_score(text.encode(), 3) < limit]
-  limit = holdout.choose_limit(texts, config, 3)
-  assert 150 < len(held(texts, limit)) < 250 and limit == holdout.choose_limit(texts[::-1], config, 3)
-  for fraction, expected in ((1e-9, 1), (1 - 1e-9, 1999)):
+def test_each_side_has_a_document_unless_all_are_equal():
+  texts = [f"document {number}" for number in range(20)]
+  for fraction, expected in ((1e-9, 1), (1 - 1e-9, 19)):
     limit = holdout.choose_limit(texts, config_lib.DataConfig(validation_fraction=fraction), 3)
-    assert len(held(texts, limit)) == expected
-  message = told(lambda: holdout.choose_limit(["same", "same"], config, 3))
+    assert sum(holdout.compute_score(text.encode(), 3) < limit for text in texts) == expected
+  message = told(lambda: holdout.choose_limit(["same", "same"], config_lib.DataConfig(source="text:x"), 3))
   assert message.startswith("data.source=text:x: 2 documents can't be divided")
 
 
-@pytest.mark.parametrize("size", [1, 7, 40, 10**6])
+@pytest.mark.parametrize("size", [1, 7, 40])
 def test_a_file_in_parts_is_the_file(tmp_path, monkeypatch, size):
   """Wherever it is cut: each record once, in order, with the number of its line."""
   monkeypatch.setattr(sources.files, "PART_BYTES", size)

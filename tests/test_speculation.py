@@ -10,7 +10,6 @@ import pytest
 import diffeq_nnx
 from diffeq_nnx.inference import speculation
 from diffeq_nnx.inference.sampling import GenerationOptions
-from launch.benchmarks import speculation as benchmark
 from tests.conftest import moved_instance, small_model
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
@@ -75,14 +74,3 @@ def test_tokens_have_the_deep_model_s_distribution(how):
     expected = rows.sum() * left
     assert (drawn[left == 0] == 0).all()
     assert ((drawn - expected)[left > 0] ** 2 / expected[left > 0]).sum() < 25  # chi square with at most 5 degrees
-
-
-def test_the_benchmark_prints_what_is_kept_and_the_speed(finished, tmp_path, capsys):
-  (tmp_path / "prompts.jsonl").write_text('{"prompt": "hills"}\n{"prompt": "rain"}\n')
-  settings = ["--draft_steps=1", "--draft_tokens=1", "--rounds=2", "--max_tokens=6"]
-  benchmark.main([f"--workdir={finished[1]}", f"--prompts={tmp_path / 'prompts.jsonl'}", *settings])
-  head, _, plain, *_, line = capsys.readouterr().out.strip().splitlines()
-  assert head.startswith("2 prompts, 1 at a time, 12 tokens at 2 steps")
-  assert float(plain.split()[2].replace(",", "")) > 0
-  steps, count, kept, speed = (cell.split()[0] for cell in line.strip("|").split("|"))
-  assert (int(steps), int(count)) == (1, 1) and 0 <= float(kept) <= 1 and float(speed) > 0

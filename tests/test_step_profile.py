@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from launch.benchmarks import hlo, step_profile
 from launch.benchmarks.step_profile import Item
@@ -100,9 +99,6 @@ ENTRY %main (p.4: f32[16]) -> f32[16] {
 }
 """.replace("PACKAGE/", step_profile.PACKAGE)
 STEP = re.sub(r"\bcycles=(\d+)", r'backend_config={"estimated_cycles":"\1"}', STEP)
-# as a compiler would write it that numbers callers as they are
-NUMBERED = re.sub(r" parent_frame_id=(\d)", lambda found: f" parent_frame_id={int(found[1]) - 1}", STEP)
-NUMBERED = NUMBERED.replace(" parent_frame_id=0", "")
 
 MODEL = "model/model.py:152"
 ITEMS = {
@@ -129,9 +125,8 @@ def test_a_program_is_counted_with_its_loops():
   assert program.kernels == [hlo.Kernel("attention_forward", 4, 2 * 8 * 64 + 16, (hlo.Array("bf16", (8,)),))]
 
 
-@pytest.mark.parametrize("text", [STEP, NUMBERED], ids=["callers one too high", "callers as they are"])
-def test_items_of_a_program(text):
-  program = hlo.Program(text)
+def test_items_of_a_program():
+  program = hlo.Program(STEP)
   found = step_profile.items(program)
   assert {item: (one["cycles"], one["times"], one["flops"]) for item, one in found.items()} == ITEMS
   assert sum(one["cycles"] for one in found.values()) == program.cycles
@@ -140,13 +135,10 @@ def test_items_of_a_program(text):
 def test_the_tables():
   """Of 1,230 cycles and 270 of the kernels, the product has 400, at 131,072 / (400 * 1,000) of the peak."""
   lines = step_profile.lines(hlo.Program(STEP), clock=1e3, peak=1e6, kernels=0.27, largest=2)
-  kinds, largest = lines[1 : lines.index(next(line for line in lines[1:] if "% of peak" in line))], lines[-2:]
-  assert [line.split(maxsplit=1)[0] for line in kinds[:2]] == ["26.67", "18.00"]
-  assert kinds[0].split() == ["26.67", "33", "0.0", "4", "products"] and kinds[1].endswith("our kernels")
-  assert sum(float(line.split()[0]) for line in kinds) == pytest.approx(100, abs=0.05)
-  assert len(lines) == 2 + len(kinds) + 2 and len(kinds) == 8
-  assert largest[0].split() == [*kinds[0].split()[:4], "backward", *"[8,64] x [64,32] -> bf16[8,32]".split(), MODEL]
-  assert largest[1].split()[-1] == MODEL and "convert bf16[8,64]" in largest[1]
+  _, first, second, *_, largest, _ = lines
+  assert first.split() == ["26.67", "33", "0.0", "4", "products"]
+  assert second.split()[0] == "18.00" and second.endswith("our kernels")
+  assert largest.split() == [*first.split()[:4], "backward", *"[8,64] x [64,32] -> bf16[8,32]".split(), MODEL]
 
 
 def inner(x):

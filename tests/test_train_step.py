@@ -39,48 +39,28 @@ def gradients_of(config, batch):
 
 
 def test_micro_batches_have_the_losses_and_gradients_of_the_large_batch(x64):
-  """With dropout and documents apart, however unevenly the counted targets lie; a mask of ones is no mask."""
+  """With dropout and documents apart, however unevenly the counted targets lie."""
   config = small_config(small_model(dtype="float64", dropout=0.2), batch_size=8)
-  batch, mask = packed_batch(config), masked_batch(config)["mask"]
   in_parts = small_config(config.model, batch_size=8, device_batch_size=2)  # one of 4 has no counted target
-  for one, other in (
-    (gradients_of(in_parts, {**batch, "mask": mask}), gradients_of(config, {**batch, "mask": mask})),
-    (gradients_of(config, {**batch, "mask": np.ones_like(mask)}), gradients_of(config, batch)),
-  ):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), one, other)
+  batch = {**packed_batch(config), "mask": masked_batch(config)["mask"]}
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+  jax.tree.map(near, gradients_of(in_parts, batch), gradients_of(config, batch))
 
 
-def documents_alone(batch):
-  """The documents of a packed batch, a row each, filled up with zeros; the mask counts what counts there."""
-  alone = {"inputs": [], "targets": [], "mask": []}
-  for row, ids in enumerate(batch["segment_ids"]):
-    for number in np.unique(ids):
-      where = ids == number
-      for name, rows in alone.items():
-        rows.append(np.pad(batch[name][row, where], (0, len(ids) - where.sum())))
-  return {name: np.stack(rows) for name, rows in alone.items()}
-
-
-def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(x64):
-  """In training and in validation, where some targets count."""
+def test_training_and_validation_keep_documents_apart_and_count_what_the_mask_says(x64):
+  """Against the model's logits, which tests/test_model.py compares with those of each document alone."""
   config = small_config(small_model(field="llama", dtype="float64"), batch_size=2)
-  batch, params = packed_batch(config), params_of(moved_instance(config.model))
-  weights, evaluate = make_generate(config, 3)(params), make_eval_step(config)
-  packed = {**batch, "mask": (np.random.default_rng(1).random((2, 12)) < 0.3).astype(np.float32)}
-  alone = documents_alone(packed)
-  (total, count), (packed_total, _) = (evaluate(params, weights, one) for one in (alone, packed))
-  assert len(alone["inputs"]) > 4 and count == packed["mask"].sum()
-  np.testing.assert_allclose(packed_total, total, rtol=1e-10)
-  rows = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=len(alone["inputs"])))
-  found = gradients_of(config, packed)
-  check_equal(found, gradients_of(rows, alone))
-  np.testing.assert_allclose(found[0]["loss"], total / count, rtol=1e-6)  # a float32 mask
-
-
-def check_equal(found, expected, tolerance=1e-5):
-  """Losses and gradients agree, relative to the largest element of each array."""
-  check = lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
-  jax.tree.map(check, found, expected)
+  model, batch = moved_instance(config.model), packed_batch(config)
+  batch["mask"] = (np.random.default_rng(1).random((2, 12)) < 0.3).astype(np.float32)
+  logits = jax.jit(lambda *of: model(of[0], segment_ids_BxL=of[1], positions_BxL=of[2]))
+  log_q = jax.nn.log_softmax(logits(*(batch[name] for name in ("inputs", "segment_ids", "positions"))))
+  picked = np.take_along_axis(np.asarray(log_q), batch["targets"][..., None], axis=-1)[..., 0]
+  expected, params = -(batch["mask"] * picked).sum(), params_of(model)
+  total, count = make_eval_step(config)(params, make_generate(config, 3)(params), batch)
+  assert count == batch["mask"].sum()
+  np.testing.assert_allclose(total, expected, rtol=1e-10)
+  losses, _ = gradients_of(config, batch)
+  np.testing.assert_allclose(losses["loss"], expected / count, rtol=1e-6)  # a float32 mask
 
 
 def test_under_accumulation_the_generator_runs_once():
@@ -114,7 +94,7 @@ def test_what_decays():
       if (u != 0).any()
     }
 
-  assert shrunk("diffeq") == {"embedding", "positions"}
+  assert shrunk("diffeq") == shrunk("diffeq", name="lion") == {"embedding", "positions"}
   assert shrunk("baseline") == {"embedding", "positions", "weight_source/stored/up/kernel"}
   for choice in ({"decay_generated": True}, {"name": "muon_weights"}):
     assert shrunk("diffeq", **choice) == {"embedding", "positions", "weight_source/generator/up/kernel"}
@@ -177,7 +157,6 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal_and_leaves_the_rest_to_ada
 
 
 def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix():
-  """Also where the next train step takes other solver steps."""
   config = OptimizerConfig(name="muon_weights", peak_rate=1.0, weight_decay=0.0, warmup_fraction=0.0, clip_norm=1e9)
   made = lambda seed, *shape: np.random.default_rng(seed).normal(size=shape).astype("float32")
   e_UxT1, of_weights = made(0, 3, 6), made(1, 3, 8, 16)
@@ -193,11 +172,6 @@ def test_muon_weights_changes_the_weights_of_each_step_by_an_orthogonal_matrix()
     updates, state = update(tree(np.tensordot(e_UxT1.T, of_weights, 1)), state, params)
     expected, expected_state = expected_update(tree(of_weights), expected_state, weights)
     np.testing.assert_allclose(np.tensordot(e_UxT1, kernel_of(updates), 1), kernel_of(expected), atol=1e-4)
-  e_VxT1 = made(3, 2, 6)
-  other = make_optimizer(config, 10, vectors=lambda params: {"up": e_VxT1})
-  updates, _ = jax.jit(other.update)(tree(np.tensordot(e_VxT1.T, of_weights[:2], 1)), state, params)
-  singular = np.linalg.svd(np.tensordot(e_VxT1, kernel_of(updates), 1), compute_uv=False)
-  np.testing.assert_allclose(singular, singular.max(), rtol=0.4)  # as near to 1 as Muon's five iterations bring them
 
 
 def test_the_time_embedding_learns_at_its_own_rate():
@@ -222,11 +196,9 @@ def test_the_time_embedding_learns_at_its_own_rate():
     assert unset[path] == pytest.approx(0 if path in of_time else value), path
 
 
-@pytest.mark.parametrize("preset,name", [("diffeq", "muon_weights"), ("baseline", "lion")])
-def test_a_batch_is_learnt_and_one_without_counted_targets_before_it_has_no_loss_and_no_gradient(preset, name):
-  rate = 5e-3 if name == "lion" else 1e-2
-  optimizer = OptimizerConfig(name=name, peak_rate=rate, warmup_fraction=0.0, weight_decay=0.0)
-  config = small_config(small_model(**PRESETS[preset]), steps=62, device_batch_size=2)
+def test_a_batch_is_learnt_and_one_without_counted_targets_before_it_has_no_loss_and_no_gradient():
+  optimizer = OptimizerConfig(name="muon_weights", peak_rate=1e-2, warmup_fraction=0.0, weight_decay=0.0)
+  config = small_config(steps=62, device_batch_size=2)
   config = dataclasses.replace(config, optimizer=optimizer)
   step, batch, ones = make_train_step(config), random_batch(config), np.ones((4, 12), np.float32)
   state = jax.jit(init_state, static_argnums=0)(config)
