@@ -2,17 +2,18 @@
 
 import functools
 import gc
-import importlib.metadata
+import importlib
 import os
 import pathlib
 import shutil
 import tempfile
 
-XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-  # XLA's older way to compile fused loops takes a third of the time of the newer one; later versions lack the flag.
-  # A program is compiled in one piece, since a worker has one core: a tenth less time.
-  XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# XLA's older way to compile fused loops takes a fifth of the time of the newer one (jax 0.10.2 and 0.11.2); versions
+# that lack it ignore the option. A program is compiled in one piece, since a worker has one core: a tenth less time.
+XLA_FLAGS = (
+  "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
+  " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 # Set before JAX is imported by the process that starts the workers of pytest-xdist; all subprocesses inherit it.
 STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
 if STARTS_THE_TESTS:
