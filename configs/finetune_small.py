@@ -6,7 +6,8 @@
       --workdir=runs/rfc
 
 The text is read from data/rfc/*train*.jsonl* and data/rfc/*validation*.jsonl*, key `text`. The model is that of
---from_workdir; of this config only model.dropout and model.lora apply.
+--from_workdir; of this config only model.dropout, model.attention, model.lora and a model.seq_len that is shorter
+apply.
 """
 
 import ml_collections

@@ -252,7 +252,7 @@ class Config(Section):
   """One experiment. Keys of different sections are checked against each other by `from_config_dict` and `load`."""
 
   # Of the initial weights, the order of the text, dropout and the draw of step_counts.
-  seed: int = number(0, at_least=0)
+  seed: int = number(0, at_least=0, below=2**63)
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()

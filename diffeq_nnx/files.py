@@ -114,8 +114,9 @@ def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes | Exception]:
   A range is a path, the first byte and the last one plus 1.
   """
   found: dict[tuple[str, int, int], Any] = {}
-  for url in {is_url(path) for path, _, _ in ranges}:
-    those = [one for one in ranges if is_url(one[0]) == url]
+  kind = lambda one: fsspec.core.split_protocol(one[0])[0] if is_url(one[0]) else None
+  for protocol in set(map(kind, ranges)):
+    those = [one for one in ranges if kind(one) == protocol]
     with _accessing(those[0][0]) as (fs, _):
       found |= zip(those, fs.cat_ranges(*map(list, zip(*those)), on_error="return"))
   return [found[one] for one in ranges]
@@ -154,7 +155,7 @@ def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
 def make_folder(path: str) -> None:
   """Makes a folder and those above it, which a bucket does not need."""
   if not is_url(path):
-    os.makedirs(path, exist_ok=True)
+    os.makedirs(os.path.expanduser(path), exist_ok=True)
 
 
 def check_writable(folder: str) -> None:
@@ -175,8 +176,8 @@ def move_folder(path: str, to: str) -> None:
   """Moves a folder, in a bucket object by object, and removes what was at `to`."""
   remove(to)
   if not is_url(path):
-    os.makedirs(os.path.dirname(to), exist_ok=True)
-    shutil.move(path, to)
+    make_folder(os.path.dirname(to))
+    shutil.move(os.path.expanduser(path), os.path.expanduser(to))
     return
   with _accessing(path) as (fs, place):
     found = fs.find(place)
@@ -194,6 +195,7 @@ def replacing(path: str) -> Iterator[str]:
       with _accessing(path) as (fs, place):
         fs.put_file(part, place)
     return
+  path = os.path.expanduser(path)
   part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
   try:
     yield part
@@ -209,18 +211,29 @@ def replacing(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def replacing_folder(path: str, last: str) -> Iterator[str]:
-  """Yields a new local folder, which replaces `path` after the block. In a bucket the file `last` is written last."""
+  """Yields a new local folder, which replaces `path` after the block. In a bucket the file `last` is written last.
+
+  A link stays, and the folder that it leads to is replaced. A mounted folder, which can't be, gets the files, and keeps
+  those of other names.
+  """
   path = absolute(path)
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
       yield folder
       _copy_folder(folder, path, last)
     return
-  temporary = path + ".unfinished"
+  path = os.path.realpath(path)
+  mounted = os.path.ismount(path)
+  temporary = os.path.join(path, ".unfinished") if mounted else path + ".unfinished"
   try:
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
     yield temporary
+    if mounted:
+      for name in sorted(os.listdir(temporary), key=lambda name: name == last):
+        remove(os.path.join(path, name))
+        os.replace(os.path.join(temporary, name), os.path.join(path, name))
+      return
     if os.path.isdir(path):
       shutil.rmtree(path)
     os.replace(temporary, path)
@@ -305,7 +318,7 @@ class Growing:
   def __init__(self, path: str, first: tuple[str, ...] = ()):
     """Copies the files named `first` from a bucket."""
     self._bucket = path if is_url(path) else None
-    self.folder = path if self._bucket is None else tempfile.mkdtemp()
+    self.folder = os.path.expanduser(path) if self._bucket is None else tempfile.mkdtemp()
     self._uploaded: dict[str, tuple[int, float]] = {}
     self._lock = threading.Lock()
     self._since = time.monotonic()

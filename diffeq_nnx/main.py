@@ -141,7 +141,7 @@ def _read_config(name: str) -> config_lib.Config:
     return config_lib.load(name, SETTINGS.value)
   except UserError:
     raise
-  except (AttributeError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
+  except Exception as error:
     raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
 
 

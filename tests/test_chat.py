@@ -133,6 +133,11 @@ def test_the_folder_decides_about_the_template(folder, tmp_path):
   tokenizer = load()
   assert ChatTemplate(tokenizer.chat_template).render(TURNS) == "<s><|im_end|>"
   assert tokenizer.hash == data.load_tokenizer(str(folder)).hash  # of which the template is no part
+  defaults = "{% if eos_token is not defined %}{% set eos_token = 'x' %}{% endif %}{{ eos_token }}"
+  (tmp_path / "chat_template.jinja").write_text(defaults)
+  for _ in range(2):  # as published, and as an export writes it
+    assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>"
+    (tmp_path / "chat_template.jinja").write_text(load().chat_template)
 
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
@@ -246,6 +251,18 @@ def test_a_template_whose_turns_cannot_be_told_without_blocks_needs_them():
   blocks = forgetful.replace("[", "{% generation %}[").replace("]", "]{% endgeneration %}")
   counted = [piece.text for piece in ChatTemplate(blocks).divide([*TURNS, *TURNS]) if piece.counts]
   assert counted == ["[-]"] * 3 + ["[Bye]"]
+
+
+def test_a_template_that_counts_turns_by_their_tool_calls_writes_these():
+  alternates = (
+    "{% set n = namespace(i=0) %}{% for m in messages %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (n.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set n.i = n.i + 1 %}{% endif %}{% generation %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+    "{% endgeneration %}{% endfor %}"
+  )
+  called = TURNS[1] | {"content": "", "tool_calls": [{"function": {"name": "look"}}]}
+  messages = [TURNS[0], called, {"role": "tool", "content": "a bird"}, TURNS[1]]
+  assert any("look" in piece.text for piece in ChatTemplate(alternates).divide(messages))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   (tmp_path / "other" / "run.json").write_text(json.dumps({**record, "hash": "0" * 32}))
   other = str(tmp_path / "other")
   assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
+  uneven = {"from_workdir": source, "step_sizes": (0.5, 0.5, 1.0)}
+  assert "step_sizes=(0.5, 0.5, 1.0): the run in" in told(lambda: jobs.run("finetune", config, new, **uneven))
   fixed = dataclasses.replace(config.optimizer, schedule_steps=4)  # of which a step is compiled already
   longer = dataclasses.replace(config, optimizer=fixed, train=dataclasses.replace(config.train, steps=6))
   again = jobs.run("finetune", longer, new, from_workdir=str(tmp_path / "none"), num_steps=3)  # it goes on

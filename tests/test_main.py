@@ -30,6 +30,7 @@ JOINING = [TINY, "--workdir=x", "--num_processes=2"]
     ([*JOINING, "--coordinator=a:80", "--process_id=2"], ["between 0 and --num_processes=2"]),
     ([], ["--workdir: missing"]),
     (["--workdir=x"], ["--config: missing"]),
+    (["--workdir=a[1]", TINY], ["workdir=a[1]: orbax takes '[' in", "name a directory without it"]),
     (["--workdir=/none", "--job=evaluate"], ["--workdir=/none: holds no run; name the directory of one"]),
     ([*DISCRETIZE, "--from_workdir=/none"], ["--from_workdir=/none: holds no run"]),
     ([*DISCRETIZE, "--from_workdir=/none", "--step_sizes=1,b"], ["--step_sizes=1,b: must be numbers"]),
@@ -49,7 +50,7 @@ def test_a_mistake_in_the_flags_is_one_line(arguments, parts, capsys):
 
 
 def test_a_config_file_that_fails_is_one_line(tmp_path, capsys):
-  for content, part in (("def get_config(argument):\n  return {}[argument]", "KeyError"), ("def", "SyntaxError")):
+  for content, part in (("def get_config(argument):\n  return {}[argument]", "KeyError"), ("a", "NameError")):
     (tmp_path / "config.py").write_text(content)
     code, line = mistake([f"--config={tmp_path}/config.py"], capsys)
     assert code == 2 and f"--config={tmp_path}/config.py: can't be used ({part}" in line

@@ -175,7 +175,9 @@ def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):
   assert f"the files of data.source={config.source} have changed since" in message
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "thesis.tex").write_text("x")
+  (tmp_path / "mine" / "manifest.json").write_text("{}")
   assert "holds thesis.tex, which is no part" in told(lambda: prepare(tmp_path / "mine", config))
+  assert (tmp_path / "mine" / "manifest.json").exists()
   (tmp_path / "begun").mkdir()
   descriptor = os.open(tmp_path / "begun", os.O_RDONLY)
   fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -208,6 +210,17 @@ def test_preparing_again_mends_what_is_damaged_and_leaves_what_is_whole(text, pr
   monkeypatch.setattr(preparing, "tokenize", None)
   prepare(out, config_of(text))
   assert digest(out) == digest(prepared)
+
+
+def test_a_repository_and_notes_beside_shards_stay(text, prepared, tmp_path):
+  for name in (".git", ".gitattributes"):
+    (tmp_path / name).mkdir()
+  prepare(tmp_path, config_of(text))
+  (tmp_path / "README.md").write_text("x")
+  shard_file(tmp_path, "train", 1).unlink()
+  prepare(tmp_path, config_of(text))
+  assert load(tmp_path).tokenizer.hash == load(prepared).tokenizer.hash
+  assert {*os.listdir(tmp_path)} == {*os.listdir(prepared), ".git", ".gitattributes", "README.md"}
 
 
 @pytest.mark.parametrize("module,stage", [(preparing, "finish"), (os, "rename"), (shutil, "rmtree")])

@@ -8,6 +8,7 @@ import lzma
 import random
 import sys
 import tracemalloc
+import types
 
 import fsspec
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.data import holdout, sources
-from diffeq_nnx.data.sources import Counts, Options
+from diffeq_nnx.data.sources import Counts, Options, files
 from diffeq_nnx.data.sources.compressed import zstd  # the standard one, or its backport
 from tests.conftest import told
 
@@ -110,6 +111,16 @@ def test_zstd_windows_up_to_2_gib_are_read_and_larger_ones_are_named(tmp_path):
   assert read(*frames) == ["20", "27", "28", "31"]
   message = told(lambda: read(frames[0], with_window(jsonl(["y"]), 32)))
   assert "can't be read (its zstd window is larger than 2 GiB); compress it again" in message
+
+
+def test_a_web_url_with_a_question_is_decompressed_by_its_path(tmp_path, monkeypatch):
+  whole = {"a.jsonl.gz": gzip.compress(b'{"text": "a"}'), "a.jsonl.xz": lzma.compress(b'{"text": "a"}')}
+  for name, content in whole.items():
+    (tmp_path / name).write_bytes(content)
+    file = files.File("jsonl", f"https://host/{name}?download=true", len(content))
+    opened = lambda path, mode, compression, name=name: fsspec.open(str(tmp_path / name), mode, compression=compression)
+    monkeypatch.setattr(files, "fsspec", types.SimpleNamespace(open=opened, utils=fsspec.utils))
+    assert list(file.read("", Options())) == ["a"] and len(file.divide()) == 1
 
 
 def test_lines_of_json_end_at_line_feeds_alone(tmp_path):

@@ -66,11 +66,11 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
 def choose_document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
   """Returns the end mark at which `find_documents` separates documents, or None if `attend_across_documents` is set.
 
-  Raises UserError if documents begin and end with the same mark.
+  Raises UserError if documents begin and end with the same mark, by which those of plain text are found.
   """
   if config.attend_across_documents:
     return None
-  if tokenizer.bos_id == tokenizer.eos_id:
+  if tokenizer.bos_id == tokenizer.eos_id and config.records == "text" and config.rows == "packed":
     raise UserError(f"data.attend_across_documents=False: {SAME_MARKS}, or data.attend_across_documents=True")
   return tokenizer.eos_id
 

@@ -11,6 +11,7 @@ from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import check_fit, derive_config, load_text, store_params, use_tokenizer
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
@@ -53,7 +54,7 @@ def finetune(
     RunError: as `train`.
   """
   if workdir_lib.holds_run(workdir):
-    return _resume(config, workdir, from_workdir, num_steps)
+    return _resume(config, workdir, from_workdir, num_steps, step_sizes)
   run = Run.open(from_workdir, flag="from_workdir")
   source, asked = run.started, config.model
   model = dataclasses.replace(
@@ -93,6 +94,8 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
     say_untrained(source, step, made.num_steps, made.step_sizes)
   if asked.seq_len > made.seq_len:
     say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")
+  if made.seq_len < source.model.seq_len:
+    say(f"model.seq_len={made.seq_len}: is {source.model.seq_len} in the run that this one is made from")
 
 
 def _say_left_out(source: Config, given: Config, made: Config) -> None:
@@ -103,7 +106,9 @@ def _say_left_out(source: Config, given: Config, made: Config) -> None:
       say(f"train.{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
 
 
-def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | None) -> dict[str, float]:
+def _resume(
+  config: Config, workdir: str, from_workdir: str, num_steps: int | None, step_sizes: Sequence[float] | None
+) -> dict[str, float]:
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
   known = Run.open(workdir).started
@@ -116,6 +121,11 @@ def _resume(config: Config, workdir: str, from_workdir: str, num_steps: int | No
   if num_steps is not None and num_steps != model.num_steps:
     raise UserError(
       f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
+      "directory, or leave it out"
+    )
+  if step_sizes is not None and tuple(step_sizes) != grids.make_grid(model).dts:
+    raise UserError(
+      f"step_sizes={tuple(step_sizes)}: the run in workdir={workdir} has {grids.make_grid(model).dts}; name another "
       "directory, or leave it out"
     )
   return train(derive_config(config, model, data_config), workdir)

@@ -42,7 +42,8 @@ class Answers:
     if files.exists(out):
       raise UserError(f"--out={out}: already exists; choose another file")
     self._lines = split_lines(content)
-    self._out, self._unfinished = out, f"{out}.unfinished"
+    self._out = os.path.expanduser(out)
+    self._unfinished = f"{self._out}.unfinished"
     self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
     self._started = time.monotonic()

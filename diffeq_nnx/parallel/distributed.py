@@ -232,7 +232,7 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
     differing = [
       f"{key} is {theirs.get(key)!r} there and {reports[0].get(key)!r} in process 0"
       for key in {**reports[0], **theirs}
-      if theirs.get(key) != reports[0].get(key)
+      if repr(theirs.get(key)) != repr(reports[0].get(key))  # nan is itself
     ]
     if differing:
       raise UserError(

@@ -284,8 +284,8 @@ def _bit_sums(tree: Any) -> list[int]:
 
 @jax.jit
 def _sum_bits(tree: Any) -> jax.Array:
-  integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-  bits = (jax.lax.bitcast_convert_type(leaf, integers[leaf.dtype.itemsize]) for leaf in jax.tree.leaves(tree))
+  integer = lambda leaf: {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)  # two of 64 bits
+  bits = (jax.lax.bitcast_convert_type(leaf, integer(leaf)) for leaf in jax.tree.leaves(tree))
   return jnp.stack([jnp.sum(one, dtype=jnp.uint32) for one in bits])
 
 

@@ -45,13 +45,16 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
   """Checks that a work directory is where orbax keeps checkpoints.
 
   Raises:
-    UserError: it is in a bucket of another kind than gs://.
+    UserError: it is in a bucket of another kind than gs://, or its path has a character of a glob.
   """
   if "://" in workdir and not workdir.startswith("gs://"):
     raise UserError(
       f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
       "directory when the run is finished (text and shards may be in other buckets)"
     )
+  path = files.absolute(workdir)
+  if found := next((one for one in path if one in "[*?"), None):
+    raise UserError(f"{flag}={workdir}: orbax takes {found!r} in {path} for a pattern; name a directory without it")
 
 
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:

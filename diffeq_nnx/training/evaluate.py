@@ -59,13 +59,13 @@ class Evaluator:
       if stop():
         return {}
       found.append(self._step(params, weights, batch))
-    total, tokens = map(sum, zip(*jax.device_get(found)))
+    total, tokens = (sum(map(float, column)) for column in zip(*jax.device_get(found)))  # float32 counts to 2^24
     if not tokens:
       raise UserError(
         f"eval.max_batches={self._config.eval.max_batches}: no token of the validation text counts here; raise it, or "
         "name another text with data.validation"
       )
-    loss = float(total / tokens)
+    loss = total / tokens
     return {
       "loss": loss,
       "perplexity": perplexity(loss),

@@ -21,10 +21,10 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.model import grids, solvers, vector_fields
 from diffeq_nnx.model.weight_sources import BlockSpecs
 
-# bfloat16 dense peak of one device, in TFLOP/s, from the vendors' data sheets; the first key that is part
-# of the device kind counts
+# bfloat16 dense peak of one device of JAX, in TFLOP/s, from the vendors' data sheets; the first key that is part
+# of the device kind counts. A device is half a chip of TPU v3 and 7x.
 PEAK_TFLOPS = {
-  "7x": 2307,
+  "7x": 1153.5,
   "v6 lite": 918,
   "v6e": 918,
   "v5 lite": 197,
@@ -32,11 +32,13 @@ PEAK_TFLOPS = {
   "v5p": 459,
   "v5": 459,
   "v4": 275,
-  "v3": 123,
+  "v3": 61.5,
   "H200": 989,
+  "H100 PCIe": 756,
   "H100": 989,
   "B200": 2250,
   "A100": 312,
+  "L40S": 362,
   "L40": 181,
   "V100": 125,
 }

@@ -19,10 +19,10 @@ from diffeq_nnx.data import shards, tokenizers
 from diffeq_nnx.errors import UserError
 
 UNFINISHED = ".unfinished"
-_OURS = re.compile(
-  rf"manifest\.json|tokenizer\.(model|json)|{re.escape(tokenizers.CHAT_TEMPLATE)}"
-  r"|(train|validation)-\d+-\d+\.tokens|\..*"
+_NAMES = (
+  rf"(manifest\.json|tokenizer\.(model|json)|{re.escape(tokenizers.CHAT_TEMPLATE)}|(train|validation)-\d+-\d+\.tokens)"
 )
+_OURS = re.compile(rf"{_NAMES}|\.{_NAMES}\.\d+")  # the second are hidden files that a killed process left
 
 
 @contextlib.contextmanager
@@ -55,7 +55,8 @@ def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
 def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[str, Any] | None:
   """Returns the manifest of a complete directory; otherwise removes it and returns None.
 
-  Raises UserError if the directory is prepared from another recipe, or holds other files.
+  Raises UserError if the directory is prepared from another recipe, or was never prepared and holds other files.
+  Hidden files, as those of a repository, may always be there.
   """
   manifest = problem = None
   try:
@@ -66,11 +67,12 @@ def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[st
     problem = error
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
-  elif problem is None:
-    if foreign := [name for name in sorted(files.list_sizes(directory)) if not _OURS.fullmatch(name)]:
+  elif UNFINISHED not in (there := sorted(files.list_sizes(directory))):
+    if foreign := [name for name in there if not (_OURS.fullmatch(name) or name.startswith("."))]:
       raise UserError(
         f"{label}: holds {foreign[0]}, which is no part of prepared shards; name an empty or a new directory"
       )
+  if manifest is problem is None:
     return None
   if problem is not None:
     logging.warning("%s; preparing it again", problem)

@@ -139,7 +139,8 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
   place = files.make_place_to_build(directory, recipe.config.cache_dir)
   with lock(place, label, wait):
-    manifest = open_complete(directory, recipe.record, label) or open_complete(place, recipe.record, label)
+    places = dict.fromkeys((directory, place))  # two if the first is in a bucket
+    manifest = next(filter(None, (open_complete(one, recipe.record, label) for one in places)), None)
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _write_shards(place, unfinished, recipe, num_processes)

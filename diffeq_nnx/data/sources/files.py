@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from typing import Any, BinaryIO
+import urllib.parse
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -50,9 +51,14 @@ class File:
     """See `records.Part`."""
     return f"{self.path} from byte {self.start}" if self.start else self.path
 
+  @property
+  def _file(self) -> str:
+    """The path, of which the end says how the file is compressed: without what follows a question mark in a web URL."""
+    return urllib.parse.urlsplit(self.path).path if self.path.startswith(("http://", "https://")) else self.path
+
   def divide(self) -> list["File"]:
     """Divides the file into ranges of `PART_BYTES` if each range can be read without what is before it."""
-    compression = fsspec.utils.infer_compression(self.path) or compressed.is_supported(self.path)
+    compression = fsspec.utils.infer_compression(self._file) or compressed.is_supported(self._file)
     if self.kind != "jsonl" or is_url(self.path) or compression or not self.size:
       return [self]
     starts = range(0, self.size, PART_BYTES)
@@ -61,10 +67,11 @@ class File:
 
   def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
-    ours = compressed.is_supported(self.path)
+    ours = compressed.is_supported(self._file)
     # of a zip fsspec reads one member only
-    with open_bytes(self.path, None if ours or self.path.endswith(".zip") else "infer") as file:
-      content = compressed.decompress(file, self.path) if ours else file
+    other = None if ours or self._file.endswith(".zip") else fsspec.utils.infer_compression(self._file)
+    with open_bytes(self.path, other) as file:
+      content = compressed.decompress(file, self._file) if ours else file
       yield from self._read_text(content) if self.kind == "text" else self._read_lines(content, options)
 
   def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:

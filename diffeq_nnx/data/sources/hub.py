@@ -111,7 +111,8 @@ def _open(path: str, revision: str | None, config: str | None, prefix: str) -> M
     found = datasets.load_from_disk(path)
     return found if isinstance(found, dict) else {str(found.split or "train"): found}
   builder = datasets.load_dataset_builder(path, config, revision=revision)
-  base = posixpath.normpath(f"{path}@{revision}" if revision else path) + "/"
+  # `datasets` follows links to a folder
+  base = posixpath.normpath(f"{path}@{revision}" if revision else os.path.realpath(path)) + "/"
   for file in (file for some in (builder.config.data_files or {}).values() for file in some):
     if not posixpath.normpath(file).startswith(base):  # a README.md can name any file of this machine
       raise UserError(f"{prefix} its README.md names {file}, which is outside of {base}; name files of the data set")

@@ -20,6 +20,8 @@ Folder = Mapping[str, bytes]  # files by name, of those that a tokenizer can con
 CHAT_TEMPLATE = "chat_template.jinja"
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _KINDS = (("tokenizer.json",), ("tokenizer.model",), *PAIRS)
+# the line that `name_marks` writes
+_NAMED_MARKS = re.compile(r'(\{% set \w+ = "([^"\\]|\\.)*" %\})+\n')
 _MARKS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json")
 _BESIDE = (*_MARKS, "added_tokens.json", CHAT_TEMPLATE)
 _KEYS = {
@@ -105,8 +107,12 @@ def read_chat_template(folder: Folder) -> tuple[str | None, dict[str, str]]:
 
 
 def name_marks(template: str, names: Mapping[str, str]) -> str:
-  """Returns a chat template with the values of the variables for tokens that it uses, in a line before it."""
-  used = [name for name in names if re.search(rf"\b{name}\b", template) and f"set {name} =" not in template]
+  """Returns a chat template with the values of the variables for tokens that it uses, in a line before it.
+
+  A template that has such a line keeps it.
+  """
+  before = found[0] if (found := _NAMED_MARKS.match(template)) else ""
+  used = [name for name in names if re.search(rf"\b{name}\b", template) and f"set {name} =" not in before]
   given = "".join(f"{{% set {name} = {json.dumps(names[name], ensure_ascii=False)} %}}" for name in used)
   return f"{given}\n{template}" if given else template  # Jinja drops this line end
 
