@@ -67,13 +67,15 @@ def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[st
     problem = error
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
-  elif UNFINISHED not in (there := sorted(files.list_sizes(directory))):
-    if foreign := [name for name in there if not (_OURS.fullmatch(name) or name.startswith("."))]:
+  else:
+    there = sorted(files.list_sizes(directory))
+    foreign = [name for name in there if not (_OURS.fullmatch(name) or name.startswith("."))]
+    if foreign and UNFINISHED not in there:
       raise UserError(
         f"{label}: holds {foreign[0]}, which is no part of prepared shards; name an empty or a new directory"
       )
-  if manifest is problem is None:
-    return None
+    if problem is None:
+      return None
   if problem is not None:
     logging.warning("%s; preparing it again", problem)
     files.remove(os.path.join(directory, shards.MANIFEST))
