@@ -7,6 +7,7 @@ import re
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
 from diffeq_nnx.errors import UserError
 
+SMALLEST_STEP = 1e-9  # of the horizon: the times of a grid must rise
 SOLVER_NAMES = "euler sequential strang strang_mirrored midpoint heun ralston rk4 leapfrog".split()
 
 
@@ -177,8 +178,12 @@ class ModelConfig(Section, prefix="model."):
     if self.step_sizes:
       if self.horizon is not None:
         raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
-      if len(self.step_sizes) != self.num_steps or not all(0 < size < math.inf for size in self.step_sizes):
-        raise UserError(f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers above 0")
+      least = SMALLEST_STEP * math.fsum(self.step_sizes)
+      if len(self.step_sizes) != self.num_steps or not all(least < size < math.inf for size in self.step_sizes):
+        raise UserError(
+          f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers, each above "
+          f"{SMALLEST_STEP:g} of their sum"
+        )
     if self.depth_order and sorted(self.depth_order) != list(range(self.num_steps)):
       raise UserError(
         f"model.depth_order={self.depth_order}: must be the numbers 0 to {self.num_steps - 1} in another order, for "

@@ -168,11 +168,16 @@ def test_texts_of_a_chat_end_where_the_template_ends_turns_and_exports_name_the_
 
 def test_an_open_message_ends_the_text_as_in_transformers(tmp_path):
   theirs = transformers.AutoTokenizer.from_pretrained(byte_pairs(tmp_path, " ".join(WORDS)))
-  for content, trim in itertools.product(["The answer is", "The answer is ", " The answer\n"], ["", "| trim"]):
+  for content, trim in itertools.product(
+    ["The answer is", "The answer is ", " The answer\n", "a", " "], ["", "| trim"]
+  ):
     text = CHAT.replace("one.content", f"one.content {trim}")
     messages = [*ASKED, {"role": "assistant", "content": content}]
     expected = theirs.apply_chat_template(messages, chat_template=text, tokenize=False, continue_final_message=True)
     assert conversations.render(ChatTemplate(text), messages, False) == expected
+  thoughtless = ChatTemplate(CHAT.replace("one.content", "one.content.split('</think>')[-1]"))
+  messages = [*ASKED, {"role": "assistant", "content": "<think></think>Answer:"}]
+  assert "does not write how the answer begins" in told(lambda: conversations.render(thoughtless, messages, False))
 
 
 def test_system_messages_are_left_out_where_the_template_refuses_them():

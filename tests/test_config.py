@@ -132,6 +132,10 @@ def test_a_mistake_is_told_with_key_value_rule_and_way_out(settings, parts):
     (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
     (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
     (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
+    (
+      lambda: ModelConfig(num_steps=2, step_sizes=(6.0, 1e-20)),
+      ["model.step_sizes=(6.0, 1e-20)", "1e-09 of their sum"],
+    ),
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
   ],

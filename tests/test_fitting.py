@@ -12,6 +12,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.depth import fitting
+from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.jobs import deriving
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.attention_context import Packing
@@ -100,6 +101,10 @@ def test_what_can_t_be_fitted_is_one_line(ranked, tmp_path):  # noqa: F811
     ("discretize", textless, {"num_steps": 3, "fit_tokens": 9}, "fit_tokens=9: needs text"),
   ):
     assert part in told(lambda: jobs.run(job, config, str(tmp_path / "new"), from_workdir=workdir, **options))
+  generated = dataclasses.replace(started.model, weights="generated")
+  other = discretized_config(generated, step_sizes=(2.0, 3.0))
+  assert "none of the 5 steps is left out" in told(lambda: deriving.check_fit(generated, other, started, 9))
   leapfrog = with_model(started, solver="leapfrog")
-  assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, 3, leapfrog, 9))
+  shorter = dataclasses.replace(leapfrog.model, num_steps=3, depth_order=(0, 1, 2))
+  assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, shorter, leapfrog, 9))
   assert not (tmp_path / "new").exists()

@@ -1,5 +1,7 @@
 """GGUF files of Llamas: weights as the gguf package gives them, rotated channels in our order, both tokenizers."""
 
+from unittest import mock
+
 import gguf
 import numpy as np
 import pytest
@@ -157,12 +159,20 @@ def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
     (pairs | {"llama.attention.causal": (False, BOOL)}, "llama.attention.causal is False"),
     (pairs | {"llama.attention.sliding_window": (8, UINT)}, "sliding_window is not supported"),
     (pairs | {"llama.attention.key_length": ("x", STRING)}, "can't be read as GGUF (unsupported operand"),
+    (pairs | {"llama.attention.head_count": (0, UINT)}, "can't be read as GGUF (integer division or modulo by zero)"),
     (pairs | {"split.count": (2, UINT)}, "is one of 2 parts"),
     (pairs | token_type, f"has {len(BYTES)} tokens and 2 in tokenizer.ggml.token_type"),
   ):
     write(path, theirs, values)
     line = told(lambda: diffeq_nnx.import_hf(path))
     assert part in line and line.count("from_hf=") == 1, line
+  write(path, theirs, pairs)
+  line = told(lambda: diffeq_nnx.import_hf(path, seq_len=10**6))
+  assert f"from_hf={path}: the model has" in line  # and no temporary folder
+  with mock.patch.object(gguf, "dequantize", side_effect=NotImplementedError("I32 is not yet implemented")):
+    assert "I32 is not yet implemented; give the model's Hugging Face folder" in told(
+      lambda: diffeq_nnx.import_hf(path)
+    )
   write(path, theirs, pairs, architecture="gemma")
   assert "architecture is 'gemma'" in told(lambda: diffeq_nnx.import_hf(path))
   (tmp_path / "model.gguf").write_bytes(b"nothing")

@@ -94,6 +94,21 @@ def test_a_comparison_notes_what_differs_and_replaces_earlier_results(run, measu
     evaluate(baseline, num_fewshot=(1,), limit=1, folder="third")
 
 
+def test_a_baseline_of_lm_eval_s_command_line_says_beside_its_config_how_chats_were_written():
+  ours = {"config": {"limit": 100}, "results": {"a": {"acc,none": 0.5}}}
+  theirs = ours | {"config": {"limit": 100.0}, "chat_template": "", "fewshot_as_multiturn": True}
+  assert report.note_differences([ours], [theirs]) == []
+  here = ours | {"config": {"limit": 100, "chat_template": "examples are turns"}}
+  assert report.note_differences([here], [theirs | {"chat_template": "{{ messages }}"}]) == []
+  found = report.note_differences(
+    [ours], [theirs | {"chat_template": "{{ messages }}", "system_instruction": "Be kind."}]
+  )
+  assert found == [
+    'chat_template: null here, "examples are turns" for the baseline',
+    'system_instruction: null here, "Be kind." for the baseline',
+  ]
+
+
 def test_the_average_of_a_group_stands_for_its_subtasks():
   entry = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1}
   entry |= {"perplexity,none": 3.0, "perplexity_stderr,none": "N/A"}

@@ -46,6 +46,7 @@ def test_what_the_hub_refuses_is_said_with_a_remedy_also_without_a_network_and_p
   ):
     message = told(lambda name=name: find_folder(name))
     assert all(part in message for part in (f"from_hf={name}:", *parts)), message
+  assert "from_hf=./none: is no folder, and can't be a name on the hub" in told(lambda: find_folder("./none"))
   hub.shutdown()
   hub.server_close()
   message = told(lambda: find_folder("org/open"))

@@ -47,6 +47,18 @@ def test_leaving_out_takes_the_best_of_the_finalists():
   assert len(kept) == 1
 
 
+def test_padding_of_which_the_state_is_0_has_no_influence():
+  config = small_config(ordered(num_steps=2, depth_order=(), weights="stored", field="llama"))
+  model, batch = moved_instance(config.model), masked_batch(config)
+  batch["inputs"] = np.where(batch["mask"] > 0, np.maximum(batch["inputs"], 1), 0)
+  params = params_of(model)
+  influences = []
+  for row in (params["embedding"][0], 0):
+    changed = {**params, "embedding": params["embedding"].at[0].set(row)}
+    influences.append(ranking.Ranker(config.model, changed, [batch]).measure_whole()[1])
+  np.testing.assert_allclose(*influences, rtol=1e-5)
+
+
 def test_losses_of_candidates_are_those_of_models_whose_order_leaves_them_out():
   """Of a solver that steps from two states, in a program that skips steps of a traced size."""
   config = small_config(ordered(num_steps=5, depth_order=(), weights="stored", field="llama", solver="leapfrog"))
@@ -134,6 +146,8 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
   by_influence = rank(config, path, by="influence")
   assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
   assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
+  rows = dataclasses.replace(config, data=dataclasses.replace(config.data, rows="padded"))
+  assert rank(rows, path, by="influence")["influences"] != influences.tolist()  # of other rows
 
 
 def test_a_ranked_run_is_evaluated_discretized_and_trains_on(begun, ranked, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ L positions, D embed_dim.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import partial_model
+from diffeq_nnx.model.parameters import build, params_of, partial_model
 from diffeq_nnx.parallel import sharding
 
 FIRST_STEP = 1e-4  # of an adaptive integration, in t; so short that it is hardly ever rejected
@@ -116,9 +117,10 @@ def _integrate(
 def distances(model: Model, tokens_L: Sequence[int], num_steps: Sequence[int], flow: Flow) -> np.ndarray:
   """|x_n - x| / |x| for each number of steps n, where x is the state of the flow and x_n that of the model's solver.
 
-  `flow` is what `integrate` gave for this model and text. Steps are of one size. Raises UserError as `Model.grid` and
-  `AnalyzedModel.check_tokens`, and RunError if a state is not finite.
+  `flow` is what `integrate` gave for this model and text. Steps are of one size; none is left out. Raises UserError as
+  `Model.grid` and `AnalyzedModel.check_tokens`, and RunError if a state is not finite.
   """
+  model = build(dataclasses.replace(model.config, depth_order=()), params_of(model))
   states = [AnalyzedModel(model, n).observe(tokens_L).states[-1] for n in num_steps]
   size = np.linalg.norm(flow.state_1xLxD)
   return np.array([np.linalg.norm(np.asarray(state) - flow.state_1xLxD) / size for state in states])

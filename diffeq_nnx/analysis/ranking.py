@@ -71,7 +71,8 @@ def measure(
 
   def turn(before, after):
     a, b = (read(carry).astype(dts_S.dtype) for carry in (before, after))
-    cosine_BxL = (a * b).sum(-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+    norms_BxL = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    cosine_BxL = (a * b).sum(-1) / jnp.maximum(norms_BxL, jnp.finfo(a.dtype).tiny)  # the state of padding may be 0
     return (mask_BxL * (1 - cosine_BxL)).sum()
 
   def record(carry, number):

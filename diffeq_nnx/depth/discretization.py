@@ -79,10 +79,15 @@ def _nested_config(model: ModelConfig, num_steps: int) -> ModelConfig:
   return nested
 
 
+def leaves_out_steps(model: ModelConfig, stored: ModelConfig) -> bool:
+  """Whether `stored`, a config from `discretized_config`, has the steps of `model` but some that are left out."""
+  return bool(stored.depth_order) and stored.num_steps < model.num_steps
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def discretized_params(model: ModelConfig, stored: ModelConfig, params: Params) -> Params:
   """The parameters of `model` as those of `stored`, a config from `discretized_config`."""
-  nested = bool(stored.depth_order) and stored.num_steps < model.num_steps
+  nested = leaves_out_steps(model, stored)
   if model.weights == "stored" and not model.lora.rank and not nested:
     return params
   # the mean over a step takes its points from the generator's frequencies, which the stored model has not

@@ -119,7 +119,8 @@ def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place) -> 
   target_BxLxD = target_BxLxD.astype(wide)
   error_BxLxD = target_BxLxD - advance(field, x_BxLxD, link)
   mask_BxL = pack(batch.get("mask", jnp.ones(batch["inputs"].shape, wide)), None, None)[0]  # in the order of the states
-  share_BxLx1 = (mask_BxL / jnp.square(target_BxLxD).sum(-1))[..., None]
+  sizes_BxL = jnp.maximum(jnp.square(target_BxLxD).sum(-1), jnp.finfo(target_BxLxD.dtype).tiny)  # of padding perhaps 0
+  share_BxLx1 = (mask_BxL / sizes_BxL)[..., None]
   product = functools.partial(jnp.einsum, "bli,blj->ij", precision=jax.lax.Precision.HIGHEST)
   return Moments(
     product(share_BxLx1 * h_BxLxF, h_BxLxF),

@@ -5,6 +5,7 @@ import bisect
 import numpy as np
 
 from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.depth.discretization import leaves_out_steps
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.parallel.console import say
 
@@ -41,12 +42,12 @@ def find_teaching_count(config: Config, num_steps: int) -> int | None:
   return most if config.train.self_distillation and num_steps < most else None
 
 
-def say_kept_steps(model: ModelConfig, num_steps: int) -> bool:
-  """Says which steps stay if a model with a `depth_order` gets fewer of them, and returns whether it does."""
-  if not model.depth_order or num_steps >= model.num_steps:
+def say_kept_steps(model: ModelConfig, stored: ModelConfig) -> bool:
+  """Says which steps stay if `stored`, made of a model, leaves steps out, and returns whether it does."""
+  if not leaves_out_steps(model, stored):
     return False
-  kept = ", ".join(map(str, make_grid(model, num_steps).kept_S))
-  say(f"of the {model.num_steps} steps, numbered from 0, these {num_steps} stay: {kept}")
+  kept = ", ".join(map(str, make_grid(model, stored.num_steps).kept_S))
+  say(f"of the {model.num_steps} steps, numbered from 0, these {stored.num_steps} stay: {kept}")
   return True
 
 

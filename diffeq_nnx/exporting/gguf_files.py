@@ -65,7 +65,9 @@ def write_folder(path: str, folder: str) -> None:
     _write_tokenizer(values, folder)
   except UserError as error:
     raise UserError(f"from_hf={path}: {error}") from error
-  except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+  except NotImplementedError as error:
+    raise UserError(f"from_hf={path}: {first_line(error, 200)}; {_OTHERWISE}") from error
+  except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
     raise UserError(f"from_hf={path}: can't be read as GGUF ({first_line(error, 200)}); restore the file") from error
   folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
   safetensors.numpy.save_file(tensors, os.path.join(folder, "model.safetensors"))

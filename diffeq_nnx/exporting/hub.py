@@ -23,14 +23,17 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 def open_folder(name: str) -> Iterator[str]:
   """The folder with a model: `find_folder` of its name, or of a GGUF file a temporary one.
 
-  Raises UserError as `find_folder` and `gguf_files.write_folder`.
+  Raises UserError as `find_folder` and `gguf_files.write_folder`. Errors about the temporary folder name the file.
   """
   if not name.endswith(".gguf"):
     yield find_folder(name)
     return
   with tempfile.TemporaryDirectory() as folder:
     gguf_files.write_folder(name, folder)
-    yield folder
+    try:
+      yield folder
+    except UserError as error:
+      raise UserError(str(error).replace(folder, name)) from error
 
 
 def find_folder(name: str) -> str:
@@ -54,5 +57,7 @@ def find_folder(name: str) -> str:
   repository, _, revision = name.partition("@")
   try:
     return huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=_FILES)
+  except errors.HFValidationError as error:
+    raise UserError(f"from_hf={name}: is no folder, and can't be a name on the hub; correct it") from error
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
     raise UserError(f"from_hf={name}: is no folder, and {explain(error, 'model')}") from error

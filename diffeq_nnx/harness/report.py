@@ -14,7 +14,12 @@ from diffeq_nnx.parallel.console import markdown
 
 NAME = "results.json"
 # of results, in lm_eval's `config`
-CONDITIONS = ("limit", "begin_mark", "dtype", "max_length", "rolling_windows", "chat_template")
+CONDITIONS = (
+  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows"),
+  *("chat_template", "system_instruction"),  # which lm_eval's command line writes beside `config`
+)
+# lm_eval's `fewshot_as_multiturn` in words
+CHAT_FORMS = {True: "examples are turns", False: "examples are part of the question"}
 
 Results = dict[str, Any]  # what lm_eval returns
 
@@ -145,6 +150,13 @@ def _compare(ours: Sequence[Results], baseline: Sequence[Results]) -> str:
   return markdown(["task", "shots", "metric", "ours", "baseline", "difference"], rows) + "\n"
 
 
+def _read_condition(results: Results, name: str) -> Any:
+  value = results["config"].get(name) or results.get(name)
+  if name == "chat_template" and value and name not in results["config"]:
+    return CHAT_FORMS[bool(results.get("fewshot_as_multiturn"))]
+  return int(value) if isinstance(value, float) and value.is_integer() else value or None
+
+
 def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> list[str]:
   """Returns notes on what limits the comparison: conditions that differ, and metrics that the baseline lacks."""
   if not ours or not baseline:
@@ -154,7 +166,7 @@ def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> li
   notes = [f"the baseline lacks {missing} of these {len(keys)} numbers"] if missing else []
   for name in CONDITIONS:
     here, there = (
-      ", ".join(sorted({json.dumps(one["config"].get(name)) for one in some})) for some in (ours, baseline)
+      ", ".join(sorted({json.dumps(_read_condition(one, name)) for one in some})) for some in (ours, baseline)
     )
     if here != there:
       notes.append(f"{name}: {here} here, {there} for the baseline")

@@ -13,7 +13,7 @@ from diffeq_nnx import data, files
 from diffeq_nnx.config import NO_TEXT, Config, DataConfig, LoraConfig, ModelConfig
 from diffeq_nnx.data import Corpus, Tokenizer
 from diffeq_nnx.depth import fitting
-from diffeq_nnx.depth.discretization import discretized_params
+from diffeq_nnx.depth.discretization import discretized_params, leaves_out_steps
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.parameters import Params
@@ -164,8 +164,8 @@ def store_params(
   return {**made, "weight_source": {**made["weight_source"], "lora": fresh}}
 
 
-def check_fit(model: ModelConfig, num_steps: int, config: Config, fit_tokens: int | None) -> None:
-  """Checks that a model's steps can be fitted when only `num_steps` of them stay, if that is asked for.
+def check_fit(model: ModelConfig, stored: ModelConfig, config: Config, fit_tokens: int | None) -> None:
+  """Checks that a model's steps can be fitted when only those of `stored` stay, if that is asked for.
 
   Raises:
     UserError: there is no text, no step is left out, or the solver or vector field is not one that can be fitted.
@@ -176,7 +176,7 @@ def check_fit(model: ModelConfig, num_steps: int, config: Config, fit_tokens: in
     raise UserError(f"fit_tokens={fit_tokens}: must be 1 or above")
   if config.data.source == NO_TEXT:
     raise UserError(f"fit_tokens={fit_tokens}: needs text; name it with --config.data.source")
-  if not model.depth_order or num_steps >= model.num_steps:
+  if not leaves_out_steps(model, stored):
     raise UserError(
       f"fit_tokens: none of the {model.num_steps} steps is left out; rank them (--job=rank_steps) and name fewer with "
       "--num_steps, or leave it out"

@@ -70,7 +70,7 @@ def discretize(
   if tolerance is not None:
     _check_tolerance(config, tolerance, num_steps, step_sizes)
   model = discretized_config(config.model, num_steps, step_sizes)
-  check_fit(config.model, model.num_steps, config, fit_tokens)
+  check_fit(config.model, model, config, fit_tokens)
   distributed.on_main_process(workdir_lib.require_none, workdir)
   source = Run.open(from_workdir, flag="from_workdir")
   check_model(config.model, source.started.model)
@@ -79,7 +79,7 @@ def discretize(
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, source, workdir)
     corpus, tokenizer, params, identity = load_text(config, source), source.tokenizer, source.params, source.hash
-    say_kept_steps(config.model, model.num_steps)
+    say_kept_steps(config.model, model)
     say_untrained(config, source.step, model.num_steps, model.step_sizes)
     del source  # which would keep its parameters in memory
     before = validate(here, corpus, mesh, params)

@@ -65,7 +65,7 @@ def finetune(
     seq_len=min(config.model.seq_len, source.model.seq_len),
   )
   given, config = config, derive_config(config, model)
-  check_fit(source.model, model.num_steps, config, fit_tokens)
+  check_fit(source.model, model, config, fit_tokens)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = run.mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
@@ -90,7 +90,7 @@ def finetune(
 
 def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfig) -> None:
   """Says what the new model has otherwise than the run that it is made from, or than its own config asks for."""
-  if not say_kept_steps(source.model, made.num_steps):
+  if not say_kept_steps(source.model, made):
     say_untrained(source, step, made.num_steps, made.step_sizes)
   if asked.seq_len > made.seq_len:
     say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")

@@ -153,8 +153,7 @@ def _evaluate(
       )
     found[-1]["config"]["model"] = "diffeq_nnx"
     if settings.apply_chat_template:
-      form = "examples are turns" if settings.fewshot_as_multiturn else "examples are part of the question"
-      found[-1]["config"]["chat_template"] = form
+      found[-1]["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
   return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from diffeq_nnx import files
 from diffeq_nnx.analysis.ranking import Ranker, leave_out
-from diffeq_nnx.config import NO_TEXT, Config, nearest
+from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config, nearest
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
@@ -63,6 +63,7 @@ def rank_steps(
     batches = make_batches(config, corpus, tokens)
     ranker = Ranker(run.config.model, run.params, batches)
     key = {"step": run.step, "by": by, "text": corpus.fingerprint, "tokens": sum(b["inputs"].size for b in batches)}
+    key |= {"seed": config.seed, **{name: getattr(config.data, name) for name in KEYS_OF_ROWS}}
     path = os.path.join(workdir, RESULT)
     known = _read(path)
     if any(known.get(name) != value for name, value in key.items()):

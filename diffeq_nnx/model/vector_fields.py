@@ -265,7 +265,7 @@ class Dropout:
     if not self.rate:
       return x_BxLxD
     L, D = x_BxLxD.shape[1:]
-    kept = round((1.0 - self.rate) * 2**16)
+    kept = max(1, round((1.0 - self.rate) * 2**16))
 
     def draw(row):
       bits = jax.random.bits(jax.random.fold_in(key, row), (-(-L // 2), D), jnp.uint32)

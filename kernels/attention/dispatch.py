@@ -43,7 +43,7 @@ def choose(
   elif head_dim % 8 or head_dim > 128:
     lacking = f"head width {head_dim}"
   elif backend == "gpu" and _capability() < 8:
-    lacking = "fused attention for GPUs before Ampere"
+    lacking = "fused attention for GPUs other than NVIDIA's from Ampere on"
   if implementation in (None, "auto"):
     if backend == "tpu" and dtype != jnp.float64:
       return "pallas", "the backend is a TPU"
@@ -74,8 +74,9 @@ def choose(
 
 
 def _capability() -> float:
-  """CUDA's compute capability of the first GPU: 8 for Ampere, 9 for Hopper; 9 without a GPU."""
-  return float(getattr(jax.devices()[0], "compute_capability", 9.0))
+  """CUDA's compute capability of the first GPU: 8 for Ampere, 9 for Hopper; 9 without a GPU, 0 for one of AMD."""
+  found = str(getattr(jax.devices()[0], "compute_capability", 9.0))
+  return 0.0 if found.startswith("gfx") else float(found)
 
 
 def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | None:
