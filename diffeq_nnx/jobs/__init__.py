@@ -122,7 +122,7 @@ JOBS = {
     "jobs.import_hf:import_run",
     ("from_hf",),
     ("from_hf",),
-    "--from_hf=gpt2 --workdir=runs/gpt2",
+    "--from_hf=openai-community/gpt2 --workdir=runs/gpt2",
     "optional",
     "jobs.import_hf:remove_text",
     one_process=True,

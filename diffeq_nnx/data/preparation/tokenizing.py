@@ -101,7 +101,10 @@ def tokenize(
         ids = tokenizer.encode_batch([text_of(document) for _, _, document in batch])
     except tokenizers.UnknownByte as error:
       part, number, _ = batch[error.index]
-      way_out = "set data.unknown_bytes=unknown to replace such bytes by the unknown token, or change the document"
+      way_out = (
+        "change the document, or set data.unknown_bytes=unknown, which replaces such bytes by the unknown token, with "
+        "the published tokenizer (for a run at --job=import)"
+      )
       raise UserError(f"{label}: {part.name}, record {number}: {error}; {way_out}") from error
     for (_, _, document), one in zip(batch, ids):
       content = text_of(document).encode()
