@@ -32,12 +32,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-  """Turns the formulas of the notebook's text into MathML."""
-  if not page.file.src_uri.endswith(".ipynb"):
-    return html
-  convert = lambda paragraph: re.sub(r"(\$\$?)(.+?)\1", _convert, paragraph[0], flags=re.DOTALL)
+  """Turns the formulas of paragraphs, outside code, into MathML."""
+  formula = r"<code>.*?</code>|(\$\$?)(.+?)\1"
+  convert = lambda paragraph: re.sub(formula, _convert, paragraph[0], flags=re.DOTALL)
   return re.sub(r"<p>.*?</p>", convert, html, flags=re.DOTALL)
 
 
 def _convert(found: re.Match) -> str:
+  if found[1] is None:
+    return found[0]
   return converter.convert(html_lib.unescape(found[2]), display="block" if found[1] == "$$" else "inline")

@@ -31,8 +31,8 @@
 # to write, or a directory on a file system that all hosts share (Filestore or other NFS, Lustre), mounted by you at
 # one path on every host. The same holds for text other than `builtin`. NFS is mounted with, for example,
 #
-#   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='sudo apt-get install -y
-#     nfs-common && sudo mkdir -p /mnt/runs && sudo mount SERVER:/SHARE /mnt/runs'
+#   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='
+#     sudo apt-get install -y nfs-common && sudo mkdir -p /mnt/runs && sudo mount SERVER:/SHARE /mnt/runs'
 #
 # start leaves the program running on every host; the terminal may be closed. After stop, or after a preempted
 # pod was deleted, created and filled again, the same start resumes. fill copies the files that git tracks, with

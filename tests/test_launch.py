@@ -86,6 +86,8 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   arguments += settings("train.steps=4 optimizer.name=adamw data.tokenizer=bytes model.vocab_size=257")
   arguments += settings(f"data.source=text:docs/*.md eval.max_batches=1 data.cache_dir={tmp_path}/cache")
   compare.main(arguments)
+  with pytest.raises(UserError, match="was trained with other keys of optimizer or train"):
+    compare.main([*arguments, "--set=optimizer.b2=0.5"])
   *_, first, second, _, head, _, curve, other_curve = capsys.readouterr().out.strip().splitlines()
   rows = read_table([first, second])
   assert rows[0][:2] == ["gpt", "0.03"] and rows[1][0] == other
@@ -117,7 +119,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   assert all(share[-1] == pytest.approx(1) for name, share in shares.items() if "neighbors" not in name)
   assert len(states["state"]) == 3 and len(states["attention / state"]) == 2
   assert (tmp_path / "stored/inside.png").stat().st_size > 10_000
-  with pytest.raises(UserError, match="of other flags"):
+  with pytest.raises(UserError, match="of other settings"):
     inside_stored.main([*arguments, "--rows=1"])
 
 

@@ -194,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  programs.start(main)

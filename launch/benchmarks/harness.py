@@ -114,7 +114,8 @@ def main() -> None:
   hf = HFLM(pretrained=arguments.folder, device="cpu", dtype="float32", batch_size=arguments.batch_size)
   ours = DiffEqLM(arguments.workdir, dtype="float32")
   manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
-  os.makedirs(arguments.out, exist_ok=True)
+  settings = ("workdir", "folder", "num_fewshot", "batch_size", "limit")
+  tables.require_settings(arguments.out, {name: getattr(arguments, name) for name in settings})
   rows = []
   for task in filter(None, arguments.tasks):
     found = []
@@ -131,7 +132,8 @@ def main() -> None:
   rows = []
   for window, length in itertools.product(arguments.ways, arguments.windows):
     lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
-    path, windows = os.path.join(arguments.out, f"text_{window}{length}"), lm.make_windows(text)
+    name, windows = f"{os.path.basename(arguments.text)}_{window}{length}", lm.make_windows(text)
+    path = os.path.join(arguments.out, name)
     ours = measure(f"{path}_ours", windows, functools.partial(count_here, lm))
     theirs = measure(f"{path}_hf", windows, functools.partial(count_there, hf.model))
     sizes = len(text.split()), len(text.encode())

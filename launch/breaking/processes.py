@@ -162,11 +162,11 @@ def _lose_one(suite: Suite, row: Row, count: int, victim: int, how: str, expecte
       time.sleep(0.1)
   finally:
     seconds = time.monotonic() - start
-    if how == "cut off":
-      subprocess.run(["iptables", "-D", *rule])
     for process in running:
       process.kill()
       process.wait()
+    if how == "cut off":
+      subprocess.run(["iptables", "-D", *rule])
   time.sleep(0.5)  # for the last lines
   lines = [_last(open(os.path.join(suite.folder, "output", str(number))).read()) for number in range(count)]
   told = all(line.startswith("error: ") for line in lines)

@@ -29,7 +29,7 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import draw_num_steps, find_teaching_count
-from diffeq_nnx.errors import Diverged, RunError, UserError
+from diffeq_nnx.errors import Diverged, UserError
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
@@ -54,10 +54,12 @@ def load_preset(args: argparse.Namespace, preset: str, settings: Sequence[str]) 
 def find_loss(args: argparse.Namespace, name: str, preset: str, settings: Sequence[str]) -> float:
   """The final validation loss of a run in nats per token, infinite if it diverged; trains it if it is missing.
 
-  `settings` come before those of the command line.
+  `settings` come before those of the command line. Raises UserError if the run that is there has others.
   """
   workdir = os.path.join(args.workdir, name)
-  return tables.remember(f"{workdir}.json", lambda: train_to_end(load_preset(args, preset, settings), workdir))
+  config = load_preset(args, preset, settings)
+  tables.require_config(workdir, config)
+  return tables.remember(f"{workdir}.json", lambda: train_to_end(config, workdir))
 
 
 def name_run(preset: str, rate: float, seed: int) -> str:
@@ -81,8 +83,7 @@ def train_to_end(config: Config, workdir: str) -> float:
   except Diverged as error:
     print(error, flush=True)
     return math.inf
-  if not values or read_metrics(workdir, "validation")[-1]["step"] < config.train.steps:
-    raise RunError(f"{workdir}: is not finished; run the same command to continue")
+  tables.check_finished(workdir, config.train.steps)
   return values["loss"]
 
 
@@ -155,7 +156,9 @@ def plot(args: argparse.Namespace, presets: list[Found]) -> str:
     workdirs = [os.path.join(args.workdir, name_run(preset.name, preset.rate, seed)) for seed in args.seeds]
     # a step's last record, where a run was continued
     curves = [{one["step"]: one["loss"] for one in read_metrics(workdir, "validation")} for workdir in workdirs]
-    steps, losses = list(curves[0]), np.array([list(curve.values()) for curve in curves])
+    steps = list(curves[0])
+    length = min(map(len, curves))  # a run that diverged has fewer
+    steps, losses = steps[:length], np.array([list(curve.values())[:length] for curve in curves])
     by_preset[preset.name] = {n: tables.mean_and_error(column.tolist(), ".3f") for n, column in zip(steps, losses.T)}
     tokens = [step * preset.config.train.batch_size * preset.config.model.seq_len for step in steps]
     for axes, places in zip(panels, (tokens, [operations(preset.config, step) for step in steps])):

@@ -78,12 +78,15 @@ Losses = dict[int, float]  # of validation, by number of solver steps
 def run(args: argparse.Namespace, recipe: str, seed: int) -> Losses:
   """Trains and evaluates one run, or reads its result."""
   workdir = os.path.join(args.workdir, f"{recipe}_seed{seed}")
+  if recipe in CONTINUED:
+    make = lambda: _make_continuous(args, recipe, seed, workdir)
+  else:
+    made = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
+    tables.require_config(workdir, made)
+    make = lambda: made
 
   def train_and_evaluate() -> Losses:
-    if recipe in CONTINUED:
-      config = _make_continuous(args, recipe, seed, workdir)
-    else:
-      config = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
+    config = make()
     finite = math.isfinite(train_to_end(config, workdir))
     return evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
 

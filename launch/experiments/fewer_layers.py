@@ -34,10 +34,12 @@ import jax
 import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import jobs
+from diffeq_nnx import files, jobs
 from diffeq_nnx.analysis import ranking
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import RUN_FILE, Config
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches
+from diffeq_nnx.jobs.rank_steps import RESULT
 from diffeq_nnx.model import grids
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -52,7 +54,22 @@ GROUP = 4  # neighbors that become one layer
 TOKENS = 8192  # that the layers are chosen by
 FIT_TOKENS = 32768  # that layers are fitted on
 OF_ONE_DEPTH = ("fitted", "merged")  # recipes that make a run for each number of layers
+HEALING = ("none", "teacher", "alone", "lora_teacher", "lora", "elastic")
 LORA = ("model.lora.rank=16", "model.lora.alpha=32.0", "model.lora.embeddings=False")
+
+
+def copy_unranked(workdir: str, place: str) -> None:
+  """Copies a run, without an order of its layers, unless that is done."""
+  if not workdir_lib.holds_run(place):
+    with files.replacing_folder(place, RUN_FILE) as part:
+      shutil.copytree(workdir, part, dirs_exist_ok=True)
+      workdir_lib.set_depth_order(part, ())
+
+
+def count_ranked(place: str) -> int:
+  """How many layers the ranking of a run by loss has left out."""
+  path = os.path.join(place, RESULT)
+  return len(files.read_json(path)["left_out"]) if files.exists(path) else 0
 
 
 def prepare(recipe: str, num_steps: int, args) -> str:
@@ -63,10 +80,12 @@ def prepare(recipe: str, num_steps: int, args) -> str:
   if num_steps == config.model.num_steps:
     return args.workdir
   if recipe in ("greedy", "influence"):
-    if not workdir_lib.holds_run(place):
-      shutil.copytree(args.workdir, place)
-    if not Run.open(place).started.model.depth_order:
-      by, fewest = "loss" if recipe == "greedy" else "influence", min(args.depths)
+    copy_unranked(args.workdir, place)
+    by, fewest, order = "loss", min(args.depths), Run.open(place).started.model.depth_order
+    if recipe == "influence":
+      by = recipe
+    if not order or by == "loss" and count_ranked(place) < config.model.num_steps - fewest:
+      config = dataclasses.replace(config, model=dataclasses.replace(config.model, depth_order=order))
       jobs.run("rank_steps", config, place, num_steps=fewest, tokens=TOKENS, by=by)
   elif workdir_lib.holds_run(place):
     pass
@@ -123,13 +142,18 @@ def evaluate(args, recipe: str, num_steps: int) -> float:
   source = prepare(recipe, num_steps, args)
   asked = None if recipe in OF_ONE_DEPTH else num_steps
   path = os.path.join(args.out, f"{recipe}_{num_steps}_before.json")
-  return tables.remember(path, lambda: measure(source, args.set, asked))
+  return tables.remember(path, lambda: measure(args, source, args.set, asked))
 
 
-def measure(workdir: str, settings: list[str], num_steps: int | None) -> float:
+def read_config(args, workdir: str, settings: list[str]) -> Config:
+  """The config of a run with other settings, validated as the whole checkpoint is: `fitted` was made without that."""
+  config = dataclasses.replace(Run.open(workdir).started, eval=Run.open(args.workdir).started.eval)
+  return config_lib.apply_settings(config, settings)
+
+
+def measure(args, workdir: str, settings: list[str], num_steps: int | None) -> float:
   """The validation loss of a run with other settings, at a number of layers, or its own."""
-  run = Run.open(workdir)
-  config = config_lib.apply_settings(run.started, settings)
+  run, config = Run.open(workdir), read_config(args, workdir, settings)
   with jax.set_mesh(run.mesh):
     return Evaluator(config, load_text(config, run), run.mesh, num_steps)(run.params)["loss"]
 
@@ -147,16 +171,19 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   settings += [f"train.teacher={args.workdir}"] if "teacher" in healing else ()
   settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
   asked = None if elastic or recipe in OF_ONE_DEPTH else num_steps
-  config = config_lib.apply_settings(Run.open(source).started, settings)
+  config = read_config(args, source, settings)
+  if elastic and workdir_lib.holds_run(workdir) and Run.open(workdir).started.train.step_counts != depths:
+    raise UserError(f"--depths={args.depths}: {workdir} was trained at others; give another --out")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
+  tables.check_finished(workdir, max(args.points))
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
   other = []
   if args.other:
     text = [f"data.source={args.other}", f"data.validation={args.other}", "eval.max_batches=None"]
     path = f"{after}_{re.sub('[^a-z0-9]+', '_', args.other.lower())}.json"
-    other.append(tables.remember(path, lambda: measure(workdir, text, depth)))
+    other.append(tables.remember(path, lambda: measure(args, workdir, text, depth)))
   if elastic:
-    healed = tables.remember(f"{after}.json", lambda: measure(workdir, [], depth))
+    healed = tables.remember(f"{after}.json", lambda: measure(args, workdir, args.set, depth))
     return [evaluate(args, recipe, num_steps), healed, *other]
   losses = {record["step"]: record["loss"] for record in read_metrics(workdir, "validation")}
   return [*(losses[step] for step in (0, *args.points)), *other]
@@ -175,6 +202,14 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   if "elastic" in args.healing and (len(args.points) > 1 or {*OF_ONE_DEPTH} & {*args.recipes}):
     parser.error("--healing=elastic: give one of --points, and recipes with one run for all depths")
+  for name, known in (("recipes", recipes), ("healing", HEALING)):
+    if unknown := {*getattr(args, name)} - {*known}:
+      parser.error(f"--{name}={','.join(sorted(unknown))}: choose from {', '.join(known)}")
+  ordered = bool(Run.open(args.workdir).started.model.depth_order)  # by which all recipes would choose their layers
+  tables.require_settings(args.out, {name: getattr(args, name) for name in ("workdir", "set", "points")})
+  if ordered:
+    copy_unranked(args.workdir, os.path.join(args.out, "whole"))
+    args.workdir = os.path.join(args.out, "whole")
   whole = Run.open(args.workdir).started.model.num_steps
   rows, base = [], None
   of_whole = "none" if args.healing == ["none"] else "alone"

@@ -5,9 +5,9 @@
       [--set=train.steps=200]
 
 Losses are in nats per token. `over training` is the validation loss less the mean training loss of the last tenth of
-the steps: how much a model overfits. Where --from_workdir matches several runs, cells are means with standard errors. A
-run with stored weights has one number of steps: give that as --steps. Finished runs are not repeated, so the same
-command continues after an interruption.
+the steps, of those that `train.log_every` logs: how much a model overfits. Where --from_workdir matches several runs,
+cells are means with standard errors. A run with stored weights has one number of steps: give that as --steps. Finished
+runs are not repeated, so the same command continues after an interruption.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
@@ -38,10 +38,11 @@ def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> 
     if settings(Run.open(workdir).started) != settings(config):
       raise UserError(f"--workdir={args.workdir}: {name} was trained with other settings; name another")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)
+  tables.check_finished(workdir, config.train.steps)
   recorded = read_metrics(workdir, "validation")
-  if recorded[0]["step"] or recorded[-1]["step"] < config.train.steps:
-    raise RunError(f"{workdir}: is not finished; run the same command to continue")
   last = [one["loss"] for one in read_metrics(workdir, "train") if one["step"] > 0.9 * config.train.steps]
+  if not last:
+    raise UserError(f"train.log_every={config.train.log_every}: logs no step of the last tenth; lower it")
   before, after = recorded[0]["loss"], recorded[-1]["loss"]
   return before, after, after - statistics.mean(last)
 

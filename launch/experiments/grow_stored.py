@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
   """Trains what is missing, prints the table."""
   study = {"schedules": [str], "copies": ["stack", "repeat"], "seeds": [0, 1, 2]}
   args = programs.make_parser(__doc__, config=str, workdir=str, **study).parse_args(argv)
+  tables.require_settings(args.workdir, {"config": args.config, "set": args.set})
   rows, base = [], None
   for schedule, phases in {text: read_schedule(text) for text in args.schedules}.items():
     for copies in args.copies if len(phases) > 1 else [""]:

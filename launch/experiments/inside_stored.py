@@ -270,9 +270,8 @@ def main(argv: list[str] | None = None) -> None:
   args = programs.make_parser(__doc__, workdir=str, text=str, out=str, **flags).parse_args(argv)
   run = Run.open(args.workdir)
   remember = lambda name, measure, *given: tables.remember(f"{args.out}/{name}.json", lambda: measure(*given))
-  setup = {**vars(args), "workdir": run.hash, "step": run.step, "texts": None}  # more texts may be added
-  if remember("setup", lambda: setup) != setup:
-    raise UserError(f"--out={args.out}: holds results of another run or of other flags; name another folder")
+  # more texts may be added
+  tables.require_settings(args.out, {**vars(args), "workdir": run.hash, "step": run.step, "texts": None})
   rows = read_rows(args.text, run.tokenizer, args.rows, min(args.tokens, run.config.model.seq_len))
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)

@@ -14,17 +14,48 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from diffeq_nnx import files
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.config import Config
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel.console import markdown as markdown
+from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.report import read_metrics
+from launch.programs import COMMA
 
 
 def remember(path: str, compute: Callable[[], Any]) -> Any:
   """The JSON value in a file; if the file is missing, `compute` is called and what it returns is written there."""
+  path = files.absolute(path)
   if not os.path.exists(path):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     print(f"-- {os.path.basename(path).removesuffix('.json')}", flush=True)
     files.write_json(path, compute())
   return files.read_json(path)
+
+
+def require_settings(folder: str, settings: dict[str, Any]) -> None:
+  """Keeps what all results in a folder depend on, in JSON's types; raises UserError if they are of something else."""
+  path = os.path.join(folder, "settings.json")
+  if remember(path, lambda: settings) != settings:
+    raise UserError(f"{folder}: holds results of other settings, which are in {path}; name another folder")
+
+
+def require_config(workdir: str, config: Config) -> None:
+  """Raises UserError if a directory holds a run of another config, which its result would then be of."""
+  if workdir_lib.holds_run(workdir):
+    workdir_lib.require(workdir, config)
+    started = Run.open(workdir).started
+    if (started.optimizer, started.train) != (config.optimizer, config.train):
+      raise UserError(
+        f"{workdir}: was trained with other keys of optimizer or train; name another folder, or remove it"
+      )
+
+
+def check_finished(workdir: str, steps: int) -> None:
+  """Raises RunError unless the last validation of a run is of its last train step: SIGTERM ends a run before."""
+  records = read_metrics(workdir, "validation")
+  if not records or records[-1]["step"] < steps:
+    raise RunError(f"{workdir}: is not finished; run the same command to continue")
 
 
 def mean_and_error(values: Sequence[float], digits: str = ".4f") -> str:
@@ -52,7 +83,7 @@ def runs_by_preset(patterns: str) -> dict[str, list[str]]:
     UserError: a pattern that nothing matches, directories without `_seedN` at the end, or presets with different seeds.
   """
   found, seeds = {}, set()
-  for pattern in patterns.split(","):
+  for pattern in re.split(COMMA, patterns):
     matches, names = {}, set()
     for path in filter(os.path.isdir, glob.glob(pattern)):
       named = re.fullmatch(r"(.+)_seed(\d+)", os.path.basename(path))
