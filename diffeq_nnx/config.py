@@ -106,8 +106,9 @@ class OptimizerConfig(Section, prefix="optimizer."):
   # Share of the train steps in which the rate rises; at least the first.
   warmup_fraction: float = number(0.01, at_least=0, below=1)
   schedule_steps: int | None = number(None, above=0)  # Length of the schedule in train steps. None: train.steps.
-  b1: float = number(0.9, at_least=0, below=1)  # Decay of the mean of gradients.
-  b2: float = number(0.999, at_least=0, below=1)  # Decay of the mean of squared gradients.
+  b1: float = number(0.9, at_least=0, below=1)  # Decay of the mean of gradients; of Lion, its share in an update.
+  # Decay of the mean of squared gradients; of Lion, of the mean of gradients, for which its authors take 0.99.
+  b2: float = number(0.999, at_least=0, below=1)
   eps: float = number(1e-8, above=0)  # Added to the root of that mean.
   muon_by_head: bool = False  # Whether Muon updates each head's part of the q, k and v kernels by itself.
   # Share of a kernel that is taken off in each train step, times the rate.

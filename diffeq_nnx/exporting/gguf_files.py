@@ -165,6 +165,8 @@ def _write_sentencepieces(
   messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
   proto = messages.ModelProto()
   for token, score, kind in pieces:
+    if kind == messages.ModelProto.SentencePiece.USER_DEFINED:  # llama.cpp writes its spaces as they are
+      token = token.replace(" ", "\u2581")
     proto.pieces.add(piece=token, score=score, type=kind)
   for key in ("bos", "eos"):
     if name := names.get(f"{key}_token"):

@@ -82,7 +82,7 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
   if form == "hf_code" or model.solver != "sequential":
     return layouts.OWN
   if model.field == "llama":
-    if model.block_shift or (model.qkv_bias and model.qk_norm):
+    if model.block_shift or (model.qkv_bias and model.qk_norm) or model.embed_dim % model.num_heads:
       return layouts.OWN
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
   problem = None
@@ -146,6 +146,8 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
 def _explain_own(stored: ModelConfig, form: str) -> str:
   """The note on a folder that has its own modeling file."""
   reason = "no Llama of transformers has a shift in its norms, or both biases and norms of queries and keys"
+  if stored.embed_dim % stored.num_heads:
+    reason = "the Llama of transformers requires a width that is a multiple of its number of heads"
   if stored.solver != "sequential":
     reason = "no architecture of transformers represents this model"
   elif form == "hf_code":

@@ -24,6 +24,7 @@ from diffeq_nnx.model.vector_fields import FIELDS, has_tied_head
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNUSED = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # tables saved by old versions
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # that transformers takes where a file names none
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 # Our key -> key in config.json, and its default in transformers.
@@ -199,7 +200,8 @@ def _model_config(kind: str, values: dict[str, Any], seq_len: int | None) -> Mod
     changes["dropout"] = float(dropout if dropout == values.get("embd_pdrop", 0.1) else 0)
   else:
     eps = values.get("rms_norm_eps", 1e-6)
-    kv_heads = heads if values.get("num_key_value_heads") is None else _size(values, "num_key_value_heads", heads)
+    said = {"num_key_value_heads": _KV_HEADS.get(kind), **values}
+    kv_heads = heads if said["num_key_value_heads"] is None else _size(said, "num_key_value_heads", heads)
     if heads % kv_heads:
       raise UserError(
         f"num_key_value_heads is {kv_heads}: must divide num_attention_heads, {heads}; restore config.json"

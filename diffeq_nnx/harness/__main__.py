@@ -34,6 +34,8 @@ def main() -> None:
   except (UserError, RunError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2 if isinstance(error, UserError) else 1)
+  finally:
+    distributed.finish()
 
 
 if __name__ == "__main__":

@@ -347,6 +347,7 @@ class DiffEqLM(TemplateLM):
       row_number = zlib.crc32(f"{repeats[asked]} {prompt}".encode())  # does not depend on the batch
       repeats[asked] += 1
       groups[options, until].append((number, ids[-room:], row_number))
+    distributed.require_same(list(groups.items()), "the questions")
     texts = [""] * len(requests)
     quiet = disable_tqdm or not distributed.is_main_process()
     with tqdm(total=len(requests), desc="texts generated", disable=quiet) as bar:

@@ -19,7 +19,7 @@ from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.inference.ready import ReadyModel, make_ready, one_device_mesh
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.parallel import sharding
+from diffeq_nnx.parallel import distributed, sharding
 
 LOGITS = 1 << 24  # limit of the logits that a device holds at a time
 UNSEEN = -1e30  # finite: a slot that sees nothing must not give a NaN
@@ -114,6 +114,7 @@ class Scorer:
     numbers: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
+    distributed.require_same(list(numbers), "the questions or texts")
     equal, previous = list(numbers.values()), None  # indices of equal requests
     rows = packing.make_rows(list(numbers), self._most_slots, self._share)
     for batch in packing.make_batches(rows, self._slots, self._rows):

@@ -80,8 +80,8 @@ class Decoder:
     Raises:
       UserError: a number of steps that the model has no weights for, or heads that `mesh` would cut.
     """
-    if mesh is not None and model.config.kv_heads % mesh.shape["tensor"]:
-      raise UserError(f"mesh.tensor={mesh.shape['tensor']}: must divide model.num_kv_heads={model.config.kv_heads}")
+    if mesh is not None:
+      sharding.check_model(model.config, mesh)
     ready = make_ready(model, num_steps, config=config, mesh=mesh, unrolled=True)
     if mesh is not None:
       ready = _place(model, dataclasses.replace(ready, mesh=sharding.without_fsdp(mesh)))

@@ -108,6 +108,7 @@ JOBS = {
     ),
     (("prompt", "prompts"),),
     "--workdir=runs/tiny --prompt='The river'",
+    prepare="runs.run:portable",
   ),
   "export": Job(
     "writes a folder that transformers or peft loads, or a StableHLO program",
@@ -115,6 +116,7 @@ JOBS = {
     ("out", "format", "num_steps", "base"),
     ("out",),
     "--workdir=runs/tiny --out=exported/tiny",
+    prepare="runs.run:portable",
     one_process=True,
   ),
   "import": Job(
@@ -132,6 +134,7 @@ JOBS = {
     "jobs.analyze:analyze",
     ("text", "position", "leading", "times", "num_steps"),
     example="--workdir=runs/tiny",
+    prepare="runs.run:portable",
     one_process=True,
   ),
   "harness": Job(
@@ -139,6 +142,7 @@ JOBS = {
     "jobs.harness:evaluate_downstream",
     ("baseline", "num_steps"),
     example="--workdir=runs/tiny",
+    prepare="runs.run:portable",
   ),
 }
 ALIASES = {"analyse": "analyze"}  # other spellings

@@ -76,6 +76,7 @@ def discretize(
   check_model(config.model, source.started.model)
   here = localize(config, source.started)
   mesh = source.mesh = sharding.make_mesh(here.mesh)
+  sharding.check_model(config.model, mesh)
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, source, workdir)
     corpus, tokenizer, params, identity = load_text(config, source), source.tokenizer, source.params, source.hash

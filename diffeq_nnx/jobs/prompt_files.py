@@ -63,8 +63,7 @@ class Answers:
     Raises:
       UserError: answers that other settings made, or processes that read different prompts.
     """
-    if len(set(distributed.exchange(self._identity["prompts"]))) > 1:
-      raise UserError("--prompts: the file differs between processes; give all hosts the same")
+    distributed.require_same(self._identity["prompts"], "--prompts: the lines")
     self._identity |= identity
     self._answers = {one["line"]: one for one in distributed.on_main_process(self._read_unfinished)}
     self._bar = tqdm(

@@ -227,6 +227,7 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
     **{f"--{name}": value for name, value in options.items()},
     **config_lib.flatten(config_lib.to_dict(config)),
   }
+  del facts["data.tokenizer"]  # which a moved run names by a path of this machine; `load_corpus` compares tokenizers
   reports = exchange(facts)
   for process, theirs in enumerate(reports):
     differing = [
@@ -241,6 +242,12 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
       )
 
 
+def require_same(value: Any, what: str) -> None:
+  """Raises UserError unless all processes have the same value, which `what` names in the plural; all must call it."""
+  if whoami()[1] > 1 and len(set(exchange(hashlib.sha256(repr(value).encode()).hexdigest()))) > 1:
+    raise UserError(f"{what} differ between processes; give all hosts the same files")
+
+
 def hash_code() -> str:
   """Computes a hash of the package's source files."""
   folder = pathlib.Path(__file__).parents[1]
@@ -253,8 +260,9 @@ def hash_code() -> str:
 class Preemption:
   """Whether the job was asked to end, by SIGTERM to any of its processes.
 
-  It is a context, outside of which SIGTERM ends a single process immediately. In a job of several processes the handler
-  of jax.distributed notes the signal at any time, and the first call of `reached` answers it.
+  It is a context, outside of which SIGTERM ends a single process immediately. In a job of several processes, or of one
+  in a cluster that was detected, the handler of jax.distributed notes the signal at any time, and the first call of
+  `reached` answers it.
   """
 
   def __init__(self) -> None:

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from diffeq_nnx.config import Config, MeshConfig
+from diffeq_nnx.config import Config, MeshConfig, ModelConfig
 from diffeq_nnx.errors import UserError
 
 MESH_AXES = ("slice", "data", "fsdp", "context", "tensor")
@@ -90,14 +90,10 @@ def check(config: Config, mesh: Mesh) -> None:
       f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
       f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.context or mesh.tensor"
     )
-  tensor, fsdp, model = mesh.shape["tensor"], mesh.shape["fsdp"], config.model
-  for key, value, by_key, by in (
-    ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
-    ("model.mlp_dim", model.hidden_dim, "tensor", tensor),
-    ("model.embed_dim", model.embed_dim, "fsdp", fsdp),
-  ):
-    if value % by:
-      raise UserError(f"mesh.{by_key}={by}: must divide {key}={value}")
+  model = config.model
+  check_model(model, mesh)
+  if model.embed_dim % (fsdp := mesh.shape["fsdp"]):
+    raise UserError(f"mesh.fsdp={fsdp}: must divide model.embed_dim={model.embed_dim}")
   context, chunks = mesh.shape["context"], config.train.loss_chunks
   if context > 1 and model.seq_len % (2 * context):
     raise UserError(f"mesh.context={context}: twice this must divide model.seq_len={model.seq_len}")
@@ -106,6 +102,14 @@ def check(config: Config, mesh: Mesh) -> None:
       f"train.loss_chunks={chunks}: must divide the {model.seq_len // context} positions of a sequence that a device "
       f"holds (mesh.context={context})"
     )
+
+
+def check_model(model: ModelConfig, mesh: Mesh) -> None:
+  """Raises UserError unless the mesh splits heads and hidden channels of a model evenly."""
+  tensor = mesh.shape["tensor"]
+  for key, value in (("model.num_kv_heads", model.kv_heads), ("model.mlp_dim", model.hidden_dim)):
+    if value % tensor:
+      raise UserError(f"mesh.tensor={tensor}: must divide {key}={value}")
 
 
 def describe(mesh: Mesh) -> str:

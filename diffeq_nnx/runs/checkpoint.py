@@ -212,7 +212,7 @@ class Checkpoints:
       raise RunError(
         f"the checkpoint of step {step} can be read by some processes only "
         f"({problem.removeprefix(_UNDAMAGED) or 'not by another'}); check that all hosts mount the work directory "
-        "alike, and start again"
+        f"alike, and start again; if this stays, move {os.path.join(self._folder, str(step))} away"
       ) from error
     if found.startswith(_UNDAMAGED):
       raise RunError(
@@ -240,6 +240,12 @@ class Checkpoints:
     files.move_folder(os.path.join(self._folder, str(step)), target)
     say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; the one before takes its place")
 
+  def _list_finished(self) -> list[int]:
+    """Steps of finished checkpoints. In a bucket, where nothing can be renamed, orbax marks them by a file."""
+    mark = lambda name: os.path.join(self._folder, name, "commit_success.txt")
+    names = _numbered(self._folder)
+    return sorted(int(name) for name in names if not files.is_url(self._folder) or files.exists(mark(name)))
+
   def close(self) -> None:
     """Waits for the current save.
 
@@ -258,7 +264,9 @@ class Checkpoints:
     except Exception as error:
       if distributed.is_process_death(error):
         raise
-      kept = sorted(map(int, _numbered(self._folder)))
+      kept: list[int] = []
+      with contextlib.suppress(OSError):
+        kept = self._list_finished()
       raise RunError(
         f"could not {what} ({type(error).__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"

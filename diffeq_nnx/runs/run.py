@@ -38,8 +38,7 @@ class Run:
 
     Args:
       workdir: the run's directory.
-      config: the run's, changed; None: unchanged. Mesh and attention are those of `portable` unless it has others than
-        the run's own.
+      config: the run's, changed; None: that of `portable`.
       mesh: of the devices that hold the model; None: that of the config.
       flag: what errors call the directory.
 
@@ -50,7 +49,7 @@ class Run:
       started = workdir_lib.config_of(workdir, flag)
       if config is not None:
         workdir_lib.require(workdir, config, flag=flag)
-    run = cls(workdir, started, localize(config or started, started), flag)
+    run = cls(workdir, started, config or portable(started), flag)
     if mesh is not None:
       run.mesh = mesh
     return run
@@ -109,8 +108,10 @@ class Run:
 
   @functools.cached_property
   def mesh(self) -> Mesh:
-    """Of the devices that hold the model."""
-    return sharding.make_mesh(self.config.mesh)
+    """Of the devices that hold the model. Raises UserError where it would cut a head."""
+    mesh = sharding.make_mesh(self.config.mesh)
+    sharding.check_model(self.config.model, mesh)
+    return mesh
 
   @functools.cached_property
   def _newest(self) -> tuple[Params, int]:

@@ -59,6 +59,8 @@ class Evaluator:
       if stop():
         return {}
       found.append(self._step(params, weights, batch))
+    if not found:
+      raise UserError("data.validation: the text has no token to predict; name a longer one")
     total, tokens = (sum(map(float, column)) for column in zip(*jax.device_get(found)))  # float32 counts to 2^24
     if not tokens:
       raise UserError(

@@ -103,12 +103,16 @@ def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> flo
   counts = list_num_steps(config)
   # with self-distillation the train step of the second largest number computes the largest too
   most = counts[1] if config.train.self_distillation and len(counts) > 1 else counts[0]
+  step, fits = make_train_step(config, mesh), True
   try:
-    step = make_train_step(config, mesh)
     compiled = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), most, teacher).compile()
     memory = compiled.memory_analysis()
-    if memory and memory.peak_memory_in_bytes > (1 - SPARE) * memory_limit(mesh.local_devices[0]):
-      return None
+    fits = not memory or memory.peak_memory_in_bytes <= (1 - SPARE) * memory_limit(mesh.local_devices[0])
+  except jax.errors.JaxRuntimeError as error:
+    fits = _is_not_exhausted(error)
+  if not all(distributed.exchange(fits)):  # all processes run the step, or none
+    return None
+  try:
     state = jax.jit(init_state, static_argnums=0, out_shardings=state_shardings(config, mesh))(config)
     batch = jax.jit(lambda: _random_batch(config), out_shardings=sharding.batch_sharding(mesh))()
     seconds = []
@@ -119,9 +123,14 @@ def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> flo
       seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
   except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" in str(error):
-      return None
-    raise
+    return _is_not_exhausted(error, alone=distributed.whoami()[1] == 1) or None
+
+
+def _is_not_exhausted(error: jax.errors.JaxRuntimeError, alone: bool = True) -> bool:
+  """Returns False where a device lacks memory; raises other errors, and this one where other processes would wait."""
+  if not alone or "RESOURCE_EXHAUSTED" not in str(error):
+    raise error
+  return False
 
 
 def memory_limit(device: jax.Device) -> float:

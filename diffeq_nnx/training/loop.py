@@ -80,12 +80,14 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         distributed.Preemption() as preemption,
         goodput.watched(),
       ):
-        return _loop(
+        values = _loop(
           _Run(
             config, mesh, corpus, share, batches, start, position, checkpoints, report, preemption, goodput, teacher
           ),
           state,
         )
+      with distributed.sync_errors():  # no process leaves while process 0 still writes its report
+        return values
     except Diverged as error:
       raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
     except OSError as error:
