@@ -112,6 +112,11 @@ UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7), "num_steps": 2}
       "hf",
       {"field": "llama", "norm_shift": True, "qkv_bias": True, "qk_norm": True, "head_dim": 10, "rope": ROPE, **PLAIN},
     ),
+    (
+      "a multiple of its number of heads",
+      "hf",
+      {"field": "llama", "num_heads": 5, "num_kv_heads": 1, "head_dim": 4, **PLAIN},
+    ),
     ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False, **PLAIN}),
     ("no architecture", "hf", {"field": "gpt", "solver": "rk4", **UNEVEN}),
     ("no architecture", "hf", {"field": "llama", "solver": "strang", "tied_head": True, **UNEVEN}),
