@@ -208,6 +208,11 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
     return open_entry(prepared_before=True)
   try:
     preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
+  except UserError:
+    with contextlib.suppress(UserError):  # of a source that can't be read now, whose finished work stays
+      if dataclasses.replace(recipe).record != recipe.record:  # the text changed, and the work is of no use
+        files.remove(folder)
+    raise
   except OSError as error:  # those of the sources are UserErrors by now
     raise UserError(
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
