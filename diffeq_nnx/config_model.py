@@ -178,7 +178,7 @@ class ModelConfig(Section, prefix="model."):
     if self.step_sizes:
       if self.horizon is not None:
         raise UserError("model.step_sizes: they add up to the horizon; leave model.horizon at None, or this at ()")
-      least = SMALLEST_STEP * math.fsum(self.step_sizes)
+      least = SMALLEST_STEP * sum(self.step_sizes)
       if len(self.step_sizes) != self.num_steps or not all(least < size < math.inf for size in self.step_sizes):
         raise UserError(
           f"model.step_sizes={self.step_sizes}: must be model.num_steps={self.num_steps} numbers, each above "

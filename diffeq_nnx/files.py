@@ -7,7 +7,7 @@ folder is incomplete without it. Libraries that know local files only are given 
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import errno
 import hashlib
@@ -109,7 +109,7 @@ def read(path: str) -> bytes:
 
 
 def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes | Exception]:
-  """Reads ranges of bytes of files on disks and in buckets of one cloud, and returns an error in place of its bytes.
+  """Reads ranges of bytes of files on disks and in buckets, and returns an error in place of its bytes.
 
   A range is a path, the first byte and the last one plus 1.
   """
@@ -230,6 +230,7 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
     os.makedirs(temporary)
     yield temporary
     if mounted:
+      remove(os.path.join(path, last))
       for name in sorted(os.listdir(temporary), key=lambda name: name == last):
         remove(os.path.join(path, name))
         os.replace(os.path.join(temporary, name), os.path.join(path, name))
@@ -250,11 +251,14 @@ def make_place_to_build(path: str, cache: str) -> str:
   return place
 
 
-def publish(place: str, path: str, last: str) -> None:
-  """Copies what was built to its bucket if the file named `last` is there, and removes the local folder."""
+def publish(place: str, path: str, last: str, replaces: Callable[[str], bool]) -> None:
+  """Copies what was built to its bucket if the file named `last` is there, and removes the local folder.
+
+  Other files of the bucket whose names `replaces` holds for are removed.
+  """
   if place != path:
     if exists(os.path.join(place, last)):
-      _copy_folder(place, path, last)
+      _copy_folder(place, path, last, replaces)
     remove(place)
 
 
@@ -263,8 +267,8 @@ def _list_files(folder: str) -> list[str]:
   return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
 
 
-def _copy_folder(folder: str, path: str, last: str) -> None:
-  """Copies a local folder to a bucket, and removes other files there.
+def _copy_folder(folder: str, path: str, last: str, replaces: Callable[[str], bool] = lambda name: True) -> None:
+  """Copies a local folder to a bucket, and removes other files there whose names `replaces` holds for.
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
@@ -275,7 +279,7 @@ def _copy_folder(folder: str, path: str, last: str) -> None:
     there = {os.path.relpath(name, root) for name in fs.find(root)} if fs.exists(root) else set()
     if last in there and fs.cat_file(place(last)) != pathlib.Path(folder, last).read_bytes():
       fs.rm(place(last))
-    for name in there - set(names):
+    for name in filter(replaces, there - set(names)):
       fs.rm(place(name))
     fs.put([os.path.join(folder, name) for name in early], list(map(place, early)), batch_size=TRANSFERS)
     if last in names:

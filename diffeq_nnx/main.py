@@ -121,7 +121,8 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.runs.run import Run
 
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
-    workdir.check_place(flag.value or "", flag.name)
+    if flag.value:
+      workdir.check_place(flag.value, flag.name)
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR

@@ -86,7 +86,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   arguments += settings("train.steps=4 optimizer.name=adamw data.tokenizer=bytes model.vocab_size=257")
   arguments += settings(f"data.source=text:docs/*.md eval.max_batches=1 data.cache_dir={tmp_path}/cache")
   compare.main(arguments)
-  with pytest.raises(UserError, match="was trained with other keys of optimizer or train"):
+  with pytest.raises(UserError, match="was trained with other keys of optimizer, train or eval"):
     compare.main([*arguments, "--set=optimizer.b2=0.5"])
   *_, first, second, _, head, _, curve, other_curve = capsys.readouterr().out.strip().splitlines()
   rows = read_table([first, second])

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data.corpus import SAME_MARKS, Mixture
+from diffeq_nnx.data.corpus import SAME_MARKS, Corpus, Mixture
 from diffeq_nnx.data.documents import FIRST, NOT_COUNTED, read_ids
 from diffeq_nnx.data.rows import Rows
 from diffeq_nnx.data.shards import Split
-from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,14 +62,17 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
   return len(shares) - 1, index
 
 
-def choose_document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+def choose_document_end(config: DataConfig, corpus: Corpus) -> int | None:
   """Returns the end mark at which `find_documents` separates documents, or None if `attend_across_documents` is set.
 
-  Raises UserError if documents begin and end with the same mark, by which those of plain text are found.
+  Raises UserError if documents begin and end with the same mark, and are of plain text in packed rows, where marks alone
+  tell them apart.
   """
   if config.attend_across_documents:
     return None
-  if tokenizer.bos_id == tokenizer.eos_id and config.records == "text" and config.rows == "packed":
+  tokenizer, splits = corpus.tokenizer, (*corpus.train.splits, corpus.validation)
+  by_marks = any(not split.masked and split.padding is None for split in splits)
+  if by_marks and tokenizer.bos_id == tokenizer.eos_id:
     raise UserError(f"data.attend_across_documents=False: {SAME_MARKS}, or data.attend_across_documents=True")
   return tokenizer.eos_id
 

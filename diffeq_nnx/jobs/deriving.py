@@ -126,7 +126,7 @@ def make_batches(config: Config, corpus: Corpus, tokens: int) -> list[dict[str, 
     batch_size=rows,
     seed=config.seed,
     rows=share.rows,
-    eos_id=data.choose_document_end(config.data, corpus.tokenizer),
+    eos_id=data.choose_document_end(config.data, corpus),
   )
   return [share.place(found[number]) for number in range(PARTS)]
 

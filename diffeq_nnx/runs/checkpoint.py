@@ -157,7 +157,7 @@ class Checkpoints:
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
         problem = _describe(error)
-      problem = self._find_problem(step, problem)
+      problem = self._find_problem(step, problem, os.path.join(self._folder, str(step)))
       if not problem:
         return items, step
       if self._read_only:
@@ -191,7 +191,7 @@ class Checkpoints:
         frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN_FOLDER), abstract)
     except Exception as error:  # as above
       problem = _describe(error)
-    problem = self._find_problem(0, problem)
+    problem = self._find_problem(0, problem, os.path.join(self._workdir, FROZEN_FOLDER))
     if problem:
       raise UserError(
         f"workdir={self._workdir}: {FROZEN_FOLDER}, the parameters that don't learn, can't be read ({problem}); "
@@ -199,8 +199,8 @@ class Checkpoints:
       )
     return frozen
 
-  def _find_problem(self, step: int, problem: str) -> str:
-    """The first process's problem with a checkpoint that is damaged, or "".
+  def _find_problem(self, step: int, problem: str, folder: str) -> str:
+    """The first process's problem with a checkpoint in a folder that is damaged, or "".
 
     Raises:
       RunError: the problem is none of the checkpoint's, or only some processes have one: those without still wait for
@@ -212,7 +212,7 @@ class Checkpoints:
       raise RunError(
         f"the checkpoint of step {step} can be read by some processes only "
         f"({problem.removeprefix(_UNDAMAGED) or 'not by another'}); check that all hosts mount the work directory "
-        f"alike, and start again; if this stays, move {os.path.join(self._folder, str(step))} away"
+        f"alike, and start again; if this stays, {folder} is damaged: move it away"
       ) from error
     if found.startswith(_UNDAMAGED):
       raise RunError(

@@ -24,7 +24,7 @@ class Run:
   Attributes:
     workdir: its directory.
     started: the config that it was started with.
-    config: that of `open`, with this machine's mesh and attention.
+    config: that of `open`.
   """
 
   def __init__(self, workdir: str, started: Config, config: Config, flag: str = "workdir"):

@@ -23,7 +23,7 @@ class Evaluator:
     own = config.model.num_steps if config.eval.num_steps is None else config.eval.num_steps
     self.num_steps = own if num_steps is None else num_steps
     self._config, self._split = config, corpus.validation
-    self._eos_id = data.choose_document_end(config.data, corpus.tokenizer)
+    self._eos_id = data.choose_document_end(config.data, corpus)
     self._generate = make_generate(config, self.num_steps)
     self._step = make_eval_step(config, mesh)
     shards = sharding.num_shards("batch", mesh.shape)

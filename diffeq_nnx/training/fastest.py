@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import list_num_steps
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.kernels import attention
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -109,7 +109,8 @@ def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> flo
     memory = compiled.memory_analysis()
     fits = not memory or memory.peak_memory_in_bytes <= (1 - SPARE) * memory_limit(mesh.local_devices[0])
   except jax.errors.JaxRuntimeError as error:
-    fits = _is_not_exhausted(error)
+    _require_exhausted(error)
+    fits = False
   if not all(distributed.exchange(fits)):  # all processes run the step, or none
     return None
   try:
@@ -123,14 +124,19 @@ def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> flo
       seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
   except jax.errors.JaxRuntimeError as error:
-    return _is_not_exhausted(error, alone=distributed.whoami()[1] == 1) or None
+    _require_exhausted(error)
+    if distributed.whoami()[1] > 1:  # of which others may wait for this one
+      choice = _format_choice((config.train.remat, config.train.device_batch_size))
+      raise RunError(
+        f"{choice}: takes more memory than the compiler said; name smaller values in their place"
+      ) from error
+    return None
 
 
-def _is_not_exhausted(error: jax.errors.JaxRuntimeError, alone: bool = True) -> bool:
-  """Returns False where a device lacks memory; raises other errors, and this one where other processes would wait."""
-  if not alone or "RESOURCE_EXHAUSTED" not in str(error):
+def _require_exhausted(error: jax.errors.JaxRuntimeError) -> None:
+  """Raises an error again unless it says that a device lacks memory."""
+  if "RESOURCE_EXHAUSTED" not in str(error):
     raise error
-  return False
 
 
 def memory_limit(device: jax.Device) -> float:

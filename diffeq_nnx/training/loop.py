@@ -112,7 +112,7 @@ def batch_iterator(
     seed=config.seed,
     rows=share.rows,
     start=windows,
-    eos_id=data.choose_document_end(config.data, corpus.tokenizer),
+    eos_id=data.choose_document_end(config.data, corpus),
   )
   iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
   iterator.start_prefetch()  # the first batches of shards in a bucket take a second

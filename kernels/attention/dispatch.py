@@ -84,7 +84,7 @@ def _what_the_gpu_kernel_lacks(dtype: Any, head_dim: int, here: bool) -> str | N
   if jax.__version_info__ < (0, 11, 2):
     return f"needs jax 0.11.2 on a GPU; this is {jax.__version__}"
   if here and not 9 <= _capability() < 10:
-    return f"needs a Hopper GPU, compute capability 9; this GPU's is {_capability()}"
+    return f"needs a Hopper GPU, compute capability 9; this GPU's is {_capability() or 'none'}"
   if dtype != jnp.bfloat16:
     return f"has no dtype {jnp.dtype(dtype)} on a GPU"
   return f"has no head width {head_dim} on a GPU" if head_dim > GPU_KERNEL_HEAD_DIM else None

@@ -78,15 +78,12 @@ Losses = dict[int, float]  # of validation, by number of solver steps
 def run(args: argparse.Namespace, recipe: str, seed: int) -> Losses:
   """Trains and evaluates one run, or reads its result."""
   workdir = os.path.join(args.workdir, f"{recipe}_seed{seed}")
-  if recipe in CONTINUED:
-    make = lambda: _make_continuous(args, recipe, seed, workdir)
-  else:
-    made = config_lib.load(args.config, [*RECIPES[recipe], *args.set, f"seed={seed}"])
-    tables.require_config(workdir, made)
-    make = lambda: made
+  source = CONTINUED[recipe][0] if recipe in CONTINUED else recipe
+  own = config_lib.load(args.config, [*RECIPES[source], *args.set, f"seed={seed}"])
+  tables.require_config(os.path.join(args.workdir, f"{source}_seed{seed}"), own)
 
   def train_and_evaluate() -> Losses:
-    config = make()
+    config = _make_continuous(args, recipe, seed, workdir) if recipe in CONTINUED else own
     finite = math.isfinite(train_to_end(config, workdir))
     return evaluate(config, workdir) if finite else dict.fromkeys(COUNTS, math.inf)
 

@@ -62,7 +62,7 @@ def copy_unranked(workdir: str, place: str) -> None:
   """Copies a run, without an order of its layers, unless that is done."""
   if not workdir_lib.holds_run(place):
     with files.replacing_folder(place, RUN_FILE) as part:
-      shutil.copytree(workdir, part, dirs_exist_ok=True)
+      shutil.copytree(files.absolute(workdir), part, dirs_exist_ok=True)
       workdir_lib.set_depth_order(part, ())
 
 
@@ -172,8 +172,11 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
   asked = None if elastic or recipe in OF_ONE_DEPTH else num_steps
   config = read_config(args, source, settings)
-  if elastic and workdir_lib.holds_run(workdir) and Run.open(workdir).started.train.step_counts != depths:
-    raise UserError(f"--depths={args.depths}: {workdir} was trained at others; give another --out")
+  if workdir_lib.holds_run(workdir):
+    known = Run.open(workdir).started
+    learning = lambda one: (one.optimizer, one.eval.every, one.train.steps, one.train.batch_size)
+    if learning(known) != learning(config) or elastic and known.train.step_counts != depths:
+      raise UserError(f"{workdir}: was trained with other --points, --depths or keys of training; give another --out")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
   tables.check_finished(workdir, max(args.points))
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
@@ -206,7 +209,9 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := {*getattr(args, name)} - {*known}:
       parser.error(f"--{name}={','.join(sorted(unknown))}: choose from {', '.join(known)}")
   ordered = bool(Run.open(args.workdir).started.model.depth_order)  # by which all recipes would choose their layers
-  tables.require_settings(args.out, {name: getattr(args, name) for name in ("workdir", "set", "points")})
+  of_training = ("train.", "optimizer.", "checkpoint.", "eval.every=")  # which `heal` compares
+  settings = sorted(one for one in args.set if not one.startswith(of_training))
+  tables.require_settings(args.out, {"workdir": args.workdir, "set": settings})
   if ordered:
     copy_unranked(args.workdir, os.path.join(args.out, "whole"))
     args.workdir = os.path.join(args.out, "whole")

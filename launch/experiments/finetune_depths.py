@@ -11,6 +11,7 @@ runs are not repeated, so the same command continues after an interruption.
 """
 
 import argparse
+import dataclasses
 import glob
 import os
 import statistics
@@ -34,7 +35,9 @@ def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> 
   name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   if workdir_lib.holds_run(workdir):
-    settings = lambda config: (config.optimizer, config.train.steps, config.train.batch_size, config.seed)
+    evaluation = lambda config: dataclasses.replace(config.eval, num_steps=None)
+    training = lambda config: (config.optimizer, config.train.steps, config.train.batch_size, config.seed)
+    settings = lambda config: (*training(config), evaluation(config))
     if settings(Run.open(workdir).started) != settings(config):
       raise UserError(f"--workdir={args.workdir}: {name} was trained with other settings; name another")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)

@@ -45,9 +45,9 @@ def require_config(workdir: str, config: Config) -> None:
   if workdir_lib.holds_run(workdir):
     workdir_lib.require(workdir, config)
     started = Run.open(workdir).started
-    if (started.optimizer, started.train) != (config.optimizer, config.train):
+    if any(getattr(started, name) != getattr(config, name) for name in ("optimizer", "train", "eval")):
       raise UserError(
-        f"{workdir}: was trained with other keys of optimizer or train; name another folder, or remove it"
+        f"{workdir}: was trained with other keys of optimizer, train or eval; name another folder, or remove it"
       )
 
 

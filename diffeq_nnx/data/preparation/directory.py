@@ -52,11 +52,21 @@ def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
     os.close(descriptor)
 
 
-def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[str, Any] | None:
+def is_ours(name: str) -> bool:
+  """Whether a file in a directory is of prepared shards."""
+  return _OURS.fullmatch(name) is not None
+
+
+def is_begun(directory: str) -> bool:
+  """Whether a directory holds unfinished work."""
+  return files.is_folder(os.path.join(directory, UNFINISHED))
+
+
+def open_complete(directory: str, recipe: dict[str, Any], label: str, begun: bool) -> dict[str, Any] | None:
   """Returns the manifest of a complete directory; otherwise removes it and returns None.
 
-  Raises UserError if the directory is prepared from another recipe, or was never prepared and holds other files.
-  Hidden files, as those of a repository, may always be there.
+  Raises UserError if the directory is prepared from another recipe; or if it has no manifest that can be read and was
+  not `begun`, and holds other files. Hidden files, as those of a repository, may always be there.
   """
   manifest = problem = None
   try:
@@ -68,9 +78,9 @@ def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[st
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
   else:
-    there = sorted(files.list_sizes(directory))
-    foreign = [name for name in there if not (_OURS.fullmatch(name) or name.startswith("."))]
-    if foreign and UNFINISHED not in there:
+    names = sorted(files.list_sizes(directory))
+    foreign = [name for name in names if not (is_ours(name) or name.startswith("."))]
+    if foreign and not begun:
       raise UserError(
         f"{label}: holds {foreign[0]}, which is no part of prepared shards; name an empty or a new directory"
       )
@@ -79,7 +89,7 @@ def open_complete(directory: str, recipe: dict[str, Any], label: str) -> dict[st
   if problem is not None:
     logging.warning("%s; preparing it again", problem)
     files.remove(os.path.join(directory, shards.MANIFEST))
-  _remove_unfinished(directory)
+  remove_unfinished(directory)
   return manifest if problem is None else None
 
 
@@ -114,7 +124,7 @@ def claim(directory: str, work: Any, label: str) -> str:
   folder = os.path.join(unfinished, hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest())
   if os.path.exists(unfinished) and os.listdir(unfinished) != [os.path.basename(folder)]:
     logging.warning("%s: its unfinished work is of another recipe, version or other files; starting anew", label)
-    _remove_unfinished(directory)
+    remove_unfinished(directory)
   os.makedirs(folder, exist_ok=True)
   return folder
 
@@ -127,13 +137,14 @@ def finish(directory: str, unfinished: str, manifest: dict[str, Any]) -> None:
     os.replace(os.path.join(unfinished, name), os.path.join(directory, name))
   ours = {*names, UNFINISHED, *(shard["file"] for split in manifest["splits"].values() for shard in split["shards"])}
   for other in set(os.listdir(directory)) - ours:
-    if _OURS.fullmatch(other):  # of an earlier state of the files, or of a process that was killed while it wrote
+    if is_ours(other):  # of an earlier state of the files, or of a process that was killed while it wrote
       files.remove(os.path.join(directory, other))
   files.write_json(os.path.join(directory, shards.MANIFEST), manifest)
-  _remove_unfinished(directory)
+  remove_unfinished(directory)
 
 
-def _remove_unfinished(directory: str) -> None:
+def remove_unfinished(directory: str) -> None:
+  """Removes the unfinished work in a directory."""
   for folder in glob.glob(os.path.join(glob.escape(directory), UNFINISHED, "*")):
     os.rename(folder, f"{folder}.removed")  # so that half of it is never taken for work
   shutil.rmtree(os.path.join(directory, UNFINISHED), ignore_errors=True)

@@ -17,7 +17,15 @@ from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.data.preparation import workers
-from diffeq_nnx.data.preparation.directory import claim, finish, lock, open_complete
+from diffeq_nnx.data.preparation.directory import (
+  claim,
+  finish,
+  is_begun,
+  is_ours,
+  lock,
+  open_complete,
+  remove_unfinished,
+)
 from diffeq_nnx.data.preparation.tokenizing import choose_dtype, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -140,14 +148,16 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   place = files.make_place_to_build(directory, recipe.config.cache_dir)
   with lock(place, label, wait):
     places = dict.fromkeys((directory, place))  # two if the first is in a bucket
-    manifest = next(filter(None, (open_complete(one, recipe.record, label) for one in places)), None)
+    begun = any(map(is_begun, places))
+    manifest = next(filter(None, (open_complete(one, recipe.record, label, begun) for one in places)), None)
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _write_shards(place, unfinished, recipe, num_processes)
       if dataclasses.replace(recipe).record != recipe.record:
+        remove_unfinished(place)  # which is of neither state of the files
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
-    files.publish(place, directory, shards.MANIFEST)
+    files.publish(place, directory, shards.MANIFEST, is_ours)
   return manifest
 
 
