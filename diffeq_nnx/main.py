@@ -1,6 +1,7 @@
 """The command line: python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 from collections.abc import Sequence
+import io
 import os
 import re
 import sys
@@ -248,7 +249,7 @@ def fail(error: BaseException, code: int) -> int:
   if not alike or process == 0:
     prefix = "" if alike else f"process {process}: "
     print(f"error: {prefix}" + printable(" ".join(str(error).split())), file=sys.stderr, flush=True)
-  if distributed and count > 1:
+  if distributed:
     distributed.finish()
     if not alike:
       os._exit(code)
@@ -281,6 +282,8 @@ def _program(argv: list[str]) -> int:
 
   The row "the disk is full" of launch/faults.py wants the line to be the last.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have characters that its encoding lacks
+    sys.stdout.reconfigure(errors="backslashreplace")
   code = main(argv)
   if code == 1:
     sys.stdout.flush()

@@ -69,15 +69,12 @@ require_count() {
 
 # require_program SUBCOMMAND: checks that start and keep, and no other subcommand, have the program's arguments.
 require_program() {
-  local flag
   if [[ $1 != start && $1 != keep ]]; then
     [ ${#program[@]} -eq 0 ] || mistake "${program[0]}: $1 takes none of the program's arguments"
     return
   fi
-  for flag in --config --workdir; do
-    [[ " ${program[*]-}" == *" $flag="* ]] ||
-      mistake "$flag: missing; write the program's arguments after --, -- --config=... --workdir=..."
-  done
+  [[ " ${program[*]-}" == *" --workdir="* ]] ||
+    mistake "--workdir: missing; write the program's arguments after --, -- --config=... --workdir=..."
 }
 
 # require_tool NAME WHAT: checks that it is installed, except in a dry run.

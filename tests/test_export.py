@@ -130,6 +130,8 @@ def test_our_own_modeling_file_holds_what_no_class_of_transformers_does(note, fo
   (found,) = result["notes"]
   assert result["trust_remote_code"] and note in found and "trust_remote_code" in found
   assert result["logit_difference"] < 1e-5
+  modes = {os.stat(tmp_path / "out" / name).st_mode for name in ("config.json", "model.safetensors")}
+  assert len(modes) == 1  # whoever may read one may read the other
   loaded = load(result)
   assert type(loaded).__module__.startswith("transformers_modules")
   np.testing.assert_allclose(torch_logits(loaded), stored_logits(diffeq_nnx.discretize(model)), rtol=0, atol=1e-5)

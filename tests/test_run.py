@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+import types
 
 from flax import nnx
 import jax
@@ -19,6 +20,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import CheckpointConfig
+from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, portable
@@ -221,6 +223,22 @@ def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys
   record = json.loads((workdir / "run.json").read_text())
   (workdir / "run.json").write_text(json.dumps({**record, "tokenizer_hash": "0" * 64}))
   assert "the tokenizer is 000000000000 there and" in told(lambda: train(config, str(workdir)))
+
+
+def test_a_second_training_in_one_directory_is_refused(finished):
+  config, workdir = finished
+  with lock(str(workdir), "here"):
+    assert "another process trains there; wait for it, or stop it" in told(lambda: train(config, str(workdir)))
+
+
+def test_a_run_goes_on_where_weights_and_biases_is_lost(tmp_path, capfd):
+  lost = types.SimpleNamespace(log=lambda *_, **__: os.close(-1), finish=lambda: os.close(-1))
+  with Reporter(str(tmp_path), 0, 4) as report:
+    report._wandb = lost
+    for step in (1, 2):
+      report.validation(step, {"loss": 1.0, "perplexity": 2.7, "bits_per_byte": 1.0, "tokens": 9})
+  assert len(read_metrics(str(tmp_path), "validation")) == 2
+  assert capfd.readouterr().err.count("report.wandb: is lost") == 1
 
 
 def test_an_attention_that_this_backend_lacks_is_told(finished):

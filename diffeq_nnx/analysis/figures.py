@@ -23,7 +23,8 @@ def sections(found: Findings) -> list[Section]:
       "Eigenvalues of the products of weight matrices that act on the state. The query-key product of a head scores "
       "pairs of tokens, and its output-value product is what an attended token adds to the state. Positive "
       "eigenvalues mean that tokens attend to similar tokens and that the attended token is copied. Normalization, "
-      "biases, rotary positions, gates and the step size dt are not included. In small models that this project "
+      "biases, rotary positions, gates, the factor 1/sqrt(head width) and the step size dt are not included, nor the "
+      "eigenvalues that are 0 since a head is narrower than the state. In small models that this project "
       "trained, output-value eigenvalues grew with depth in a GPT alone; in a DiffEqFormer they were largest in the "
       "first step, against the paper's claim (docs/evidence/claims.md).",
       [real_parts(found), magnitudes(found), positive_shares(found), induction(found), spectra_table(found)],
@@ -85,7 +86,8 @@ def magnitudes(found: Findings) -> Chart:
   return Chart(
     "spectra_magnitude",
     "Magnitudes of the eigenvalues",
-    "Over all heads. Dashed, where weights are generated: also at times between those that the solver visits.",
+    "Over all heads. Dashed, where weights are generated: W(t), also at times between those that the solver visits. "
+    "Where model.time.weights_at is mean, solid lines are of the means of W(t) over the steps.",
     panels,
   )
 
@@ -147,7 +149,7 @@ def colored_texts(found: Findings) -> list[ColoredText]:
   n = found.position
 
   def color(name: str, title: str, caption: str, values: np.ndarray, label: str, diverging: bool = False):
-    caption += f" The framed token itself has no color: {values[n]:.3g}."
+    caption += f" The framed token itself has no color: {values[n]:.3g}." if n else ""
     return ColoredText(name, title, caption, found.pieces[: n + 1], values, label, diverging, n, n == 0)
 
   return [
@@ -233,7 +235,7 @@ def spectra_table(found: Findings) -> Table:
 
 def depth(found: Findings) -> Chart:
   """The distances between the model's states over depth, with its own weights and with those of one step."""
-  at = np.concatenate([[0.0], np.cumsum(found.grid[1]) / found.grid[1].sum()])
+  at = np.concatenate([[0.0], found.grid[2]])
   panels = []
   for index, title in enumerate(("mean distance of pairs", "fraction of clustered pairs")):
     curves = {label: values[index] for label, values in (found.depth or {}).items()}

@@ -28,7 +28,8 @@ class Findings:
   pieces: tuple[str, ...]  # the tokens' texts, [L]
   tokens: np.ndarray  # [L]
   position: int  # n
-  grid: tuple[np.ndarray, np.ndarray]  # times [S] of the weights at the first node of the steps, and dts [S]
+  # times of the weights at the first node of the steps, dts, and the times at which the steps end, [S] each
+  grid: tuple[np.ndarray, np.ndarray, np.ndarray]
   spectra: Spectra  # at the model's times, or at the requested ones
   between: Spectra | None  # of the heads at the steps and at times between; None where weights are stored or shared
   prefix_matching: np.ndarray | None  # [S, H], `attention.prefix_matching`; None where there are too few positions
@@ -54,6 +55,7 @@ class Findings:
       "position": np.array(self.position),
       "times": self.grid[0],
       "dts": self.grid[1],
+      "ends": self.grid[2],
       "spectra_times": self.spectra.times,
       "exponents_exact": self.exact,
       "exponents_per_token": self.per_token,
@@ -129,7 +131,11 @@ def find(
     tuple(pieces),
     tokens_L,
     position,
-    (analyzed.times.times_U[analyzed.times.index_SxN[:, 0]], np.asarray(analyzed.grid.dts)),
+    (
+      analyzed.times.times_U[analyzed.times.index_SxN[:, 0]],
+      np.asarray(analyzed.grid.dts),
+      np.asarray(analyzed.grid.edges)[np.asarray(analyzed.grid.kept_S) + 1],
+    ),
     found,
     between,
     attention.prefix_matching(analyzed, half) if half >= 2 else None,

@@ -120,7 +120,8 @@ def distances(model: Model, tokens_L: Sequence[int], num_steps: Sequence[int], f
   `flow` is what `integrate` gave for this model and text. Steps are of one size; none is left out. Raises UserError as
   `Model.grid` and `AnalyzedModel.check_tokens`, and RunError if a state is not finite.
   """
-  model = build(dataclasses.replace(model.config, depth_order=()), params_of(model))
+  even = dataclasses.replace(model.config, depth_order=(), step_sizes=(), horizon=model.config.total_time)
+  model = build(even, params_of(model))
   states = [AnalyzedModel(model, n).observe(tokens_L).states[-1] for n in num_steps]
   size = np.linalg.norm(flow.state_1xLxD)
   return np.array([np.linalg.norm(np.asarray(state) - flow.state_1xLxD) / size for state in states])

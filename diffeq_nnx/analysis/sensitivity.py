@@ -57,8 +57,8 @@ def exponents(
 
   Returns:
     Exponents [position + 1, r], the largest first: natural logarithms of growth from t = 0 to 1. Later tokens have no
-    influence. -inf stands for a singular value of 0, and in the exact form also for one below eps sqrt(D) of the
-    largest, which the dtype can't distinguish from 0.
+    influence. -inf stands for a singular value of 0, and for one below eps sqrt(D) of the largest, which the dtype
+    of the product can't distinguish from 0.
 
   Raises:
     UserError: no tokens, ids that the model lacks, a position or number of exponents out of range.

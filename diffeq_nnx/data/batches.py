@@ -65,7 +65,7 @@ def take_turns(index: int, shares: Sequence[int]) -> tuple[int, int]:
 def choose_document_end(config: DataConfig, corpus: Corpus) -> int | None:
   """Returns the end mark at which `find_documents` separates documents, or None if `attend_across_documents` is set.
 
-  Raises UserError if documents begin and end with the same mark, and are of plain text in packed rows, where marks alone
+  Raises UserError if documents begin and end with the same mark, and are plain text in packed rows: there marks alone
   tell them apart.
   """
   if config.attend_across_documents:

@@ -10,7 +10,7 @@ from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.parallel.console import say
 
 
-def _count_steps_before_drawing(config: Config) -> float:
+def count_steps_before_drawing(config: Config) -> float:
   """How many train steps use the model's own number of solver steps before numbers are drawn.
 
   A run that is trained further, with the length of its schedule fixed, goes on drawing.
@@ -23,7 +23,7 @@ def draw_num_steps(config: Config, step: int) -> int:
   train = config.train
   if train.step_schedule:
     return train.step_counts[bisect.bisect_right(train.step_schedule, step)]
-  if not train.step_counts or step < _count_steps_before_drawing(config):
+  if not train.step_counts or step < count_steps_before_drawing(config):
     return config.model.num_steps
   return int(np.random.default_rng((config.seed, step)).choice(train.step_counts))
 
@@ -64,7 +64,7 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   if changes := config.train.step_schedule:
     trained = {draw_num_steps(config, number) for number in (0, *changes) if number < max(step, 1)}
   else:
-    drawn = step > _count_steps_before_drawing(config)  # before, the model's own, and that which teaches it
+    drawn = step > count_steps_before_drawing(config)  # before, the model's own, and that which teaches it
     trained = set(list_num_steps(config)) if drawn else {own, find_teaching_count(config, own) or own}
   if asked in trained and sizes in ((), config.model.step_sizes):
     return

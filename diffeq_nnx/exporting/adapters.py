@@ -1,11 +1,8 @@
 """A run's adapters as a folder of Hugging Face's PEFT library, which loads them onto the exported base model."""
 
 import dataclasses
-import os
 import re
 from typing import Any
-
-import safetensors.numpy
 
 from diffeq_nnx.config import LoraConfig, ModelConfig
 from diffeq_nnx.exporting import folders, huggingface, layouts
@@ -56,9 +53,8 @@ def write(model: ModelConfig, params: Params, folder: str, base: str | None = No
     **modules,
   }
   with folders.new_folder(folder, "adapter_config.json") as place:
-    path = os.path.join(place, "adapter_model.safetensors")
     arrays = {f"base_model.model.{name}": array for name, array in arrays.items()}
-    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
+    folders.write_tensors(place, "adapter_model.safetensors", arrays)
     folders.write_json(place, "adapter_config.json", settings)
   return {
     "folder": folder,

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 import contextlib
+import errno
 import json
 import os
 import shutil
 from typing import Any
+
+import numpy as np
+import safetensors.numpy
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
@@ -32,6 +36,18 @@ def new_folder(folder: str, last: str) -> Iterator[str]:
     raise UserError(
       f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder"
     ) from error
+
+
+def write_tensors(folder: str, name: str, tensors: dict[str, np.ndarray]) -> None:
+  """Writes a safetensors file of a folder, with the permissions of other files; raises OSError."""
+  path = os.path.join(folder, name)
+  with open(path, "wb"):
+    mode = os.stat(path).st_mode
+  try:
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  except safetensors.SafetensorError as error:  # a full disk too
+    raise OSError(errno.EIO, str(error), path) from error
+  os.chmod(path, mode)  # the library lets the owner alone read it
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:

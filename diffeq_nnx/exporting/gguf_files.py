@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from diffeq_nnx import files
 from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
@@ -69,8 +68,12 @@ def write_folder(path: str, folder: str) -> None:
     raise UserError(f"from_hf={path}: {first_line(error, 200)}; {_OTHERWISE}") from error
   except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
     raise UserError(f"from_hf={path}: can't be read as GGUF ({first_line(error, 200)}); restore the file") from error
-  folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
-  safetensors.numpy.save_file(tensors, os.path.join(folder, "model.safetensors"))
+  try:
+    folders.write_json(folder, "config.json", config | {"tie_word_embeddings": tied})
+    folders.write_tensors(folder, "model.safetensors", tensors)
+  except OSError as error:
+    problem = f"its weights can't be written to {folder} ({error.strerror})"
+    raise UserError(f"from_hf={path}: {problem}; make room there, or set TMPDIR to another place") from error
 
 
 def _config(values: dict[str, Any]) -> dict[str, Any]:

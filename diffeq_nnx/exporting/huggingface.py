@@ -116,10 +116,11 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
           "tokenizer: AutoTokenizer of transformers 5.24 takes Qwen2Tokenizer for any qwen2, which divides text as "
           "Qwen's own tokenizer does, after NFC; PreTrainedTokenizerFast.from_pretrained gives our ids"
         )
-    path = os.path.join(place, "model.safetensors")
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    folders.write_tensors(place, "model.safetensors", tensors)
     del tensors  # as large as the model
-    read = layouts.to_params(architecture, exported, safetensors.numpy.load_file(path))
+    read = layouts.to_params(
+      architecture, exported, safetensors.numpy.load_file(os.path.join(place, "model.safetensors"))
+    )
     difference = _logit_difference(stored, params, exported, read)
   if exported.final_eps != stored.final_eps:
     notes.append(

@@ -56,7 +56,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
   with folders.new_folder(folder, "model.json") as place:
     with open(os.path.join(place, PROGRAM), "wb") as file:
       file.write(_program(portable, weights).serialize())
-    safetensors.numpy.save_file(weights, os.path.join(place, WEIGHTS))
+    folders.write_tensors(place, WEIGHTS, weights)
     folders.copy_template(LOADER, place)
     keys = ("field", "solver", "num_steps", "vocab_size", "seq_len", "dtype")
     facts = {key: getattr(stored, key) for key in keys} | {"platforms": PLATFORMS}

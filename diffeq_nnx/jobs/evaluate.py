@@ -54,8 +54,9 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
       speed = values["tokens"] / values["seconds"]
       rows.append({"num_steps": count, **values, "tokens_per_second": speed, "flops_per_token": per_token})
   say(_table(rows))
+  result = print_result("evaluate", workdir, step=step, by_num_steps=rows)
   distributed.on_main_process(_draw, rows, os.path.join(workdir, PICTURE))
-  return print_result("evaluate", workdir, step=step, by_num_steps=rows)
+  return result
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -115,6 +115,7 @@ def _print_texts(
     found = dict(continue_them(prompts, ids, on_text=show if streams and distributed.is_main_process() else None))
   except KeyboardInterrupt:  # how a text that has been read far enough is ended
     print(file=sys.stderr)
+    distributed.finish()
     raise SystemExit(130) from None
   results = [_to_record(found[n]) for n in range(len(prompts))]
   for result in results if distributed.is_main_process() else ():

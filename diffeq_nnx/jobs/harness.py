@@ -61,6 +61,8 @@ def evaluate_downstream(
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
   Run.open(workdir, config)
+  folder = os.path.join(workdir, settings.folder)
+  distributed.on_main_process(_check_writable, folder)  # before the work
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
   keys = ("text_key", "bad_records", "tfds_dir", "download")
@@ -89,7 +91,6 @@ def evaluate_downstream(
       f"--baseline={baseline}: has no number in common with harness.tasks={settings.tasks}, "
       f"{len(shots)} numbers of examples; run --job=harness on it with the same"
     )
-  folder = os.path.join(workdir, settings.folder)
   info = lm.get_model_info()
   distributed.on_main_process(_write, folder, _Measured(settings, info, shots, ours, theirs, text))
   accuracies = {
@@ -112,14 +113,23 @@ def evaluate_downstream(
 @contextlib.contextmanager
 def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
   """Around calls of lm_eval: keeps stdout for our line, and reports errors of tasks and their data in one line."""
-  import jinja2  # with lm_eval
+  import datasets  # with lm_eval, as jinja2 is
+  import jinja2
 
   try:
     with mock.patch.dict(os.environ, ENVIRONMENT), contextlib.redirect_stdout(sys.stderr):
       yield
   except (UserError, RunError, jax.errors.JaxRuntimeError):
     raise
-  except (OSError, ValueError, KeyError, TypeError, RuntimeError, jinja2.TemplateError) as error:
+  except ImportError as error:
+    raise UserError(
+      f"harness.tasks={settings.tasks}: a task needs another package ({first_line(error, 200)}); install lm_eval's "
+      "extra for it, for example pip install 'lm_eval[ifeval]' or 'lm_eval[tasks]', or name other tasks"
+    ) from error
+  except (
+    *(OSError, ValueError, LookupError, TypeError, RuntimeError),
+    *(jinja2.TemplateError, datasets.exceptions.DatasetsError),
+  ) as error:
     raise UserError(
       f"harness.tasks={settings.tasks}: a task or its data can't be used ({type(error).__name__}: "
       f"{first_line(error, 200)}); check that its data can be downloaded or is cached, correct the "
@@ -199,6 +209,13 @@ def _describe(measured: _Measured) -> list[str]:
     per = ", ".join(f"{text[f'perplexity_per_{unit}']:.4f} a {unit}" for unit in ("token", "word", "byte"))
     notes.append(f"{settings.text}: perplexity {per}, over {text['documents']} documents")
   return notes
+
+
+def _check_writable(folder: str) -> None:
+  try:
+    files.check_writable(folder)
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
 
 
 def _write(folder: str, measured: _Measured) -> None:

@@ -9,6 +9,7 @@ integrates a whole grid is in `integration`.
 import abc
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -146,7 +147,7 @@ class Splitting(Solver):
 
   def __post_init__(self):
     totals = {branch: sum(share for name, share in self.parts if name == branch) for branch, _ in self.parts}
-    if totals != {"attention": 1, "feedforward": 1}:
+    if totals.keys() != {"attention", "feedforward"} or not all(math.isclose(total, 1) for total in totals.values()):
       raise ValueError(f"parts={self.parts}: the shares of attention and of feedforward must each add up to 1")
 
   @property

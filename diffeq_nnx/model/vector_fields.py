@@ -273,7 +273,9 @@ class Dropout:
 
     # the barrier keeps random numbers out of the fusions of matrix products, which they would slow down
     kept_BxLxD = jax.lax.optimization_barrier(jax.vmap(draw)(self.rows_B))
-    return jnp.where(kept_BxLxD, x_BxLxD / jnp.asarray(kept / 2**16, x_BxLxD.dtype), 0)
+    wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)  # in bfloat16 the share itself would be rounded
+    scaled_BxLxD = (x_BxLxD.astype(wide) / jnp.asarray(kept / 2**16, wide)).astype(x_BxLxD.dtype)
+    return jnp.where(kept_BxLxD, scaled_BxLxD, 0)
 
 
 @jax.tree_util.register_dataclass

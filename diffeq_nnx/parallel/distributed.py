@@ -38,10 +38,10 @@ _shell: subprocess.Popen[bytes] | None = None  # of `_explain_a_sudden_end`
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, join_seconds: int) -> None:
   """Joins the job's processes.
 
-  JAX detects them on TPU pods, Slurm and Open MPI; elsewhere the first three arguments name them: HOST:PORT of process
-  0, how many there are (1 alone turns detection off), and which one this is, from 0. Without them, and outside such a
-  cluster, there is a single process. Where not all have joined after `join_seconds`, the process exits with code 1.
-  Call it before anything that touches a device.
+  JAX detects them on TPU pods, Slurm (of several tasks) and Open MPI; elsewhere the first three arguments name them:
+  HOST:PORT of process 0, how many there are (1 alone turns detection off), and which one this is, from 0. Without them,
+  and outside such a cluster, there is a single process. Where not all have joined after `join_seconds`, the process
+  exits with code 1. Call it before anything that touches a device.
 
   Raises:
     UserError: some of the three arguments without the others, or arguments that don't fit.
@@ -49,7 +49,9 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   """
   global _joined
   given = (coordinator, num_processes, process_id)
-  if given == (None, 1, None):
+  # of one task JAX would use one GPU; an interactive step of Slurm has the number of its allocation in SLURM_NTASKS
+  slurm_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS"))
+  if given == (None, 1, None) or given == (None, None, None) and slurm_tasks == "1":
     return
   if given != (None, None, None):
     _check_given(*given)
@@ -72,7 +74,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     if coordinator is None and "coordinator_address" in str(error):
       return  # no cluster: one process
     raise UserError(f"--coordinator={coordinator}: {error}") from error
-  except (RuntimeError, OSError) as error:  # OSError: the cluster's own services can't be reached
+  except Exception as error:  # also of packages of the cluster, of which the services can't be reached
     raise RunError(
       f"the processes could not be joined ({first_line(error)}); start the same "
       "command on every host, or give --num_processes=1 for a single process"
@@ -119,7 +121,7 @@ def finish() -> None:
 def _end_unjoined(seconds: int) -> None:
   print(
     f"error: not all processes joined within {seconds} s; start the same command on every host, look at the logs "
-    "of the missing ones, or raise --join_seconds",
+    "of the missing ones, or raise --join_seconds; a single process takes --num_processes=1",
     file=sys.stderr,
     flush=True,
   )

@@ -12,10 +12,11 @@ import grain
 import jax
 from jax.sharding import Mesh
 
-from diffeq_nnx import data
+from diffeq_nnx import data, files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
-from diffeq_nnx.depth.trained import draw_num_steps, find_teaching_count, say_untrained
+from diffeq_nnx.data.preparation.directory import lock
+from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, find_teaching_count, say_untrained
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -51,7 +52,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
   """
   goodput = Goodput()
   mesh = checked_mesh(config)
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     say(f"mesh: {sharding.describe(mesh)}, {jax.process_count()} processes")
     with goodput.spending("reading the text"):
       corpus = load_corpus(config)
@@ -59,6 +60,9 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       _check_lossless(config, corpus, workdir)
     of_teacher = find_teacher(config, corpus.tokenizer, mesh)
     workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
+    with distributed.sync_errors():
+      if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's checkpoints
+        stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
     with goodput.spending("starting"):
       teacher = None if of_teacher is None else load_teacher(of_teacher)
     del of_teacher  # which would keep its parameters in memory
@@ -156,6 +160,8 @@ def _say_another_schedule(config: Config, before: int | None, step: int) -> None
     f"{last:.3g} to {following:.3g}; with optimizer.schedule_steps={before} the former schedule stays, which ends at "
     f"{float(of_length(before)(before)):.3g}"
   )
+  if step < (first := count_steps_before_drawing(config)):
+    say(f"train.draw_from={config.train.draw_from}: depths are drawn again from train step {math.ceil(first)} on")
 
 
 def _say_another_teacher(teacher: Teacher | None, position: dict[str, Any], step: int) -> None:

@@ -1,5 +1,6 @@
 """Progress and metrics of a run: a progress line, metrics.jsonl, TensorBoard files, loss.png."""
 
+from collections.abc import Callable
 import datetime
 import io
 import json
@@ -90,15 +91,23 @@ class Reporter:
     try:
       self._file.close()
       self._tensorboard.close()
-      if self._wandb is not None:
-        self._wandb.finish()
       plot_losses(self._growing.folder)
       self._growing.close()
     except OSError as error:
       say(f"workdir={self._workdir}: the last records or loss.png can't be written ({error.strerror or error})")
     finally:
+      self._send(lambda run: run.finish())
       if self._bar is not None:
         self._bar.close()
+
+  def _send(self, call: Callable[[Any], None]) -> None:
+    """Calls Weights & Biases, if it is used. Where its process is gone, as after SIGTERM, the run goes on alone."""
+    try:
+      if self._wandb is not None:
+        call(self._wandb)
+    except Exception as error:
+      self._wandb = None
+      say(f"report.wandb: is lost ({first_line(error, 200)}); the run goes on without it")
 
   def _record(self, step: int, split: str, values: dict[str, float]) -> None:
     if not self._is_main:
@@ -108,8 +117,7 @@ class Reporter:
     self._file.flush()
     for name, value in values.items():
       self._tensorboard.add_scalar(f"{split}/{name}", value, step)
-    if self._wandb is not None:
-      self._wandb.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
+    self._send(lambda run: run.log({f"{split}/{name}": value for name, value in values.items()}, step=step))
     self._growing.note_growth()
 
   def upload(self) -> None:

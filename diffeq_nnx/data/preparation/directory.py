@@ -26,8 +26,8 @@ _OURS = re.compile(rf"{_NAMES}|\.{_NAMES}\.\d+")  # the second are hidden files 
 
 
 @contextlib.contextmanager
-def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
-  """Keeps a second process out of a directory; raises UserError if there is one, or waits for it.
+def lock(directory: str, label: str, wait: bool = False, what: str = "is preparing it") -> Iterator[None]:
+  """Keeps a second process of this machine out of a directory; raises UserError if there is one, or waits for it.
 
   Raises UserError in a worker process that imports the program which started it, and would wait for it forever.
   """
@@ -42,11 +42,11 @@ def lock(directory: str, label: str, wait: bool = False) -> Iterator[None]:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
       if not wait:
-        raise UserError(f"{label}: another process is preparing it; wait for it, or stop it") from error
-      logging.warning("%s: another process is preparing it; waiting", label)
+        raise UserError(f"{label}: another process {what}; wait for it, or stop it") from error
+      logging.warning("%s: another process %s; waiting", label, what)
       fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-      logging.warning("%s: can't be locked (%s); make sure that no other process prepares it", label, error.strerror)
+      logging.warning("%s: can't be locked (%s); make sure that no other process works there", label, error.strerror)
     yield
   finally:
     os.close(descriptor)

@@ -197,7 +197,7 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
   masked = recipe.config.records != "text"
   return {
     "version": shards.VERSION,
-    "program": f"diffeq-nnx {importlib.metadata.version('diffeq-nnx')}",
+    "program": f"diffeq-nnx {_find_version()}",
     "recipe": recipe.record,
     "tokenizer": {"hash": tokenizer.hash, "file": tokenizer.file_name}
     | {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "bos_id")}
@@ -208,6 +208,13 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
     "records": {key: dataclasses.asdict(one) for key, one in counts.items()},
     "splits": {split: _merge([one["splits"][split] for one in made]) for split in shards.SPLITS},
   }
+
+
+def _find_version() -> str:
+  try:
+    return importlib.metadata.version("diffeq-nnx")
+  except importlib.metadata.PackageNotFoundError:  # a clone that isn't installed
+    return "(not installed)"
 
 
 def _remove_unusable_result(path: str, sizes: dict[str, int]) -> None:
