@@ -27,7 +27,13 @@ def checked_mesh(config: Config) -> Mesh:
 
 
 def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
-  """Prints which implementation of attention the run uses, and why; `unsupported` is as for `attention.choose`.
+  """Prints what `choose_attention` returns."""
+  name, why = choose_attention(model, unsupported)
+  say(f"attention: {name} ({why})")
+
+
+def choose_attention(model: ModelConfig, unsupported: str | None = None) -> tuple[str, str]:
+  """Returns which implementation of attention a run uses, and why; `unsupported` is as for `attention.choose`.
 
   Raises:
     UserError: this backend lacks the requested one, or float64 is asked for and off in JAX.
@@ -35,9 +41,8 @@ def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
   if model.dtype == "float64" and jnp.result_type(float) != jnp.float64:
     raise UserError("model.dtype=float64: JAX computes in float32 here; set the environment variable JAX_ENABLE_X64=1")
   try:
-    name, why = attention.choose(
+    return attention.choose(
       model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_size, unsupported=unsupported
     )
   except ValueError as error:
     raise UserError(f"model.attention={model.attention!r}: {error}") from error
-  say(f"attention: {name} ({why})")

@@ -16,6 +16,7 @@ from diffeq_nnx.model.parameters import Params, abstract_params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.runs.devices import choose_attention
 
 
 class Run:
@@ -38,7 +39,7 @@ class Run:
 
     Args:
       workdir: the run's directory.
-      config: the run's, changed; None: that of `portable`.
+      config: the run's, changed, of which `localize` is taken; None: that of `portable`.
       mesh: of the devices that hold the model; None: that of the config.
       flag: what errors call the directory.
 
@@ -49,7 +50,7 @@ class Run:
       started = workdir_lib.config_of(workdir, flag)
       if config is not None:
         workdir_lib.require(workdir, config, flag=flag)
-    run = cls(workdir, started, config or portable(started), flag)
+    run = cls(workdir, started, portable(started) if config is None else localize(config, started), flag)
     if mesh is not None:
       run.mesh = mesh
     return run
@@ -144,14 +145,23 @@ load = Run.open  # its name at the top level of the package
 
 def portable(config: Config) -> Config:
   """The config for a machine other than the one that it was trained on: default mesh and attention."""
-  return localize(config, config)
+  return dataclasses.replace(config, mesh=MeshConfig(), model=dataclasses.replace(config.model, attention="auto"))
 
 
 def localize(config: Config, started: Config) -> Config:
-  """`portable`, but with the mesh and the attention of `config` where they are not those of `started`, its run's."""
-  mesh = MeshConfig() if config.mesh == started.mesh else config.mesh
-  attention = "auto" if config.model.attention == started.model.attention else config.model.attention
-  return dataclasses.replace(config, mesh=mesh, model=dataclasses.replace(config.model, attention=attention))
+  """The config, with the default mesh or attention where its own is that of its run and doesn't suit this machine."""
+  mesh, model = config.mesh, config.model
+  if mesh == started.mesh:
+    try:
+      sharding.make_mesh(mesh)
+    except UserError:
+      mesh = MeshConfig()
+  if model.attention == started.model.attention:
+    try:
+      choose_attention(model)
+    except UserError:
+      model = dataclasses.replace(model, attention="auto")
+  return dataclasses.replace(config, mesh=mesh, model=model)
 
 
 def load_corpus(config: Config) -> Corpus:
