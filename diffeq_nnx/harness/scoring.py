@@ -25,6 +25,9 @@ LOGITS = 1 << 24  # limit of the logits that a device holds at a time
 UNSEEN = -1e30  # finite: a slot that sees nothing must not give a NaN
 # Slots of a batch on a CPU, whose caches hold no more: SmolLM2 scored PIQA 2.5 times as fast as with 16,384.
 CPU_SLOTS = 1024
+# Slots of a batch on another device, and of a row of several sequences. Checkpoints may have 131,072 positions, of which
+# most questions need few.
+SLOTS, ROW_SLOTS = 1 << 16, 1 << 13
 QUERIES = 256  # slots whose attention is computed at a time, so that later slots can be left out
 
 
@@ -88,8 +91,8 @@ class Scorer:
       num_steps: of the solver; None: the model's own.
       config: the model's, with another dtype of the computation; None: unchanged.
       mesh: None: of the one device that the model is on.
-      batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more. A CPU
-        holds one sequence, or of shorter ones at most CPU_SLOTS slots.
+      batch_size: sequences of `max_length` tokens that a device holds at a time; of shorter ones it holds more. It
+        holds one sequence, or of shorter ones at most SLOTS slots, on a CPU CPU_SLOTS.
       max_length: tokens of the longest sequence; None: seq_len.
       share: whether sequences with a common beginning share a row; affects results only by rounding.
 
@@ -98,12 +101,10 @@ class Scorer:
     """
     self.ready = make_ready(model, num_steps, config=config, mesh=mesh or one_device_mesh(model))
     max_length = self.ready.config.seq_len if max_length is None else max_length
-    self._share, self._most_slots = share, packing.round_up(max_length)
+    self._share, self._most_slots = share, min(packing.round_up(max_length), ROW_SLOTS)
     self._rows = sharding.num_shards("batch", self.ready.mesh.shape)
-    slots = batch_size * max_length
-    if self.ready.mesh.devices.flat[0].platform == "cpu":
-      slots = min(slots, CPU_SLOTS)
-    self._slots = slots * self._rows
+    most = CPU_SLOTS if self.ready.mesh.devices.flat[0].platform == "cpu" else SLOTS
+    self._slots = min(batch_size * max_length, most) * self._rows
 
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """Yields the index of each request and its score, in any order, as they are computed.
