@@ -25,8 +25,8 @@ LOGITS = 1 << 24  # limit of the logits that a device holds at a time
 UNSEEN = -1e30  # finite: a slot that sees nothing must not give a NaN
 # Slots of a batch on a CPU, whose caches hold no more: SmolLM2 scored PIQA 2.5 times as fast as with 16,384.
 CPU_SLOTS = 1024
-# Slots of a batch on another device, and of a row of several sequences. Checkpoints may have 131,072 positions, of which
-# most questions need few.
+# Slots of a batch on another device, and of a row of several sequences. Checkpoints may have 131,072 positions, and
+# most questions need few of them.
 SLOTS, ROW_SLOTS = 1 << 16, 1 << 13
 QUERIES = 256  # slots whose attention is computed at a time, so that later slots can be left out
 
