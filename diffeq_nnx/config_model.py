@@ -103,9 +103,8 @@ class ModelConfig(Section, prefix="model."):
   final_norm_eps: float | None = number(None, above=0)
   # Share that is dropped of the embeddings and of both residual branches.
   dropout: float = number(0.0, at_least=0, below=1)
-  dtype: str = one_of(
-    "bfloat16", "float32", "float64"
-  )  # Type of the computation; parameters are float32, or float64 as this.
+  # Type of the computation. Parameters are float32, or float64 if it is.
+  dtype: str = one_of("bfloat16", "float32", "float64")
   # The implementation, as docs/reference/kernels.md describes; programs may name a kernel for a device that they
   # compile for.
   attention: str = one_of(

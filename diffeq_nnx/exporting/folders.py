@@ -38,8 +38,8 @@ def new_folder(folder: str, last: str) -> Iterator[str]:
     ) from error
 
 
-def write_tensors(folder: str, name: str, tensors: dict[str, np.ndarray]) -> None:
-  """Writes a safetensors file of a folder, with the permissions of other files; raises OSError."""
+def write_tensors(folder: str, name: str, tensors: dict[str, np.ndarray]) -> str:
+  """Writes a safetensors file of a folder, with the permissions of other files; returns its path, or raises OSError."""
   path = os.path.join(folder, name)
   with open(path, "wb"):
     mode = os.stat(path).st_mode
@@ -48,6 +48,7 @@ def write_tensors(folder: str, name: str, tensors: dict[str, np.ndarray]) -> Non
   except safetensors.SafetensorError as error:  # a full disk too
     raise OSError(errno.EIO, str(error), path) from error
   os.chmod(path, mode)  # the library lets the owner alone read it
+  return path
 
 
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ SwiGLU, but without RMSNorm for the llama field. Nor any whose steps evaluate a 
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import jax
@@ -116,11 +115,9 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
           "tokenizer: AutoTokenizer of transformers 5.24 takes Qwen2Tokenizer for any qwen2, which divides text as "
           "Qwen's own tokenizer does, after NFC; PreTrainedTokenizerFast.from_pretrained gives our ids"
         )
-    folders.write_tensors(place, "model.safetensors", tensors)
+    path = folders.write_tensors(place, "model.safetensors", tensors)
     del tensors  # as large as the model
-    read = layouts.to_params(
-      architecture, exported, safetensors.numpy.load_file(os.path.join(place, "model.safetensors"))
-    )
+    read = layouts.to_params(architecture, exported, safetensors.numpy.load_file(path))
     difference = _logit_difference(stored, params, exported, read)
   if exported.final_eps != stored.final_eps:
     notes.append(

@@ -22,6 +22,7 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 
 TEXT = (
@@ -60,10 +61,7 @@ def analyze(
   start = time.perf_counter()
   run = Run.open(workdir, config)
   folder = os.path.join(workdir, REPORT_FOLDER)
-  try:
-    files.check_writable(folder)  # before the work
-  except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror}); make room for it") from error
+  workdir_lib.require_writable(folder)
   config, tokenizer = run.config, run.tokenizer
   ids = text_ids(tokenizer, TEXT if text is None else text)
   if text is None:

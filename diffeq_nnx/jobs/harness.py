@@ -21,6 +21,7 @@ from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 
 BOOTSTRAP = 1000  # resamples for standard errors that have no formula, those of perplexities
@@ -62,7 +63,7 @@ def evaluate_downstream(
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
   Run.open(workdir, config)
   folder = os.path.join(workdir, settings.folder)
-  distributed.on_main_process(_check_writable, folder)  # before the work
+  distributed.on_main_process(workdir_lib.require_writable, folder)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
   keys = ("text_key", "bad_records", "tfds_dir", "download")
@@ -209,13 +210,6 @@ def _describe(measured: _Measured) -> list[str]:
     per = ", ".join(f"{text[f'perplexity_per_{unit}']:.4f} a {unit}" for unit in ("token", "word", "byte"))
     notes.append(f"{settings.text}: perplexity {per}, over {text['documents']} documents")
   return notes
-
-
-def _check_writable(folder: str) -> None:
-  try:
-    files.check_writable(folder)
-  except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
 
 
 def _write(folder: str, measured: _Measured) -> None:

@@ -27,7 +27,7 @@ def checked_mesh(config: Config) -> Mesh:
 
 
 def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
-  """Prints what `choose_attention` returns."""
+  """Prints what `choose_attention` returns, and raises as it does."""
   name, why = choose_attention(model, unsupported)
   say(f"attention: {name} ({why})")
 

@@ -18,7 +18,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, KEYS_OF_ROWS, NO_TEXT, RUN_FILE, Config, DataConfig
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
-from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.parallel import distributed
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
@@ -55,6 +55,18 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
   path = files.absolute(workdir)
   if found := next((one for one in path if one in "[*?"), None):
     raise UserError(f"{flag}={workdir}: orbax takes {found!r} in {path} for a pattern; name a directory without it")
+
+
+def require_writable(folder: str) -> None:
+  """Checks, before long work, that its results can be written to a folder.
+
+  Raises:
+    RunError: they can't be.
+  """
+  try:
+    files.check_writable(folder)
+  except OSError as error:
+    raise RunError(f"{folder}: can't be written ({error.strerror or error}); make room for it") from error
 
 
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:

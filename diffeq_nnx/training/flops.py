@@ -22,7 +22,8 @@ from diffeq_nnx.model import grids, solvers, vector_fields
 from diffeq_nnx.model.weight_sources import BlockSpecs
 
 # bfloat16 dense peak of one device of JAX, in TFLOP/s, from the vendors' data sheets; the first key that is part
-# of the device kind counts. A device is half a chip of TPU v3 and 7x.
+# of the device kind counts. A device is half a chip of TPU v3 and 7x. Those of NVL cards and of GB200 were not checked
+# against a data sheet.
 PEAK_TFLOPS = {
   "7x": 1153.5,
   "v6 lite": 918,

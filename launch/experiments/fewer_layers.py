@@ -81,9 +81,8 @@ def prepare(recipe: str, num_steps: int, args) -> str:
     return args.workdir
   if recipe in ("greedy", "influence"):
     copy_unranked(args.workdir, place)
-    by, fewest, order = "loss", min(args.depths), Run.open(place).started.model.depth_order
-    if recipe == "influence":
-      by = recipe
+    by = "loss" if recipe == "greedy" else recipe
+    fewest, order = min(args.depths), Run.open(place).started.model.depth_order
     if not order or by == "loss" and count_ranked(place) < config.model.num_steps - fewest:
       config = dataclasses.replace(config, model=dataclasses.replace(config.model, depth_order=order))
       jobs.run("rank_steps", config, place, num_steps=fewest, tokens=TOKENS, by=by)
@@ -172,11 +171,9 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
   asked = None if elastic or recipe in OF_ONE_DEPTH else num_steps
   config = read_config(args, source, settings)
-  if workdir_lib.holds_run(workdir):
-    known = Run.open(workdir).started
-    learning = lambda one: (one.optimizer, one.eval.every, one.train.steps, one.train.batch_size)
-    if learning(known) != learning(config) or elastic and known.train.step_counts != depths:
-      raise UserError(f"{workdir}: was trained with other --points, --depths or keys of training; give another --out")
+  tables.require_tuning(workdir, config)
+  if elastic and workdir_lib.holds_run(workdir) and Run.open(workdir).started.train.step_counts != depths:
+    raise UserError(f"{workdir}: was trained at other --depths; give another --out")
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
   tables.check_finished(workdir, max(args.points))
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None

@@ -11,7 +11,6 @@ runs are not repeated, so the same command continues after an interruption.
 """
 
 import argparse
-import dataclasses
 import glob
 import os
 import statistics
@@ -21,8 +20,6 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
 from launch import programs
 from launch.experiments import tables
@@ -34,12 +31,7 @@ def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> 
   config = config_lib.load(with_preset(args.config, preset), args.set)
   name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
-  if workdir_lib.holds_run(workdir):
-    evaluation = lambda config: dataclasses.replace(config.eval, num_steps=None)
-    training = lambda config: (config.optimizer, config.train.steps, config.train.batch_size, config.seed)
-    settings = lambda config: (*training(config), evaluation(config))
-    if settings(Run.open(workdir).started) != settings(config):
-      raise UserError(f"--workdir={args.workdir}: {name} was trained with other settings; name another")
+  tables.require_tuning(workdir, config)
   jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)
   tables.check_finished(workdir, config.train.steps)
   recorded = read_metrics(workdir, "validation")

@@ -4,6 +4,7 @@ The runs of a preset are those that match a pattern, in the order of their seeds
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import glob
 import os
 import re
@@ -49,6 +50,19 @@ def require_config(workdir: str, config: Config) -> None:
       raise UserError(
         f"{workdir}: was trained with other keys of optimizer, train or eval; name another folder, or remove it"
       )
+
+
+def require_tuning(workdir: str, config: Config) -> None:
+  """Raises UserError if a directory holds a run that was fine-tuned otherwise than this config says.
+
+  Its model, and what follows from that, are those of the run that it was made from.
+  """
+  tuning = lambda one: (one.optimizer, one.train.steps, one.train.batch_size, one.seed)
+  evaluation = lambda one: dataclasses.replace(one.eval, num_steps=None)
+  if workdir_lib.holds_run(workdir):
+    known = Run.open(workdir).started
+    if (tuning(known), evaluation(known)) != (tuning(config), evaluation(config)):
+      raise UserError(f"{workdir}: was trained with other settings; name another folder")
 
 
 def check_finished(workdir: str, steps: int) -> None:
