@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import logging
@@ -29,14 +30,22 @@ from diffeq_nnx.errors import UserError, first_line
 
 UPLOAD_SECONDS = 60.0  # how often `Growing` copies to a bucket
 TRANSFERS = 16  # at the same time
+LOCK = ".lock"  # in a local folder, the file that is locked while a process works there
 
 for _protocol in ("gcs", "s3", "abfs", "hf"):  # also for orbax: a kept listing hides what other processes change
   fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
 
 
 def absolute(path: str) -> str:
-  """Returns a local path absolute and with `~` expanded, and a URL without a slash at its end."""
-  return path.rstrip("/") if is_url(path) else os.path.abspath(os.path.expanduser(path))
+  """Returns a local path absolute and with `~` expanded, and a URL without a slash at its end.
+
+  Raises UserError where the user has no home directory, for which `~` would stand.
+  """
+  if is_url(path):
+    return path.rstrip("/")
+  if (expanded := os.path.expanduser(path)).startswith("~"):
+    raise UserError(f"{path}: there is no home directory; set HOME, or name another path")
+  return os.path.abspath(expanded)
 
 
 def is_url(path: str) -> bool:
@@ -60,10 +69,13 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
   """Yields the file system that holds a path, and the path without the protocol.
 
   Raises:
-    UserError: fsspec knows no such protocol, its package is not installed, or `check_url` refuses the path.
+    UserError: fsspec knows no such protocol, its package is not installed, or `check_url` refuses the path; for a URL
+      that is a pattern, of which fsspec's `rm` removes every match.
     OSError: for every error within; its strerror says what it was.
   """
   check_url(path)
+  if is_url(path) and not path.startswith("http") and glob.has_magic(path):
+    raise UserError(f"{path}: *, ? and [ are of patterns in a bucket; name a path without them")
   for name in ("gcsfs", "s3fs", "fsspec") if is_url(path) else ():
     logging.getLogger(name).setLevel(logging.CRITICAL)  # they print a traceback of what they then raise
   try:
@@ -180,7 +192,7 @@ def move_folder(path: str, to: str) -> None:
     shutil.move(os.path.expanduser(path), os.path.expanduser(to))
     return
   with _accessing(path) as (fs, place):
-    found = fs.find(place)
+    found = _find_objects(fs, place)
     fs.copy(found, [posixpath.join(to, os.path.relpath(name, place)) for name in found], batch_size=TRANSFERS)
     fs.rm(place, recursive=True)
 
@@ -267,16 +279,21 @@ def _list_files(folder: str) -> list[str]:
   return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
 
 
+def _find_objects(fs: fsspec.AbstractFileSystem, root: str) -> list[str]:
+  """Lists the objects below a path, without the empty ones named `folder/` that cloud consoles make."""
+  return [name for name in fs.find(root) if not name.endswith("/")]
+
+
 def _copy_folder(folder: str, path: str, last: str, replaces: Callable[[str], bool] = lambda name: True) -> None:
   """Copies a local folder to a bucket, and removes other files there whose names `replaces` holds for.
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
-  names = _list_files(folder)
+  names = [name for name in _list_files(folder) if name != LOCK]
   early = [name for name in names if name != last]
   with _accessing(path) as (fs, root):
     place = lambda name: posixpath.join(root, name)
-    there = {os.path.relpath(name, root) for name in fs.find(root)} if fs.exists(root) else set()
+    there = {os.path.relpath(name, root) for name in _find_objects(fs, root)} if fs.exists(root) else set()
     if last in there and fs.cat_file(place(last)) != pathlib.Path(folder, last).read_bytes():
       fs.rm(place(last))
     for name in filter(replaces, there - set(names)):

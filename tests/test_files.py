@@ -7,6 +7,7 @@ import fsspec
 import pytest
 
 from diffeq_nnx import files
+from tests.conftest import told
 
 
 def test_home_is_the_same_folder_for_what_is_read_and_what_is_written(tmp_path, monkeypatch):
@@ -34,6 +35,13 @@ def test_a_folder_that_is_a_link_or_a_mount_is_filled_where_it_leads(tmp_path, m
   assert {*os.listdir(real)} == {"first", "last"} | ({"other"} if kind == "mount" else set())
   assert (os.stat(real).st_ino == before) == (kind == "mount") and link.is_symlink()
   assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_a_url_is_a_name_and_no_pattern():
+  fs = fsspec.filesystem("memory")
+  fs.pipe({"/run1/x": b"", "/run[1]/x": b""})
+  assert "name a path without" in told(lambda: files.remove("memory://run[1]"))
+  assert fs.exists("/run1/x")
 
 
 def test_ranges_of_files_in_several_file_systems(tmp_path):

@@ -55,7 +55,7 @@ def test_every_document_is_there_once_in_order_and_counted(text, prepared):
   assert manifest["tokenizer"]["hash"] == corpus.tokenizer.hash and manifest["version"] == shards.VERSION
   assert manifest["records"]["data.source"]["documents"] == len(texts)
   files = [shard["file"] for info in manifest["splits"].values() for shard in info["shards"]]
-  assert sorted(os.listdir(prepared)) == sorted(["manifest.json", "tokenizer.json", *files])
+  assert sorted(os.listdir(prepared)) == sorted([".lock", "manifest.json", "tokenizer.json", *files])
 
 
 def test_validation_may_be_text_that_is_also_trained_on(text, tmp_path):
@@ -179,10 +179,9 @@ def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):
   assert "holds thesis.tex, which is no part" in told(lambda: prepare(tmp_path / "mine", config))
   assert (tmp_path / "mine" / "manifest.json").exists()
   (tmp_path / "begun").mkdir()
-  descriptor = os.open(tmp_path / "begun", os.O_RDONLY)
-  fcntl.flock(descriptor, fcntl.LOCK_EX)
-  assert "another process is preparing it" in told(lambda: prepare(tmp_path / "begun", config))
-  os.close(descriptor)
+  with open(tmp_path / "begun" / ".lock", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    assert "another process is preparing it" in told(lambda: prepare(tmp_path / "begun", config))
 
 
 def test_preparing_again_mends_what_is_damaged_and_leaves_what_is_whole(text, prepared, tmp_path, monkeypatch, caplog):

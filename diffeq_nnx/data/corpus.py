@@ -214,6 +214,8 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
         files.remove(folder)
     raise
   except OSError as error:  # those of the sources are UserErrors by now
+    with contextlib.suppress(UserError):  # another host may have finished it, where locks are not shared
+      return open_entry(prepared_before=True)
     raise UserError(
       f"data.cache_dir={config.cache_dir}: can't be written ({error.strerror or error}); give a writable directory "
       "with space"

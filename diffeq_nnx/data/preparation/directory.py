@@ -27,7 +27,9 @@ _OURS = re.compile(rf"{_NAMES}|\.{_NAMES}\.\d+")  # the second are hidden files 
 
 @contextlib.contextmanager
 def lock(directory: str, label: str, wait: bool = False, what: str = "is preparing it") -> Iterator[None]:
-  """Keeps a second process of this machine out of a directory; raises UserError if there is one, or waits for it.
+  """Keeps a second process out of a directory; raises UserError if there is one, or waits for it.
+
+  Processes of other hosts are noticed where the file system shares locks, as NFS does.
 
   Raises UserError in a worker process that imports the program which started it, and would wait for it forever.
   """
@@ -36,7 +38,10 @@ def lock(directory: str, label: str, wait: bool = False, what: str = "is prepari
       f"{label}: a program that prepares text is imported by its worker processes; start it under "
       "`if __name__ == '__main__':`"
     )
-  descriptor = os.open(directory, os.O_RDONLY)
+  try:  # NFS locks a file that can be written, on all hosts, and no directory
+    descriptor = os.open(os.path.join(directory, files.LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+  except OSError:
+    descriptor = os.open(directory, os.O_RDONLY)
   try:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

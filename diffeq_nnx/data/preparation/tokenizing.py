@@ -106,6 +106,9 @@ def tokenize(
         "the published tokenizer (for a run at --job=import)"
       )
       raise UserError(f"{label}: {part.name}, record {number}: {error}; {way_out}") from error
+    except UserError as error:
+      part, number, _ = batch[0]
+      raise UserError(f"{label}: {part.name}, one of {len(batch)} records from {number} on: {error}") from error
     for (_, _, document), one in zip(batch, ids):
       content = text_of(document).encode()
       split = "validation" if holdout.compute_score(content, seed) < limit else "train"

@@ -31,6 +31,9 @@ def run(what: str, tasks: dict[str, Task], num_processes: int) -> list[Any]:
   Raises RunError if a worker process dies, and what a task raises.
   """
   todo = {path: task for path, task in tasks.items() if not os.path.exists(path)}
+  program = getattr(sys.modules["__main__"], "__file__", None)
+  if program and not os.path.exists(program):  # from standard input: a worker process can't import it
+    num_processes = 1
   with make_bar(what, len(tasks), len(tasks) - len(todo)) as bar:
     start = time.monotonic()
     while todo and (num_processes == 1 or time.monotonic() - start < PATIENCE):

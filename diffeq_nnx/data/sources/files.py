@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import glob
+import io
 import json
 import os
 import sys
@@ -72,7 +73,11 @@ class File:
     other = None if ours or self._file.endswith(".zip") else fsspec.utils.infer_compression(self._file)
     with open_bytes(self.path, other) as file:
       content = compressed.decompress(file, self._file) if ours else file
-      yield from self._read_text(content) if self.kind == "text" else self._read_lines(content, options)
+      if self.kind == "text":
+        yield from self._read_text(content)
+      else:  # a file of fsspec looks for its place before each line, which that of a web server may not tell
+        lines: Any = io.BufferedReader(content) if is_url(self.path) else content
+        yield from self._read_lines(lines, options)
 
   def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     data = file.read()
@@ -202,8 +207,13 @@ def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
   versions = {}
   for name, info in found.items():
     name = fs.unstrip_protocol(name)
+    if "/." in name and "/." not in pattern:  # as for local files, a pattern does not match hidden ones
+      continue
     if info.get("type") == "directory":
       raise UserError(describe_unreadable(prefix, name, IsADirectoryError()))
+    if info.get("contentEncoding"):  # of Google Cloud Storage, whose sizes are then not those of what is read
+      problem = f"is stored with Content-Encoding {info['contentEncoding']}, and would be cut when it is read"
+      raise UserError(f"{prefix} {name} {problem}; upload the file without this option")
     known = (f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field) is not None)
     versions[name] = (info.get("size"), *known)
   return versions
