@@ -30,9 +30,9 @@ def swap_halves(name, array, *sizes):
   return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
 
 
-def write(path, theirs, values, architecture="llama"):
+def write(path, theirs, values, architecture="llama", **more):
   """A Llama of transformers as a GGUF file; matrices in Q8_0, and in the model what they then mean."""
-  config, writer = theirs.config, gguf.GGUFWriter(path, architecture)
+  config, writer = theirs.config, gguf.GGUFWriter(path, architecture, **more)
   writer.add_block_count(config.num_hidden_layers)
   writer.add_context_length(config.max_position_embeddings)
   writer.add_embedding_length(config.hidden_size)
@@ -175,5 +175,7 @@ def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):
     )
   write(path, theirs, pairs, architecture="gemma")
   assert "architecture is 'gemma'" in told(lambda: diffeq_nnx.import_hf(path))
+  write(path, theirs, pairs, endianess=gguf.GGUFEndian.BIG)
+  assert "is of the other byte order" in told(lambda: diffeq_nnx.import_hf(path))
   (tmp_path / "model.gguf").write_bytes(b"nothing")
   assert "can't be read as GGUF" in told(lambda: diffeq_nnx.import_hf(path))

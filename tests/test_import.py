@@ -1,5 +1,6 @@
 """Imported models give the logits of transformers' own; what can't be held is told."""
 
+import importlib
 import json
 import os
 
@@ -135,6 +136,14 @@ def test_weights_may_be_in_several_files_of_bfloat16_too_and_a_stray_file_is_not
   np.testing.assert_array_equal(params["embedding"], theirs.model.embed_tokens.weight.detach().float().numpy())
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_tied_table_may_be_there_as_the_head_alone(kind, tmp_path):
+  theirs = foreign(kind, **TIED)
+  theirs.save_pretrained(tmp_path)
+  importlib.import_module("safetensors.torch").save_model(theirs, str(tmp_path / "model.safetensors"))
+  same_logits(tmp_path, theirs)
+
+
 def test_masks_that_gpt2_once_saved_are_left_out_with_and_without_its_prefix(tmp_path):
   """Without the prefix it is GPT-2 as first published."""
   theirs = foreign("gpt2")
@@ -168,6 +177,7 @@ def write(folder, config, tensors=None):
     ("llama", {"attention_bias": True}, ["attention_bias is True"]),
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+    ("qwen2", {"is_causal": False}, ["is_causal is False"]),
     ("gemma", {}, ["model_type is 'gemma'", "gpt2, llama, mistral, qwen2, qwen3 can be imported"]),
   ],
 )

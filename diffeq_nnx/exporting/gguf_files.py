@@ -48,6 +48,8 @@ def write_folder(path: str, folder: str) -> None:
   try:
     with files.local(path) as local:
       reader = gguf.GGUFReader(local)
+      if reader.byte_order != "I":  # which dequantize takes for this machine's
+        raise UserError("is of the other byte order; convert it with gguf-convert-endian")
       values = {key: field.contents() for key, field in reader.fields.items()}
       config, tied = _config(values), all(tensor.name != "output.weight" for tensor in reader.tensors)
       num_layers = min(config["num_hidden_layers"], len(reader.tensors))  # the file can claim any number
@@ -167,8 +169,11 @@ def _write_sentencepieces(
 
   messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
   proto = messages.ModelProto()
+  marks = {names.get(f"{key}_token") for key in ("bos", "eos")}
   for token, score, kind in pieces:
-    if kind == messages.ModelProto.SentencePiece.USER_DEFINED:  # llama.cpp writes its spaces as they are
+    if token in marks and kind == _USER_DEFINED:  # as llama.cpp writes marks that were added, such as ChatML's
+      kind = _CONTROL
+    elif kind == _USER_DEFINED:  # llama.cpp writes its spaces as they are
       token = token.replace(" ", "\u2581")
     proto.pieces.add(piece=token, score=score, type=kind)
   for key in ("bos", "eos"):

@@ -55,6 +55,7 @@ SIZES = {
   "qwen2": _QWEN_SIZES,
   "qwen3": _QWEN_SIZES,
 }
+_ROTARY = {"hidden_act": ("silu", "swish"), "is_causal": (True,)}
 _SUPPORTED: dict[str, dict[str, tuple]] = {  # key in config.json -> the values that our models have, the default first
   "gpt2": {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -62,10 +63,10 @@ _SUPPORTED: dict[str, dict[str, tuple]] = {  # key in config.json -> the values 
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
   },
-  "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-  "mistral": {"hidden_act": ("silu", "swish")},
-  "qwen2": {"hidden_act": ("silu", "swish")},
-  "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
+  "llama": {**_ROTARY, "attention_bias": (False,), "mlp_bias": (False,)},
+  "mistral": _ROTARY,
+  "qwen2": _ROTARY,
+  "qwen3": {**_ROTARY, "attention_bias": (False,)},
 }
 
 
@@ -283,6 +284,8 @@ def _params(kind: str, model: ModelConfig, tensors: layouts.Tensors) -> Params:
   if (positions := "transformer.wpe.weight") in tensors:
     tensors[positions] = tensors[positions][: model.seq_len]
   head = tensors.pop("lm_head.weight", None) if has_tied_head(model) else None
+  if head is not None:  # safetensors.torch.save_model keeps one name of a shared array, the first by the alphabet
+    tensors.setdefault(f"{prefix}{'wte' if kind == 'gpt2' else 'embed_tokens'}.weight", head)
   try:
     params = layouts.to_params("llama" if kind == "mistral" else kind, model, tensors)
   except KeyError as error:

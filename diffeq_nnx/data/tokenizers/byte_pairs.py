@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from absl import logging
 import numpy as np
 
 from diffeq_nnx.data.tokenizers import base, specs
@@ -105,6 +106,8 @@ def _convert_pre_tokenizer(given: dict[str, Any] | None) -> dict[str, Any]:
     rule = f"must be one ByteLevel and steps that drop no text ({', '.join(_DIVIDING[1:])})"
     raise UserError(f"the pre-tokenizer {rule}, not {given}; give one like GPT-2's, or a sentencepiece model")
   regex = {"use_regex": next(step for step in steps if step["type"] == "ByteLevel").get("use_regex", True)}
+  if any(step.get("add_prefix_space") for step in steps):
+    logging.warning("the tokenizer puts a space before a text; here it does not, so that the first word may read apart")
   steps = [BYTE_LEVEL | regex if step["type"] == "ByteLevel" else step for step in steps]
   return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
 

@@ -1,6 +1,7 @@
 """A `tokenizer.json` as nested dicts: what holds for every kind of it."""
 
 from collections.abc import Iterator
+import contextlib
 import functools
 import json
 import re
@@ -40,7 +41,8 @@ class LibraryTokenizer(Tokenizer):
     return spec["model"]
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
-    encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
+    with _refusing():
+      encoded = self._encoder.encode_batch_fast(blocks, add_special_tokens=False)
     return (np.array(encoding.ids, np.int32) for encoding in encoded)
 
   def name_token(self, number: int) -> str:
@@ -50,8 +52,21 @@ class LibraryTokenizer(Tokenizer):
   def encode_spans(self, text: str, rendered: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """See `Tokenizer.encode_spans`."""
     text.encode()
-    encoding = (self._rendered_encoder if rendered else self._encoder).encode(text, add_special_tokens=False)
+    with _refusing():
+      encoding = (self._rendered_encoder if rendered else self._encoder).encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+  """Raises UserError where the library gives up on a text, which it does by an exception that is no `Exception`."""
+  try:
+    yield
+  except BaseException as error:
+    if type(error).__name__ != "PanicException":
+      raise
+    problem = f"the tokenizers library can't divide a text ({first_line(error, 200)})"
+    raise UserError(f"{problem}; shorten its runs of white space") from error
 
 
 def load(spec: Spec) -> huggingface.Tokenizer:

@@ -111,6 +111,13 @@ def rotate(x, cos, sin):
   return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+class Table(nn.Embedding):
+  """The token embedding, which may be the head too: through `forward`, on which hooks are that load its weight."""
+
+  def forward(self, x, as_head=False):
+    return F.linear(x, self.weight) if as_head else super().forward(x)
+
+
 class Layer(nn.Module):
   """The two branches with the weights of one set."""
 
@@ -174,7 +181,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
   def __init__(self, config):
     super().__init__(config)
     D, is_gpt = config.hidden_size, config.field == "gpt"
-    self.embed_tokens = nn.Embedding(config.vocab_size, D)
+    self.embed_tokens = Table(config.vocab_size, D)
     self.positions = nn.Embedding(config.max_position_embeddings, D) if is_gpt else None
     self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_weight_sets)])
     self.final_norm = (nn.LayerNorm if is_gpt else RMSNorm)(D, eps=config.final_norm_eps)
@@ -232,18 +239,18 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
       rotation = angles.cos(), angles.sin()
     entries = itertools.count()
 
-    def evaluate(part, layer, x):
-      if part == "feedforward":
-        return layer(part, x)
-      return layer(part, x, mask, rotation, past_key_values, next(entries))
+    def evaluate(part, layer, x):  # layers may be on other devices than the sums
+      context = () if part == "feedforward" else (mask, rotation, past_key_values, next(entries))
+      return layer(part, x, *context).to(x.device)
 
     x = self.final_norm(integrate(self.config, self.layers, evaluate, x))
     if logits_to_keep:
       x = x[:, -logits_to_keep:]
-    logits = F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+    logits = self.embed_tokens(x, as_head=True) if self.lm_head is None else self.lm_head(x)
     loss = None
     if labels is not None:
       reduction = "mean" if num_items_in_batch is None else "sum"
+      labels = labels.to(logits.device)
       loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction=reduction)
       if num_items_in_batch is not None:
         loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
