@@ -3,6 +3,11 @@
 Their texts quote files and names that may be a stranger's, so they are printed by `printable`.
 """
 
+import unicodedata
+
+_ACTING = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of control characters, surrogates, separators of lines
+_ORDERING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
 
 def first_line(error: BaseException, most: int | None = None) -> str:
   """The first line of another library's error, or its type if the message is empty; at most `most` characters."""
@@ -11,10 +16,12 @@ def first_line(error: BaseException, most: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-  """The text with escapes in place of what a terminal would act on: control characters, but for line feeds and tabs."""
-  return "".join(
-    char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-  )
+  """The text with escapes in place of what a terminal would act on.
+
+  These are control characters, but for line feeds and tabs, and characters that change the order of what is shown.
+  """
+  acting = lambda char: unicodedata.category(char) in _ACTING and char not in "\n\t" or char in _ORDERING
+  return "".join(char.encode("unicode_escape").decode() if acting(char) else char for char in text)
 
 
 class UserError(ValueError):

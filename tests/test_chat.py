@@ -234,6 +234,12 @@ def test_a_turn_of_weight_0_is_written_and_does_not_count():
       one.divide(messages)
 
 
+def test_a_template_that_reads_lists_of_parts_gets_them():
+  turn = "{{ m.role }}:[[{% for c in m.content %}{{ c.text }}{% endfor %};]]"
+  template = ChatTemplate(with_blocks(f"{{% for m in messages %}}{turn}{{% endfor %}}"))
+  assert template.render(TURNS) == "user:Hi;assistant:Bye;" and "Hi" in template.render(TURNS[:1])
+
+
 def test_a_template_whose_turns_cannot_be_told_without_blocks_needs_them():
   """They depend on later ones; the assistant begins, and the template refuses no messages, or begins it in its loop."""
   forgetful = "{% for m in messages %}[{{ m.content if loop.last else '-' }}]{% endfor %}"

@@ -11,7 +11,7 @@ from diffeq_nnx.data.tokenizers import SentencePieceTokenizer
 from diffeq_nnx.inference import generation
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.jobs.prompt_files import Answers
-from tests.conftest import small_model
+from tests.conftest import small_model, told
 from tests.test_generation import make
 from tests.test_tokenizer import sentencepiece_model, spec_of, write
 
@@ -28,6 +28,8 @@ def test_a_file_of_prompts_has_a_line_for_each_line_feed(decoder, tmp_path):
   (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(lines))
   answers = Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"))
   texts, _, numbers = answers.open(data.load_tokenizer("bytes"), decoder, {})
+  with Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl")) as second:
+    assert "another process writes it" in told(lambda: second.open(data.load_tokenizer("bytes"), decoder, {}))
   assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
   for number in numbers:
     answers.add(number, {"tokens": 1})

@@ -1,6 +1,7 @@
 """The adapter to lm_eval: its hf backend on the exported weights gives the same results; which tokens are scored."""
 
 import functools
+import types
 
 import numpy as np
 import pytest
@@ -180,6 +181,14 @@ def test_texts_of_several_windows_are_scored_whole_and_perplexity_is_that_of_all
   assert found["words"] == len(text.split()) + 1 + 1  # white space at the end counts, as in lm_eval
   assert found["documents"] == 2
   assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
+
+
+def test_a_cache_of_answers_is_of_one_model_and_depth(model, lm):
+  hook = types.SimpleNamespace(dbdict={})
+  lm.set_cache_hook(hook)
+  lm.set_cache_hook(hook)
+  other = DiffEqLM(model=model, tokenizer=ByteTokenizer(), num_steps=1)
+  assert "--use_cache: holds answers for num_steps=" in told(lambda: other.set_cache_hook(hook))
 
 
 def test_mistakes_are_reported_in_one_line(model):

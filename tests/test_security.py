@@ -38,7 +38,7 @@ def test_the_package_reads_no_pickle_and_runs_no_text():
   found = set()
   for path in [*ROOT.glob("diffeq_nnx/**/*.py"), *ROOT.glob("launch/**/*.py")]:
     text = path.read_text()
-    for harmless in ("literal_eval(", "yaml.safe_load(", "can be pickled"):
+    for harmless in ("literal_eval(", "yaml.safe_load(", "yaml.compose(", "yaml.YAMLError", "can be pickled"):
       text = text.replace(harmless, "")
     found |= {(path.relative_to(ROOT).as_posix(), word) for word in risky if word in text}
   assert found == {("diffeq_nnx/config.py", "run_path")}

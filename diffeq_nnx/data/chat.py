@@ -77,7 +77,23 @@ class ChatTemplate:
     _check_messages(messages)
     return self._render(messages, add_generation_prompt)
 
+  @functools.cached_property
+  def _reads_parts(self) -> bool:
+    """Whether it writes contents that are lists of parts alone, as those of models that also see pictures may."""
+    said, writes = "A question.", []
+    for content in (said, [{"type": "text", "text": said}]):
+      try:
+        writes.append(said in self._write([{"role": "user", "content": content}], False))
+      except BadConversation:
+        writes.append(False)
+    return writes == [False, True]
+
   def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    if self._reads_parts:
+      messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    return self._write(messages, add_generation_prompt)
+
+  def _write(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     given = [_name_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
     blocks, parts = self._blocks, []
     blocks.length, blocks.texts = 0, []

@@ -44,6 +44,8 @@ from diffeq_nnx.training.evaluate import perplexity
 AUTO = 8  # the batch size that batch_size=auto stands for
 DOCUMENTS = 256  # documents whose perplexity is measured together
 MAX_TOKENS = 256  # of a generated text whose task sets no limit; at most half of max_length
+# of `DiffEqLM.get_model_info`: on what an answer does not depend
+_NOT_OF_ANSWERS = ("workdir", "devices", "processes", "truncated_requests", "merged_requests")
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # supported generation_kwargs
 
 
@@ -115,9 +117,10 @@ class DiffEqLM(TemplateLM):
       raise UserError(str(error).replace("harness.", "")) from error
     self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
     if model is not None:
-      known = {"config": Config(model=model.config), "mesh": one_device_mesh(model), "step": None}
+      known = {"config": Config(model=model.config), "mesh": one_device_mesh(model), "step": None, "hash": None}
       self._open = functools.partial(types.SimpleNamespace, model=model, tokenizer=tokenizer, **known)
     run = self._open()
+    self._hash = run.hash
     dtype = run.config.model.dtype if dtype == "model" else dtype
     config = dataclasses.replace(run.config.model, dropout=0.0, dtype=dtype)
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
@@ -175,6 +178,21 @@ class DiffEqLM(TemplateLM):
       "truncated_requests": self.truncated,
       "merged_requests": self.merged,
     }
+
+  def set_cache_hook(self, cache_hook: Any) -> None:
+    """Takes lm_eval's cache of answers (--use_cache), which does not know of what model an answer is.
+
+    Raises:
+      UserError: its answers are of another model, checkpoint or setting.
+    """
+    super().set_cache_hook(cache_hook)
+    if (kept := cache_hook.dbdict) is not None:
+      info = {key: value for key, value in self.get_model_info().items() if key not in _NOT_OF_ANSWERS}
+      ours = {**info, "run": self._hash, "seed": self._seed}
+      if (theirs := kept.setdefault("diffeq_nnx", ours)) != ours:
+        changed = next(key for key in ours if theirs.get(key) != ours[key])
+        problem = f"holds answers for {changed}={theirs.get(changed)}, and this is {ours[changed]}"
+        raise UserError(f"--use_cache: {problem}; name another file")
 
   @property
   def tokenizer_name(self) -> str:

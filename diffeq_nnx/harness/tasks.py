@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 import os
+import pathlib
 
+from absl import logging
 from lm_eval.tasks import TaskManager
 import yaml
 
 from diffeq_nnx.config import nearest
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import UserError, first_line
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
 PAPER_SHOTS = (0, 5)
@@ -22,6 +24,11 @@ def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
   """
   if include_path is not None and not os.path.isdir(include_path):
     raise UserError(f"harness.include_path={include_path!r}: there is no such folder; name one that holds task files")
+  for path in sorted(pathlib.Path(include_path).rglob("*.yaml")) if include_path else ():
+    try:
+      yaml.compose(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:  # lm_eval leaves such a file out, and says nothing
+      logging.warning("%s is left out: it can't be read as YAML (%s)", path, first_line(error, 200))
   folders = [*([GROUPS] if default_tasks else []), *([] if include_path is None else [include_path])]
   return TaskManager(include_path=folders, include_defaults=default_tasks)
 

@@ -84,11 +84,12 @@ def generate(
   identity |= {"draft_steps": draft_steps, "draft_tokens": None, **options}
   identity.pop("rows", None)  # on which no text depends
   identity |= {"chat": tokenizer.chat_template} if chat else {}
-  texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
-  for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
-    answers.add(numbers[n], _to_record(one))
-  with distributed.sync_errors():  # no process leaves while another still continues prompts
-    return answers.close()
+  with answers:
+    texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
+    for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
+      answers.add(numbers[n], _to_record(one))
+    with distributed.sync_errors():  # no process leaves while another still continues prompts
+      return answers.close()
 
 
 def _make_decoders(run: Run, num_steps: int | None, draft_steps: int | None) -> tuple[Decoder, Decoder | None]:

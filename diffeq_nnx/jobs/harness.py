@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 
+OURS = os.path.join(os.path.dirname(report.__file__), "adapter.py")  # what is called by lm_eval
 BOOTSTRAP = 1000  # resamples for standard errors that have no formula, those of perplexities
 ENVIRONMENT = {  # of lm_eval
   "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
@@ -114,9 +116,6 @@ def evaluate_downstream(
 @contextlib.contextmanager
 def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
   """Around calls of lm_eval: keeps stdout for our line, and reports errors of tasks and their data in one line."""
-  import datasets  # with lm_eval, as jinja2 is
-  import jinja2
-
   try:
     with mock.patch.dict(os.environ, ENVIRONMENT), contextlib.redirect_stdout(sys.stderr):
       yield
@@ -127,10 +126,9 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
       f"harness.tasks={settings.tasks}: a task needs another package ({first_line(error, 200)}); install lm_eval's "
       "extra for it, for example pip install 'lm_eval[ifeval]' or 'lm_eval[tasks]', or name other tasks"
     ) from error
-  except (
-    *(OSError, ValueError, LookupError, TypeError, RuntimeError),
-    *(jinja2.TemplateError, datasets.exceptions.DatasetsError),
-  ) as error:
+  except Exception as error:  # whatever the functions of a task raise
+    if any(frame.filename == OURS for frame in traceback.extract_tb(error.__traceback__)):
+      raise
     raise UserError(
       f"harness.tasks={settings.tasks}: a task or its data can't be used ({type(error).__name__}: "
       f"{first_line(error, 200)}); check that its data can be downloaded or is cached, correct the "

@@ -4,6 +4,8 @@ While it is written, the answers are in OUT.unfinished, a JSON line each after o
 are there, OUT is written at once, in the order of the prompts, and the other file is removed.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +24,7 @@ from diffeq_nnx.parallel import distributed
 
 
 class Answers:
-  """The answers to a file of prompts; process 0 writes them.
+  """The answers to a file of prompts; process 0 writes them. A context, after which the file is closed.
 
   An answer has `line`, the prompt's line from 1, and what its continuation says; or `error`, why there is none.
   """
@@ -47,7 +49,14 @@ class Answers:
     self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
     self._started = time.monotonic()
+    self._stack = contextlib.ExitStack()  # holds the unfinished file
     self._tokens = 0
+
+  def __enter__(self) -> "Answers":
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    self._stack.close()
 
   def open(
     self, tokenizer: Tokenizer, decoder: Decoder, identity: dict[str, Any], template: ChatTemplate | None = None
@@ -109,19 +118,22 @@ class Answers:
 
   def _read_unfinished(self) -> list[dict[str, Any]]:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
-    lines = []
-    if files.exists(self._unfinished):
-      kept = files.read(self._unfinished)
-      kept = kept[: kept.rfind(b"\n") + 1]
-      lines = [files.parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]
-      if lines and lines[0] != self._identity:
-        raise UserError(
-          f"--out={self._out}: {self._unfinished} was begun with other settings or prompts; repeat those, or remove it"
-        )
-      os.truncate(self._unfinished, len(kept))
-    else:
-      files.make_folder(os.path.dirname(self._unfinished) or ".")
-    self._file = open(self._unfinished, "a", encoding="utf-8")  # noqa: SIM115
+    files.make_folder(os.path.dirname(self._unfinished) or ".")
+    self._file = self._stack.enter_context(open(self._unfinished, "a", encoding="utf-8"))
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise UserError(f"--out={self._out}: another process writes it; wait for that, or name another file") from error
+    except OSError:  # a file system without locks
+      pass
+    kept = files.read(self._unfinished)
+    kept = kept[: kept.rfind(b"\n") + 1]
+    lines = [files.parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]
+    if lines and lines[0] != self._identity:
+      raise UserError(
+        f"--out={self._out}: {self._unfinished} was begun with other settings or prompts; repeat those, or remove it"
+      )
+    os.truncate(self._unfinished, len(kept))
     if not lines:
       self._file.write(json.dumps(self._identity) + "\n")
       self._file.flush()
