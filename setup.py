@@ -1,6 +1,11 @@
 """Installs diffeq_nnx; `pip install -e '.[test,dev]'` for working on it."""
 
+import os
+
 import setuptools
+
+if not os.path.isdir("diffeq_nnx/kernels"):
+  raise SystemExit("diffeq_nnx/kernels must be a link to kernels: unpack an archive that has links (.tar.gz), or clone")
 
 ANALYSIS = ["diffrax>=0.7.2"]
 DOCS = ["latex2mathml", "mkdocs>=1.6", "mkdocs-jupyter", "mkdocs-material", "mkdocstrings[python]"]

@@ -33,6 +33,7 @@ DAMAGED_FOLDER = "checkpoints_damaged"
 FROZEN_FOLDER = "frozen"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
+RANDOM_BITS = "threefry2x32"  # JAX's generator of all runs, since the shape of a saved key depends on it
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
 
 
@@ -253,7 +254,7 @@ class Config(Section):
   """One experiment. Keys of different sections are checked against each other by `from_config_dict` and `load`."""
 
   # Of the initial weights, the order of the text, dropout and the draw of step_counts.
-  seed: int = number(0, at_least=0, below=2**63)
+  seed: int = number(0, at_least=0, below=2**32)
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
@@ -308,7 +309,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   Raises:
     UserError: no such file, or what `from_dict` raises.
   """
-  path, _, argument = name.partition(":")
+  path, argument = (name, "") if os.path.isfile(name) or ":" not in name else name.rsplit(":", 1)
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   get_config = runpy.run_path(path)["get_config"]

@@ -272,6 +272,8 @@ def main(argv: list[str]) -> int:
     place = f"{error.filename}: " if error.filename else ""
     return fail(RunError(f"{place}{error.strerror or error}; check the name, the permissions and the network"), 1)
   except Exception as error:
+    if "Unable to initialize backend" in str(error):  # what JAX_PLATFORMS names is missing, or another process uses it
+      return fail(RunError(str(error)), 1)
     traceback.print_exc()
     where = "unexpected: the lines above say where, please report them"
     return fail(RunError(f"{type(error).__name__}: {error}; {where}"), 1)
@@ -282,6 +284,7 @@ def _program(argv: list[str]) -> int:
 
   The row "the disk is full" of launch/faults.py wants the line to be the last.
   """
+  os.environ.pop("MPLBACKEND", None)  # of a notebook that runs this command, whose package may be missing here
   if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have characters that its encoding lacks
     sys.stdout.reconfigure(errors="backslashreplace")
   code = main(argv)

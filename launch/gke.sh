@@ -14,7 +14,8 @@
 # cloud.google.com/gke-tpu-accelerator: tpu-v4-podslice, tpu-v5-lite-podslice (v5e), tpu-v5p-slice,
 # tpu-v6e-slice. --topology is that of one slice; its chips divided by --chips-per-host are its hosts.
 #
-# The work directory is a bucket's, which the pods' service account must be allowed to write (Workload Identity), or
+# The work directory is a bucket's, which the service account of the node pool must be allowed to write, with a storage
+# scope that allows it (pods on the hosts' network, as these are, don't use Workload Identity), or
 # --workdir=/runs/DIR: --volume names a PersistentVolumeClaim, mounted at /runs on all hosts, so it must be
 # ReadWriteMany (Filestore, Lustre). Text other than `builtin` is in the same places.
 #

@@ -122,6 +122,12 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   assert merged["after"]["loss"] == pytest.approx(again["loss"], abs=1e-5)
   assert Run.open(str(tmp_path / "merged")).started.model.lora == LoraConfig()
   capsys.readouterr()
+  kept = {path: path.read_bytes() for path in pathlib.Path(moved, "frozen").rglob("*") if path.is_file()}
+  path, content = max(kept.items(), key=lambda item: len(item[1]))
+  place = len(content) // 2
+  path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+  assert "frozen, the parameters that don't learn, can't be read" in told(lambda: Run.open(moved).params)
+  path.write_bytes(content)
   (one,) = jobs.run("generate", Run.open(moved).started, moved, prompt=["Text"], max_tokens=3, temperature=0.0)
   assert one["tokens"] == 3
 

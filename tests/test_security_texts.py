@@ -17,7 +17,7 @@ from diffeq_nnx.errors import printable
 from diffeq_nnx.harness import report
 from diffeq_nnx.inference.generation import Continuation
 from diffeq_nnx.jobs import generate
-from diffeq_nnx.parallel.console import say
+from diffeq_nnx.parallel.console import draw, print_result, say
 from tests.attacks import TAG, bomb, give_run, marker, program, write_json  # noqa: F401  a fixture
 from tests.conftest import mistake, told
 from tests.prepared_text import load, prepared, small_tasks, text  # noqa: F401  fixtures
@@ -68,7 +68,7 @@ def test_a_manifest_of_any_shape_is_one_line(theirs):
 
 
 def test_no_file_of_prepared_text_is_read_as_a_pickle(theirs, marker):
-  for name in sorted(os.listdir(theirs)):
+  for name in sorted({*os.listdir(theirs)} - {".lock"}):
     whole = (theirs / name).read_bytes()
     (theirs / name).write_bytes((bomb(marker) + bytes(len(whole)))[: len(whole)])
     told(lambda: read_all(load(theirs)))
@@ -176,6 +176,8 @@ def test_a_baseline_of_any_shape_is_one_line(tmp_path, marker, content):
 def test_control_characters_do_not_reach_a_terminal(capsys, tmp_path):
   text = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\r\ud800"
   assert printable(f"a\tb\n{text}").replace("\n", "").replace("\t", "").isprintable()
+  joined = "\u0645\u06cc\u200c\u062e\u0648 \U0001f468\u200d\U0001f469 \u3000 \u00a0 \u00ad \U0001fae8"
+  assert printable(joined) == joined  # what languages and pictures need
   say(f"a {text}")
   give_run(tmp_path, harness={"folder": "harness"}, model={f"x{text}": 1})
   code, line = mistake(["--job=evaluate", f"--workdir={tmp_path}"], capsys)
@@ -196,3 +198,10 @@ def test_generated_text_on_a_terminal_is_escaped(monkeypatch, capsys):
     capsys.readouterr()
     generate._print_texts(continue_them, ["p"], [[1]])
     assert capsys.readouterr().out == expected
+
+
+def test_a_picture_that_cannot_be_made_costs_a_line_and_results_are_json(tmp_path, capsys):
+  draw(str(tmp_path / "x.png"), (1, 1), lambda figure: figure.no_such_method())
+  assert "x.png: can't be drawn (AttributeError" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+  print_result("evaluate", "runs/x", values=[{"loss": float("nan")}, (float("inf"), 1.0)])
+  assert json.loads(capsys.readouterr().out, parse_constant=None)["values"] == [{"loss": None}, [None, 1.0]]

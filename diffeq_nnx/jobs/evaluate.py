@@ -8,10 +8,9 @@ import jax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import say_untrained
-from diffeq_nnx.files import replacing
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import markdown, print_result, say
+from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
@@ -69,14 +68,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _draw(rows: list[dict[str, Any]], path: str) -> None:
   """Losses and rates against the number of steps."""
-  from matplotlib.figure import Figure  # here, since it takes a second to import
 
-  figure = Figure(figsize=(8, 3.6), layout="constrained")
-  counts = [row["num_steps"] for row in rows]
-  labels = ("validation loss, nats per token", "tokens/s")
-  for axes, key, label in zip(figure.subplots(1, 2), ("loss", "tokens_per_second"), labels, strict=True):
-    axes.plot(counts, [row[key] for row in rows], "o-", markersize=4)
-    axes.set(xlabel="solver steps (layers)", ylabel=label, xticks=counts)
-    axes.grid(alpha=0.3)
-  with replacing(path) as part:
-    figure.savefig(part, dpi=120, format="png")
+  def fill(figure: Any) -> None:
+    counts = [row["num_steps"] for row in rows]
+    labels = ("validation loss, nats per token", "tokens/s")
+    for axes, key, label in zip(figure.subplots(1, 2), ("loss", "tokens_per_second"), labels, strict=True):
+      axes.plot(counts, [row[key] for row in rows], "o-", markersize=4)
+      axes.set(xlabel="solver steps (layers)", ylabel=label, xticks=counts)
+      axes.grid(alpha=0.3)
+
+  draw(path, (8, 3.6), fill)

@@ -14,7 +14,7 @@ from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config, nearest
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
-from diffeq_nnx.parallel.console import markdown, print_result, say
+from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run
@@ -125,19 +125,18 @@ def _table(known: dict[str, Any], own: int) -> str:
 
 def _draw(known: dict[str, Any], grid: grids.Grid, path: str) -> None:
   """Loss against the steps that are left, where it was measured, and the influence of each step over time."""
-  from matplotlib.figure import Figure  # here, since it takes a second to import
 
-  figure = Figure(figsize=(8, 3.6), layout="constrained")
-  losses = [known["loss"], *(loss for _, loss in known["left_out"])]
-  *left, right = figure.subplots(1, 2 if len(losses) > 1 else 1, squeeze=False)[0]
-  for axes in left:
-    axes.plot([grid.num_steps - place for place in range(len(losses))], losses, "o-", markersize=4)
-    axes.set(xlabel="solver steps (layers) that are left", ylabel="loss, nats per token")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-  gone = {step for step, _ in known["left_out"]}
-  colors = ["tab:gray" if step in gone else "tab:blue" for step in range(grid.num_steps)]
-  right.bar(grid.edges[:-1], known["influences"], np.diff(grid.edges), align="edge", color=colors, edgecolor="white")
-  right.set(xlabel="depth t", ylabel="influence, 1 - cos" + ("; gray: left out" if gone else ""))
-  with files.replacing(path) as part:
-    figure.savefig(part, dpi=120, format="png")
+  def fill(figure: Any) -> None:
+    losses = [known["loss"], *(loss for _, loss in known["left_out"])]
+    *left, right = figure.subplots(1, 2 if len(losses) > 1 else 1, squeeze=False)[0]
+    for axes in left:
+      axes.plot([grid.num_steps - place for place in range(len(losses))], losses, "o-", markersize=4)
+      axes.set(xlabel="solver steps (layers) that are left", ylabel="loss, nats per token")
+      axes.xaxis.get_major_locator().set_params(integer=True)
+      axes.grid(alpha=0.3)
+    gone = {step for step, _ in known["left_out"]}
+    colors = ["tab:gray" if step in gone else "tab:blue" for step in range(grid.num_steps)]
+    right.bar(grid.edges[:-1], known["influences"], np.diff(grid.edges), align="edge", color=colors, edgecolor="white")
+    right.set(xlabel="depth t", ylabel="influence, 1 - cos" + ("; gray: left out" if gone else ""))
+
+  draw(path, (8, 3.6), fill)

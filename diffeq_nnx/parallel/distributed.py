@@ -3,6 +3,7 @@
 Every process runs the same command. `jax.distributed` joins them, and notifies the others when one dies.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import hashlib
@@ -51,7 +52,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   given = (coordinator, num_processes, process_id)
   # of one task JAX would use one GPU; an interactive step of Slurm has the number of its allocation in SLURM_NTASKS
   slurm_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS"))
-  if given == (None, 1, None) or given == (None, None, None) and slurm_tasks == "1":
+  by_slurm = slurm_tasks == "1" and "OMPI_COMM_WORLD_SIZE" not in os.environ  # mpirun starts its own tasks of Slurm
+  if given == (None, 1, None) or given == (None, None, None) and by_slurm:
     return
   if given != (None, None, None):
     _check_given(*given)
@@ -72,6 +74,10 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     )
   except ValueError as error:
     if coordinator is None and "coordinator_address" in str(error):
+      if (size := os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) != "1":
+        raise UserError(
+          f"mpirun started {size} processes, which JAX can't join; give --coordinator, --num_processes and --process_id"
+        ) from error
       return  # no cluster: one process
     raise UserError(f"--coordinator={coordinator}: {error}") from error
   except Exception as error:  # also of packages of the cluster, of which the services can't be reached
@@ -81,6 +87,12 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     ) from error
   finally:
     timer.cancel()
+  counts = collections.Counter(device.process_index for device in jax.devices())
+  if len(set(counts.values())) > 1 or len(counts) < jax.process_count():
+    found = ", ".join(str(counts[process]) for process in range(jax.process_count()))
+    raise UserError(f"the processes have different numbers of devices ({found}); give each the same")
+  if not jax.config.values["jax_enable_preemption_service"]:
+    raise UserError("JAX_ENABLE_PREEMPTION_SERVICE=0: joined processes ask that service for SIGTERM; unset it")
   _joined = True
   _explain_a_sudden_end()
 

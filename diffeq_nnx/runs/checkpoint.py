@@ -15,7 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, Config
+from diffeq_nnx.config import CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, RANDOM_BITS, Config
 from diffeq_nnx.errors import Diverged, RunError, UserError, first_line
 from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
@@ -57,6 +57,7 @@ class Checkpoints:
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)
     self._config = config
     self._saved: list[int] = []  # steps that this object has saved
+    self._frozen_sums: list[int] = []  # of the bits of the parameters that don't learn
     self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
     if not read_only:
       distributed.on_main_process(self._set_aside_without_metrics)
@@ -67,6 +68,7 @@ class Checkpoints:
       self._folder,
       options=ocp.CheckpointManagerOptions(
         create=not read_only,
+        async_options=ocp.AsyncOptions(timeout_secs=distributed.WAIT_SECONDS),  # a slow disk is no dead one
         lightweight_initialize=read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
         preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
@@ -90,6 +92,9 @@ class Checkpoints:
       raise Diverged(f"step {step}: the norm of the parameters is {norm} after the update, so they are not saved", step)
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
     sums = {name: _bit_sums(item) for name, item in items.items()}
+    if state.get("frozen"):
+      self._frozen_sums = self._frozen_sums or _bit_sums(state["frozen"])
+      sums[FROZEN_FOLDER] = self._frozen_sums
     args = ocp.args.Composite(
       data=json_save({**data_state, BIT_SUMS: sums}),
       run=json_save(self._run),
@@ -131,7 +136,8 @@ class Checkpoints:
     items, _ = self._restore({name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()})
     if items is None:
       return None
-    return {**_state(items), "frozen": self._restore_frozen(abstract["frozen"])}, items["data"]
+    frozen = self._restore_frozen(abstract["frozen"], items["data"].pop(BIT_SUMS))
+    return {**_state(items), "frozen": frozen}, items["data"]
 
   def restore_params(self, abstract: Params) -> tuple[Params, int] | None:
     """All parameters of the newest model, and its step; the rest of the state stays on disk. Otherwise as `restore`.
@@ -143,7 +149,7 @@ class Checkpoints:
     items, step = self._restore({"params": ocp.args.StandardRestore(learning)})
     if items is None:
       return None
-    return parameters.join(items["params"], self._restore_frozen(frozen)), step
+    return parameters.join(items["params"], self._restore_frozen(frozen, items["data"][BIT_SUMS])), step
 
   def _restore(self, wanted: dict[str, Any]) -> tuple[Any, int]:
     """These items and `data` of the newest readable checkpoint, and its step; (None, 0) if there is none."""
@@ -152,7 +158,7 @@ class Checkpoints:
       problem = ""
       try:
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **wanted))
-        sums = items["data"].pop(BIT_SUMS)
+        sums = items["data"][BIT_SUMS]
         changed = [name for name in wanted if _bit_sums(items[name]) != sums[name]]
         problem = f"{', '.join(changed)}: not the bits that were saved" if changed else ""
       except Exception as error:  # orbax raises many types: bare Exception, KeyError, FileNotFoundError...
@@ -182,13 +188,15 @@ class Checkpoints:
       with self._explain("save the checkpoint of step 0"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.join(self._workdir, FROZEN_FOLDER), frozen, force=True)
 
-  def _restore_frozen(self, abstract: dict[str, Any]) -> dict[str, Any]:
+  def _restore_frozen(self, abstract: dict[str, Any], sums: dict[str, list[int]]) -> dict[str, Any]:
     if not abstract:
       return {}
     problem, frozen = "", {}
     try:
       with ocp.StandardCheckpointer() as checkpointer:
         frozen = checkpointer.restore(os.path.join(self._workdir, FROZEN_FOLDER), abstract)
+      if FROZEN_FOLDER in sums and _bit_sums(frozen) != sums[FROZEN_FOLDER]:
+        problem = "not the bits that were saved"
     except Exception as error:  # as above
       problem = _describe(error)
     problem = self._find_problem(0, problem, os.path.join(self._workdir, FROZEN_FOLDER))
@@ -313,5 +321,5 @@ def _state(items: Any) -> State:
     "params": items["params"],
     "opt_state": items["optimizer"],
     "step": counters["step"],
-    "key": jax.random.wrap_key_data(counters["key"]),
+    "key": jax.random.wrap_key_data(counters["key"], impl=RANDOM_BITS),
   }

@@ -22,7 +22,8 @@ def checked_mesh(config: Config) -> Mesh:
     sharding.check(config, mesh)
     if config.train.adjoint == "reversible":
       make_adjoint(config)
-    say_attention(config.model, "log-sum-exp, which mesh.context needs" if mesh.shape["context"] > 1 else None)
+    odd = "an odd number of positions" if config.model.seq_len % 2 else None
+    say_attention(config.model, "log-sum-exp, which mesh.context needs" if mesh.shape["context"] > 1 else odd)
     return mesh
 
 

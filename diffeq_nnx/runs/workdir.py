@@ -45,7 +45,7 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
   """Checks that a work directory is where orbax keeps checkpoints.
 
   Raises:
-    UserError: it is in a bucket of another kind than gs://, or its path has a character of a glob.
+    UserError: it is in a bucket of another kind than gs://, or its path has a character that orbax doesn't take.
   """
   if "://" in workdir and not workdir.startswith("gs://"):
     raise UserError(
@@ -53,8 +53,8 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
       "directory when the run is finished (text and shards may be in other buckets)"
     )
   path = files.absolute(workdir)
-  if found := next((one for one in path if one in "[*?"), None):
-    raise UserError(f"{flag}={workdir}: orbax takes {found!r} in {path} for a pattern; name a directory without it")
+  if found := next((one for one in path if one in "[*?\\" or "\ud800" <= one <= "\udfff"), None):
+    raise UserError(f"{flag}={workdir}: orbax keeps no checkpoints where a path has {found!r}; name another directory")
 
 
 def require_writable(folder: str) -> None:
@@ -66,7 +66,9 @@ def require_writable(folder: str) -> None:
   try:
     files.check_writable(folder)
   except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error}); make room for it") from error
+    raise RunError(
+      f"{folder}: can't be written ({error.strerror or error}); make room for it, or copy the run to a place of yours"
+    ) from error
 
 
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:

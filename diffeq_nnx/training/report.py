@@ -17,7 +17,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import TENSORBOARD_FOLDER
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import say
+from diffeq_nnx.parallel.console import draw, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import goodput
 
@@ -47,7 +47,7 @@ class Reporter:
     folder = self._growing.folder
     _truncate(os.path.join(folder, METRICS_FILE), start, validate)
     self._file = open(os.path.join(folder, METRICS_FILE), "a", encoding="utf-8")
-    self._tensorboard = _open_tensorboard(os.path.join(folder, TENSORBOARD_FOLDER), start)
+    self._tensorboard = _TensorBoard(os.path.join(folder, TENSORBOARD_FOLDER), start)
     self._wandb = _wandb_run(project, workdir, folder) if project else None
     if sys.stderr.isatty():
       self._bar = tqdm(total=steps, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
@@ -115,9 +115,9 @@ class Reporter:
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
     self._file.flush()
-    for name, value in values.items():
-      self._tensorboard.add_scalar(f"{split}/{name}", value, step)
-    self._send(lambda run: run.log({f"{split}/{name}": value for name, value in values.items()}, step=step))
+    named = {f"{split}/{name}": value for name, value in values.items()}
+    self._tensorboard.add(step, named)
+    self._send(lambda run: run.log(named, step=step))
     self._growing.note_growth()
 
   def upload(self) -> None:
@@ -127,7 +127,6 @@ class Reporter:
       OSError: they can't be written.
     """
     if self._is_main:
-      self._tensorboard.flush()
       self._growing.upload()
 
 
@@ -138,18 +137,41 @@ def _details(values: dict[str, float]) -> str:
   return f" ({', '.join(parts)})" if parts else ""
 
 
-def _open_tensorboard(folder: str, start: int) -> Any:
-  """The writer of TensorBoard's files, in which records after step `start` are dropped."""
-  # tensorboardX imports torch for the name of a type. That takes seconds, and where torch is missing it does without.
-  hidden = "torch" not in sys.modules
-  if hidden:
-    sys.modules["torch"] = None  # type: ignore[assignment]
-  try:
-    import tensorboardX
-  finally:
+class _TensorBoard:
+  """A file for TensorBoard, which is written here: the thread of tensorboardX's SummaryWriter ends at a full disk.
+
+  After that the writer would wait for the thread forever.
+  """
+
+  def __init__(self, folder: str, start: int):
+    """Opens a new file in a folder, in which TensorBoard then drops records after step `start`."""
+    # tensorboardX imports torch for the name of a type. That takes seconds, and where torch is missing it does without.
+    hidden = "torch" not in sys.modules
     if hidden:
-      del sys.modules["torch"]
-  return tensorboardX.SummaryWriter(folder, purge_step=start + 1)
+      sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+      import tensorboardX
+      from tensorboardX import event_file_writer
+    finally:
+      if hidden:
+        del sys.modules["torch"]
+    self._events, self._summary = tensorboardX.proto.event_pb2, tensorboardX.summary
+    os.makedirs(folder, exist_ok=True)
+    self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"))
+    self._write(start + 1, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+
+  def _write(self, step: int, **content: Any) -> None:
+    self._writer.write_event(self._events.Event(wall_time=time.time(), step=step, **content))
+
+  def add(self, step: int, values: dict[str, float]) -> None:
+    """Writes values after `step` by their names; raises OSError."""
+    for name, value in values.items():
+      self._write(step, summary=self._summary.scalar(name, value))
+    self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._writer.close()
 
 
 def _wandb_run(project: str, workdir: str, folder: str) -> Any:
@@ -164,7 +186,7 @@ def _wandb_run(project: str, workdir: str, folder: str) -> Any:
   config = config_lib.to_dict(workdir_lib.config_of(workdir))
   try:
     return wandb.init(project=project, name=name, id=identity, resume="allow", dir=folder, config=config)
-  except wandb.Error as error:
+  except Exception as error:  # also of a machine without a home directory
     raise UserError(
       f"{label}: can't be reached ({first_line(error, 200)}); log in with wandb login, or set WANDB_MODE=offline"
     ) from error
@@ -198,19 +220,17 @@ def read_metrics(workdir: str, split: str) -> list[dict[str, Any]]:
 
 def plot_losses(workdir: str) -> None:
   """Draws loss.png in the work directory: training and validation loss in nats per token, by step."""
-  from matplotlib.figure import Figure  # here, since it takes a second to import
 
-  figure = Figure(figsize=(7, 4.5), layout="constrained")  # not pyplot's: the caller's backend stays as it is
-  axes = figure.subplots()
-  for split, style in (("train", dict(linewidth=1)), ("validation", dict(marker="o", linewidth=2))):
-    records = [r for r in read_metrics(workdir, split) if r["loss"] is not None]
-    if records:
-      label = f"{split}, last {records[-1]['loss']:.3f}"
-      axes.plot([r["step"] for r in records], [r["loss"] for r in records], label=label, **style)
-  axes.set_xlabel("optimizer step")
-  axes.set_ylabel("loss (nats per token)")
-  if axes.lines:
-    axes.legend()
-  axes.grid(alpha=0.3)
-  with files.replacing(os.path.join(workdir, "loss.png")) as part:
-    figure.savefig(part, dpi=120, format="png")
+  def fill(figure: Any) -> None:
+    axes = figure.subplots()
+    for split, style in (("train", dict(linewidth=1)), ("validation", dict(marker="o", linewidth=2))):
+      records = [r for r in read_metrics(workdir, split) if r["loss"] is not None]
+      if records:
+        label = f"{split}, last {records[-1]['loss']:.3f}"
+        axes.plot([r["step"] for r in records], [r["loss"] for r in records], label=label, **style)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    if axes.lines:
+      axes.legend()
+    axes.grid(alpha=0.3)
+
+  draw(os.path.join(workdir, "loss.png"), (7, 4.5), fill)

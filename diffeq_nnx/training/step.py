@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import RANDOM_BITS, Config
 from diffeq_nnx.depth.trained import find_teaching_count
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.model import grids, integration, parameters, smaller_first, solvers, vector_fields, weight_sources
@@ -54,13 +54,13 @@ def known_options(mesh: Mesh) -> dict[str, str] | None:
 
 def init_state(config: Config) -> State:
   """The state at step 0, a pure function of the config. Jit it, or shape it with `jax.eval_shape`."""
-  model_key, _ = jax.random.split(jax.random.key(config.seed))
+  model_key, _ = jax.random.split(jax.random.key(config.seed, impl=RANDOM_BITS))
   return state_of(config, parameters.params_of(Model(config.model, rngs=nnx.Rngs(params=model_key))))
 
 
 def state_of(config: Config, params: Params) -> State:
   """The state at step 0 of a model that has these parameters. Jit it."""
-  _, key = jax.random.split(jax.random.key(config.seed))
+  _, key = jax.random.split(jax.random.key(config.seed, impl=RANDOM_BITS))
   params, frozen = parameters.split(config.model, params)
   opt_state = _optimizer(config).init(params)
   return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32), "key": key, "frozen": frozen}
