@@ -232,6 +232,8 @@ def _what_cudnn_lacks(
   """The first feature that jax.nn.dot_product_attention lacks with cuDNN, or None."""
   if mask.window is not None and not mask.causal:
     return "window without a causal mask"
+  if q.shape[1] % 2 or k.shape[1] % 2:
+    return "an odd number of positions"  # whose gradients it lacks
   if mask.causal and q.shape[1] != k.shape[1]:
     return f"causal mask over {q.shape[1]} queries and {k.shape[1]} keys"
   if q_segments is not kv_segments:

@@ -85,7 +85,8 @@ def _backward_kernel(
     dk_acc[...] += parts.by_lane(dks, static)
     dv_acc[...] += parts.by_lane(dvs, static)
 
-  parts.visit_all(visit, ranges_ref, b if static.segments else 0, j, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
+  row = (b if static.segments else 0) * pl.num_programs(3) + j
+  parts.visit_all(visit, ranges_ref, row, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
   rest = 1 / LOG2_E if static.soft_cap is None else static.scale  # of the scale: the sum is of products with scaled q
   dk_ref[...] = (dk_acc[...] * rest).astype(dk_ref.dtype)
   dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)

@@ -67,7 +67,8 @@ def _forward_kernel(
       products.append(parts.dot(weights.astype(v.dtype), v, parts.NN))
     acc_ref[...] = acc_ref[...] * parts.by_lane(corrections, static) + parts.by_lane(products, static)
 
-  parts.visit_all(visit, ranges_ref, b if static.segments else 0, i, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
+  row = (b if static.segments else 0) * pl.num_programs(2) + i
+  parts.visit_all(visit, ranges_ref, row, chunk * chunk_blocks, (chunk + 1) * chunk_blocks)
 
   @pl.when(chunk == pl.num_programs(3) - 1)
   def _finish():

@@ -96,9 +96,12 @@ def columns(row, width):
   return widen(jnp.broadcast_to(row, (LANES, row.shape[1])).T, width)
 
 
-def visit_all(visit, ranges_ref, b, i, low, high):
-  """Calls `visit(j, masked)` for the blocks in low..high that block i must visit, masked only where needed."""
-  edges = [jnp.clip(ranges_ref[n, b, i], low, high) for n in range(4)]
+def visit_all(visit, ranges_ref, row, low, high):
+  """Calls `visit(j, masked)` for the blocks in low..high that a block must visit, masked only where needed.
+
+  `ranges_ref` is `block_ranges` as one axis, and `row` the block's number among those of all batch rows.
+  """
+  edges = [jnp.clip(ranges_ref[n * (ranges_ref.shape[0] // 4) + row], low, high) for n in range(4)]
   for start, end, masked in zip(edges, edges[1:], (True, False, True)):
     jax.lax.fori_loop(start, end, lambda j, _, masked=masked: visit(j, masked), None)
 
@@ -111,8 +114,8 @@ def segment_rows(segments_BxS, multiple):
 
 
 def call(kernel, static: TPUProblem, *, grid, in_specs, out_specs, out_shape, scratch_shapes, name):
-  """`pl.pallas_call` on a grid of batch, heads and two axes of blocks."""
-  return pl.pallas_call(
+  """`pl.pallas_call` on a grid of batch, heads and two axes of blocks; its first argument is `block_ranges`."""
+  called = pl.pallas_call(
     functools.partial(kernel, static=static),
     out_shape=out_shape,
     name=name,
@@ -124,3 +127,5 @@ def call(kernel, static: TPUProblem, *, grid, in_specs, out_specs, out_shape, sc
       dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=static.blocks.vmem_limit
     ),
   )
+  # in SMEM the last of several axes takes multiples of 128
+  return lambda ranges, *arrays: called(ranges.reshape(-1), *arrays)
