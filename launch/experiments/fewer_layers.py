@@ -186,6 +186,8 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
     healed = tables.remember(f"{after}.json", lambda: measure(args, workdir, args.set, depth))
     return [evaluate(args, recipe, num_steps), healed, *other]
   losses = {record["step"]: record["loss"] for record in read_metrics(workdir, "validation")}
+  if missing := [step for step in args.points if step not in losses]:
+    raise UserError(f"{workdir}: was not validated at step {missing[0]}; give other --points, or another --out")
   return [*(losses[step] for step in (0, *args.points)), *other]
 
 

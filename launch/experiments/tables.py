@@ -4,7 +4,6 @@ The runs of a preset are those that match a pattern, in the order of their seeds
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import glob
 import os
 import re
@@ -57,12 +56,10 @@ def require_tuning(workdir: str, config: Config) -> None:
 
   Its model, and what follows from that, are those of the run that it was made from.
   """
-  tuning = lambda one: (one.optimizer, one.train.steps, one.train.batch_size, one.seed)
-  evaluation = lambda one: dataclasses.replace(one.eval, num_steps=None)
-  if workdir_lib.holds_run(workdir):
-    known = Run.open(workdir).started
-    if (tuning(known), evaluation(known)) != (tuning(config), evaluation(config)):
-      raise UserError(f"{workdir}: was trained with other settings; name another folder")
+  # not eval.every: a validation loss is the same however often the run was validated
+  tuning = lambda c: (c.optimizer, c.train.steps, c.train.batch_size, c.eval.batch_size, c.eval.max_batches, c.seed)
+  if workdir_lib.holds_run(workdir) and tuning(Run.open(workdir).started) != tuning(config):
+    raise UserError(f"{workdir}: was trained with other settings; name another folder")
 
 
 def check_finished(workdir: str, steps: int) -> None:
