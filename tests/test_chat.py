@@ -192,9 +192,20 @@ BAD_CONVERSATIONS = [
     "with tool calls that the chat template does not write",
     "does not write tool_calls",
   ),
+  (
+    {"messages": [TURNS[0], TURNS[1] | {"content": None, "function_call": {"name": "look"}}]},
+    "that the chat template refuses",
+    "refuses the messages",
+  ),
+  (
+    {"messages": [TURNS[0], TURNS[1] | {"thinking": "hm"}]},
+    "with reasoning that the chat template does not write",
+    "does not write thinking",
+  ),
   ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "with a weight that is not 0 or 1", "has the weight 0.5"),
   ({"messages": [*TURNS, TURNS[0], TURNS[1] | {"weight": 0}]}, "with a weight of 0", "remove the messages"),
   ({"messages": TURNS, "tools": [{"name": "look"}]}, "with tools", "gets no tools; remove the key"),
+  ({"messages": TURNS, "functions": [{"name": "look"}]}, "with tools", "gets no functions; remove the key"),
 ]
 
 

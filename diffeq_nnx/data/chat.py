@@ -21,6 +21,7 @@ from diffeq_nnx.errors import UserError, first_line
 
 _LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
+_CALLS = ("tool_calls", "function_call")
 
 
 class BadConversation(UserError):
@@ -71,11 +72,13 @@ class ChatTemplate:
   def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
     """Writes a conversation, with the beginning of the assistant's answer after it if `add_generation_prompt`.
 
-    Raises BadConversation if a message lacks a role or a content that is a string, or the template refuses the
-    messages.
+    Raises BadConversation if a message lacks a role, or a content that is a string unless it calls tools, or the
+    template refuses the messages or leaves out calls or reasoning.
     """
     _check_messages(messages)
-    return self._render(messages, add_generation_prompt)
+    text = self._render(messages, add_generation_prompt)
+    self._check_written(messages, text, add_generation_prompt)
+    return text
 
   @functools.cached_property
   def _reads_parts(self) -> bool:
@@ -90,7 +93,8 @@ class ChatTemplate:
 
   def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     if self._reads_parts:
-      messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+      parts = lambda one: [{"type": "text", "text": one["content"]}] if one.get("content") is not None else None
+      messages = [{**one, "content": parts(one)} for one in messages]
     return self._write(messages, add_generation_prompt)
 
   def _write(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
@@ -129,7 +133,7 @@ class ChatTemplate:
     text = self._render(messages, False)
     spans = [(start, start + len(block)) for start, block in self._blocks.texts]
     moved = any(not text.startswith(block, start) for start, block in self._blocks.texts)
-    self._check_tool_calls(messages, text)
+    self._check_written(messages, text, False)
     if not self._blocks.found:
       spans = [self._find_turn(messages, number, text) for number in counted]
     elif counted != turns:
@@ -154,17 +158,32 @@ class ChatTemplate:
       return ()
     return tuple(after.split()[:1]) if found else ()
 
-  def _check_tool_calls(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raises BadConversation if `text`, which the template wrote, is the same without the calls of tools."""
-    if any(one.get("tool_calls") for one in messages):
-      bare = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
+  def _check_written(self, messages: Sequence[Mapping[str, Any]], text: str, add_generation_prompt: bool) -> None:
+    """Raises BadConversation if `text`, which the template wrote, lacks calls of tools or all reasoning.
+
+    So does a call whose arguments, given as JSON in a string, are written as a string. Before an answer, templates may
+    leave reasoning out.
+    """
+    kinds = [("tool calls", _CALLS[:1]), ("function calls", _CALLS[1:]), ("reasoning", _REASONING)]
+    for what, keys in kinds[:2] if add_generation_prompt else kinds:
+      found = next((key for key in keys if any(one.get(key) for one in messages)), None)
+      if found is None:
+        continue
+      bare = [{key: value for key, value in one.items() if key not in keys} for one in messages]
       try:
-        same = self._render(bare, False) == text
+        same = self._render(bare, add_generation_prompt) == text
       except BadConversation:  # of a template that counts turns by their calls
-        return
+        continue
       if same:
-        problem = f"{_LABEL} does not write tool_calls; give one that does, or remove the record"
-        raise BadConversation("with tool calls that the chat template does not write", problem)
+        problem = f"{_LABEL} does not write {found}; give one that does, or remove the record"
+        raise BadConversation(f"with {what} that the chat template does not write", problem)
+    for call in (call for one in messages for call in one.get("tool_calls") or ()):
+      arguments = (call.get("function") or call).get("arguments")
+      if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
+        problem = (
+          f"{_LABEL} writes the arguments of a call as a string; give them as an object, not as JSON in a string"
+        )
+        raise BadConversation("with arguments of calls in a string", problem)
 
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
     problem = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
@@ -195,6 +214,13 @@ def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemp
   return compile_template(tokenizer.chat_template)
 
 
+def refuse_tools(record: Mapping[str, Any]) -> None:
+  """Raises BadConversation if a record has tools beside its messages."""
+  if found := next((key for key in ("tools", "functions") if record.get(key)), None):
+    problem = f"a chat template gets no {found}; remove the key, if the conversation makes sense so"
+    raise BadConversation("with tools", problem)
+
+
 def _find_counted(messages: Sequence[Mapping[str, Any]], turns: Sequence[int]) -> list[int]:
   """The turns that count: those without a weight, or with the weight 1; raises BadConversation for others than 0."""
   for number in turns:
@@ -214,6 +240,8 @@ def _check_messages(messages: Any) -> None:
     raise BadConversation("without messages", "the list of messages is empty")
   for number, message in enumerate(messages):
     for key in ("role", "content"):
+      if key == "content" and isinstance(message, Mapping) and message.get(key) is None and _calls(message):
+        continue
       if not isinstance(message, Mapping) or key not in message:
         rule = 'each must be like {"role": "user", "content": "..."}'
         raise BadConversation("with a message without role and content", f"message {number} has no {key!r}; {rule}")
@@ -221,6 +249,11 @@ def _check_messages(messages: Any) -> None:
         kind = type(message[key]).__name__
         problem = f"the {key} of message {number} is of type {kind}, not a string"
         raise BadConversation(f"with a {key} that is not a string", problem)
+
+
+def _calls(message: Mapping[str, Any]) -> bool:
+  """Whether a message calls tools, and may do without a content."""
+  return any(message.get(key) for key in _CALLS)
 
 
 def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:

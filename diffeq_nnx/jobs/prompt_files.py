@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from diffeq_nnx import files
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.data.chat import ChatTemplate
+from diffeq_nnx.data.chat import ChatTemplate, refuse_tools
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
@@ -149,6 +149,7 @@ def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
   """The prompt of a JSON line, or its conversation as a template writes it; raises UserError."""
   value = files.parse_json(line, "the line", "prompt")
   if template is not None and isinstance(value, dict) and "messages" in value:
+    refuse_tools(value)
     return template.render(value["messages"], add_generation_prompt=True)
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
     raise UserError("prompt: the line must be an object whose key `prompt` is a text, or `messages` with --chat a list")

@@ -78,7 +78,7 @@ def name_columns(options: Options) -> dict[str, str]:
 
 def choose_columns(names: Iterable[str], options: Options) -> list[str]:
   """Returns which columns of a table `read_document` reads: with conversations also their tools, if there are any."""
-  wanted = {*name_columns(options).values(), *(["tools"] if options.records == "chat" else [])}
+  wanted = {*name_columns(options).values(), *(["tools", "functions"] if options.records == "chat" else [])}
   return [name for name in names if name in wanted]
 
 
@@ -105,12 +105,11 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Bad
     if not text:
       return BadRecord("with an empty completion", f"{key} is empty, so nothing would count; remove the record")
     return Piece(record[options.prompt_key], False), Piece(text, True)
-  if record.get("tools"):
-    return BadRecord("with tools", "a chat template gets no tools; remove the key, if the conversation makes sense so")
   assert options.chat_template is not None  # which `make_recipe` checks
   from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
 
   try:
+    chat.refuse_tools(record)
     return chat.compile_template(options.chat_template).divide(text)
   except chat.BadConversation as error:
     return BadRecord(error.reason, str(error))
