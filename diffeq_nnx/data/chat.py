@@ -159,10 +159,10 @@ class ChatTemplate:
     return tuple(after.split()[:1]) if found else ()
 
   def _check_written(self, messages: Sequence[Mapping[str, Any]], text: str, add_generation_prompt: bool) -> None:
-    """Raises BadConversation if `text`, which the template wrote, lacks calls of tools or all reasoning.
+    """Raises BadConversation for a `text`, which the template wrote, that lacks calls of tools or all reasoning.
 
-    So does a call whose arguments, given as JSON in a string, are written as a string. Before an answer, templates may
-    leave reasoning out.
+    The same for arguments of a call that are given as JSON in a string and written as that string, in quotes. Before an
+    answer, templates may leave reasoning out.
     """
     kinds = [("tool calls", _CALLS[:1]), ("function calls", _CALLS[1:]), ("reasoning", _REASONING)]
     for what, keys in kinds[:2] if add_generation_prompt else kinds:
@@ -177,8 +177,10 @@ class ChatTemplate:
       if same:
         problem = f"{_LABEL} does not write {found}; give one that does, or remove the record"
         raise BadConversation(f"with {what} that the chat template does not write", problem)
-    for call in (call for one in messages for call in one.get("tool_calls") or ()):
-      arguments = (call.get("function") or call).get("arguments")
+    calls = [call for one in messages if isinstance(one.get("tool_calls"), list) for call in one["tool_calls"]]
+    for call in calls:
+      function = call.get("function", call) if isinstance(call, Mapping) else None
+      arguments = function.get("arguments") if isinstance(function, Mapping) else None
       if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
         problem = (
           f"{_LABEL} writes the arguments of a call as a string; give them as an object, not as JSON in a string"
