@@ -33,8 +33,8 @@ def write(model: ModelConfig, params: Params, folder: str, base: str | None = No
   tables = {
     entry.name: params[entry.path[0]] for entry in layouts.entries(architecture, stored) if entry.path[0] in TABLES
   }
-  # PEFT ties the copies of two modules only if both are listed. Our own modeling file has one module for both.
-  tied = model.lora.embeddings and vector_fields.has_tied_head(stored) and architecture != layouts.OWN
+  # PEFT ties the copies of two modules only if both are listed.
+  tied = model.lora.embeddings and vector_fields.has_tied_head(stored)
   if tied:
     tables["lm_head.weight"] = params["embedding"].copy()
   if model.lora.embeddings:

@@ -94,6 +94,7 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       "add_eos_token": False,
       "clean_up_tokenization_spaces": False,
       "model_max_length": max_length,
+      "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids otherwise
     },
   )
   return notes + ["tokenizer: AutoTokenizer reads the names of marks in a text as marks, our tokenizer as text"]

@@ -95,7 +95,7 @@ class Decoder:
     Raises:
       UserError: no prompts, or one that is empty, too long, or has ids that the model lacks.
     """
-    if not prompts:
+    if not len(prompts):
       raise UserError("prompts: none given; give one or more")
     for n, prompt in enumerate(prompts):
       if problem := self.find_problem(prompt):

@@ -181,7 +181,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], rendered: bool 
   Raises:
     UserError: no prompts, or one without tokens or with invalid Unicode.
   """
-  if not prompts:
+  if not len(prompts):
     raise UserError("prompts: none given; give one or more")
   begin = [] if rendered or tokenizer.bos_id is None else [tokenizer.bos_id]
   ids = [begin + one for one in encode_texts(tokenizer, prompts, "prompts", rendered)]

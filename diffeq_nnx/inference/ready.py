@@ -8,6 +8,7 @@ import functools
 import operator
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from diffeq_nnx.config import MeshConfig, ModelConfig
@@ -72,7 +73,7 @@ def make_ready(
 
 def one_device_mesh(model: Model) -> Mesh:
   """A mesh of the first of the devices that hold a model."""
-  device = min(model.embedding[...].devices(), key=lambda device: device.id)
+  device = min(jnp.asarray(model.embedding[...]).devices(), key=lambda device: device.id)
   return sharding.make_mesh(MeshConfig(), [device])
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx.config import RANDOM_BITS
 from diffeq_nnx.errors import UserError
 
 SMALLEST = float(np.finfo(np.float32).smallest_normal)  # a temperature; devices take what is below it for 0
@@ -60,7 +61,7 @@ class GenerationOptions:
   def make_sampler(self, row_numbers: Sequence[int]) -> "Sampler":
     """The sampler of a batch; `row_numbers`, below 2^32, give each row its random numbers."""
     return Sampler(
-      key_B=_fold_in(jax.random.key(self.seed), np.array(row_numbers, np.uint32)),
+      key_B=_fold_in(jax.random.key(self.seed, impl=RANDOM_BITS), np.array(row_numbers, np.uint32)),
       temperature=jnp.float32(self.temperature),
       top_p=jnp.float32(self.top_p),
       greedy=self.temperature < SMALLEST,

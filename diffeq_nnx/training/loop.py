@@ -255,13 +255,15 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     _finish(run, start)
     say(f"SIGTERM: run the same command to continue from the checkpoint of step {start}, which is to be validated")
     return values
+  # JAX's modes for finding errors run a step operation by operation, with numbers from the host
+  guard = "allow" if jax.config.values["jax_disable_jit"] or jax.config.values["jax_debug_nans"] else "disallow"
   for step in range(start, steps):
     num_steps = draw_num_steps(config, step)
     with run.goodput.spending("waiting for data"):
       rows = next(run.batches)
     batch = run.share.place(rows)
     compiles = run.goodput.spending("compiling") if num_steps not in compiled else contextlib.nullcontext()
-    with jax.transfer_guard("disallow"), compiles:
+    with jax.transfer_guard(guard), compiles:
       state, metrics = train_step(state, batch, num_steps, run.teacher)
     compiled.add(num_steps)
     watch.after(step + 1, num_steps, metrics)

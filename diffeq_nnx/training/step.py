@@ -263,7 +263,7 @@ def packs_documents(config: Config) -> bool:
   return not config.data.attend_across_documents and config.data.rows == "packed"
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)
 def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
   """A jitted `step(state, batch, num_steps, teacher) -> (state, metrics)`; the old state's buffers are donated.
 
@@ -309,7 +309,7 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
   return train_step
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)
 def make_eval_step(
   config: Config, mesh: Mesh | None = None
 ) -> Callable[[Params, weight_sources.GridWeights, Batch], tuple[jax.Array, jax.Array]]:
@@ -330,7 +330,7 @@ def make_eval_step(
   return eval_step
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)
 def make_generate(config: Config, num_steps: int) -> Callable[[Params], weight_sources.GridWeights]:
   """A jitted `generate(params)` of the weights for the model's grid of `num_steps`."""
   grid = grids.make_grid(config.model, num_steps)

@@ -32,7 +32,8 @@ def run(what: str, tasks: dict[str, Task], num_processes: int) -> list[Any]:
   """
   todo = {path: task for path, task in tasks.items() if not os.path.exists(path)}
   program = getattr(sys.modules["__main__"], "__file__", None)
-  if program and not os.path.exists(program):  # from standard input: a worker process can't import it
+  # of a program from standard input, which worker processes can't import, and in a process that may have none
+  if program and not os.path.exists(program) or multiprocessing.current_process().daemon:
     num_processes = 1
   with make_bar(what, len(tasks), len(tasks) - len(todo)) as bar:
     start = time.monotonic()

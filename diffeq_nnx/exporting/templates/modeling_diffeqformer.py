@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 class DiffEqFormerConfig(PretrainedConfig):
@@ -111,13 +112,6 @@ def rotate(x, cos, sin):
   return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-class Table(nn.Embedding):
-  """The token embedding, which may be the head too: through `forward`, on which hooks are that load its weight."""
-
-  def forward(self, x, as_head=False):
-    return F.linear(x, self.weight) if as_head else super().forward(x)
-
-
 class Layer(nn.Module):
   """The two branches with the weights of one set."""
 
@@ -177,15 +171,16 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
   config_class = DiffEqFormerConfig
   _no_split_modules = ["Layer"]
   _supports_sdpa = True
+  _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # if config.tie_word_embeddings
 
   def __init__(self, config):
     super().__init__(config)
     D, is_gpt = config.hidden_size, config.field == "gpt"
-    self.embed_tokens = Table(config.vocab_size, D)
+    self.embed_tokens = nn.Embedding(config.vocab_size, D)
     self.positions = nn.Embedding(config.max_position_embeddings, D) if is_gpt else None
     self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_weight_sets)])
     self.final_norm = (nn.LayerNorm if is_gpt else RMSNorm)(D, eps=config.final_norm_eps)
-    self.lm_head = None if config.tie_word_embeddings else nn.Linear(D, config.vocab_size, bias=False)
+    self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
     self.post_init()
 
   def get_input_embeddings(self):
@@ -246,7 +241,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     x = self.final_norm(integrate(self.config, self.layers, evaluate, x))
     if logits_to_keep:
       x = x[:, -logits_to_keep:]
-    logits = self.embed_tokens(x, as_head=True) if self.lm_head is None else self.lm_head(x)
+    logits = self.lm_head(x)
     loss = None
     if labels is not None:
       reduction = "mean" if num_items_in_batch is None else "sum"
@@ -255,3 +250,7 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
       if num_items_in_batch is not None:
         loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
     return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+
+
+# by which Trainer knows that labels are to be shifted where it computes the loss itself, as for label smoothing
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DiffEqFormerConfig.model_type] = DiffEqFormerForCausalLM.__name__
