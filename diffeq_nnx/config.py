@@ -126,7 +126,7 @@ class OptimizerConfig(Section, prefix="optimizer."):
 class TrainConfig(Section, prefix="train."):
   """The train loop."""
 
-  steps: int = number(1000, above=0)  # Train steps.
+  steps: int = number(1000, above=0, below=2**31)  # Train steps.
   batch_size: int = number(32, above=0)  # Rows of a train step, over all devices and micro-batches.
   # Rows of a micro-batch on a device. None: one micro-batch; -1: the fastest number, which is measured.
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")

@@ -14,7 +14,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.data import preparation, tokenizers
+from diffeq_nnx.data import batches, preparation, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.training.loop import train
 from tests.conftest import told
@@ -154,6 +154,17 @@ def test_every_window_once_an_epoch_in_a_new_order():
   epochs = [starts[i : i + num_windows] for i in range(0, len(starts), num_windows)]
   assert [sorted(epoch) for epoch in epochs] == [list(range(0, 60, seq_len))] * 3
   assert len(set(map(tuple, epochs))) == 3
+
+
+def test_millions_of_windows_are_in_random_order_too(monkeypatch):
+  """The mean place of 512 windows varies as that of 512 random numbers does, and few windows come twice in an epoch."""
+  order = batches._make_order(12 << 20, 0)
+  places = np.array([order[n] for n in range(1 << 22, (1 << 22) + 64 * 512)]) / (12 << 20)
+  assert 0.7 < places.reshape(64, 512).mean(1).std() * (12 * 512) ** 0.5 < 1.3
+  monkeypatch.setattr(batches, "LARGE", 0)
+  order = batches._make_order(97, 5)
+  epochs = [[order[n] for n in range(97 * epoch, 97 * epoch + 97)] for epoch in range(2)]
+  assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(97)] and epochs[0] != epochs[1]
 
 
 def test_batches_depend_on_seed_and_step_alone_and_need_a_window():

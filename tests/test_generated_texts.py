@@ -58,6 +58,7 @@ def test_pieces_of_a_stream_add_up_to_the_text_and_split_no_character(kind, tmp_
   pieces, found = streamed(tokenizer.encode(text).tolist(), tokenizer.decode)
   assert found == text and "\ufffd" not in "".join(pieces[:-1]).replace("\u5b57\ufffd", "")
   rng = np.random.default_rng(0)
+  streamed([0xFF] * 300 + [*"\u5b57\u00e9".encode()] + [0x80] * 90, lambda ids: bytes(ids).decode(errors="replace"))
   for _ in range(30):  # ids in any order: bytes that are no text
     ids = rng.integers(tokenizer.vocab_size, size=40).tolist()
     assert streamed(ids, tokenizer.decode)[1] == tokenizer.decode(ids)

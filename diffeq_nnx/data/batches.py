@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from diffeq_nnx.errors import UserError
 
 if TYPE_CHECKING:
   import grain  # it imports JAX, which the workers that prepare text don't need
+
+# Grain's own shuffle takes four rounds of its cipher, after which millions of windows are visibly not in random order.
+LARGE, ROUNDS = 1 << 20, 16
 
 
 def _make_batch(
@@ -142,10 +145,7 @@ def train_batches(
       )
   first = train.splits[0]
   places = [Rows(split, seq_len) for split in train.splits]
-  orders = [
-    grain.MapDataset.range(its.count_whole()).seed((seed + number) % 2**32).shuffle().repeat()
-    for number, its in enumerate(places)
-  ]
+  orders = [_make_order(its.count_whole(), (seed + number) % 2**32) for number, its in enumerate(places)]
   shares = make_integer_shares(train.weights)
   numbers = range(batch_size) if rows is None else rows.tolist()
 
@@ -161,6 +161,22 @@ def train_batches(
     return _make_batch(found, first, seq_len, eos_id, first.masked or first.padding is not None)
 
   return grain.MapDataset.range(sys.maxsize // batch_size).map(read_batch)
+
+
+def _make_order(count: int, seed: int) -> Any:
+  """The endless order of `count` windows, by index: each once in an epoch, in an order of its own in each."""
+  import grain
+  from grain import experimental
+
+  if count <= LARGE:
+    return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+
+  class Order:
+    def __getitem__(self, index: int) -> int:
+      epoch, place = divmod(index, count)
+      return experimental.index_shuffle(place, max_index=count - 1, seed=(seed + epoch) % 2**32, rounds=ROUNDS)
+
+  return Order()
 
 
 def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:

@@ -84,7 +84,8 @@ def continue_prompts(
   while held or waiting or coming or computed:
     unseen = computed
     computed = []
-    while coming or (waiting and len(held) < len(first)):
+    # texts of one token leave their rows at once, and are yielded before more prompts are read
+    while coming or (waiting and len(held) < len(first) and len(computed) <= len(first)):
       if coming is None:
         n = waiting.popleft()
         free = next(row for row in range(B) if row not in held)

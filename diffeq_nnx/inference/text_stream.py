@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES = 3  # of an incomplete character in UTF-8
+_MOST_IDS = 64  # that are decoded again with each token
 
 
 class TextStream:
@@ -39,6 +40,9 @@ class TextStream:
     self._decoded = max(self._decoded, complete)
     if complete == len(decoded):
       self._ids, self._decoded = [], 0
+    elif len(self._ids) > _MOST_IDS:  # of a model that repeats bytes which are no text
+      kept = self._ids[-_MOST_IDS // 4 :]
+      self._ids, self._decoded = kept, max(0, len(self._decode(kept)) - (len(decoded) - self._decoded))
     return piece
 
   def finish(self) -> str:

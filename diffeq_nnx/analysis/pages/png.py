@@ -87,8 +87,9 @@ def _text_figure(text: ColoredText) -> Figure:
   axes = figure.subplots()
   axes.set(xlim=(0, COLUMNS), ylim=(rows, 0))
   axes.axis("off")
+  tokens = text.tokens
   for index, row, column, part in boxes:
-    behind, letters = text.tokens[index][2] or ("none", "black")
+    behind, letters = tokens[index][2] or ("none", "black")
     frame = {"edgecolor": "black", "linewidth": 1.5, "zorder": 3} if index == text.marked else {"linewidth": 0}
     axes.add_patch(Rectangle((column, row + 0.1), len(part) - 0.15, 0.8, facecolor=behind, **frame))
     axes.text(column, row + 0.5, part, color=letters, size=10, family="DejaVu Sans Mono", va="center", zorder=4)

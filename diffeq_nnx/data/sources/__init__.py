@@ -19,6 +19,9 @@ _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
 _EXTRAS = {"parquet": "hf"}  # kinds whose packages an extra of another name installs
 
 
+Parts = Sequence[Part] | Callable[[], Sequence[Part]]  # the second where files are read to know them
+
+
 class Source:
   """A source whose files are known but not read yet; see `open_source`.
 
@@ -31,10 +34,15 @@ class Source:
       records. It can be pickled.
   """
 
-  def __init__(self, source: str, key: str, options: Options, parts: Sequence[Part], state: list):
-    self.source, self.parts, self.counts = source, parts, Counts()
+  def __init__(self, source: str, key: str, options: Options, parts: Parts, state: list):
+    self.source, self.counts, self._parts = source, Counts(), parts
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
+
+  @functools.cached_property
+  def parts(self) -> Sequence[Part]:
+    """See the class; raises UserError for a file that a part can't be made of."""
+    return self._parts() if callable(self._parts) else self._parts
 
   def records(self) -> Iterator[Document]:
     """Yields each record's document in order, or "" for one that is empty or was skipped as bad.
@@ -136,7 +144,7 @@ def _read_topics() -> list[str]:
   return [topics[name] for name in sorted(topics)]
 
 
-RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Sequence[Part], list]]] = {
+RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Parts, list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
   "builtin": lambda rest, prefix, options: ([_Builtin()], [_read_topics()]),
   "text": lambda rest, prefix, options: files.resolve("text", rest, prefix),

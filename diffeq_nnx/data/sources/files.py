@@ -6,7 +6,6 @@ etils.epath, the other candidate, has no `**`, and reads `gs://` through TensorF
 
 from collections.abc import Iterator
 import dataclasses
-import functools
 import glob
 import io
 import json
@@ -131,13 +130,20 @@ def _parse_line(line: bytes, options: Options, encoding: str) -> Document | BadR
   return read_document(record, options)
 
 
-@functools.lru_cache(1)
+_counted = ("", 0, 0)  # a file, a place in it, and the newlines before that
+
+
 def _count_newlines(path: str, stop: int) -> int:
-  """Counts the newlines before byte `stop` of a file."""
-  count = 0
+  """Counts the newlines before byte `stop` of a file, from where the last call ended if it was for an earlier place."""
+  global _counted
+  known, at, count = _counted
+  if known != path or at > stop:
+    at = count = 0
   with open(path, "rb") as file:
-    while chunk := file.read(min(stop, 1 << 20)):
-      count, stop = count + chunk.count(b"\n"), stop - len(chunk)
+    file.seek(at)
+    while chunk := file.read(min(stop - at, 1 << 20)):
+      count, at = count + chunk.count(b"\n"), at + len(chunk)
+  _counted = path, at, count
   return count
 
 

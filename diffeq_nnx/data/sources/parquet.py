@@ -5,7 +5,7 @@ The package `datasets` reads Parquet too, but a process that stops reading befor
 `read_rows` is for every source that holds tables of Arrow.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -54,23 +54,30 @@ class RowGroup:
       yield from read_rows(batches, self.path, self.start, prefix, options)
 
 
-def resolve(globs: str, prefix: str, options: Options) -> tuple[list[RowGroup], list]:
-  """Finds the files that a source names, as `files.resolve` does, and reads the footer of each.
+def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], list[RowGroup]], list]:
+  """Finds the files that a source names, as `files.resolve` does. Their footers are read when the parts are needed.
 
   Raises:
     ImportError: If pyarrow isn't installed.
-    UserError: For what `files.resolve` refuses, and a file that isn't Parquet, is damaged, or lacks a column.
+    UserError: For what `files.resolve` refuses.
   """
+  import pyarrow.parquet  # noqa: F401
+
   found, state = files.resolve("parquet", globs, prefix)
+  return functools.partial(_list_row_groups, [one.path for one in found], prefix, options), state
+
+
+def _list_row_groups(paths: list[str], prefix: str, options: Options) -> list[RowGroup]:
+  """Reads the footer of each file; raises UserError for one that isn't Parquet, is damaged, or lacks a column."""
   parts = []
-  for path in (one.path for one in found):
+  for path in paths:
     with _open(path, prefix, options) as file:
       start = 0
       for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         parts.append(RowGroup(path, index, start, group.total_byte_size))
         start += group.num_rows
-  return parts, state
+  return parts
 
 
 @contextlib.contextmanager
