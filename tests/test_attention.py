@@ -256,6 +256,13 @@ def test_a_program_with_64_bit_integers_can_trace_the_gpu_kernel():
     assert jax.eval_shape(jax.grad(loss), q, k, v) == q
 
 
+def test_a_program_with_64_bit_integers_can_lower_the_tpu_kernels():
+  q = jax.ShapeDtypeStruct((2, 256, 2, 128), jnp.bfloat16)
+  loss = lambda q: public.attention(q, q, q, implementation="pallas_tpu").astype(jnp.float32).sum()
+  with jax.enable_x64(True):
+    jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(q)
+
+
 @pytest.mark.skipif(ON_GPU, reason="some lines name the CPU")
 @pytest.mark.parametrize(
   "changes,part",

@@ -35,10 +35,11 @@ def spread(states: np.ndarray) -> np.ndarray:
 
 
 def _squared_distances(states: np.ndarray) -> np.ndarray:
-  """Of the directions of each pair of tokens, [..., L, L]."""
+  """Of the directions of each pair of tokens, [..., L, L]; that of a state of 0 is 0."""
   states = np.asarray(states, np.float64)
   directions = states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-  return 2 - 2 * directions @ directions.swapaxes(-1, -2)
+  squares = (directions**2).sum(-1)
+  return squares[..., :, None] + squares[..., None, :] - 2 * directions @ directions.swapaxes(-1, -2)
 
 
 def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:

@@ -134,7 +134,8 @@ def _measure(config: ModelConfig, x_BxLxD, target_BxLxD, batch, sets, place) -> 
 def _solve(total: Moments) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The change of the kernel, [F, D], and the relative error of the state before and after it."""
   A_FxF, B_FxD = total.inputs_FxF, total.errors_FxD
-  ridge = RIDGE * jnp.trace(A_FxF) / len(A_FxF)
+  scale = jnp.trace(A_FxF) / len(A_FxF)
+  ridge = jnp.where(scale > 0, RIDGE * scale, 1.0)  # inputs that are all 0 leave the kernel as it is
   with jax.default_matmul_precision("highest"):
     change_FxD = jax.scipy.linalg.solve(A_FxF + ridge * jnp.eye(len(A_FxF)), B_FxD, assume_a="pos")
     less = 2 * (B_FxD * change_FxD).sum() - (change_FxD * (A_FxF @ change_FxD)).sum()

@@ -44,6 +44,7 @@ def decays(path: tuple[str, ...], generated: bool = False) -> bool:
 
 MUON_MOMENTUM = 0.95
 MUON_RMS = 0.2  # of an update's elements before the learning rate, about as Adam's (Liu et al. 2025, section 2.2)
+TINY = -16  # exponents of elements below which a matrix is scaled before it is made orthogonal
 
 
 def is_matrix(path: tuple[str, ...]) -> bool:
@@ -60,6 +61,8 @@ def orthogonalize(update: jax.Array) -> jax.Array:
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
   # without momentum Muon is this alone; optax exports nothing smaller
   muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=axes)
+  _, exponents = jnp.frexp(jnp.abs(update).max((-2, -1), keepdims=True))
+  update = jnp.ldexp(update, jnp.where(exponents < TINY, -exponents, 0))  # optax adds 1e-8 to the norm
   direction, _ = muon.update(update, muon.init(update))
   return direction * (MUON_RMS * max(update.shape[-2:]) ** 0.5)  # an orthogonal matrix has 1 / sqrt(max(in, out))
 

@@ -103,7 +103,7 @@ def decode_tpu(
   cached = pl.BlockSpec(
     (None, K, S, D), lambda b, i, slot_ref, next_ref: (b, 0, block_of(i, slot_ref[b], next_ref[b], S, N)[0], 0)
   )
-  out_BxRxD = pl.pallas_call(
+  called = pl.pallas_call(
     functools.partial(_kernel, S=S, N=N, Q=Q),
     out_shape=jax.ShapeDtypeStruct((B, H * Q, D), q_BxHxQxD.dtype),
     name="attention_decode",
@@ -116,5 +116,7 @@ def decode_tpu(
       scratch_shapes=[pltpu.VMEM((H * Q, width), jnp.float32) for width in (LANES, LANES, D)],
     ),
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-  )(newest[0] % P, newest[1], q_BxHxQxD.reshape(B, H * Q, D), keys_BxKxPxD, values_BxKxPxD)
+  )
+  with jax.enable_x64(False):  # indices are 32 bits wide
+    out_BxRxD = called(newest[0] % P, newest[1], q_BxHxQxD.reshape(B, H * Q, D), keys_BxKxPxD, values_BxKxPxD)
   return out_BxRxD.reshape(q_BxHxQxD.shape)

@@ -127,5 +127,9 @@ def call(kernel, static: TPUProblem, *, grid, in_specs, out_specs, out_shape, sc
       dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=static.blocks.vmem_limit
     ),
   )
-  # in SMEM the last of several axes takes multiples of 128
-  return lambda ranges, *arrays: called(ranges.reshape(-1), *arrays)
+
+  def flat(ranges, *arrays):
+    with jax.enable_x64(False):  # indices are 32 bits wide
+      return called(ranges.reshape(-1), *arrays)  # in SMEM the last of several axes takes multiples of 128
+
+  return flat

@@ -40,7 +40,7 @@ def _rotate_blocks(x_BxLxM, cos_GxLxW, sin_GxLxW, C: int, interpret: Any):
   columns = max(n for n in range(W, min(M, COLUMNS) + 1, W) if M % n == 0)
   x_spec = pl.BlockSpec((None, ROWS, columns), lambda b, i, j: (b, i, j))
   table_spec = pl.BlockSpec((None, ROWS, W), lambda b, i, j: (b if len(cos_GxLxW) > 1 else 0, i, 0))
-  return pl.pallas_call(
+  called = pl.pallas_call(
     functools.partial(_kernel, C=C),
     grid=(B, pl.cdiv(L, ROWS), M // columns),
     in_specs=[x_spec, table_spec, table_spec],
@@ -48,7 +48,9 @@ def _rotate_blocks(x_BxLxM, cos_GxLxW, sin_GxLxW, C: int, interpret: Any):
     out_shape=jax.ShapeDtypeStruct(x_BxLxM.shape, x_BxLxM.dtype),
     name="rotary",
     interpret=interpret,
-  )(x_BxLxM, cos_GxLxW, sin_GxLxW)
+  )
+  with jax.enable_x64(False):  # indices are 32 bits wide
+    return called(x_BxLxM, cos_GxLxW, sin_GxLxW)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
