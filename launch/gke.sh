@@ -28,6 +28,7 @@
 # kubectl fails. JobSet must be 0.7 or later.
 
 set -euo pipefail
+unset CDPATH  # with which cd prints where it goes
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
 source "$here/common.sh"
@@ -73,7 +74,8 @@ manifest() {
   text=${text//'${chips_per_host}'/"$chips_per_host"}
   text=${text//'${max_restarts}'/"$max_restarts"}
   # last, since they may hold any text; Kubernetes reads $$ as $, and would replace $(X)
-  text=${text//'${arguments}'/"[$(json "${program[@]//'$'/'$$'}")]"}
+  local dollars='$$'  # which bash 4.2 and earlier would expand where it is written
+  text=${text//'${arguments}'/"[$(json "${program[@]//'$'/$dollars}")]"}
   printf '%s' "$text"
 }
 

@@ -15,6 +15,7 @@ import http.server
 import importlib.resources
 import json
 import platform
+import signal
 import socket
 import struct
 import subprocess
@@ -28,6 +29,7 @@ import urllib.request
 from launch import local
 
 BUCKET = "bucket"
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # to this machine, past any proxy
 _SKIPPED = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # headers of one connection
 
 # (method, path, query included) -> "503", "403", "reset" or None
@@ -82,7 +84,7 @@ class ObjectStore:
     deadline = time.monotonic() + 20
     while True:
       try:
-        with urllib.request.urlopen(request, timeout=5):
+        with _OPENER.open(request, timeout=5):
           return self
       except OSError as error:
         if time.monotonic() > deadline:
@@ -120,7 +122,7 @@ class ObjectStore:
 
   def objects(self) -> dict[str, str]:
     """The hash of each object of a store of the kind "gs", by name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{self._inner}/storage/v1/b/{BUCKET}/o", timeout=20) as response:
+    with _OPENER.open(f"http://127.0.0.1:{self._inner}/storage/v1/b/{BUCKET}/o", timeout=20) as response:
       return {one["name"]: one["md5Hash"] for one in json.load(response).get("items", [])}
 
 
@@ -192,6 +194,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--kind", choices=["gs", "s3"], default="gs")
   parser.add_argument("--delay", type=float, default=0.0, help="seconds that every request waits")
   args = parser.parse_args(argv)
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the server too
   with ObjectStore(args.port, args.kind, args.delay) as store, contextlib.suppress(KeyboardInterrupt):
     print("export " + " ".join(f"{name}={value}" for name, value in store.environment.items()), flush=True)
     threading.Event().wait()

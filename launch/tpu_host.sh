@@ -80,6 +80,7 @@ stop() {
   status
 }
 
+unset CDPATH  # with which cd prints where it goes
 script=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 mkdir -p "$folder"
 cd "$folder"

@@ -39,6 +39,7 @@
 # uncommitted changes. Exit codes: 2 for an error in the command, 1 if gcloud fails.
 
 set -euo pipefail
+unset CDPATH  # with which cd prints where it goes
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
 source "$here/common.sh"

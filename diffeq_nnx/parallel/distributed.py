@@ -63,15 +63,16 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   timer.daemon = True
   timer.start()
   try:
-    jax.distributed.initialize(
-      coordinator,
-      num_processes,
-      process_id,
-      cluster_detection_method="deactivate" if coordinator else None,
-      initialization_timeout=2 * join_seconds,
-      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-      shutdown_timeout_seconds=LEAVE_SECONDS,
-    )
+    with _hidden_variables():
+      jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate" if coordinator else None,
+        initialization_timeout=2 * join_seconds,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=LEAVE_SECONDS,
+      )
   except ValueError as error:
     if coordinator is None and "coordinator_address" in str(error):
       if (size := os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) != "1":
@@ -95,6 +96,21 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     raise UserError("JAX_ENABLE_PREEMPTION_SERVICE=0: joined processes ask that service for SIGTERM; unset it")
   _joined = True
   _explain_a_sudden_end()
+
+
+@contextlib.contextmanager
+def _hidden_variables() -> Iterator[None]:
+  """A context without the variables that keep processes from being joined.
+
+  Through a proxy they would not reach each other. A pod of Kubernetes is no cluster of its own, unless it is of a Job.
+  """
+  names = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")]
+  names += ["KUBERNETES_SERVICE_HOST"] if "JOB_COMPLETION_INDEX" not in os.environ else []
+  kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+  try:
+    yield
+  finally:
+    os.environ |= kept
 
 
 def _check_given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
