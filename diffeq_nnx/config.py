@@ -31,6 +31,7 @@ RUN_FILE = "run.json"  # of a work directory, as the folders below
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
 FROZEN_FOLDER = "frozen"
+METRICS_FILE = "metrics.jsonl"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
 RANDOM_BITS = "threefry2x32"  # JAX's generator of all runs, since the shape of a saved key depends on it

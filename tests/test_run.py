@@ -225,6 +225,18 @@ def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys
   assert "the tokenizer is 000000000000 there and" in told(lambda: train(config, str(workdir)))
 
 
+LORA = config_lib.LoraConfig(rank=2)
+
+
+def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):
+  config, _ = finished
+  adapted = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored", lora=LORA))
+  assert "adapters need a trained model" in told(lambda: train(adapted, str(tmp_path)))
+  corpus = load_corpus(config)
+  workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
+  assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0
+
+
 def test_a_second_training_in_one_directory_is_refused(finished):
   config, workdir = finished
   with lock(str(workdir), "here"):

@@ -38,6 +38,17 @@ def gradients_of(config, batch):
   return compiled(config)(params_of(moved_instance(config.model)), batch)
 
 
+@pytest.mark.parametrize("changes", [{}, {"field": "llama", "weights": "stored"}])
+def test_gradients_in_bfloat16_are_near_those_in_float32(changes):
+  """On a CPU too, whose compiler has not every product of bfloat16."""
+  wide = small_config(small_model(**changes))
+  narrow = dataclasses.replace(wide, model=dataclasses.replace(wide.model, dtype="bfloat16"))
+  batch, params = random_batch(wide), params_of(moved_instance(wide.model))
+  (expected, found) = (compiled(config)(params, batch)[1] for config in (wide, narrow))
+  errors = jax.tree.map(lambda a, b: np.linalg.norm(np.asarray(a - b)), found, expected)
+  assert sum(jax.tree.leaves(errors)) < 0.1 * sum(np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected))
+
+
 def test_micro_batches_have_the_losses_and_gradients_of_the_large_batch(x64):
   """With dropout and documents apart, however unevenly the counted targets lie."""
   config = small_config(small_model(dtype="float64", dropout=0.2), batch_size=8)

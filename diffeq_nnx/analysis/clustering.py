@@ -59,7 +59,7 @@ def depth_spread(
   if len(tokens_L) == 1:
     raise UserError("tokens: there is one, which is at no distance from another; give two or more")
   weights = None if held is None else constant_weights(model, held)
-  states_SxLxD = np.asarray(model.observe(tokens_L, weights).states[:, 0], np.float64)
+  states_SxLxD = np.array(model.observe(tokens_L, weights).states[:, 0], np.float64)
   if issubclass(vector_fields.FIELDS[model.config.field], vector_fields.GPTField):  # as LayerNorm does
     states_SxLxD -= states_SxLxD.mean(-1, keepdims=True)
   return spread(states_SxLxD), clustered_share(states_SxLxD)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack, unpack
 from diffeq_nnx.model.parameters import Params, build
@@ -128,6 +129,8 @@ class Ranker:
     S = self._grid.num_steps
     found = self._measure(range(S), [S], self._batches)
     count = float(found.num_tokens)
+    if not count:
+      raise UserError("tokens: none of those that are read counts as a target; raise --tokens, or name another text")
     return float(found.losses_S[0]) / count, np.asarray(found.turns_S) / count
 
   def _measure(self, kept, candidates, batches) -> Measured:

@@ -209,10 +209,7 @@ compile_template = functools.lru_cache(8)(ChatTemplate)  # the same template for
 def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemplate:
   """Returns the chat template of a tokenizer; raises UserError, which begins with `label`, if it has none."""
   if tokenizer.chat_template is None:
-    raise UserError(
-      f"{label}: has no chat template; set data.chat_template to the path of one, or put one beside the "
-      "tokenizer as chat_template.jinja"
-    )
+    raise UserError(f"{label}: has no chat template; put one beside the tokenizer as chat_template.jinja")
   return compile_template(tokenizer.chat_template)
 
 

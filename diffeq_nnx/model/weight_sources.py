@@ -252,7 +252,10 @@ def _combine_forward(e_UxT, basis, dtype):
 def _combine_backward(dtype, residuals, made_gradient):
   e_UxT, basis = residuals
   made_gradient = made_gradient.astype(dtype)
-  basis_gradient = _contract(e_UxT.T.astype(dtype), made_gradient, 1)
+  product = functools.partial(_contract, axes=1)
+  wide = lambda *factors: product(*(one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in factors))
+  # XLA has no product of bfloat16 into float32 for CPUs where a factor is transposed
+  basis_gradient = jax.lax.platform_dependent(e_UxT.T.astype(dtype), made_gradient, cpu=wide, default=product)
   axes = tuple(range(1, basis.ndim))  # with F as the first operand XLA's CPU product over millions is 1.5 times as fast
   e_gradient_TxU = _contract(basis, made_gradient.astype(basis.dtype), (axes, axes))
   return e_gradient_TxU.T.astype(e_UxT.dtype), basis_gradient.astype(basis.dtype)

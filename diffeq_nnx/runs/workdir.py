@@ -16,7 +16,16 @@ from absl import logging
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import CHECKPOINT_FOLDER, FROZEN_FOLDER, KEYS_OF_ROWS, NO_TEXT, RUN_FILE, Config, DataConfig
+from diffeq_nnx.config import (
+  CHECKPOINT_FOLDER,
+  FROZEN_FOLDER,
+  KEYS_OF_ROWS,
+  METRICS_FILE,
+  NO_TEXT,
+  RUN_FILE,
+  Config,
+  DataConfig,
+)
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
 from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.parallel import distributed
@@ -87,7 +96,8 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | N
 
 def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None) -> None:
   """Writes the tokenizer, and then run.json, where there is none, or one without text for a run that has it now."""
-  known = _read(workdir)
+  # what failed before it trained, since its keys had to be others, does not count
+  known = _read(workdir) if _is_begun(workdir) else None
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
   claimed = known is not None and (corpus is None or not _lacks_text(known))
   if known is not None and not claimed:
@@ -110,6 +120,14 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
     files.remove(os.path.join(workdir, STARTING))
   except OSError as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
+
+
+def _is_begun(workdir: str) -> bool:
+  """Whether a work directory holds a checkpoint, or one that is being written, or records of training."""
+  records = files.list_sizes(workdir).get(METRICS_FILE, 0)
+  return bool(
+    records or any(files.list_sizes(os.path.join(workdir, one)) for one in (CHECKPOINT_FOLDER, FROZEN_FOLDER))
+  )
 
 
 def clear(workdir: str, tokenizer: Tokenizer) -> None:

@@ -14,14 +14,12 @@ from tqdm import tqdm
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
-from diffeq_nnx.config import TENSORBOARD_FOLDER
+from diffeq_nnx.config import METRICS_FILE, TENSORBOARD_FOLDER
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import draw, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import goodput
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Reporter:
