@@ -96,8 +96,9 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | N
 
 def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None) -> None:
   """Writes the tokenizer, and then run.json, where there is none, or one without text for a run that has it now."""
-  # what failed before it trained, since its keys had to be others, does not count
-  known = _read(workdir) if _is_begun(workdir) else None
+  known = _read(workdir)
+  if known is not None and not _is_begun(workdir):  # it failed before it trained, since its keys had to be others
+    known = None
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
   claimed = known is not None and (corpus is None or not _lacks_text(known))
   if known is not None and not claimed:
