@@ -24,6 +24,7 @@ from diffeq_nnx.config_model import RopeConfig as RopeConfig
 from diffeq_nnx.config_model import TimeConfig as TimeConfig
 from diffeq_nnx.errors import UserError
 
+RANDOM_BITS = "threefry2x32"  # JAX's generator of all runs, since the shape of a saved key depends on it
 NO_TEXT = "none"  # the data.source of an imported run until its text is named
 KEYS_OF_TOKENIZER = ("tokenizer", "begin_mark", "begin_token", "end_token", "unknown_bytes")  # of data
 KEYS_OF_ROWS = ("attend_across_documents", "rows", "too_long")  # of data, for prepared text too
@@ -34,7 +35,6 @@ FROZEN_FOLDER = "frozen"
 METRICS_FILE = "metrics.jsonl"
 REPORT_FOLDER = "report"
 TENSORBOARD_FOLDER = "tensorboard"
-RANDOM_BITS = "threefry2x32"  # JAX's generator of all runs, since the shape of a saved key depends on it
 RUN_FOLDERS = (CHECKPOINT_FOLDER, DAMAGED_FOLDER, FROZEN_FOLDER, REPORT_FOLDER, TENSORBOARD_FOLDER)
 
 

@@ -191,7 +191,8 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def nearest(name: str, names: Iterable[str]) -> str:
   """Says what to write instead of `name`, as the end of an error line."""
-  names = list(names) or ["(there are none)"]
+  if not (names := list(names)):
+    return "there are none"
   close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
   return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 

@@ -6,6 +6,7 @@ Their texts quote files and names that may be a stranger's, so they are printed 
 import unicodedata
 
 _ACTING = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of control characters, surrogates, separators of lines
+# Unicode's marks that change the direction of a text
 _ORDERING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -69,13 +70,13 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
   """Yields the file system that holds a path, and the path without the protocol.
 
   Raises:
-    UserError: fsspec knows no such protocol, its package is not installed, or `check_url` refuses the path; for a URL
-      that is a pattern, of which fsspec's `rm` removes every match.
+    UserError: fsspec knows no such protocol, its package is not installed, `check_url` refuses the path, or it is a
+      pattern in a bucket, of which fsspec's `rm` would remove every match.
     OSError: for every error within; its strerror says what it was.
   """
   check_url(path)
   if is_url(path) and not path.startswith("http") and glob.has_magic(path):
-    raise UserError(f"{path}: *, ? and [ are of patterns in a bucket; name a path without them")
+    raise UserError(f"{path}: in a bucket *, ? and [ make a path a pattern; name a path without them")
   for name in ("gcsfs", "s3fs", "fsspec") if is_url(path) else ():
     logging.getLogger(name).setLevel(logging.CRITICAL)  # they print a traceback of what they then raise
   try:
@@ -195,6 +196,18 @@ def move_folder(path: str, to: str) -> None:
     found = _find_objects(fs, place)
     fs.copy(found, [posixpath.join(to, os.path.relpath(name, place)) for name in found], batch_size=TRANSFERS)
     fs.rm(place, recursive=True)
+
+
+def lock(descriptor: int) -> bool:
+  """Locks an open file until it is closed; False if another process has locked it.
+
+  Raises OSError where the file system has no locks.
+  """
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
+  except (BlockingIOError, PermissionError):
+    return False
 
 
 @contextlib.contextmanager

@@ -159,11 +159,11 @@ def test_every_window_once_an_epoch_in_a_new_order():
 def test_millions_of_windows_are_in_random_order_too(monkeypatch):
   """The mean place of 512 windows varies as that of 512 random numbers does, and few windows come twice in an epoch."""
   order = batches._make_order(12 << 20, 0)
-  places = np.array([order[n] for n in range(1 << 22, (1 << 22) + 64 * 512)]) / (12 << 20)
+  places = np.array([order(n) for n in range(1 << 22, (1 << 22) + 64 * 512)]) / (12 << 20)
   assert 0.7 < places.reshape(64, 512).mean(1).std() * (12 * 512) ** 0.5 < 1.3
   monkeypatch.setattr(batches, "LARGE", 0)
   order = batches._make_order(97, 5)
-  epochs = [[order[n] for n in range(97 * epoch, 97 * epoch + 97)] for epoch in range(2)]
+  epochs = [[order(n) for n in range(97 * epoch, 97 * epoch + 97)] for epoch in range(2)]
   assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(97)] and epochs[0] != epochs[1]
 
 

@@ -1,10 +1,10 @@
 """The batches of a run: windows of tokens, shuffled for training and in order for validation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def train_batches(
     found = [np.zeros(0)] * len(turns)
     for number, split in enumerate(train.splits):  # the rows of one split at the same time
       its = [place for place, (source, _) in enumerate(turns) if source == number]
-      parts = [places[number][orders[number][turns[place][1]]] for place in its]
+      parts = [places[number][orders[number](turns[place][1])] for place in its]
       for place, tokens in zip(its, split.tokens.read(parts)):
         found[place] = tokens
     return _make_batch(found, first, seq_len, eos_id, first.masked or first.padding is not None)
@@ -163,20 +163,19 @@ def train_batches(
   return grain.MapDataset.range(sys.maxsize // batch_size).map(read_batch)
 
 
-def _make_order(count: int, seed: int) -> Any:
-  """The endless order of `count` windows, by index: each once in an epoch, in an order of its own in each."""
+def _make_order(count: int, seed: int) -> Callable[[int], int]:
+  """Which of `count` windows is at a place of their endless order: each once in an epoch, in another order in each."""
   import grain
   from grain import experimental
 
   if count <= LARGE:
-    return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+    return grain.MapDataset.range(count).seed(seed).shuffle().repeat().__getitem__
 
-  class Order:
-    def __getitem__(self, index: int) -> int:
-      epoch, place = divmod(index, count)
-      return experimental.index_shuffle(place, max_index=count - 1, seed=(seed + epoch) % 2**32, rounds=ROUNDS)
+  def choose(index: int) -> int:
+    epoch, place = divmod(index, count)
+    return experimental.index_shuffle(place, max_index=count - 1, seed=(seed + epoch) % 2**32, rounds=ROUNDS)
 
-  return Order()
+  return choose
 
 
 def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:

@@ -21,7 +21,7 @@ from diffeq_nnx.errors import UserError, first_line
 
 _LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
-_CALLS = ("tool_calls", "function_call")
+_CALLS = {"tool calls": ("tool_calls",), "function calls": ("function_call",)}  # keys of a message
 
 
 class BadConversation(UserError):
@@ -82,7 +82,7 @@ class ChatTemplate:
 
   @functools.cached_property
   def _reads_parts(self) -> bool:
-    """Whether it writes contents that are lists of parts alone, as those of models that also see pictures may."""
+    """Whether it writes a content only if that is a list of parts, as templates of models that see pictures may."""
     said, writes = "A question.", []
     for content in (said, [{"type": "text", "text": said}]):
       try:
@@ -159,13 +159,13 @@ class ChatTemplate:
     return tuple(after.split()[:1]) if found else ()
 
   def _check_written(self, messages: Sequence[Mapping[str, Any]], text: str, add_generation_prompt: bool) -> None:
-    """Raises BadConversation for a `text`, which the template wrote, that lacks calls of tools or all reasoning.
+    """Raises BadConversation if `text`, which the template wrote, lacks calls of tools or all reasoning.
 
-    The same for arguments of a call that are given as JSON in a string and written as that string, in quotes. Before an
-    answer, templates may leave reasoning out.
+    It raises that too if arguments of a call are JSON in a string, and the text has this string in quotes. Reasoning
+    may be left out where an answer is to follow, as many templates do with that of earlier turns.
     """
-    kinds = [("tool calls", _CALLS[:1]), ("function calls", _CALLS[1:]), ("reasoning", _REASONING)]
-    for what, keys in kinds[:2] if add_generation_prompt else kinds:
+    kinds = _CALLS if add_generation_prompt else _CALLS | {"reasoning": _REASONING}
+    for what, keys in kinds.items():
       found = next((key for key in keys if any(one.get(key) for one in messages)), None)
       if found is None:
         continue
@@ -252,7 +252,7 @@ def _check_messages(messages: Any) -> None:
 
 def _calls(message: Mapping[str, Any]) -> bool:
   """Whether a message calls tools, and may do without a content."""
-  return any(message.get(key) for key in _CALLS)
+  return any(message.get(key) for keys in _CALLS.values() for key in keys)
 
 
 def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ are there, OUT is written at once, in the order of the prompts, and the other fi
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -120,12 +119,9 @@ class Answers:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
     files.make_folder(os.path.dirname(self._unfinished) or ".")
     self._file = self._stack.enter_context(open(self._unfinished, "a", encoding="utf-8"))
-    try:
-      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise UserError(f"--out={self._out}: another process writes it; wait for that, or name another file") from error
-    except OSError:  # a file system without locks
-      pass
+    with contextlib.suppress(OSError):  # of a file system without locks
+      if not files.lock(self._file.fileno()):
+        raise UserError(f"--out={self._out}: another process writes it; wait for that, or name another file")
     kept = files.read(self._unfinished)
     kept = kept[: kept.rfind(b"\n") + 1]
     lines = [files.parse_json(line, self._unfinished, "--out") for line in kept.split(b"\n")[:-1]]

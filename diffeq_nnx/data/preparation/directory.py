@@ -44,12 +44,11 @@ def lock(directory: str, label: str, wait: bool = False, what: str = "is prepari
     descriptor = os.open(directory, os.O_RDONLY)
   try:
     try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-      if not wait:
-        raise UserError(f"{label}: another process {what}; wait for it, or stop it") from error
-      logging.warning("%s: another process %s; waiting", label, what)
-      fcntl.flock(descriptor, fcntl.LOCK_EX)
+      if not files.lock(descriptor):
+        if not wait:
+          raise UserError(f"{label}: another process {what}; wait for it, or stop it")
+        logging.warning("%s: another process %s; waiting", label, what)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
       logging.warning("%s: can't be locked (%s); make sure that no other process works there", label, error.strerror)
     yield

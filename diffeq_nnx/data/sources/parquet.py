@@ -61,7 +61,7 @@ def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], lis
     ImportError: If pyarrow isn't installed.
     UserError: For what `files.resolve` refuses.
   """
-  import pyarrow.parquet  # noqa: F401
+  import pyarrow.parquet  # noqa: F401  (its lack is told here, and not when the first file is read)
 
   found, state = files.resolve("parquet", globs, prefix)
   return functools.partial(_list_row_groups, [one.path for one in found], prefix, options), state

@@ -107,7 +107,7 @@ def _convert_pre_tokenizer(given: dict[str, Any] | None) -> dict[str, Any]:
     raise UserError(f"the pre-tokenizer {rule}, not {given}; give one like GPT-2's, or a sentencepiece model")
   regex = {"use_regex": next(step for step in steps if step["type"] == "ByteLevel").get("use_regex", True)}
   if any(step.get("add_prefix_space") for step in steps):
-    logging.warning("the tokenizer puts a space before a text; here it does not, so that the first word may read apart")
+    logging.warning("the tokenizer's space before a text is left out; the first word of a text may have other ids so")
   steps = [BYTE_LEVEL | regex if step["type"] == "ByteLevel" else step for step in steps]
   return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
 
