@@ -5,7 +5,7 @@
 
 from a run like --config=configs/gpt_medium.py:wikitext103,diffeq --config.model.num_steps=18, or from openwebtext to
 wikitext103; the numbers of steps are 9, 12, 18 and 24, and the GPT baseline's own. The model is that of --from_workdir;
-of this config only model.dropout, model.attention, model.lora and a model.seq_len that is shorter apply.
+of this config only model.dropout, model.dtype, model.attention, model.lora and a model.seq_len that is shorter apply.
 
 Expected time and score: not run at this size yet.
 """

@@ -6,8 +6,8 @@
       --workdir=runs/rfc
 
 The text is read from data/rfc/*train*.jsonl* and data/rfc/*validation*.jsonl*, key `text`. The model is that of
---from_workdir; of this config only model.dropout, model.attention, model.lora and a model.seq_len that is shorter
-apply.
+--from_workdir; of this config only model.dropout, model.dtype, model.attention, model.lora and a model.seq_len that is
+shorter apply.
 """
 
 import ml_collections
@@ -19,6 +19,7 @@ from diffeq_nnx import presets
 def get_config(choice: str = "") -> ml_collections.ConfigDict:
   """The experiment; `choice` is CORPUS,PRESET, the presets full and lora (diffeq_nnx/presets.py)."""
   config = config_lib.default()
+  config.model.dtype = "float32"
   config.optimizer.peak_rate = 1e-3
   config.train.steps = 200
   config.train.batch_size = 16

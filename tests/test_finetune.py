@@ -132,6 +132,21 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   assert one["tokens"] == 3
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_run_is_tuned_in_the_type_that_is_asked_for(x64, finished, tmp_path, monkeypatch, dtype):
+  config, source, new = finished[0], str(finished[1]), str(tmp_path)
+  config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+  monkeypatch.setattr("diffeq_nnx.jobs.finetune.train", lambda config, workdir: {})
+  jobs.run("finetune", config, new, from_workdir=source)
+  own, tuned = Run.open(source), Run.open(new)
+  assert (own.started.model.dtype, tuned.started.model.dtype) == ("float32", dtype)
+  np.testing.assert_array_equal(tuned.params["embedding"], own.params["embedding"])
+  assert tuned.params["embedding"].dtype == (np.float64 if dtype == "float64" else np.float32)
+  loss = jobs.run("evaluate", own.started, source)["loss"]
+  tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+  assert read_metrics(new, "validation")[0]["loss"] == pytest.approx(loss, abs=tolerance)
+
+
 def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, monkeypatch):
   config, source, tuned_folder, _ = tuned
   killed = str(tmp_path / "killed")

@@ -53,6 +53,8 @@ def test_a_run_exported_and_imported_has_the_same_loss(written, exported, tmp_pa
   assert math.isclose(before["loss"], after["loss"], rel_tol=1e-5) and after["step"] == 0
   assert "holds a run already" in told(lambda: jobs.run("import", config, new, from_hf=out))
   assert "holds something already" in told(lambda: jobs.run("export", config, workdir, out=out))
+  jobs.run("import", config, str(tmp_path / "half"), from_hf=out, model_settings=["model.dtype=bfloat16"])
+  assert Run.open(str(tmp_path / "half")).started.model.dtype == "bfloat16"
 
 
 def test_tokens_that_the_model_has_no_embedding_for_are_told(tmp_path, caplog):
@@ -164,6 +166,6 @@ def test_a_run_without_text_takes_the_first_that_it_is_trained_on(textless, tmp_
 
 
 def test_an_import_is_not_longer_than_its_checkpoint_and_changes_no_other_model_key(exported, tmp_path, capsys):
-  for setting, part in (("seq_len=17", "17"), ("num_heads=2", "only model.seq_len, model.dropout, model.attention")):
+  for setting, part in (("seq_len=17", "17"), ("num_heads=2", "only model.seq_len, model.dtype, model.dropout")):
     arguments = (f"--from_hf={exported[1]}", f"--workdir={tmp_path}/new", f"--config.model.{setting}")
     assert part in refused(capsys, "--job=import", *arguments) and not (tmp_path / "new").exists()

@@ -15,7 +15,7 @@ from diffeq_nnx.data import Corpus, Tokenizer
 from diffeq_nnx.depth import fitting
 from diffeq_nnx.depth.discretization import discretized_params, leaves_out_steps
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model import parameter_dtype, vector_fields
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -71,6 +71,12 @@ def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
     raise UserError(
       f"of the model keys, only {names} may differ from the model that this run is made from; leave out the others"
     )
+
+
+def convert(params: Params, model: ModelConfig) -> Params:
+  """Returns parameters in the type of those of a model, which float64 makes wider."""
+  dtype = parameter_dtype(model.dtype)
+  return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def name_own_tokenizer(data_config: DataConfig, tokenizer: Tokenizer, workdir: str) -> DataConfig:
@@ -149,12 +155,13 @@ def store_params(
 
   With `fit_tokens`, which `check_fit` lets pass, the steps that stay are fitted on so many tokens of the corpus.
   """
-  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig())
+  without_adapters = dataclasses.replace(stored.model, lora=LoraConfig(), dtype=source.model.dtype)
   made = discretized_params(source.model, without_adapters, params)
   if fit_tokens:
     assert corpus is not None  # as `check_fit` has found
     batches = make_batches(stored, corpus, fit_tokens)
     made = fitting.fit_kept_steps(source.model, without_adapters, params, made, batches)
+  made = convert(made, stored.model)
   if not stored.model.lora.rank:
     return made
   fresh = jax.jit(

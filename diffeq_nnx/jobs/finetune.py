@@ -39,8 +39,8 @@ def finetune(
   With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
 
   Args:
-    config: what to train on and how; of `config.model` only dropout, attention, lora and a seq_len that is shorter than
-      the run's are read, the rest is the run's.
+    config: what to train on and how; of `config.model` only dropout, dtype, attention, lora and a seq_len that is shorter
+      than the run's are read, the rest is the run's.
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
@@ -60,6 +60,7 @@ def finetune(
   model = dataclasses.replace(
     discretized_config(source.model, num_steps, step_sizes),
     dropout=config.model.dropout,
+    dtype=config.model.dtype,
     attention=config.model.attention,
     lora=config.model.lora,
     seq_len=min(config.model.seq_len, source.model.seq_len),
@@ -92,6 +93,8 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
   """Says what the new model has otherwise than the run that it is made from, or than its own config asks for."""
   if not say_kept_steps(source.model, made):
     say_untrained(source, step, made.num_steps, made.step_sizes)
+  if made.dtype != source.model.dtype:
+    say(f"model.dtype={made.dtype}: is {source.model.dtype} in the run that this one is made from")
   if asked.seq_len > made.seq_len:
     say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")
   if made.seq_len < source.model.seq_len:

@@ -11,7 +11,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import NO_TEXT, Config
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.exporting.hub import open_folder
-from diffeq_nnx.jobs.deriving import check_model, derive_config, name_own_tokenizer
+from diffeq_nnx.jobs.deriving import check_model, convert, derive_config, name_own_tokenizer
 from diffeq_nnx.parallel.console import print_result
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
@@ -31,8 +31,8 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
     config: what the run is to be but for its model and tokenizer, which are the checkpoint's. That of `remove_text`
       makes a run that has no text until a job names it.
     from_hf: a Hugging Face folder, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
-    model_settings: `key=value` that change the checkpoint's model: model.dropout, model.attention, and model.seq_len
-      where it becomes shorter.
+    model_settings: `key=value` that change the checkpoint's model: model.dropout, model.dtype, model.attention, and
+      model.seq_len where it becomes shorter.
 
   Raises:
     UserError: a checkpoint that can't be held (see `importing.import_hf`), other settings of the model, or a directory
@@ -53,12 +53,12 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
   model = dataclasses.replace(model, attention=config.model.attention)
   config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir))
   config = config_lib.apply_settings(config, model_settings)
-  check_model(config.model, model, "seq_len")
+  check_model(config.model, model, "seq_len", "dtype")
   mesh = checked_mesh(config)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     corpus = None if config.data.source == NO_TEXT else load_corpus(config)
-    Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh))
+    Run.create(config, workdir, tokenizer, corpus, place_state(config, convert(params, config.model), mesh))
   facts = {key: getattr(config.model, key) for key in ("field", "num_steps", "seq_len", "dtype")}
   size = sum(leaf.size for leaf in jax.tree.leaves(params))
   return print_result("import", workdir, from_hf=from_hf, **facts, parameters=size)
