@@ -184,13 +184,17 @@ def parse(argv: list[str]) -> list[str]:
 
   --help prints our own text, since absl's lists the flags of all jobs without the jobs.
   """
-  words = [re.sub(r"^--?config\.", "--set=", argument) for argument in argv if argument not in HELP_FLAGS]
   try:
+    argv = [argv[0], *flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]  # what --flagfile=FILE holds
+    words = [re.sub(r"^--?config\.", "--set=", argument) for argument in argv if argument not in HELP_FLAGS]
     rest = flags.FLAGS(words)
   except (flags.Error, ValueError) as error:
     raise SystemExit(fail(error, 2)) from None
   if len(words) < len(argv):
-    print(describe_job(ALIASES.get(JOB.value, JOB.value)) if JOB.present else describe_jobs())
+    try:
+      print(describe_job(ALIASES.get(JOB.value, JOB.value)) if JOB.present else describe_jobs(), flush=True)
+    except BrokenPipeError:  # as in `--help | head`
+      os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(0)
   return rest
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+from absl.testing import flagsaver
 import pytest
 
 import diffeq_nnx
@@ -100,6 +101,14 @@ def test_public_names_are_at_the_top_level():
   assert isinstance(diffeq_nnx.load_config("configs/tiny.py", ["train.steps=3"]), config.Config)
   for name in diffeq_nnx._HOMES:
     assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
+
+
+def test_a_file_of_flags_may_set_keys(tmp_path):
+  path = tmp_path / "flags"
+  path.write_text("# of a sweep\n--config.train.steps=3\n--workdir=runs/x\n")
+  with flagsaver.flagsaver():
+    main.parse(["diffeq_nnx.main", f"--flagfile={path}", "--config.seed=2"])
+    assert (main.SETTINGS.value, main.WORKDIR.value) == (["train.steps=3", "seed=2"], "runs/x")
 
 
 def test_help_says_what_each_job_does_and_a_jobs_help_lists_its_flags_alone(capsys):
