@@ -115,7 +115,7 @@ def run(argv: list[str]) -> None:
     raise UserError(f"--config: --job={name} takes the config of the run in --from_workdir; leave it out")
   if config is None and job.config == "optional":
     config = config_lib.apply_settings(job.prepared(config_lib.Config()), SETTINGS.value)
-  if job.config == "optional":  # the model is the checkpoint's, so that what is asked of it comes last
+  if job.config in ("optional", "file_or_source"):  # the model is another's, of which a job changes a few keys
     options["model_settings"] = [setting for setting in SETTINGS.value if setting.startswith("model.")]
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.runs import workdir

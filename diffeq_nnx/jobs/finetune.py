@@ -24,6 +24,8 @@ from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import place_state
 from diffeq_nnx.training.teacher import find_teacher
 
+READ = ("seq_len", "dtype", "dropout", "attention", "lora")  # keys of the model that a config changes
+
 
 def finetune(
   config: Config,
@@ -33,26 +35,34 @@ def finetune(
   num_steps: int | None = None,
   step_sizes: Sequence[float] | None = None,
   fit_tokens: int | None = None,
+  model_settings: Sequence[str] = (),
 ) -> dict[str, float]:
   """Discretizes the newest model of a run and trains it on the text of `config`, or resumes the run in `workdir`.
 
   With `config.model.lora.rank` only adapters learn, and the tables if `config.model.lora.embeddings`.
 
   Args:
-    config: what to train on and how; of `config.model` only dropout, dtype, attention, lora and a seq_len that is shorter
-      than the run's are read, the rest is the run's.
+    config: what to train on and how; of `config.model` only `READ` is read, seq_len where it is shorter than the run's;
+      the rest is the run's.
     from_workdir: the run's; its tokenizer is used.
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
     fit_tokens: as for `jobs.discretize.discretize`; a run that is resumed keeps what it had.
+    model_settings: those of `config.model` that the command line has, as `model.KEY=VALUE`.
 
   Returns:
     The last validation values, as `train`.
 
   Raises:
-    UserError: as `discretize` and `train`, and a pattern of targets that matches nothing.
+    UserError: as `discretize` and `train`, a pattern of targets that matches nothing, or a setting that is not read.
     RunError: as `train`.
   """
+  for setting in model_settings:
+    key = setting.partition("=")[0]
+    if key.split(".")[1] not in READ:
+      names = ", ".join(f"model.{name}" for name in READ)
+      advice = "give --num_steps" if key == "model.num_steps" else "leave it out"
+      raise UserError(f"{key}: the model is that of from_workdir={from_workdir}, but for {names}; {advice}")
   if workdir_lib.holds_run(workdir):
     return _resume(config, workdir, from_workdir, num_steps, step_sizes)
   run = Run.open(from_workdir, flag="from_workdir")

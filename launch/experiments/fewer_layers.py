@@ -174,7 +174,8 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   tables.require_tuning(workdir, config)
   if elastic and workdir_lib.holds_run(workdir) and Run.open(workdir).started.train.step_counts != depths:
     raise UserError(f"{workdir}: was trained at other --depths; give another --out")
-  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked)
+  of_model = [one for one in settings if one.startswith("model.")]
+  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked, model_settings=of_model)
   tables.check_finished(workdir, max(args.points))
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
   other = []
