@@ -58,6 +58,7 @@ class Evaluator:
     for batch in self.batches():
       if stop():
         return {}
+      jax.block_until_ready(found[-2:-1])  # one batch is computed while the next waits: `stop` is called as they end
       found.append(self._step(params, weights, batch))
     if not found:
       raise UserError("data.validation: the text has no token to predict; name a longer one")

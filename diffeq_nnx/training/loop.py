@@ -244,8 +244,12 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
   compiled: set[int] = set()
 
   def run_validation(step: int) -> dict[str, float]:
+    def stop() -> bool:
+      run.goodput.mark_step(step)  # before each batch, so that a long validation is not called stalled
+      return run.preemption.reached()
+
     with run.goodput.spending("validating"):
-      found = evaluator(all_params(state), run.preemption.reached)
+      found = evaluator(all_params(state), stop)
       if found:
         run.report.validation(step, found)
     return found
