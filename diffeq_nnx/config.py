@@ -352,10 +352,11 @@ def _check_training(config: Config) -> None:
     )
   if list(changes) != sorted({*changes}) or changes and changes[0] < 1:
     raise UserError(f"train.step_schedule={changes}: must be train steps above 0 that increase")
-  if train.self_distillation and (train.teacher is not None or not train.step_counts):
+  several = len({*train.step_counts, *((model.num_steps,) if train.draw_from else ())}) > 1
+  if train.self_distillation and (train.teacher is not None or not several):
     raise UserError(
-      "train.self_distillation=True: is for train.step_counts, and without train.teacher; set the former and leave out "
-      "the latter, or leave it at False"
+      "train.self_distillation=True: is for several numbers of train.step_counts, and without train.teacher; set the "
+      "former and leave out the latter, or leave it at False"
     )
   if train.loss_chunks is not None:
     check_divides("train.loss_chunks", train.loss_chunks, "model.seq_len", model.seq_len)

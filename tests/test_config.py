@@ -101,6 +101,7 @@ def test_no_key_that_nothing_reads():
     ({"model__num_kv_heads": 5}, ["model.num_kv_heads=5", "must divide model.num_heads=12"]),
     ({"model__weights": "generate"}, ["model.weights='generate'", "did you mean 'generated'?"]),
     ({"model__dropout": 1.0}, ["model.dropout=1.0", "between 0"]),
+    ({"model__lora__embeddings": False}, ["model.lora.embeddings=False", "set model.lora.rank"]),
     ({"train__step_counts": (4, 0)}, ["train.step_counts[1]=0", "above 0"]),
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),

@@ -17,7 +17,7 @@ from diffeq_nnx.config import LoraConfig, TimeConfig
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import list_num_steps
 from diffeq_nnx.exporting import importing
-from diffeq_nnx.jobs import finetune, rank_steps
+from diffeq_nnx.jobs import rank_steps
 from diffeq_nnx.jobs.deriving import derive_config
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack
@@ -52,10 +52,9 @@ def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):
   given = small_config(small_model(num_steps=4), step_counts=(2, 3), draw_from=0.5, self_distillation=True)
   rank_steps._warn_of_even_steps(given)
   rank_steps._warn_of_even_steps(small_config(ordered(), step_counts=(2, 3)))
-  made = derive_config(given, discretized_config(given.model))
+  made = derive_config(given, discretized_config(given.model), known=small_config(given.model))
   assert list_num_steps(made) == [4]  # nothing is drawn
-  finetune._say_left_out(small_config(given.model), given, made)
-  finetune._say_left_out(given, given, made)  # nobody asked for these
+  derive_config(given, discretized_config(given.model), known=given)  # nobody asked for these
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 3 and "was trained at 2, 3 even steps" in lines[0]
   assert "train.step_counts=(2, 3): becomes ()" in lines[1] and "self_distillation=True: becomes False" in lines[2]

@@ -111,6 +111,12 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   (tmp_path / "other" / "run.json").write_text(json.dumps({**record, "hash": "0" * 32}))
   other = str(tmp_path / "other")
   assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
+  half = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+  assert "model.dtype is 'float32' there" in told(lambda: jobs.run("finetune", half, new, from_workdir=source))
+  marked = dataclasses.replace(config, data=dataclasses.replace(config.data, begin_mark=True))
+  assert "data.begin_mark=True: is False" in told(
+    lambda: jobs.run("finetune", marked, str(tmp_path / "marked"), from_workdir=source)
+  )
   uneven = {"from_workdir": source, "step_sizes": (0.5, 0.5, 1.0)}
   assert "step_sizes=(0.5, 0.5, 1.0): the run in" in told(lambda: jobs.run("finetune", config, new, **uneven))
   fixed = dataclasses.replace(config.optimizer, schedule_steps=4)  # of which a step is compiled already

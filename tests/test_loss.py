@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffeq_nnx.training import loss
 from diffeq_nnx.training.loss import chunked_cross_entropy
 
 
@@ -35,14 +36,23 @@ def test_value_and_gradient_are_those_of_the_plain_loss(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
 
 
+def test_a_length_without_divisors_is_filled_up(x64, monkeypatch):
+  """11 positions of which a chunk holds 4 are 3 chunks, not 11."""
+  monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * (2 * 17 * 4))
+  arguments = example(jnp.float64, L=11)
+  assert [one.shape[0] for one in loss._chunks(arguments[:1], None, 17)] == [3]
+  both = [jax.value_and_grad(one, (0, 1))(*arguments) for one in (chunked_cross_entropy, plain_cross_entropy)]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *both)
+
+
 def test_bfloat16_accumulates_in_float32():
   hidden, head, targets, mask = example(jnp.bfloat16, D=64, V=400)
   chunked = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))
-  loss, gradients = jax.jit(chunked)(hidden, head, targets, mask)
+  value, gradients = jax.jit(chunked)(hidden, head, targets, mask)
   wide = (np.asarray(array, np.float32) for array in (hidden, head))
   exact, exact_gradients = jax.jit(jax.value_and_grad(plain_cross_entropy, (0, 1)))(*wide, targets, mask)
-  assert loss.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
-  np.testing.assert_allclose(loss, exact, rtol=1e-5)
+  assert value.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
+  np.testing.assert_allclose(value, exact, rtol=1e-5)
   for ours, theirs in zip(gradients, exact_gradients):
     assert np.linalg.norm(np.asarray(ours, np.float32) - theirs) / np.linalg.norm(theirs) < 1e-2
 

@@ -19,6 +19,7 @@ from diffeq_nnx.config import DAMAGED_FOLDER, CheckpointConfig, OptimizerConfig
 from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.checkpoint import Checkpoints
+from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from tests.processes import Process
@@ -118,6 +119,17 @@ def test_killed_stopped_and_resumed_equals_uninterrupted(run, finished, monkeypa
   assert ours.keys() == theirs.keys() and len(ours) > 20
   for name in ours:
     np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_the_step_of_a_validation_that_fails_is_kept(run, monkeypatch):
+  """A validation may need more memory than a train step."""
+  config, workdir = run
+  with monkeypatch.context() as patched, pytest.raises(jax.errors.JaxRuntimeError):
+    patched.setattr(Evaluator, "__call__", unittest.mock.Mock(side_effect=jax.errors.JaxRuntimeError("no memory")))
+    train(config, str(workdir))
+  assert kept(workdir)[-1] == 24
+  train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=24)), str(workdir))
+  assert [one["step"] for one in read_metrics(str(workdir), "validation")][-1] == 24
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(run, monkeypatch):

@@ -49,6 +49,21 @@ def test_gradients_in_bfloat16_are_near_those_in_float32(changes):
   assert sum(jax.tree.leaves(errors)) < 0.1 * sum(np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected))
 
 
+@pytest.mark.parametrize("changes", [{}, {"field": "llama", "weights": "stored", "qkv_bias": True}])
+def test_gradients_of_what_all_tokens_share_add_up_in_bfloat16(changes):
+  """Of the row of a frequent token and of biases: a sum in bfloat16 would no longer grow."""
+  wide = small_config(small_model(**changes), batch_size=1024)
+  narrow = dataclasses.replace(wide, model=dataclasses.replace(wide.model, dtype="bfloat16"))
+  batch, params = random_batch(wide), params_of(moved_instance(wide.model))
+  batch["inputs"] = np.where(np.arange(12) % 2, batch["inputs"], 3)
+  (expected, found) = (compiled(config)(params, batch)[1] for config in (wide, narrow))
+  error = lambda a, b: np.linalg.norm(np.asarray(a - b)) / np.linalg.norm(b)
+  assert error(found["embedding"][3], expected["embedding"][3]) < 0.02
+  errors = jax.tree_util.tree_leaves_with_path(jax.tree.map(error, found, expected))
+  biases = {jax.tree_util.keystr(path): float(one) for path, one in errors if "bias" in jax.tree_util.keystr(path)}
+  assert biases and max(biases.values()) < 0.03, biases
+
+
 def test_micro_batches_have_the_losses_and_gradients_of_the_large_batch(x64):
   """With dropout and documents apart, however unevenly the counted targets lie."""
   config = small_config(small_model(dtype="float64", dropout=0.2), batch_size=8)

@@ -66,7 +66,7 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
   else:
     drawn = step > count_steps_before_drawing(config)  # before, the model's own, and that which teaches it
     trained = set(list_num_steps(config)) if drawn else {own, find_teaching_count(config, own) or own}
-  if asked in trained and sizes in ((), config.model.step_sizes):
+  if asked in trained and sizes in ((), make_grid(config.model, asked).dts):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
   *others, last = map(str, sorted(trained))

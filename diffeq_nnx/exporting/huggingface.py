@@ -277,6 +277,7 @@ def _compute(model: ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.A
 def _logit_difference(stored: ModelConfig, params: Params, exported: ModelConfig, read: Params) -> float:
   """The largest difference in logits between a model and the one read back, both computed here in float32."""
   tokens_BxL = make_tokens(stored)
+  params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
   ours = compute_logits(dataclasses.replace(stored, dtype="float32"), params, tokens_BxL)
   theirs = compute_logits(dataclasses.replace(exported, dtype="float32"), read, tokens_BxL)
   return float(np.abs(np.subtract(ours, theirs)).max())

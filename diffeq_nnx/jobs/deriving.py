@@ -18,6 +18,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import parameter_dtype, vector_fields
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed, sharding
+from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
@@ -27,10 +28,13 @@ PARTS = 8  # batches of the text that `make_batches` makes
 SEQ_LEN = 512  # tokens in a row of these, at most
 
 
-def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | None = None) -> Config:
+def derive_config(
+  config: Config, model: ModelConfig, data_config: DataConfig | None = None, known: Config | None = None
+) -> Config:
   """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
-  Of `train.step_counts`, those stay for which a model with a `depth_order` has weights.
+  Of `train.step_counts`, those stay for which a model with a `depth_order` has weights. It says which keys about depth
+  are left out, unless they are those of `known`, the run that the new one is made from.
 
   Raises:
     UserError: two keys that don't fit.
@@ -38,25 +42,37 @@ def derive_config(config: Config, model: ModelConfig, data_config: DataConfig | 
   train = config.train
   counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)
   validated = config.eval.num_steps if model.depth_order and (config.eval.num_steps or 0) <= model.num_steps else None
-  return config_lib.from_dict(
-    config_lib.to_dict(
-      dataclasses.replace(
-        config,
-        model=model,
-        data=data_config or config.data,
-        train=dataclasses.replace(
-          train,
-          step_counts=counts,
-          step_schedule=train.step_schedule if counts == train.step_counts else (),
-          draw_from=train.draw_from if counts else 0.0,
-          self_distillation=train.self_distillation and bool(counts),
-          loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
-          remat_every=train.remat_every if math.gcd(model.num_steps, *counts) % train.remat_every == 0 else 1,
-        ),
-        eval=dataclasses.replace(config.eval, num_steps=validated),
-      )
-    )
+  made = dataclasses.replace(
+    config,
+    model=model,
+    data=data_config or config.data,
+    train=dataclasses.replace(
+      train,
+      step_counts=counts,
+      step_schedule=train.step_schedule if counts == train.step_counts else (),
+      draw_from=train.draw_from if counts else 0.0,
+      self_distillation=train.self_distillation and len(counts) > 1,
+      loss_chunks=train.loss_chunks and math.gcd(train.loss_chunks, model.seq_len),
+      remat_every=train.remat_every if math.gcd(model.num_steps, *counts) % train.remat_every == 0 else 1,
+    ),
+    eval=dataclasses.replace(config.eval, num_steps=validated),
   )
+  if known is not None:
+    _say_left_out(known, config, made)
+  return config_lib.from_dict(config_lib.to_dict(made))
+
+
+def _say_left_out(known: Config, given: Config, made: Config) -> None:
+  """Says which keys about depth a run can't keep, unless they are those of the run that it is made from."""
+  for section, key in (
+    ("train", "step_counts"),
+    ("train", "step_schedule"),
+    ("train", "self_distillation"),
+    ("eval", "num_steps"),
+  ):
+    wanted, value = (getattr(getattr(config, section), key) for config in (given, made))
+    if value != wanted != getattr(getattr(known, section), key):
+      say(f"{section}.{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
 
 
 def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
@@ -95,6 +111,11 @@ def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
   unchanged = config.data == source.started.data
   if unchanged or "shards:" in config.data.source or config.data.tokenizer not in known:
     return config
+  begins = source.tokenizer.bos_id is not None
+  if config.data.begin_mark not in (None, begins):
+    raise UserError(
+      f"data.begin_mark={config.data.begin_mark}: is {begins} in the run in {source.workdir}; leave it out"
+    )
   distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
   return dataclasses.replace(config, data=name_own_tokenizer(config.data, source.tokenizer, workdir))
 

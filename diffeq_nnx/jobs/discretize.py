@@ -73,7 +73,7 @@ def discretize(
   check_fit(config.model, model, config, fit_tokens)
   distributed.on_main_process(workdir_lib.require_none, workdir)
   source = Run.open(from_workdir, flag="from_workdir")
-  check_model(config.model, source.started.model)
+  check_model(config.model, source.started.model, "depth_order")
   here = localize(config, source.started)
   mesh = source.mesh = sharding.make_mesh(here.mesh)
   sharding.check_model(config.model, mesh)

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 
+from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
 from diffeq_nnx.depth.discretization import discretized_config
@@ -48,7 +49,8 @@ def finetune(
     num_steps: as for `discretization.discretize`.
     step_sizes: as for `discretization.discretize`.
     fit_tokens: as for `jobs.discretize.discretize`; a run that is resumed keeps what it had.
-    model_settings: those of `config.model` that the command line has, as `model.KEY=VALUE`.
+    model_settings: those of `config.model` that the command line has, as `model.KEY=VALUE`. A `model.depth_order` among
+      them replaces the run's.
 
   Returns:
     The last validation values, as `train`.
@@ -59,14 +61,15 @@ def finetune(
   """
   for setting in model_settings:
     key = setting.partition("=")[0]
-    if key.split(".")[1] not in READ:
+    if key.split(".")[1] not in (*READ, "depth_order"):
       names = ", ".join(f"model.{name}" for name in READ)
       advice = "give --num_steps" if key == "model.num_steps" else "leave it out"
       raise UserError(f"{key}: the model is that of from_workdir={from_workdir}, but for {names}; {advice}")
   if workdir_lib.holds_run(workdir):
     return _resume(config, workdir, from_workdir, num_steps, step_sizes)
   run = Run.open(from_workdir, flag="from_workdir")
-  source, asked = run.started, config.model
+  orders = [setting for setting in model_settings if setting.startswith("model.depth_order=")]
+  source, asked = config_lib.apply_settings(run.started, orders), config.model
   model = dataclasses.replace(
     discretized_config(source.model, num_steps, step_sizes),
     dropout=config.model.dropout,
@@ -75,7 +78,7 @@ def finetune(
     lora=config.model.lora,
     seq_len=min(config.model.seq_len, source.model.seq_len),
   )
-  given, config = config, derive_config(config, model)
+  config = derive_config(config, model, known=source)
   check_fit(source.model, model, config, fit_tokens)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = run.mesh = checked_mesh(config)
@@ -84,7 +87,6 @@ def finetune(
     corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     _say_changes(source, run.step, asked, config.model)
-    _say_left_out(source, given, config)
     params = store_params(source, config, run.params, mesh, corpus, fit_tokens)
     tokenizer, identity = run.tokenizer, run.hash
     if "positions" in params:
@@ -111,14 +113,6 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
     say(f"model.seq_len={made.seq_len}: is {source.model.seq_len} in the run that this one is made from")
 
 
-def _say_left_out(source: Config, given: Config, made: Config) -> None:
-  """Says which keys about depth the new run can't keep, unless they are those of the run that it is made from."""
-  for key in ("step_counts", "step_schedule", "self_distillation"):
-    wanted, value = getattr(given.train, key), getattr(made.train, key)
-    if value != wanted != getattr(source.train, key):
-      say(f"train.{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
-
-
 def _resume(
   config: Config, workdir: str, from_workdir: str, num_steps: int | None, step_sizes: Sequence[float] | None
 ) -> dict[str, float]:
@@ -128,9 +122,10 @@ def _resume(
   model, data_config = known.model, config.data
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     data_config = dataclasses.replace(config.data, **{key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER})
-  model = dataclasses.replace(
-    model, dropout=config.model.dropout, attention=config.model.attention, lora=config.model.lora
-  )
+  asked = {key: getattr(config.model, key) for key in READ}
+  model = dataclasses.replace(model, **asked | {"seq_len": min(asked["seq_len"], model.seq_len)})
+  if asked["seq_len"] > model.seq_len:
+    say(f"model.seq_len={asked['seq_len']}: stays {model.seq_len}, that of the run in workdir={workdir}")
   if num_steps is not None and num_steps != model.num_steps:
     raise UserError(
       f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "
@@ -141,4 +136,4 @@ def _resume(
       f"step_sizes={tuple(step_sizes)}: the run in workdir={workdir} has {grids.make_grid(model).dts}; name another "
       "directory, or leave it out"
     )
-  return train(derive_config(config, model, data_config), workdir)
+  return train(derive_config(config, model, data_config, known=known), workdir)

@@ -12,7 +12,7 @@ from diffeq_nnx.config import NO_TEXT, Config
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.exporting.hub import open_folder
 from diffeq_nnx.jobs.deriving import check_model, convert, derive_config, name_own_tokenizer
-from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.devices import checked_mesh
 from diffeq_nnx.runs.run import Run, load_corpus
@@ -51,7 +51,9 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
       *(from_hf, len(beyond), ", ".join(beyond[:3])),
     )
   model = dataclasses.replace(model, attention=config.model.attention)
-  config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir))
+  if config.data.tokenizer != "train":
+    say(f"data.tokenizer={config.data.tokenizer}: becomes the checkpoint's")
+  config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir), known=Config())
   config = config_lib.apply_settings(config, model_settings)
   check_model(config.model, model, "seq_len", "dtype")
   mesh = checked_mesh(config)

@@ -200,11 +200,12 @@ class Model(nnx.Module):
 
   def embed(self, tokens_BxL: jax.Array, positions_BxL: jax.Array | None = None) -> jax.Array:
     """The state at time 0, [B, L, D]; positions None: 0 to L-1."""
-    x_BxLxD = self._table(self.embedding)[tokens_BxL]
-    if self.positions is None:
-      return x_BxLxD
-    table_PxD = self._table(self.positions)
-    return x_BxLxD + (table_PxD[None, : tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL])
+    wide = parameter_dtype(self.config.dtype)  # in which gradients of a row add up
+    x_BxLxD = self._table(self.embedding).astype(wide)[tokens_BxL]
+    if self.positions is not None:
+      table_PxD = self._table(self.positions).astype(wide)
+      x_BxLxD += table_PxD[None, : tokens_BxL.shape[1]] if positions_BxL is None else table_PxD[positions_BxL]
+    return x_BxLxD.astype(self.config.dtype)
 
   def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
     """The final norm, [B, L, D] -> [B, L, D]."""

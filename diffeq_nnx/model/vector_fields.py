@@ -45,6 +45,12 @@ def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float, shift_D: jax.Ar
   return (scaled_BxLxD if shift_D is None else scaled_BxLxD + shift_D[None, None]).astype(x_BxLxD.dtype)
 
 
+def _add_bias(x_BxLxN: jax.Array, bias_N: jax.Array) -> jax.Array:
+  """x + bias, [B, L, N]; the gradient of the bias is summed over tokens in float32 or wider."""
+  wide = jnp.promote_types(x_BxLxN.dtype, jnp.float32)
+  return (x_BxLxN.astype(wide) + bias_N.astype(wide)[None, None]).astype(x_BxLxN.dtype)
+
+
 def _out_std(model: config_lib.ModelConfig) -> float:
   """Standard deviation of the two projections that write to the state: smaller, since 2 n of them add up (GPT-2)."""
   return STD / (2 * model.num_steps) ** 0.5
@@ -145,26 +151,26 @@ class GPTField(_Field):
     # For a single token it is cheaper to slice the product, and for more tokens to slice the weights, which
     # OutputFirst can't do.
     if L == 1 or isinstance(kernel, OutputFirst):
-      whole_BxLxKxSxC = _once(normed_BxLxD @ kernel + bias_N[None, None]).reshape(B, L, *slots)
+      whole_BxLxKxSxC = _once(_add_bias(normed_BxLxD @ kernel, bias_N)).reshape(B, L, *slots)
 
     def project(part: slice) -> jax.Array:
       if whole_BxLxKxSxC is not None:
         return whole_BxLxKxSxC[..., part, :].reshape(B, L, -1, self.head_dim)
       kernel_DxN = kernel.reshape(D, *slots)[:, :, part].reshape(D, -1)
-      made_BxLxN = normed_BxLxD @ kernel_DxN + bias_N.reshape(slots)[:, part].reshape(1, 1, -1)
+      made_BxLxN = _add_bias(normed_BxLxD @ kernel_DxN, bias_N.reshape(slots)[:, part].reshape(-1))
       return made_BxLxN.reshape(B, L, -1, self.head_dim)
 
     out_BxLxHxC = context.attend(
       project(slice(0, -2)), project(slice(-2, -1)), project(slice(-1, None)), self.implementation
     )
-    return out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"] + w["out"]["bias"][None, None]
+    return _add_bias(out_BxLxHxC.reshape(B, L, -1) @ w["out"]["kernel"], w["out"]["bias"])
 
   def feedforward(self, x_BxLxD: jax.Array, w: Weights) -> jax.Array:
     """Norm, up, GELU, down: [B, L, D] -> [B, L, D]."""
     normed_BxLxD = self._block_norm(x_BxLxD, w["mlp_norm"])
-    hidden_BxLxF = normed_BxLxD @ w["up"]["kernel"] + w["up"]["bias"][None, None]
+    hidden_BxLxF = _add_bias(normed_BxLxD @ w["up"]["kernel"], w["up"]["bias"])
     hidden_BxLxF = _once(jax.nn.gelu(hidden_BxLxF, approximate=True))
-    return hidden_BxLxF @ w["down"]["kernel"] + w["down"]["bias"][None, None]
+    return _add_bias(hidden_BxLxF @ w["down"]["kernel"], w["down"]["bias"])
 
 
 class LlamaField(_Field):
@@ -227,7 +233,7 @@ class LlamaField(_Field):
     def project(name: str) -> jax.Array:
       projected_BxLxN = normed_BxLxD @ w[name]["kernel"]
       if "bias" in w[name]:
-        projected_BxLxN += w[name]["bias"][None, None]
+        projected_BxLxN = _add_bias(projected_BxLxN, w[name]["bias"])
       B, L, _ = projected_BxLxN.shape
       if L == 1:  # else the TPU compiler would transpose the weights
         projected_BxLxN = _once(projected_BxLxN)

@@ -33,14 +33,19 @@ def say_attention(model: ModelConfig, unsupported: str | None = None) -> None:
   say(f"attention: {name} ({why})")
 
 
+def require_float64(model: ModelConfig) -> None:
+  """Raises UserError where float64 is asked for and off in JAX."""
+  if model.dtype == "float64" and jnp.result_type(float) != jnp.float64:
+    raise UserError("model.dtype=float64: JAX computes in float32 here; set the environment variable JAX_ENABLE_X64=1")
+
+
 def choose_attention(model: ModelConfig, unsupported: str | None = None) -> tuple[str, str]:
   """Returns which implementation of attention a run uses, and why; `unsupported` is as for `attention.choose`.
 
   Raises:
     UserError: this backend lacks the requested one, or float64 is asked for and off in JAX.
   """
-  if model.dtype == "float64" and jnp.result_type(float) != jnp.float64:
-    raise UserError("model.dtype=float64: JAX computes in float32 here; set the environment variable JAX_ENABLE_X64=1")
+  require_float64(model)
   try:
     return attention.choose(
       model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_size, unsupported=unsupported

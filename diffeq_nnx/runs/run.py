@@ -16,7 +16,7 @@ from diffeq_nnx.model.parameters import Params, abstract_params, build
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.runs.devices import choose_attention
+from diffeq_nnx.runs.devices import choose_attention, require_float64
 
 
 class Run:
@@ -116,6 +116,7 @@ class Run:
 
   @functools.cached_property
   def _newest(self) -> tuple[Params, int]:
+    require_float64(self.config.model)
     with jax.set_mesh(self.mesh):
       checkpoints = Checkpoints(self.workdir, self.config, self.tokenizer.hash, read_only=True)
       found = checkpoints.restore_params(abstract_params(self.config.model, self.mesh))

@@ -247,11 +247,13 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   Raises:
     UserError: the directory holds no run, or not its tokenizer.
   """
-  known, problem = _read_run(workdir), "holds neither"
+  known, problem, template = _read_run(workdir), "holds neither", config.data.chat_template
+  if template == known["config"].get("data", {}).get("chat_template"):
+    template = None  # of which the directory has a copy
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
-        tokenizer = load_tokenizer(path, begin_mark=begin_mark, lossless=True)
+        tokenizer = load_tokenizer(path, begin_mark=begin_mark, lossless=True, chat_template=template)
         if tokenizer.hash == known["tokenizer_hash"]:
           return tokenizer
         problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"

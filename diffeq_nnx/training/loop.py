@@ -278,7 +278,13 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       watch.read()  # a step that was not finite must not be saved
       found = {}
       if validate and not preempted:
-        found = run_validation(step + 1)
+        try:
+          found = run_validation(step + 1)
+        except jax.errors.JaxRuntimeError:  # such as a lack of memory, which train steps don't have
+          if save and jax.process_count() == 1:  # several processes save together, and only one may have the error
+            run.save(state, None, validate=True)
+            run.checkpoints.close()
+          raise
         values, preempted = found or values, not found
       if save or preempted:
         run.save(state, found.get("loss"), validate=validate and not found)

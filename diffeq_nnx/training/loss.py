@@ -7,6 +7,7 @@ once, at the end.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ def chunked_cross_entropy(
     head_VxD: the output head.
     targets_BxL: token ids.
     mask_BxL: weight of each position, usually 0 or 1; not differentiated.
-    num_chunks: must divide L, or a device's stretch of it; None: the fewest whose logits take at most `LOGITS_BYTES`
-      on a device, since each chunk reads and writes the whole gradient of the head.
+    num_chunks: must divide L, or a device's stretch of it; None: about the fewest whose logits take at most
+      `LOGITS_BYTES` on a device, since each chunk reads and writes the whole gradient of the head.
 
   Raises:
     ValueError: num_chunks does not divide it.
@@ -80,13 +81,17 @@ def _chunks(arrays, num_chunks: int | None, V: int):
   P, X = _parts(arrays[0])
   b, length = arrays[0].shape[0] // P, arrays[0].shape[1] // X
   if num_chunks is None:
-    most = LOGITS_BYTES // (b * V * 4)  # positions
-    num_chunks = next(n for n in range(1, length + 1) if length % n == 0 and (length // n <= most or n == length))
-  if length % num_chunks:
+    most = max(LOGITS_BYTES // (b * V * 4), 1)  # positions
+    fewest = math.ceil(length / most)
+    num_chunks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)  # else the last is filled up
+  elif length % num_chunks:
     raise ValueError(f"num_chunks={num_chunks}: must divide the {length} positions of a sequence that a device holds")
+  missing = -length % num_chunks
 
   def split(a):
-    a = jnp.moveaxis(a.reshape(P, b, X, num_chunks, -1, *a.shape[2:]), (3, 2), (0, 2))
+    a = a.reshape(P, b, X, length, *a.shape[2:])
+    a = jnp.pad(a, [(0, missing) if axis == 3 else (0, 0) for axis in range(a.ndim)])  # with a mask of 0
+    a = jnp.moveaxis(a.reshape(P, b, X, num_chunks, -1, *a.shape[4:]), (3, 2), (0, 2))
     a = a.reshape(num_chunks, P * X, *a.shape[3:])
     return sharding.constrain(a, None, "parts", *[None] * (a.ndim - 2))
 
@@ -143,8 +148,12 @@ def _forward(hidden_BxLxD, head_VxD, teacher, targets_BxL, mask_BxL, num_chunks,
 
   start = ((_zeros(chunks[0], ()),) * (3 if teacher else 1), _zeros(chunks[0], head_VxD.shape))
   (totals_R, head_gradient_RxVxD), hidden_gradient_NxRxbxCxD = jax.lax.scan(chunk, start, chunks)
-  split = hidden_gradient_NxRxbxCxD.reshape(-1, *_parts(hidden_BxLxD), *hidden_gradient_NxRxbxCxD.shape[2:])
-  hidden_gradient_BxLxD = jnp.moveaxis(split, (0, 2), (3, 2)).reshape(hidden_BxLxD.shape)
+  P, X = _parts(hidden_BxLxD)
+  split = jnp.moveaxis(
+    hidden_gradient_NxRxbxCxD.reshape(-1, P, X, *hidden_gradient_NxRxbxCxD.shape[2:]), (0, 2), (3, 2)
+  )
+  whole = split.reshape(*split.shape[:3], -1, split.shape[-1])[..., : hidden_BxLxD.shape[1] // X, :]
+  hidden_gradient_BxLxD = whole.reshape(hidden_BxLxD.shape)
   gradients = hidden_gradient_BxLxD, head_gradient_RxVxD.sum(0).astype(head_VxD.dtype)
   return jax.tree.map(jnp.sum, totals_R), gradients
 

@@ -48,6 +48,9 @@ def with_preset(config: str, preset: str) -> str:
 def load_preset(args: argparse.Namespace, preset: str, settings: Sequence[str]) -> Config:
   """The config of a preset, with its own settings, these and those of the command line."""
   preset, *own = preset.split("@")
+  key_of = lambda setting: setting.partition("=")[0]
+  if taken := [one for one in (*args.set, *own) if key_of(one) in map(key_of, settings)]:
+    raise UserError(f"{taken[0]}: this program chooses {key_of(taken[0])} itself; leave it out")
   return config_lib.load(with_preset(args.config, preset), [*settings, *args.set, *own])
 
 

@@ -32,7 +32,8 @@ def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> 
   name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
   tables.require_tuning(workdir, config)
-  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps)
+  of_model = [one for one in args.set if one.startswith("model.")]
+  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps, model_settings=of_model)
   tables.check_finished(workdir, config.train.steps)
   recorded = read_metrics(workdir, "validation")
   last = [one["loss"] for one in read_metrics(workdir, "train") if one["step"] > 0.9 * config.train.steps]

@@ -57,7 +57,9 @@ def require_tuning(workdir: str, config: Config) -> None:
   Its model, and what follows from that, are those of the run that it was made from.
   """
   # not eval.every: a validation loss is the same however often the run was validated
-  tuning = lambda c: (c.optimizer, c.train.steps, c.train.batch_size, c.eval.batch_size, c.eval.max_batches, c.seed)
+  teacher = lambda c: c.train.teacher and (c.train.teacher, c.train.teacher_weight)
+  settings = lambda c: (c.optimizer, c.train.steps, c.train.batch_size, c.eval.batch_size, c.eval.max_batches, c.seed)
+  tuning = lambda c: (teacher(c), *settings(c))
   if workdir_lib.holds_run(workdir) and tuning(Run.open(workdir).started) != tuning(config):
     raise UserError(f"{workdir}: was trained with other settings; name another folder")
 
