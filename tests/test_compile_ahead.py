@@ -21,7 +21,6 @@ needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
 )
 
-# the large compilation takes a minute on two idle cores
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("optimizations")]
 
 
@@ -31,30 +30,25 @@ def mesh_of(config, topology: str):
 
 
 # Compiling takes longer with the widths and with T, but hardly with the number of steps or the length of a row.
-WIDE = ("model.vocab_size=512", "model.seq_len=256", "train.batch_size=16")
-SIZES = ("num_steps=2", "embed_dim=256", "num_heads=2", "mlp_dim=512", "time.time_embed_dim=24")
-SMALL = (*WIDE, *(f"model.{size}" for size in SIZES))
+SIZES = ("num_steps=2", "embed_dim=256", "num_heads=2", "mlp_dim=512", "time.time_embed_dim=24", "vocab_size=512")
+SMALL = (*(f"model.{size}" for size in SIZES), "model.seq_len=256", "train.batch_size=16")
 
 
 @functools.cache
-def train_step(settings: tuple[str, ...], preset: str) -> str:
+def train_step(preset: str) -> str:
   """The program of a compiled train step, weights generated (preset diffeq) or stored (llama), on eight v5p chips."""
-  config = config_lib.load(f"configs/llama1b.py:{preset}", settings)
+  config = config_lib.load(f"configs/llama1b.py:{preset}", SMALL)
   return compile_ahead.compile_step(config, mesh_of(config, "v5p:2x2x2")).compiled.as_text()
 
 
-large = pytest.mark.slow(reason="compiles a train step of full width, for more than a minute; a small one by default")
-
-
 @needs_libtpu
-@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(WIDE, id="llama1b", marks=large)])
-def test_no_generator_parameter_is_moved_cast_or_copied(settings):
+def test_no_generator_parameter_is_moved_cast_or_copied():
   """F is [T + 1, in, out] and is read as it is stored; attention reads what the projections wrote.
 
   All that crosses devices with T in it is the gradient of e(t), S (T + 1) numbers a weight.
   """
-  model = config_lib.load("configs/llama1b.py", settings).model
-  T, S, text = model.time.time_embed_dim, model.num_steps, train_step(settings, "diffeq")
+  model = config_lib.load("configs/llama1b.py", SMALL).model
+  T, S, text = model.time.time_embed_dim, model.num_steps, train_step("diffeq")
   program = hlo.Program(text)
   assert f"f32[{T + 1},{model.embed_dim // 8},{model.hidden_dim}]" in text  # an eighth of F: so it would be seen
   moved = [array for one in program.collectives for array in one.arrays if T in array.shape or T + 1 in array.shape]
@@ -72,7 +66,7 @@ def test_no_generator_parameter_is_moved_cast_or_copied(settings):
 @needs_libtpu
 def test_generated_weights_cost_no_communication():
   """Bytes by kind within 5 % of the plain Llama's; both gather bfloat16 weights of a layer at a time."""
-  ours, plain = (compile_ahead.communication(hlo.Program(train_step(SMALL, preset))) for preset in ("diffeq", "llama"))
+  ours, plain = (compile_ahead.communication(hlo.Program(train_step(preset))) for preset in ("diffeq", "llama"))
   assert ours.keys() == plain.keys() and sum(sent for sent, _ in plain.values()) > 1e7
   for kind, (sent, _) in plain.items():
     assert ours[kind][0] == pytest.approx(sent, rel=0.05), kind

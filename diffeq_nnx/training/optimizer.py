@@ -1,6 +1,7 @@
 """Optimizers with warm-up, cosine decay and clipping; what decays depends on where weights come from."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -91,17 +92,18 @@ def _muon(
   With `vectors` it is Muon for W(t) at the times of the solver, W_u = sum_j e_uj F_j. F's gradient is e^T G, where G is
   that of W. With the pseudo-inverse p of e, G = p^T (e^T G) if the U rows of e are independent. The update of W is
   Muon's for G, and p pulls it back: the smallest change of F that changes W so. Momentum is kept of e^T G, so that it
-  outlives a change of the times.
+  outlives a change of the times. Products with p are of full precision, since e may be nearly singular.
   """
+  product = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
 
   def with_inverses(inverses: dict[str, jax.Array]) -> optax.GradientTransformation:
     def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
       group = path_names(path)[2]
       spec, inverse = specs.get(group, {}).get("kernel"), inverses.get(group)
       if inverse is not None:
-        update = jnp.tensordot(inverse.T, update, 1)
+        update = product(inverse.T, update)
       update = orthogonalize_parts(update, None if spec is None else spec.heads, by_head)
-      return update if inverse is None else jnp.tensordot(inverse, update, 1)
+      return update if inverse is None else product(inverse, update)
 
     apart = optax.stateless(lambda kept, _: jax.tree_util.tree_map_with_path(one, kept))
     matrices = optax.chain(optax.trace(MUON_MOMENTUM, nesterov=True), apart)
@@ -109,7 +111,8 @@ def _muon(
 
   def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
     found = {} if vectors is None else vectors(params)
-    inverses = {group: jnp.linalg.pinv(e_UxT1, rcond=1e-3) for group, e_UxT1 in found.items()}
+    with jax.default_matmul_precision("highest"):
+      inverses = {group: jnp.linalg.pinv(e_UxT1, rcond=1e-3) for group, e_UxT1 in found.items()}
     return with_inverses(inverses).update(gradients, state, params)
 
   return optax.GradientTransformation(with_inverses({}).init, update)
