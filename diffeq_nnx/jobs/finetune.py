@@ -70,14 +70,7 @@ def finetune(
   run = Run.open(from_workdir, flag="from_workdir")
   orders = [setting for setting in model_settings if setting.startswith("model.depth_order=")]
   source, asked = config_lib.apply_settings(run.started, orders), config.model
-  model = dataclasses.replace(
-    discretized_config(source.model, num_steps, step_sizes),
-    dropout=config.model.dropout,
-    dtype=config.model.dtype,
-    attention=config.model.attention,
-    lora=config.model.lora,
-    seq_len=min(config.model.seq_len, source.model.seq_len),
-  )
+  model = _change(discretized_config(source.model, num_steps, step_sizes), asked)
   config = derive_config(config, model, known=source)
   check_fit(source.model, model, config, fit_tokens)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
@@ -101,6 +94,12 @@ def finetune(
   return train(config, workdir)
 
 
+def _change(model: ModelConfig, asked: ModelConfig) -> ModelConfig:
+  """Returns the model with the keys of `READ` as they are asked for, but no longer rows than it has."""
+  changes = {key: getattr(asked, key) for key in READ}
+  return dataclasses.replace(model, **changes | {"seq_len": min(asked.seq_len, model.seq_len)})
+
+
 def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfig) -> None:
   """Says what the new model has otherwise than the run that it is made from, or than its own config asks for."""
   if not say_kept_steps(source.model, made):
@@ -122,10 +121,9 @@ def _resume(
   model, data_config = known.model, config.data
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     data_config = dataclasses.replace(config.data, **{key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER})
-  asked = {key: getattr(config.model, key) for key in READ}
-  model = dataclasses.replace(model, **asked | {"seq_len": min(asked["seq_len"], model.seq_len)})
-  if asked["seq_len"] > model.seq_len:
-    say(f"model.seq_len={asked['seq_len']}: stays {model.seq_len}, that of the run in workdir={workdir}")
+  model = _change(model, config.model)
+  if config.model.seq_len > model.seq_len:
+    say(f"model.seq_len={config.model.seq_len}: stays {model.seq_len}, that of the run in workdir={workdir}")
   if num_steps is not None and num_steps != model.num_steps:
     raise UserError(
       f"--num_steps={num_steps}: the run in workdir={workdir} has {model.num_steps}; name another "

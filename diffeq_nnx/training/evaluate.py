@@ -54,7 +54,7 @@ class Evaluator:
     """
     start = time.perf_counter()
     weights = self._generate(params)
-    found = []
+    found: list[tuple[jax.Array, jax.Array]] = []
     for batch in self.batches():
       if stop():
         return {}
