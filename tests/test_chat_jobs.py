@@ -124,6 +124,12 @@ def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talkin
   refusing.write_text("{{ raise_exception('only of ships') }}")
   assert run_command(*arguments) == 2
   assert "the chat template refuses the messages (only of ships)" in capsys.readouterr().err
+  named = workdir / "named.jinja"
+  for content, part in ((None, "named.jinja: can't be read"), ("{{ raise_exception('only of kites') }}", "of kites")):
+    if content:
+      named.write_text(content)
+    assert run_command(*arguments, f"--config.data.chat_template={named}") == 2
+    assert part in capsys.readouterr().err
   refusing.unlink()
   assert run_command(*arguments) == 2
   assert f"error: --chat: workdir={workdir}: has no chat template" in capsys.readouterr().err

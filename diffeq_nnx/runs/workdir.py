@@ -27,6 +27,7 @@ from diffeq_nnx.config import (
   DataConfig,
 )
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
+from diffeq_nnx.data.tokenizers.files import read_template_file
 from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.parallel import distributed
 
@@ -245,11 +246,13 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   """The tokenizer that a run was started with, from its directory alone; the text is not needed.
 
   Raises:
-    UserError: the directory holds no run, or not its tokenizer.
+    UserError: the directory holds no run, or not its tokenizer, or `data.chat_template` can't be read.
   """
   known, problem, template = _read_run(workdir), "holds neither", config.data.chat_template
   if template == known["config"].get("data", {}).get("chat_template"):
     template = None  # of which the directory has a copy
+  if template is not None:
+    read_template_file(template)  # its mistakes are not those of the directory
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
