@@ -278,6 +278,11 @@ def main(argv: list[str]) -> int:
   except Exception as error:
     if "Unable to initialize backend" in str(error):  # what JAX_PLATFORMS names is missing, or another process uses it
       return fail(RunError(str(error)), 1)
+    if isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "backends":  # JAX's
+      platforms = os.environ.get("JAX_PLATFORMS")
+      return fail(
+        RunError(f"JAX_PLATFORMS={platforms}: JAX finds no such devices; unset it, or install JAX for them"), 1
+      )
     traceback.print_exc()
     where = "unexpected: the lines above say where, please report them"
     return fail(RunError(f"{type(error).__name__}: {error}; {where}"), 1)

@@ -103,6 +103,16 @@ def test_public_names_are_at_the_top_level():
     assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
 
 
+def test_devices_that_jax_does_not_find_are_told(monkeypatch, capsys):
+  def backends():  # as in jax._src.xla_bridge
+    raise AssertionError
+
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setattr(main, "run", lambda argv: backends())
+  assert main.main([]) == 1
+  assert capsys.readouterr().err.startswith("error: JAX_PLATFORMS=cuda: JAX finds no such devices")
+
+
 def test_a_file_of_flags_may_set_keys(tmp_path):
   path = tmp_path / "flags"
   path.write_text("# of a sweep\n--config.train.steps=3\n--workdir=runs/x\n")
