@@ -50,7 +50,7 @@ class LoraConfig(Section, prefix="model.lora."):
       raise UserError(f"model.lora.targets={self.targets!r}: is no regular expression ({error})") from error
     for key in ("targets", "dropout", "embeddings") if not self.rank else ():
       if getattr(self, key) != getattr(LoraConfig, key):
-        raise UserError(f"model.lora.{key}={getattr(self, key)}: is of adapters; set model.lora.rank, or leave it out")
+        raise UserError(f"model.lora.{key}={getattr(self, key)}: is for adapters; set model.lora.rank, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,4 +187,5 @@ def test_self_distillation_needs_step_counts_and_no_other_teacher():
   for changes in ({}, {"step_counts": (2,)}, {"step_counts": (2, 4), "teacher": "runs/teacher"}):
     config = config_lib.to_dict(small_config(ordered(), self_distillation=True, **changes))
     line = told(lambda: config_lib.from_dict(config))
-    assert "is for several numbers of train.step_counts, and without train.teacher" in line
+    expected = "train.self_distillation=True: is for several numbers of train.step_counts, and without train.teacher"
+    assert line.startswith(expected)
