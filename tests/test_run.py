@@ -62,6 +62,10 @@ def test_a_checkpoint_is_also_saved_after_minutes_and_metrics_go_to_weights_and_
     (folder,) = (workdir / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
     assert folder.name.endswith(workdir_lib.run_hash(workdir)[:16])
+    # The process that writes the file may still be at it when finish() returns: up to half a minute on a busy machine.
+    deadline = time.monotonic() + 30
+    while b"validation/loss" not in log.read_bytes() and time.monotonic() < deadline:
+      time.sleep(0.1)
     assert b"validation/loss" in log.read_bytes() and b"rivers" in log.read_bytes()
 
 
