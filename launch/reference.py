@@ -1,4 +1,4 @@
-"""Writes the reference pages of config keys, jobs and modules from the code: python -m launch.reference
+"""Writes the reference pages of config keys and jobs from the code: python -m launch.reference
 
 tests/test_docs.py fails where the pages differ from what this writes.
 """
@@ -12,7 +12,6 @@ import io
 import pathlib
 import textwrap
 import tokenize
-import tomllib
 import types
 import typing
 
@@ -22,8 +21,7 @@ from diffeq_nnx.config_fields import plain_type
 from diffeq_nnx.jobs import JOBS
 from diffeq_nnx.parallel.console import markdown
 
-ROOT = pathlib.Path(__file__).parents[1]
-FOLDER = ROOT / "docs" / "reference"
+FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "reference"
 WIDTH = 120
 CONFIG_PAGE = """# Every config key
 
@@ -38,16 +36,6 @@ JOBS_PAGE = """# Every job and its flags
 
 `python -m launch.reference` writes this page from the program itself. `python -m diffeq_nnx.main --help` prints the
 list of jobs, and `--help --job=NAME` the flags of one.
-"""
-
-MAP_PAGE = """# Every module
-
-`python -m launch.reference` writes this page from the first sentences of the modules. [The map of the
-code](architecture.md) says where to begin.
-
-A floor of the package imports only floors below it, which import-linter checks. From the top:
-
-{floors}
 """
 
 
@@ -119,38 +107,12 @@ def list_flags(names: tuple[str, ...]) -> str:
   return markdown(["flag", "meaning"], [[f"`--{name}`", escape(main_lib.help_of(name))] for name in names]) + "\n"
 
 
-def write_map_page() -> str:
-  """Returns the page of modules: the floors of the package, and a table for each folder."""
-  (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-  floors = [layer.replace("diffeq_nnx.", "").split(" | ") for layer in contract["layers"]]
-  lines = [f"{number}. {', '.join(f'`{name}`' for name in names)}" for number, names in enumerate(floors, 1)]
-  places = [ROOT / "diffeq_nnx", *(ROOT / "diffeq_nnx" / name for names in floors for name in names)]
-  places += [ROOT / "launch", *sorted((ROOT / "launch").iterdir())]
-  parts = [MAP_PAGE.format(floors="\n".join(lines))]
-  for place in places:
-    for folder in [place, *sorted(place.rglob("*/"))] if place.parent != ROOT else [place]:
-      files = [path for path in sorted(folder.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
-      if files and folder.is_dir():
-        title = folder.relative_to(ROOT).as_posix()
-        about = f"{read_summary(folder / '__init__.py')}\n\n" if (folder / "__init__.py").exists() else ""
-        rows = [f"| `{path.name}` | {escape(read_summary(path))} |" for path in files]
-        table = "\n".join(["| module | |", "| --- | --- |", *rows])
-        parts.append(f"## {title}\n\n{about}{table}\n")
-  return "\n".join(parts)
-
-
-def read_summary(path: pathlib.Path) -> str:
-  """Returns the first paragraph of a module's docstring in one line."""
-  text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-  return " ".join(text.split("\n\n")[0].split())
-
-
 def escape(text: str) -> str:
   """Returns text as a cell of a Markdown table holds it."""
   return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-PAGES = {"config.md": write_config_page, "jobs.md": write_jobs_page, "map.md": write_map_page}
+PAGES = {"config.md": write_config_page, "jobs.md": write_jobs_page}
 
 
 def main() -> None:
