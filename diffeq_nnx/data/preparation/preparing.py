@@ -35,7 +35,7 @@ from diffeq_nnx.errors import UserError
 TASK_BYTES = 32 << 20  # stored bytes of a task, which is what a kill loses; parts that are larger are a task each
 SHARD_BYTES = 64 << 20  # of tokens in a shard, which a process holds in memory for each split
 MAX_TASKS = 1024  # of a source; beyond, tasks grow
-_SAMPLE_BYTES = 1 << 30  # that a tokenizer is trained on, about
+_SAMPLE_BYTES = 1 << 30  # that are read to train a tokenizer, about
 
 
 @dataclasses.dataclass(frozen=True)

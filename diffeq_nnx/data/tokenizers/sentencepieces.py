@@ -19,6 +19,7 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import parse_json
 
 _SEPARATORS = re.compile(f"([\n{SPACE}])")  # a literal U+2581 is encoded as bytes, since SPACE stands for a space
+_TRAINING_BYTES = 10_000_000  # of UTF-8 that a tokenizer is trained on
 _LINE_CHARS = 1024  # at most 4096 bytes, below sentencepiece's limit for a training sentence
 # A ModelProto's normalizer_spec in wire format: name "identity", no character map, no dummy prefix, extra spaces kept,
 # spaces escaped. Appended to a model it overrides the model's own, by the rules of protobuf.
@@ -34,23 +35,19 @@ _MARKS = {"unk_id": 0, "eos_id": 1, "eos_piece": base.END_OF_TEXT, "bos_id": -1,
 _KIND = {"model_type": "bpe", "byte_fallback": True, "num_threads": 4}  # the threads too are written into the model
 
 
-def train(
-  documents: Iterable[str], vocab_size: int, *, max_bytes: int = 10_000_000, key: str = "model.vocab_size"
-) -> bytes:
+def train(documents: Iterable[str], vocab_size: int) -> bytes:
   """Trains a byte-pair tokenizer in memory, and returns the serialized model. The same text gives the same bytes.
 
   Args:
-    documents: The texts, read once.
+    documents: The texts, read once. A larger corpus is reduced to an evenly spread sample of lines of about 10 MB.
     vocab_size: Number of ids: the unknown mark (0), the end-of-text mark (1), 256 bytes, then the pieces.
-    max_bytes: A larger corpus is reduced to an evenly spread sample of lines of about this size in UTF-8 bytes.
-    key: The configuration key that errors name.
 
   Raises:
     UserError: If the text can't fill so large a vocabulary, or needs a larger one, or there is no text.
   """
-  lines, model = _sample(documents, max_bytes), io.BytesIO()
+  lines, model = _sample(documents), io.BytesIO()
   if not lines:
-    raise UserError(f"{key}={vocab_size}: there is no text to train a tokenizer on; give a source with text")
+    raise UserError(f"model.vocab_size={vocab_size}: there is no text to train a tokenizer on; give a source with text")
   try:
     options: dict[str, Any] = {"vocab_size": vocab_size, "minloglevel": 2} | _KIND | _IDENTITY | _MARKS
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
@@ -60,12 +57,12 @@ def train(
       problem = f"too large for the training text, which yields at most {found[1]} entries; use at most {found[1]}"
     elif found := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
       problem = f"too small for the characters of the training text; use at least {found[1]}"
-    raise UserError(f"{key}={vocab_size}: {problem}") from error
+    raise UserError(f"model.vocab_size={vocab_size}: {problem}") from error
   return model.getvalue()
 
 
-def _sample(documents: Iterable[str], max_bytes: int) -> list[str]:
-  """Returns the lines of the documents, thinned evenly once they pass `max_bytes`."""
+def _sample(documents: Iterable[str]) -> list[str]:
+  """Returns the lines of the documents, thinned evenly once they pass `_TRAINING_BYTES`."""
   kept: list[tuple[int, str, int]] = []
   total, limit = 0, 1 << 64
   parts = (part for text in documents for part in re.split(_SEPARATORS, text)[::2] if part)
@@ -77,7 +74,7 @@ def _sample(documents: Iterable[str], max_bytes: int) -> list[str]:
     size = len(line.encode())
     kept.append((rank, line, size))
     total += size
-    while total > max_bytes and len(kept) > 1:
+    while total > _TRAINING_BYTES and len(kept) > 1:
       limit = limit * 7 // 8
       kept = [item for item in kept if item[0] < limit]
       total = sum(item[2] for item in kept)
