@@ -3,7 +3,6 @@
 import collections
 from collections.abc import Callable, Iterator
 import dataclasses
-import functools
 import itertools
 import os
 from typing import Any
@@ -17,8 +16,6 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing
 
 _BATCH = 16  # documents that are encoded at a time
-
-_load = functools.lru_cache(1)(tokenizers.load)
 
 
 def choose_dtype(tokenizer: tokenizers.Tokenizer, masked: bool) -> np.dtype:
@@ -81,7 +78,7 @@ def tokenize(
   Raises:
     UserError: For a document that the tokenizer can't encode, and what `read` raises.
   """
-  tokenizer = _load(tokenizer_file, begin_mark=begin_mark, lossless=True)
+  tokenizer = tokenizers.load(tokenizer_file, begin_mark=begin_mark, lossless=True)
   masked = records != "text"
   dtype, marks = choose_dtype(tokenizer, masked), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)
