@@ -337,9 +337,7 @@ def write(path: str, content: bytes) -> None:
 
 def write_json(path: str, content: Any) -> None:
   """Writes a JSON file, whole or not at all."""
-  with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
-    json.dump(content, file, indent=1)
-    file.write("\n")
+  write(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 class Growing:
