@@ -80,14 +80,12 @@ def choose_document_end(config: DataConfig, corpus: Corpus) -> int | None:
   return tokenizer.eos_id
 
 
-def find_documents(inputs_BxL: np.ndarray, eos_id: int | None) -> dict[str, np.ndarray]:
-  """Returns each token's document and its position there, or {} if `eos_id` is None.
+def find_documents(inputs_BxL: np.ndarray, eos_id: int) -> dict[str, np.ndarray]:
+  """Returns each token's document and its position there.
 
   A document ends with its end mark, and the first one of a row begins where the row does. The results are named
   "segment_ids" and "positions", both int32 [B, L] and counted from 0.
   """
-  if eos_id is None:
-    return {}
   return _number_documents(inputs_BxL[:, :-1] == eos_id)
 
 

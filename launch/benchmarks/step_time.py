@@ -60,7 +60,7 @@ def random_batch(config: config_lib.Config) -> dict[str, np.ndarray]:
   """Inputs and targets [batch_size, seq_len], the same for every config of these sizes; 0 is the end mark."""
   shape = (2, config.train.batch_size, config.model.seq_len)
   tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape).astype(np.int32)
-  packing = data.find_documents(tokens[0], None if config.data.attend_across_documents else 0)
+  packing = {} if config.data.attend_across_documents else data.find_documents(tokens[0], 0)
   return {"inputs": tokens[0], "targets": tokens[1], **packing}
 
 
