@@ -13,7 +13,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diffeq_nnx.data.documents import Piece, count_bytes, divide
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -57,11 +57,10 @@ class ChatTemplate:
   def __init__(self, text: str):
     """Compiles a template, which holds the names of the marks that it uses; raises UserError if it is none."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _format_time}
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     self._blocks = cast(_Generation, environment.extensions[_Generation.identifier])
     try:
       self._template = environment.from_string(text)
@@ -263,10 +262,6 @@ def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(message: str) -> None:
   raise jinja2.TemplateError(message)
-
-
-def _format_time(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
 
 
 def _to_json(
