@@ -114,7 +114,7 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
   records = [{**chat, "id": 1, **pair} for chat in chats]
   mixed = [{"messages": [{"role": "user", "content": value}], "id": 1} for value in ("x", ["y"], {"z": 1}, 2)]
   seen = []
-  monkeypatch.setattr(parquet, "read_document", lambda record, options: str(seen.append(record)))
+  monkeypatch.setattr(parquet.records, "read_document", lambda record, options: str(seen.append(record)))
   options = Options(records="chat", chat_template="")
   for source in forms_of(records, tmp_path / "plain"):
     seen.clear()

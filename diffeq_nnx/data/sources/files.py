@@ -18,16 +18,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.documents import Document
-from diffeq_nnx.data.sources import compressed
-from diffeq_nnx.data.sources.records import (
-  BadRecord,
-  Options,
-  describe_unreadable,
-  make_not_utf8,
-  make_rule,
-  read_document,
-  reason,
-)
+from diffeq_nnx.data.sources import compressed, records
+from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
@@ -83,7 +75,7 @@ class File:
     try:
       text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-      yield make_not_utf8(error, self._locate(data.count(b"\n", 0, error.start) + 1))
+      yield records.make_not_utf8(error, self._locate(data.count(b"\n", 0, error.start) + 1))
       return
     empty = not data
     del data  # this frame lives on while the caller works on the text
@@ -121,13 +113,13 @@ def _parse_line(line: bytes, options: Options, encoding: str) -> Document | BadR
   try:
     record = json.loads(line.decode(encoding))
   except UnicodeDecodeError as error:
-    return make_not_utf8(error)
+    return records.make_not_utf8(error)
   except (ValueError, RecursionError) as error:
-    return BadRecord("not JSON", f"not JSON ({error}); {make_rule(options)}")
+    return BadRecord("not JSON", f"not JSON ({error}); {records.make_rule(options)}")
   if not isinstance(record, dict):
     problem = f"of type {type(record).__name__}, not an object"
-    return BadRecord("not an object", f"{problem}; {make_rule(options)}")
-  return read_document(record, options)
+    return BadRecord("not an object", f"{problem}; {records.make_rule(options)}")
+  return records.read_document(record, options)
 
 
 _counted = ("", 0, 0)  # a file, a place in it, and the newlines before that
@@ -185,7 +177,7 @@ def _find_local(pattern: str, prefix: str) -> dict[str, tuple]:
     try:
       stat = os.stat(name)
     except OSError as error:
-      raise UserError(describe_unreadable(prefix, name, error)) from error
+      raise UserError(records.describe_unreadable(prefix, name, error)) from error
     versions[name] = (stat.st_size, stat.st_mtime_ns)
   return versions
 
@@ -200,15 +192,15 @@ def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
     found = fs.glob(path, detail=True)
   except ImportError as error:
     raise UserError(
-      f"{prefix} {protocol}:// needs a package that is not installed ({reason(error)}); install it with pip"
+      f"{prefix} {protocol}:// needs a package that is not installed ({records.reason(error)}); install it with pip"
     ) from error
   except Exception as error:
     if protocol not in fsspec.available_protocols():
       raise UserError(
-        f"{prefix} {protocol}:// is not a known protocol ({reason(error)}); use for example gs:// or hf://"
+        f"{prefix} {protocol}:// is not a known protocol ({records.reason(error)}); use for example gs:// or hf://"
       ) from error
     raise UserError(
-      f"{prefix} {pattern} can't be listed ({reason(error)}); check the network, the name and your credentials"
+      f"{prefix} {pattern} can't be listed ({records.reason(error)}); check the network, the name and your credentials"
     ) from error
   versions = {}
   for name, info in found.items():
@@ -216,7 +208,7 @@ def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
     if "/." in name and "/." not in pattern:  # as for local files, a pattern does not match hidden ones
       continue
     if info.get("type") == "directory":
-      raise UserError(describe_unreadable(prefix, name, IsADirectoryError()))
+      raise UserError(records.describe_unreadable(prefix, name, IsADirectoryError()))
     if info.get("contentEncoding"):  # of Google Cloud Storage, whose sizes are then not those of what is read
       problem = f"is stored with Content-Encoding {info['contentEncoding']}, and would be cut when it is read"
       raise UserError(f"{prefix} {name} {problem}; upload the file without this option")

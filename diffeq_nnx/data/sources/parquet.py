@@ -13,17 +13,8 @@ import json
 from typing import Any
 
 from diffeq_nnx.data.documents import Document
-from diffeq_nnx.data.sources import files
-from diffeq_nnx.data.sources.records import (
-  BadRecord,
-  Options,
-  choose_columns,
-  describe_unreadable,
-  make_not_utf8,
-  make_rule,
-  name_columns,
-  read_document,
-)
+from diffeq_nnx.data.sources import files, records
+from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
@@ -47,7 +38,7 @@ class RowGroup:
     """See `records.Part.read`."""
     with _open(self.path, prefix, options) as file:
       # threads of Arrow might still use the file when Python ends
-      needed = choose_columns(file.schema_arrow.names, options)
+      needed = records.choose_columns(file.schema_arrow.names, options)
       read = functools.partial(file.iter_batches, BATCH_ROWS, columns=needed, use_threads=False)
       groups = range(file.num_row_groups) if self.index is None else [self.index]
       batches = (batch for index in groups for batch in read(row_groups=[index]))
@@ -95,15 +86,15 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
   except UserError:
     raise
   except Exception as error:  # each file system has errors of its own
-    raise UserError(describe_unreadable(prefix, path, error)) from error
+    raise UserError(records.describe_unreadable(prefix, path, error)) from error
 
 
 def _check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:
   """Raises UserError if a table, that `where` names, lacks a column that a document is made of."""
-  for key, column in name_columns(options).items():
+  for key, column in records.name_columns(options).items():
     if column not in names:
       there = ", ".join(map(repr, names[:30])) or "none"
-      problem = f"no column {json.dumps(column)} (its columns: {there}); {make_rule(options)}"
+      problem = f"no column {json.dumps(column)} (its columns: {there}); {records.make_rule(options)}"
       raise UserError(f"{prefix} {where} has {problem}; data.{key} names the column")
 
 
@@ -116,14 +107,14 @@ def read_rows(
   """
   for table in tables:
     _check_columns(table.schema.names, where, prefix, options)
-    arrays = {column: table[column] for column in choose_columns(table.schema.names, options)}
+    arrays = {column: table[column] for column in records.choose_columns(table.schema.names, options)}
     for row in range(table.num_rows):
       start += 1
       try:
         record = {name: _decode(array[row].as_py(), array.type) for name, array in arrays.items()}
-        document = read_document(record, options)
+        document = records.read_document(record, options)
       except UnicodeDecodeError as error:  # any bytes can be in a column of text
-        document = make_not_utf8(error)
+        document = records.make_not_utf8(error)
       if isinstance(document, BadRecord):
         document = dataclasses.replace(document, where=f"{where} row {start}")
       yield document
