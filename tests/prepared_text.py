@@ -1,5 +1,6 @@
 """Small texts and prepared shards for tests."""
 
+import dataclasses
 import hashlib
 import os
 
@@ -42,7 +43,8 @@ def config_of(text, **changes):
 
 
 def prepare(directory, config, num_processes=1, vocab_size=300, seed=0):
-  return preparation.prepare(str(directory), preparation.make_recipe(config, vocab_size, seed), num_processes)
+  config = dataclasses.replace(config, num_processes=num_processes)
+  return preparation.prepare(str(directory), preparation.make_recipe(config, vocab_size, seed))
 
 
 def load(directory, vocab_size=300, **changes):

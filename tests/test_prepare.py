@@ -95,9 +95,10 @@ from diffeq_nnx.data.preparation import preparing, workers
 from diffeq_nnx.data.sources import files
 source, directory, num_processes = sys.argv[1:]
 workers.PATIENCE, preparing.TASK_BYTES, files.PART_BYTES, preparing.SHARD_BYTES = 0, 400, 400, 10_000
-recipe = data.make_recipe(config.DataConfig(source=source, validation_fraction=0.1, tokenizer="bytes"), 300, 0)
+settings = {"validation_fraction": 0.1, "tokenizer": "bytes", "num_processes": int(num_processes)}
+recipe = data.make_recipe(config.DataConfig(source=source, **settings), 300, 0)
 try:
-  data.prepare(directory, recipe, int(num_processes))
+  data.prepare(directory, recipe)
 except RuntimeError as error:
   assert "jax" not in sys.modules  # which takes a worker seconds to import
   sys.exit(str(error))
@@ -136,7 +137,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(text, tmp_path, monk
 
 def test_a_program_that_its_workers_would_start_again_ends(text, tmp_path):
   program = tmp_path / "program.py"
-  program.write_text(PROGRAM.replace("int(num_processes))", "int(num_processes), wait=True)"))
+  program.write_text(PROGRAM.replace("(directory, recipe)", "(directory, recipe, wait=True)"))
   words = [sys.executable, str(program), config_of(text).source, str(tmp_path / "shards"), "2"]
   done = subprocess.run(words, capture_output=True, text=True, timeout=120)
   assert done.returncode == 1 and "under `if __name__ == '__main__':`" in done.stderr

@@ -2,7 +2,7 @@
 
 from diffeq_nnx.data.batches import choose_document_end, count_eval_batches, eval_batches, find_documents, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load
-from diffeq_nnx.data.preparation import make_recipe, num_cores, prepare
+from diffeq_nnx.data.preparation import make_recipe, prepare
 from diffeq_nnx.data.shards import Split
 from diffeq_nnx.data.sources import Options, documents, open_source
 from diffeq_nnx.data.tokenizers import Tokenizer, UnknownByte, train

@@ -207,7 +207,7 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   with contextlib.suppress(UserError):  # it is missing or damaged
     return open_entry(prepared_before=True)
   try:
-    preparation.prepare(folder, recipe, config.num_processes or preparation.num_cores(), wait=True)
+    preparation.prepare(folder, recipe, wait=True)
   except UserError:
     with contextlib.suppress(UserError):  # of a source that can't be read now, whose finished work stays
       if dataclasses.replace(recipe).record != recipe.record:  # the text changed, and the work is of no use

@@ -17,7 +17,7 @@ def prepare_shards(config: Config, workdir: str) -> dict:
   """
   recipe = data.make_recipe(config.data, config.model.vocab_size, config.seed)
   try:
-    manifest = data.prepare(workdir, recipe, config.data.num_processes or data.num_cores())
+    manifest = data.prepare(workdir, recipe)
   except (PermissionError, NotADirectoryError, FileExistsError) as error:
     raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
   except OSError as error:

@@ -135,8 +135,8 @@ def tokenizing(args: argparse.Namespace, folder: str) -> None:
 
   def prepare(tokenizer: str) -> None:
     out = os.path.join(folder, "out")
-    config = config_lib.DataConfig(source=f"jsonl:{path}", tokenizer=tokenizer)
-    preparation.prepare(out, preparation.make_recipe(config, VOCABULARY, 0), num_processes=1)
+    config = config_lib.DataConfig(source=f"jsonl:{path}", tokenizer=tokenizer, num_processes=1)
+    preparation.prepare(out, preparation.make_recipe(config, VOCABULARY, 0))
     shutil.rmtree(out)
 
   runs = {}

@@ -8,4 +8,3 @@ that was killed continues. It ends with the same bytes.
 
 from diffeq_nnx.data.preparation.directory import UNFINISHED
 from diffeq_nnx.data.preparation.preparing import Recipe, check_vocabulary, make_recipe, prepare
-from diffeq_nnx.data.preparation.workers import num_cores

@@ -1,6 +1,6 @@
 """A directory of prepared shards: locking it, checking that it is complete, and its unfinished work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import fcntl
 import glob
@@ -61,17 +61,18 @@ def is_ours(name: str) -> bool:
   return _OURS.fullmatch(name) is not None
 
 
-def is_begun(directory: str) -> bool:
-  """Whether a directory holds unfinished work."""
-  return files.is_folder(os.path.join(directory, UNFINISHED))
+def open_complete(directories: Sequence[str], recipe: dict[str, Any], label: str) -> dict[str, Any] | None:
+  """Returns the manifest of the first directory that is complete, and removes those before it; or None.
 
-
-def open_complete(directory: str, recipe: dict[str, Any], label: str, begun: bool) -> dict[str, Any] | None:
-  """Returns the manifest of a complete directory; otherwise removes it and returns None.
-
-  Raises UserError if the directory is prepared from another recipe; or if it has no manifest that can be read and was
-  not `begun`, and holds other files. Hidden files, as those of a repository, may always be there.
+  Raises UserError if a directory is prepared from another recipe; or if it has no manifest that can be read and holds
+  other files, and there is no unfinished work. Hidden files, as those of a repository, may always be there.
   """
+  begun = any(files.is_folder(os.path.join(one, UNFINISHED)) for one in directories)
+  return next(filter(None, (_open_complete(one, recipe, label, begun) for one in directories)), None)
+
+
+def _open_complete(directory: str, recipe: dict[str, Any], label: str, begun: bool) -> dict[str, Any] | None:
+  """Returns the manifest of a complete directory; otherwise removes it and returns None."""
   manifest = problem = None
   try:
     manifest = shards.read_manifest(directory, label)

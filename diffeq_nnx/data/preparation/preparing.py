@@ -17,15 +17,7 @@ from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import holdout, shards, sources, tokenizers
 from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.data.preparation import workers
-from diffeq_nnx.data.preparation.directory import (
-  claim,
-  finish,
-  is_begun,
-  is_ours,
-  lock,
-  open_complete,
-  remove_unfinished,
-)
+from diffeq_nnx.data.preparation.directory import claim, finish, is_ours, lock, open_complete, remove_unfinished
 from diffeq_nnx.data.preparation.tokenizing import choose_dtype, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
@@ -125,7 +117,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
     )
 
 
-def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool = False) -> dict[str, Any]:
+def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any]:
   """Fills a directory with shards and their manifest, or continues an interrupted call; returns the manifest.
 
   In a complete directory the files are compared with their SHA-256, and damaged ones are prepared again. Memory stays
@@ -135,7 +127,6 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
     directory: A directory of its own, created if it doesn't exist; `~` expands. Shards for a bucket are made in a
       folder of `data.cache_dir` and then copied.
     recipe: What is to be in it.
-    num_processes: How many processes work at the same time; with 1, this one alone.
     wait: Whether to wait while another process prepares the directory.
 
   Raises:
@@ -147,12 +138,10 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
   place = files.make_place_to_build(directory, recipe.config.cache_dir)
   with lock(place, label, wait):
-    places = dict.fromkeys((directory, place))  # two if the first is in a bucket
-    begun = any(map(is_begun, places))
-    manifest = next(filter(None, (open_complete(one, recipe.record, label, begun) for one in places)), None)
+    manifest = open_complete([directory] if place == directory else [directory, place], recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
-      manifest = _write_shards(place, unfinished, recipe, num_processes)
+      manifest = _write_shards(place, unfinished, recipe)
       if dataclasses.replace(recipe).record != recipe.record:
         remove_unfinished(place)  # which is of neither state of the files
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
@@ -161,7 +150,7 @@ def prepare(directory: str, recipe: Recipe, num_processes: int = 1, wait: bool =
   return manifest
 
 
-def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes: int) -> dict[str, Any]:
+def _write_shards(directory: str, unfinished: str, recipe: Recipe) -> dict[str, Any]:
   """Writes all shards and returns the manifest. Tasks leave their results in the folder `unfinished`."""
   opened = recipe.opened
   limits = {"data.source": holdout.NO_DOCUMENT, "data.validation": holdout.EVERY_DOCUMENT}
@@ -188,7 +177,7 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe, num_processes
       _remove_unusable_result(result, sizes)
       tasks[result] = functools.partial(write, source.read, parts, label=label, limit=limit, name=name)
       keys.append(key)
-  made = workers.run("tokenizing", tasks, num_processes)
+  made = workers.run("tokenizing", tasks, recipe.config.num_processes or workers.num_cores())
   counts = {key: Counts() for key in opened}
   for key, one in zip(keys, made):
     counts[key].add(Counts(**one["counts"]))
