@@ -15,7 +15,8 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
-from diffeq_nnx.data import holdout, sources
+from diffeq_nnx.data import sources
+from diffeq_nnx.data.preparation import preparing
 from diffeq_nnx.data.sources import Counts, Options, files
 from diffeq_nnx.data.sources.compressed import zstd  # the standard one, or its backport
 from tests.conftest import told
@@ -271,9 +272,9 @@ def test_memory_stays_flat(tmp_path):
 def test_each_side_has_a_document_unless_all_are_equal():
   texts = [f"document {number}" for number in range(20)]
   for fraction, expected in ((1e-9, 1), (1 - 1e-9, 19)):
-    limit = holdout.choose_limit(texts, config_lib.DataConfig(validation_fraction=fraction), 3)
-    assert sum(holdout.compute_score(text.encode(), 3) < limit for text in texts) == expected
-  message = told(lambda: holdout.choose_limit(["same", "same"], config_lib.DataConfig(source="text:x"), 3))
+    limit = preparing.choose_limit(texts, config_lib.DataConfig(validation_fraction=fraction), 3)
+    assert sum(preparing.compute_score(text.encode(), 3) < limit for text in texts) == expected
+  message = told(lambda: preparing.choose_limit(["same", "same"], config_lib.DataConfig(source="text:x"), 3))
   assert message.startswith("data.source=text:x: 2 documents can't be divided")
 
 

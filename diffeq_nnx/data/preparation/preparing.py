@@ -1,6 +1,6 @@
 """Prepares text: what the shards depend on, and the tasks that write them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -14,11 +14,11 @@ import tokenizers as huggingface
 
 from diffeq_nnx import files
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data import holdout, shards, sources, tokenizers
-from diffeq_nnx.data.documents import text_of
+from diffeq_nnx.data import shards, sources, tokenizers
+from diffeq_nnx.data.documents import Document, text_of
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.data.preparation.directory import claim, finish, is_ours, lock, open_complete, remove_unfinished
-from diffeq_nnx.data.preparation.tokenizing import choose_dtype, tokenize
+from diffeq_nnx.data.preparation.tokenizing import choose_dtype, compute_score, tokenize
 from diffeq_nnx.data.sources import Counts, Part, Source
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.data.tokenizers.base import END_OF_TEXT
@@ -27,6 +27,7 @@ from diffeq_nnx.errors import UserError
 TASK_BYTES = 32 << 20  # stored bytes of a task, which is what a kill loses; parts that are larger are a task each
 SHARD_BYTES = 64 << 20  # of tokens in a shard, which a process holds in memory for each split
 MAX_TASKS = 1024  # of a source; beyond, tasks grow
+_ABOVE_SCORES = 1 << 64  # the limit that holds out every document, as 0 holds out none
 _SAMPLE_BYTES = 1 << 30  # that are read to train a tokenizer, about
 
 
@@ -153,10 +154,10 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
 def _write_shards(directory: str, unfinished: str, recipe: Recipe) -> dict[str, Any]:
   """Writes all shards and returns the manifest. Tasks leave their results in the folder `unfinished`."""
   opened = recipe.opened
-  limits = {"data.source": holdout.NO_DOCUMENT, "data.validation": holdout.EVERY_DOCUMENT}
+  limits = {"data.source": 0, "data.validation": _ABOVE_SCORES}
   if "data.validation" not in opened:
     documents = opened["data.source"].documents()
-    limits["data.source"] = holdout.choose_limit(documents, recipe.config, recipe.split_seed)
+    limits["data.source"] = choose_limit(documents, recipe.config, recipe.split_seed)
   tokenizer = _write_tokenizer(unfinished, recipe, limits["data.source"])
   write = functools.partial(
     tokenize,
@@ -197,6 +198,28 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe) -> dict[str, 
     "records": {key: dataclasses.asdict(one) for key, one in counts.items()},
     "splits": {split: _merge([one["splits"][split] for one in made]) for split in shards.SPLITS},
   }
+
+
+def choose_limit(documents: Iterable[Document], config: DataConfig, seed: int) -> int:
+  """Chooses the score below which a document is held out.
+
+  It is the fraction that the config asks for, unless all documents would be on one side. Then the document with the
+  lowest score is held out, or that with the highest one is trained on. Reading ends when each side has a document.
+  Raises UserError if all documents are equal.
+  """
+  limit = round(config.validation_fraction * _ABOVE_SCORES)
+  lowest, highest, count = _ABOVE_SCORES, -1, 0
+  for document in documents:
+    one = compute_score(text_of(document).encode(), seed)
+    lowest, highest, count = min(lowest, one), max(highest, one), count + 1
+    if lowest < limit <= highest:
+      return limit
+  if lowest >= highest:
+    raise UserError(
+      f"data.source={config.source}: {count} documents can't be divided between training and validation; give at least "
+      "2 documents that differ, or data.validation"
+    )
+  return lowest + 1 if lowest >= limit else highest
 
 
 def _find_version() -> str:
@@ -256,7 +279,7 @@ def _sample(source: Source, seed: int, limit: int) -> Iterator[str]:
     for document in source.read(part, counts=Counts()):
       text = text_of(document)
       content = text.encode()
-      if text and holdout.compute_score(content, seed) >= limit:
+      if text and compute_score(content, seed) >= limit:
         yield text
         size += len(content)
         if size >= _SAMPLE_BYTES:

@@ -3,19 +3,29 @@
 import collections
 from collections.abc import Callable, Iterator
 import dataclasses
+import hashlib
 import itertools
 import os
 from typing import Any
 
 import numpy as np
 
-from diffeq_nnx.data import holdout, shards, tokenizers
+from diffeq_nnx.data import shards, tokenizers
 from diffeq_nnx.data.documents import NOT_COUNTED, Document, count_bytes, encode, text_of
 from diffeq_nnx.data.sources import Counts, Part
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import replacing
 
 _BATCH = 16  # documents that are encoded at a time
+
+
+def compute_score(document: bytes, seed: int) -> int:
+  """Returns a number of 64 bits that depends on the seed and the bytes of a document alone.
+
+  A document is held out where it is below a limit. Equal documents are therefore on the same side, and neither their
+  order nor the number of processes matters.
+  """
+  return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest(), "little")
 
 
 def choose_dtype(tokenizer: tokenizers.Tokenizer, masked: bool) -> np.dtype:
@@ -68,7 +78,7 @@ def tokenize(
   """Writes the documents of some parts, in their order, as shards of each split.
 
   `read` yields the records of a part (see `sources.Source.read`), and `records` says of which kind they are
-  (`data.records`). A document is held out if its score, which depends on `seed`, is below `limit` (see `holdout`).
+  (`data.records`). A document is held out if its score, which depends on `seed`, is below `limit`.
   `label` begins errors about documents. The shards in `directory` are named SPLIT-NAME-NUMBER.tokens. A shard is
   written as soon as it has `shard_bytes` of tokens.
 
@@ -108,7 +118,7 @@ def tokenize(
       raise UserError(f"{label}: {part.name}, one of {len(batch)} records from {number} on: {error}") from error
     for (_, _, document), one in zip(batch, ids):
       content = text_of(document).encode()
-      split = "validation" if holdout.compute_score(content, seed) < limit else "train"
+      split = "validation" if compute_score(content, seed) < limit else "train"
       if masked:
         writers[split].add(one.tobytes(), count_bytes(document), counted=int(np.sum(one & NOT_COUNTED == 0)))
       else:
