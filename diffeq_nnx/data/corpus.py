@@ -104,7 +104,6 @@ def _parse_directory(source: str, key: str) -> str:
 
 
 def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -> Corpus:
-  """Loads the corpus of prepared shards."""
   opened = {directory: _open_directory(directory, "data.source") for directory in terms}
   validated = list(opened.values())
   if config.validation is not None and config.validation.startswith("shards:"):
@@ -179,7 +178,6 @@ def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> Non
 
 
 def _open_directory(directory: str, key: str) -> shards.Directory:
-  """Opens a directory of shards."""
   label, path = f"{key}=shards:{directory}", files.absolute(directory)
   manifest = shards.read_manifest(path, label)
   if manifest is None and files.is_folder(os.path.join(path, preparation.UNFINISHED)):

@@ -27,8 +27,6 @@ class Source:
 
   Attributes:
     source: The source as given by the user.
-    parts: Pieces that any process can read one by one. In order they make up the source. They and their order depend
-      on the source alone, and they can be pickled.
     counts: Counts of the latest run of `records` or `documents`, updated as it goes.
     read: `read(part, counts=Counts())` yields each record's document in one part, as `records` does, and counts the
       records. It can be pickled.
@@ -41,7 +39,10 @@ class Source:
 
   @functools.cached_property
   def parts(self) -> Sequence[Part]:
-    """See the class; raises UserError for a file that a part can't be made of."""
+    """Pieces that any process can read one by one, and that can be pickled. In order they make up the source.
+
+    They and their order depend on the source alone. Raises UserError for a file that a part can't be made of.
+    """
     return self._parts() if callable(self._parts) else self._parts
 
   def records(self) -> Iterator[Document]:
@@ -73,12 +74,7 @@ class Source:
     return filter(None, self.records())
 
   def fingerprint(self) -> str:
-    """Returns a hash of the source's state and reading options in hex, without reading its files.
-
-    The state is, for `text`, `jsonl` and `parquet`, each file's name, size and modification time, or the version that
-    a bucket gives; for `tfds`, the name with its version, the directory, the split, and the size and time of each of
-    its files; for `hf`, the commit or the same of each file in a folder, and the split; for `builtin`, the text.
-    """
+    """Returns a hash of the source's state, as its resolver gives it, and of reading options, in hex."""
     options = self._options
     state: list[Any] = [self._state, options.text_key, options.bad_records]
     if options.records != "text":

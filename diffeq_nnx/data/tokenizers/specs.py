@@ -37,7 +37,6 @@ class LibraryTokenizer(Tokenizer):
     return load(spec | {"post_processor": None, "model": self._make_rendered_model(spec)})
 
   def _make_rendered_model(self, spec: Spec) -> dict[str, Any]:
-    """Returns the model of `_rendered_encoder`."""
     return spec["model"]
 
   def _encode_blocks(self, blocks: list[str]) -> Iterator[np.ndarray]:
