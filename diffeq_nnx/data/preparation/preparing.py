@@ -37,13 +37,8 @@ class Recipe:
 
   config: DataConfig
   vocab_size: int  # the model's number of ids, all of which a tokenizer trained here uses
-  seed: int  # chooses the documents held out, unless `config.validation_seed` does
+  seed: int  # chooses the documents held out
   tokenizer: Tokenizer | None  # the one that the config names; None: one is trained
-
-  @property
-  def split_seed(self) -> int:
-    """Chooses the documents held out."""
-    return self.seed if self.config.validation_seed is None else self.config.validation_seed
 
   @functools.cached_property
   def chat_template(self) -> str | None:
@@ -81,11 +76,13 @@ class Recipe:
       record["chat_template"] = hashlib.sha256((self.chat_template or "").encode()).hexdigest()
     if config.validation is not None:
       return record | {"validation": config.validation, "validation_fingerprint": prints["data.validation"]}
-    return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.split_seed}
+    return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.seed}
 
 
 def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
+
+  `config.validation_seed` comes before `seed`.
 
   Raises UserError for a tokenizer or a chat template that can't be used, and a vocabulary larger than the model's.
   """
@@ -98,7 +95,7 @@ def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
       f"data.begin_mark={config.begin_mark}, data.begin_token={config.begin_token}, data.end_token="
       f"{config.end_token}: data.tokenizer=train makes a tokenizer with an end mark alone; set them to None"
     )
-  recipe = Recipe(config, vocab_size, seed, tokenizer)
+  recipe = Recipe(config, vocab_size, seed if config.validation_seed is None else config.validation_seed, tokenizer)
   if config.records == "chat":
     if recipe.chat_template is None:
       problem = f"data.tokenizer={config.tokenizer} has no chat template"
@@ -157,14 +154,14 @@ def _write_shards(directory: str, unfinished: str, recipe: Recipe) -> dict[str, 
   limits = {"data.source": 0, "data.validation": _ABOVE_SCORES}
   if "data.validation" not in opened:
     documents = opened["data.source"].documents()
-    limits["data.source"] = choose_limit(documents, recipe.config, recipe.split_seed)
+    limits["data.source"] = choose_limit(documents, recipe.config, recipe.seed)
   tokenizer = _write_tokenizer(unfinished, recipe, limits["data.source"])
   write = functools.partial(
     tokenize,
     tokenizer_file=os.path.join(unfinished, tokenizer.file_name),
     begin_mark=tokenizer.bos_id is not None,
     records=recipe.config.records,
-    seed=recipe.split_seed,
+    seed=recipe.seed,
     directory=directory,
     shard_bytes=SHARD_BYTES,
   )
@@ -244,7 +241,7 @@ def _write_tokenizer(unfinished: str, recipe: Recipe, limit: int) -> Tokenizer:
     return recipe.tokenizer
   path = os.path.join(unfinished, tokenizers.SentencePieceTokenizer.file_name)
   if not os.path.exists(path):
-    sample = _sample(recipe.opened["data.source"], recipe.split_seed, limit)
+    sample = _sample(recipe.opened["data.source"], recipe.seed, limit)
     files.write(path, tokenizers.train(sample, recipe.vocab_size))
   tokenizer = tokenizers.load(path, lossless=True)
   tokenizer.chat_template = recipe.chat_template
