@@ -14,9 +14,6 @@ from diffeq_nnx.data.sources import compressed
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import is_url
 
-# Added to errors in records, which have two ways out: repair the data, or do without the record.
-_SKIP = "or set data.bad_records=skip to skip and count such records"
-
 # How the records of a source are read. But `chat_template` is the template itself, not its path.
 Options = DataConfig
 
@@ -152,7 +149,8 @@ def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> I
       counts.records += 1
       if isinstance(document, BadRecord):
         if options.bad_records == "error":
-          raise UserError(f"{prefix} {document.where}: {document.detail}; {_SKIP}")
+          way_out = "or set data.bad_records=skip to skip and count such records"
+          raise UserError(f"{prefix} {document.where}: {document.detail}; {way_out}")
         counts.bad[document.reason] = counts.bad.get(document.reason, 0) + 1
         counts.examples.setdefault(document.reason, document.where)
         document = ""
