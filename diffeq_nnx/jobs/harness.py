@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -95,7 +94,15 @@ def evaluate_downstream(
       f"{len(shots)} numbers of examples; run --job=harness on it with the same"
     )
   info = lm.get_model_info()
-  distributed.on_main_process(_write, folder, _Measured(settings, info, shots, ours, theirs, text))
+  written = {
+    report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False)
+    for count, one in zip(shots, ours)
+  }
+  if text is not None:
+    record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
+    written["perplexity.json"] = json.dumps(record, indent=1) + "\n"
+  written["table.md"] = report.make_table(ours, theirs, _describe(settings, info, shots, ours, theirs, text))
+  distributed.on_main_process(_write, folder, written)
   accuracies = {
     key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
     for key, one in found.items()
@@ -166,26 +173,19 @@ def _evaluate(
   return found
 
 
-@dataclasses.dataclass
-class _Measured:
-  """What the job measured, under its settings: results for each number of examples, the baseline's, and of a text."""
-
-  settings: HarnessConfig
-  info: dict[str, Any]  # about the model
-  shots: list[int | None]
-  ours: list[report.Results]
-  theirs: list[report.Results]
-  text: dict[str, Any] | None
-
-
-def _describe(measured: _Measured) -> list[str]:
-  """What a reader of the table must know."""
-  settings, info, ours, text = measured.settings, measured.info, measured.ours, measured.text
+def _describe(
+  settings: HarnessConfig,
+  info: dict[str, Any],
+  shots: list[int | None],
+  ours: list[report.Results],
+  theirs: list[report.Results],
+  text: dict[str, Any] | None,
+) -> list[str]:
+  """What a reader of the table must know: of our results, the baseline's, those of a text and about the model."""
   mark = lambda name: "none" if info[name] is None else f"the mark {info[name]}"
   truncated, merged = (
     ", ".join(
-      str(one["config"][name]) + ("" if count is None else f" ({count}-shot)")
-      for one, count in zip(ours, measured.shots)
+      str(one["config"][name]) + ("" if count is None else f" ({count}-shot)") for one, count in zip(ours, shots)
     )
     for name in ("truncated_requests", "merged_requests")
   )
@@ -201,7 +201,7 @@ def _describe(measured: _Measured) -> list[str]:
     )
     if settings.apply_chat_template:
       notes.append(f"the run's chat template writes the contexts: {ours[0]['config']['chat_template']}")
-  notes += report.note_differences(ours, measured.theirs)
+  notes += report.note_differences(ours, theirs)
   if settings.limit is not None:
     notes.append(f"only the first {settings.limit} of each task: not comparable with published results")
   if text is not None:
@@ -210,24 +210,16 @@ def _describe(measured: _Measured) -> list[str]:
   return notes
 
 
-def _write(folder: str, measured: _Measured) -> None:
-  """Writes the results to the folder, and removes those of an earlier job.
+def _write(folder: str, written: dict[str, str]) -> None:
+  """Writes files by name to the folder, and removes the results of an earlier job.
 
   Raises:
     RunError: they can't be written.
   """
-  written = {
-    report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False).encode()
-    for count, one in zip(measured.shots, measured.ours)
-  }
-  if measured.text is not None:
-    record = {"text": measured.settings.text, **measured.text, **{name: measured.info[name] for name in CONDITIONS}}
-    written["perplexity.json"] = (json.dumps(record, indent=1) + "\n").encode()
-  written["table.md"] = report.make_table(measured.ours, measured.theirs, _describe(measured)).encode()
   try:
     files.make_folder(folder)
     for name, content in written.items():
-      files.write(os.path.join(folder, name), content)
+      files.write(os.path.join(folder, name), content.encode())
     for name in files.list_sizes(folder):
       if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
         files.remove(os.path.join(folder, name))
