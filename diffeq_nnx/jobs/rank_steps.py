@@ -65,7 +65,7 @@ def rank_steps(
     key = {"step": run.step, "by": by, "text": corpus.fingerprint, "tokens": sum(b["inputs"].size for b in batches)}
     key |= {"seed": config.seed, **{name: getattr(config.data, name) for name in KEYS_OF_ROWS}}
     path = os.path.join(workdir, RESULT)
-    known = _read(path)
+    known = workdir_lib.read_notes(path)
     if any(known.get(name) != value for name, value in key.items()):
       loss, influences = ranker.measure_whole()
       known = {**key, "loss": loss, "influences": influences.tolist(), "left_out": []}
@@ -99,15 +99,6 @@ def _warn_of_even_steps(config: Config) -> None:
       f"warning: this run was trained at {', '.join(map(str, fewer))} even steps; from now on, jobs and training "
       f"take so many of its {model.num_steps} steps instead; --config.model.depth_order='()' gives the even ones back"
     )
-
-
-def _read(path: str) -> dict[str, Any]:
-  """What a ranking that was interrupted has found; {} if there is none, or its file is damaged."""
-  try:
-    known = files.read_json(path)
-  except (OSError, ValueError):
-    return {}
-  return known if isinstance(known, dict) else {}
 
 
 def _table(known: dict[str, Any], own: int) -> str:

@@ -81,6 +81,15 @@ def require_writable(folder: str) -> None:
     ) from error
 
 
+def read_notes(path: str) -> dict[str, Any]:
+  """Returns what a job wrote in a work directory for itself; {} if there is no such file, or it is damaged."""
+  try:
+    known = files.read_json(path)
+  except (OSError, ValueError):
+    return {}
+  return known if isinstance(known, dict) else {}
+
+
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:
   """Makes the work directory this run's, or checks that it already is, as all processes see it.
 
@@ -237,9 +246,7 @@ def _drop_unsafe(workdir: str, config: Config) -> Config:
   if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=DataConfig().cache_dir))
     logging.warning("workdir=%s: its data.cache_dir=%s is not used; name it yourself", workdir, printable(cache))
-  if config.harness.include_path is not None:
-    config = dataclasses.replace(config, harness=dataclasses.replace(config.harness, include_path=None))
-  return config
+  return dataclasses.replace(config, harness=dataclasses.replace(config.harness, include_path=None))
 
 
 def tokenizer_of(workdir: str, config: Config) -> Tokenizer:

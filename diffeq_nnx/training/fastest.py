@@ -19,6 +19,7 @@ from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.kernels import attention
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
+from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.step import (
   abstract_batch,
   abstract_state,
@@ -52,10 +53,11 @@ def autotune(config: Config, workdir: str, mesh: Mesh, teacher: Teacher | None =
   asked = _describe(config, mesh, teacher)
   path = os.path.join(workdir, FILE)
   tried = list_candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
-  place = distributed.on_main_process(_recorded_place, path, asked, tried)
-  if place >= 0:
-    say(f"{_format_choice(tried[place])}: was the fastest on these devices ({FILE})")
-    return _choose(config, tried[place])
+  known = distributed.on_main_process(workdir_lib.read_notes, path)
+  choice = known.get("remat"), known.get("device_batch_size")
+  if known.get("asked") == asked and choice in tried:
+    say(f"{_format_choice(choice)}: was the fastest on these devices ({FILE})")
+    return _choose(config, choice)
   found = measure(config, tried, mesh, teacher)
   if not found:
     raise UserError(
@@ -142,15 +144,6 @@ def _require_exhausted(error: jax.errors.JaxRuntimeError) -> None:
 def memory_limit(device: jax.Device) -> float:
   """Bytes of memory that programs may use on a device; infinite if unknown, as for CPUs."""
   return (device.memory_stats() or {}).get("bytes_limit", math.inf)
-
-
-def _recorded_place(path: str, asked: str, choices: list[Choice]) -> int:
-  """The place of the file's choice among these; -1 without a file that can be read, of the same question."""
-  try:
-    known = files.read_json(path)
-    return choices.index((known["remat"], known["device_batch_size"])) if known["asked"] == asked else -1
-  except (OSError, ValueError, KeyError, TypeError):
-    return -1
 
 
 def _random_batch(config: Config) -> dict[str, jax.Array]:

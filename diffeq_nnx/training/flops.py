@@ -86,23 +86,12 @@ def _count_elements(specs: BlockSpecs) -> int:
   return sum(math.prod(leaves["kernel"].shape) for leaves in specs.values() if "kernel" in leaves)
 
 
-def peak_tflops(config: Config) -> tuple[float, str]:
-  """Peak rate of one device in TFLOP/s, and where the figure comes from."""
-  if config.train.peak_tflops is not None:
-    return config.train.peak_tflops, "train.peak_tflops"
-  return device_peak_tflops(config.model.dtype)
-
-
 def device_peak_tflops(dtype: str) -> tuple[float, str]:
   """Peak rate of the first device in TFLOP/s, and where the figure comes from: a data sheet, or a measured product."""
   kind = jax.devices()[0].device_kind
   for part, peak in PEAK_TFLOPS.items():
     if part in kind:
       return float(peak), f"data sheet of {kind}, bfloat16"
-  return _measured_tflops(dtype), f"measured on {kind}: a {dtype} product of 1024 x 1024"
-
-
-def _measured_tflops(dtype: str) -> float:
   a = jnp.ones((1024, 1024), dtype)
   times = timeit.repeat(lambda: jax.block_until_ready(a @ a), number=1, repeat=7)
-  return 2 * 1024**3 / min(times) / 1e12
+  return 2 * 1024**3 / min(times) / 1e12, f"measured on {kind}: a {dtype} product of 1024 x 1024"

@@ -314,7 +314,9 @@ class _Watch:
 
   def __init__(self, run: _Run):
     self._run, self._config = run, run.config
-    peak, source = flops.peak_tflops(run.config)
+    peak, source = self._config.train.peak_tflops, "train.peak_tflops"
+    if peak is None:
+      peak, source = flops.device_peak_tflops(self._config.model.dtype)
     self._peak = peak * 1e12 * jax.device_count()
     say(f"utilization is relative to {peak:.3g} TFLOP/s per device ({source})")
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
