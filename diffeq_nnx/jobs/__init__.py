@@ -13,7 +13,7 @@ class Job:
   Attributes:
     summary: one line for --help that says what it does.
     home: module and name of its function, imported when it is called. Its first arguments are a config and a work
-      directory, of the run or, where it makes a run, of the new one; from_workdir is that of the other run.
+      directory, of the run or, where it makes a run, of the new one. The others are its flags, as --help explains them.
     flags: names of the flags that it takes beside those that every job takes.
     required: those that must be given; of a tuple of flags, one of them.
     example: what to write after --job=NAME.

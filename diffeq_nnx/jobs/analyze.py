@@ -44,15 +44,8 @@ def analyze(
 ) -> dict[str, Any]:
   """Analyzes the newest model of a run, writes report/ in its directory, and prints one JSON line on stdout.
 
-  report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`).
-
-  Args:
-    workdir: the run's directory; the text that it was trained on need not be there.
-    text: whose tokens the sensitivity is of; None: an English sentence, its first 32 tokens.
-    position: of the output token; negative ones count from the end.
-    num_steps: of the solver; None: the model's own.
-    leading: how many exponents.
-    times: of the spectra, from 0 to 1; None: the model's own.
+  report/ holds index.html, one file with everything; every picture as a PNG; and numbers.npz (`Findings.arrays`). The
+  text that the run was trained on need not be there.
 
   Raises:
     UserError: no checkpoint, a text without tokens or too long, a position, number or times out of range.

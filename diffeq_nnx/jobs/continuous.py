@@ -49,7 +49,6 @@ def continuous(config: Config, workdir: str, *, from_workdir: str) -> dict:
 
   Args:
     config: of the new run: `config_from`, perhaps with another time embedding, text, training or validation.
-    from_workdir: the run's; its weights are stored.
 
   Raises:
     UserError: weights that are not stored, a time embedding that can't hold them, another model or tokenizer than the

@@ -26,9 +26,6 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
   `depths.png` is drawn in the work directory. Tokens per second are those of a second run over the validation text,
   when the program is compiled; `flops_per_token` are those of the forward pass.
 
-  Args:
-    num_steps: of the solver; None: eval.num_steps, or else the model's own.
-
   Raises:
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
       tokenizer, a mesh that the devices don't make, or a number of steps that the model has no weights for.

@@ -25,13 +25,6 @@ def export_run(
 ) -> dict[str, Any]:
   """Writes the newest model of a run for other libraries, with stored weights, and prints one JSON line on stdout.
 
-  Args:
-    out: the folder to make.
-    format: hf (GPT-2 or Llama where they hold the model, else our modeling file), hf_code (our modeling file always),
-      stablehlo, peft (the adapters alone) or hf_base (hf without the adapters).
-    num_steps: as for `discretization.discretize`.
-    base: with peft, the base model that its user loads, a folder or a name on the hub.
-
   Raises:
     UserError: a model that the format can't hold, a folder that holds something, no checkpoint.
   """

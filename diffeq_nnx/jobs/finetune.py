@@ -46,8 +46,6 @@ def finetune(
     config: what to train on and how; of `config.model` only `READ` is read, seq_len where it is shorter than the run's;
       the rest is the run's.
     from_workdir: the run's; its tokenizer is used.
-    num_steps: as for `discretization.discretize`.
-    step_sizes: as for `discretization.discretize`.
     fit_tokens: as for `jobs.discretize.discretize`; a run that is resumed keeps what it had.
     model_settings: those of `config.model` that the command line has, as `model.KEY=VALUE`. A `model.depth_order` among
       them replaces the run's.

@@ -41,13 +41,8 @@ def generate(
   Args:
     config: of the run; `mesh.tensor` splits the weights.
     workdir: the run's directory; the text that it was trained on need not be there.
-    prompt: texts.
-    prompts: JSON lines with the key `prompt`, or with `chat` also `messages`, in place of `prompt`.
     out: the file for the answers to `prompts`; see `jobs.prompt_files`.
-    num_steps: of the solver; None: eval.num_steps, or else the model's own.
-    draft_steps: fewer steps, at which the model drafts tokens that it then verifies; None: no drafts.
-    chat: whether prompts are what a user says, and the texts one turn of the assistant; the run's chat template writes
-      the conversation, which is then called the prompt.
+    chat: whether the run's chat template writes a conversation, which is then called the prompt.
     **options: max_tokens, temperature, top_k, top_p, seed, rows, draft_tokens; see `sampling.GenerationOptions`.
 
   Returns:

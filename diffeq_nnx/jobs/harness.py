@@ -50,8 +50,6 @@ def evaluate_downstream(
 
   Args:
     config: of the run; `config.harness` sets what is evaluated, and how.
-    baseline: another run's directory that has results, or a results.json, to compare with.
-    num_steps: number of solver steps; None: eval.num_steps, or else the model's own.
 
   Raises:
     UserError: lm_eval is missing, an unknown task, unavailable data, no checkpoint, or no such baseline.

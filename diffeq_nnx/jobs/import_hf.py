@@ -30,7 +30,6 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
   Args:
     config: what the run is to be but for its model and tokenizer, which are the checkpoint's. That of `remove_text`
       makes a run that has no text until a job names it.
-    from_hf: a Hugging Face folder, the name of a model on the hub (see `hub.find_folder`), or a GGUF file of a Llama.
     model_settings: `key=value` that change the checkpoint's model: model.dropout, model.dtype, model.attention, and
       model.seq_len where it becomes shorter.
 

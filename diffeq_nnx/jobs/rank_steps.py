@@ -34,9 +34,7 @@ def rank_steps(
 
   Args:
     config: of the run, perhaps with other keys of `data`; the text is the training part of it.
-    num_steps: at how many steps to stop; None: half of them.
     tokens: of the text that losses are measured on, rounded up to whole batches.
-    by: loss; or influence, which takes one pass over the text, and whose table has no losses.
 
   Raises:
     UserError: a model of one step or another than the run's, a number out of range, no text or that of another
