@@ -232,8 +232,7 @@ class HarnessConfig(Section, prefix="harness."):
     names = tuple(filter(None, (name.strip() for name in self.tasks.split(","))))
     return () if names == ("none",) else names
 
-  def check(self) -> None:
-    """Raises UserError for keys that don't fit each other, or a folder that another part of a run writes."""
+  def _check_together(self) -> None:
     for i, count in enumerate(self.num_fewshot):
       if count < 0:
         raise UserError(f"harness.num_fewshot[{i}]={count}: must be 0 or above")
@@ -241,6 +240,7 @@ class HarnessConfig(Section, prefix="harness."):
       raise UserError(
         f"harness.stride={self.stride}: applies to sliding windows only; leave it out, or set harness.window=sliding"
       )
+    # The folder must not be one that another part of a run writes.
     first = os.path.normpath(self.folder).split(os.sep)[0]
     if os.path.isabs(self.folder) or first in ("..", ".", *RUN_FOLDERS) or "::" in self.folder or "://" in self.folder:
       raise UserError(
@@ -297,7 +297,6 @@ def from_dict(nested: dict[str, Any] | ml_collections.ConfigDict) -> Config:
   """
   config = config_fields.freeze(Config, nested)
   _check_training(config)
-  config.harness.check()
   return config
 
 

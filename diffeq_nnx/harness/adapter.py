@@ -112,7 +112,7 @@ class DiffEqLM(TemplateLM):
     num_steps = None if num_steps is None else _read_count("num_steps", num_steps)
     max_length = None if max_length is None else _read_count("max_length", max_length)
     try:  # the rules of the keys with these names in a config
-      HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride).check()
+      HarnessConfig(dtype=dtype, begin_mark=begin_mark, window=window, stride=stride)
     except UserError as error:
       raise UserError(str(error).replace("harness.", "")) from error
     self._open: Callable[[], Any] = functools.partial(Run.open, str(workdir), config)
