@@ -30,16 +30,16 @@ def print_result(job: str, workdir: str, **values: Any) -> dict[str, Any]:
   """Prints the result of a job as one JSON line on stdout, from process 0 only, and returns it."""
   result = {"job": job, "workdir": workdir, **values}
   if distributed.is_main_process():
-    print(json.dumps(_to_finite(result)), flush=True)
+    print(json.dumps(to_finite(result)), flush=True)
   return result
 
 
-def _to_finite(value: Any) -> Any:
+def to_finite(value: Any) -> Any:
   """The value with None in place of numbers that JSON doesn't have: infinities, and what is no number."""
   if isinstance(value, dict):
-    return {name: _to_finite(one) for name, one in value.items()}
+    return {name: to_finite(one) for name, one in value.items()}
   if isinstance(value, (list, tuple)):
-    return [_to_finite(one) for one in value]
+    return [to_finite(one) for one in value]
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 import datetime
 import io
 import json
-import math
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import METRICS_FILE, TENSORBOARD_FOLDER
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import draw, say
+from diffeq_nnx.parallel.console import draw, say, to_finite
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training import goodput
 
@@ -110,8 +109,7 @@ class Reporter:
   def _record(self, step: int, split: str, values: dict[str, float]) -> None:
     if not self._is_main:
       return
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    self._file.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+    self._file.write(json.dumps(to_finite({"step": step, "split": split, **values})) + "\n")
     self._file.flush()
     named = {f"{split}/{name}": value for name, value in values.items()}
     self._tensorboard.add(step, named)
