@@ -33,7 +33,7 @@ from diffeq_nnx.runs.run import Run, localize, portable
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.step import place_state
 
-FINEST = 8  # times the model's own number of steps: the most that the fine limit is measured with
+REFINEMENTS = (4, 8)  # times the model's own number of steps: what the fine limit is measured with
 GRADINGS = (0.5, 1.0)  # of uneven steps, as for `adaptive.graded_sizes`
 TOLERANCE_FACTORS = (10, 3, 1)  # times the tolerance: the rows of the table
 
@@ -55,8 +55,6 @@ def discretize(
 
   Args:
     config: of the run in `from_workdir`, perhaps with other text and other settings of training and validation.
-    num_steps: as for `discretization.discretize`.
-    step_sizes: as for `discretization.discretize`.
     tolerance: nats per token; the steps are then the fewest whose validation loss exceeds the limit of many steps by
       no more, and a table on stderr has what was found.
     fit_tokens: of the training text; steps that stay when others are left out are fitted to the whole model's states
@@ -193,14 +191,13 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
 
 
 def _fine_limit(losses: _Losses, tolerance: float) -> ModelConfig:
-  """The model with the fewest even steps, 4 or 8 times its own, at which half as many have nearly the same loss.
+  """The model with the fewest even steps, of `REFINEMENTS`, at which half as many have nearly the same loss.
 
   Raises:
     RunError: no loss is finite.
   """
-  previous, factor = losses(adaptive.on_grid(losses.own, 2 * losses.own.num_steps)), 2
-  while factor < FINEST:
-    factor *= 2
+  previous = losses(adaptive.on_grid(losses.own, 2 * losses.own.num_steps))
+  for factor in REFINEMENTS:
     model = adaptive.on_grid(losses.own, factor * losses.own.num_steps)
     change = abs(losses(model) - previous)
     if change < tolerance / 4:

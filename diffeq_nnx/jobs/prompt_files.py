@@ -63,8 +63,6 @@ class Answers:
     """(prompts, their ids, their lines) that are to be answered; prompts that can't be have their error already.
 
     Args:
-      tokenizer: the model's.
-      decoder: the model.
       identity: what the answers depend on beside the prompts, in JSON's types.
       template: writes messages and prompts as conversations; None: the prompts are texts.
 

@@ -122,11 +122,10 @@ class Checkpoints:
   def restore(self, abstract: State) -> tuple[State, dict[str, Any]] | None:
     """The newest state that can be read, and its position in the data; None if nothing was saved yet.
 
+    `abstract` holds shapes of the state, with shardings where they matter.
+
     A damaged checkpoint is moved to the folder checkpoints_damaged, unless this is `read_only`, and the one before is
     tried.
-
-    Args:
-      abstract: the state's shapes, from `jax.eval_shape`, with shardings where they matter.
 
     Raises:
       UserError: there are checkpoints, and none can be read.
@@ -140,11 +139,7 @@ class Checkpoints:
     return {**_state(items), "frozen": frozen}, items["data"]
 
   def restore_params(self, abstract: Params) -> tuple[Params, int] | None:
-    """All parameters of the newest model, and its step; the rest of the state stays on disk. Otherwise as `restore`.
-
-    Args:
-      abstract: shapes of the parameters, with shardings where they matter.
-    """
+    """All parameters of the newest model, and its step; the rest of the state stays on disk. Otherwise as `restore`."""
     learning, frozen = parameters.split(self._config.model, abstract)
     items, step = self._restore({"params": ocp.args.StandardRestore(learning)})
     if items is None:

@@ -38,7 +38,6 @@ class Run:
     """The run in a work directory; all processes of a job must call it.
 
     Args:
-      workdir: the run's directory.
       config: the run's, changed, of which `localize` is taken; None: that of `portable`.
       mesh: of the devices that hold the model; None: that of the config.
       flag: what errors call the directory.
@@ -69,9 +68,7 @@ class Run:
     """Writes a run at step 0, with run.json last, so that a run is complete or absent; all processes must call it.
 
     Args:
-      config: the run's.
       workdir: its directory, which holds no run.
-      tokenizer: the model's.
       corpus: what `config.data` gives; None: the run has no text yet.
       state: as of `training.step.place_state`.
       loss: of the validation, nats per token; None: unknown.

@@ -36,10 +36,6 @@ from diffeq_nnx.training.teacher import Teacher, find_teacher, load_teacher
 def train(config: Config, workdir: str) -> dict[str, float]:
   """Trains, or continues to train.
 
-  Args:
-    config: the experiment.
-    workdir: the run's directory: checkpoints and metrics.
-
   Returns:
     The last validation values, as of `evaluate.Evaluator`: loss (nats per token), perplexity, bits_per_byte, tokens,
     seconds; {} where SIGTERM ended the run before the first validation.

@@ -33,8 +33,6 @@ def chunked_cross_entropy(
 
   Args:
     hidden_BxLxD: the model's last hidden state.
-    head_VxD: the output head.
-    targets_BxL: token ids.
     mask_BxL: weight of each position, usually 0 or 1; not differentiated.
     num_chunks: must divide L, or a device's stretch of it; None: about the fewest whose logits take at most
       `LOGITS_BYTES` on a device, since each chunk reads and writes the whole gradient of the head.
