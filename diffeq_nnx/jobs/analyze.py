@@ -18,7 +18,7 @@ from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.depth.trained import say_untrained
-from diffeq_nnx.errors import RunError, UserError
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.inference.text_stream import TextStream
 from diffeq_nnx.parallel.console import print_result
@@ -95,22 +95,16 @@ def analyze(
 
 
 def _write_report(found: Findings, folder: str, facts: dict[str, str]) -> None:
-  """Writes index.html, the PNGs and numbers.npz to a folder, which replaces an existing one atomically.
-
-  Raises:
-    RunError: it can't be written.
-  """
+  """Writes index.html, the PNGs and numbers.npz to a folder, which replaces an existing one atomically."""
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  try:
-    with files.replacing_folder(folder, "index.html") as place, show_progress("pictures", len(pictures)) as progress:
-      np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
+  with workdir_lib.writing(folder), files.replacing_folder(folder, "index.html") as place:
+    np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
+    with show_progress("pictures", len(pictures)) as progress:
       for picture in pictures:
         draw(picture, os.path.join(place, f"{picture.name}.png"))
         progress(1)
-      write_page(os.path.join(place, "index.html"), f"Inside {facts['Run']}", [*facts.items()], made)
-  except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error
+    write_page(os.path.join(place, "index.html"), f"Inside {facts['Run']}", [*facts.items()], made)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -209,17 +209,11 @@ def _describe(
 
 
 def _write(folder: str, written: dict[str, str]) -> None:
-  """Writes files by name to the folder, and removes the results of an earlier job.
-
-  Raises:
-    RunError: they can't be written.
-  """
-  try:
+  """Writes files by name to the folder, and removes the results of an earlier job."""
+  with workdir_lib.writing(folder):
     files.make_folder(folder)
     for name, content in written.items():
       files.write(os.path.join(folder, name), content.encode())
     for name in files.list_sizes(folder):
       if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
         files.remove(os.path.join(folder, name))
-  except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error})") from error

@@ -4,7 +4,8 @@ run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the dir
 model, tokenizer or text is rejected. A run that was imported without text takes the first text that it is trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -52,11 +53,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def check_place(workdir: str, flag: str = "workdir") -> None:
-  """Checks that a work directory is where orbax keeps checkpoints.
-
-  Raises:
-    UserError: it is in a bucket of another kind than gs://, or its path has a character that orbax doesn't take.
-  """
+  """Raises UserError where orbax keeps no checkpoints: in other buckets than gs://, and at paths with patterns."""
   if "://" in workdir and not workdir.startswith("gs://"):
     raise UserError(
       f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
@@ -68,17 +65,18 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
 
 
 def require_writable(folder: str) -> None:
-  """Checks, before long work, that its results can be written to a folder.
-
-  Raises:
-    RunError: they can't be.
-  """
-  try:
+  """Raises RunError, before long work, if its results can't be written to a folder."""
+  with writing(folder, "; make room for it, or copy the run to a place of yours"):
     files.check_writable(folder)
+
+
+@contextlib.contextmanager
+def writing(folder: str, advice: str = "") -> Iterator[None]:
+  """A context of code that writes to a folder, whose OSError becomes a RunError of one line."""
+  try:
+    yield
   except OSError as error:
-    raise RunError(
-      f"{folder}: can't be written ({error.strerror or error}); make room for it, or copy the run to a place of yours"
-    ) from error
+    raise RunError(f"{folder}: can't be written ({error.strerror or error}){advice}") from error
 
 
 def read_notes(path: str) -> dict[str, Any]:
@@ -164,11 +162,7 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
 
 
 def set_depth_order(workdir: str, order: Sequence[int]) -> None:
-  """Saves an order of a run's steps as its model.depth_order; the run's hash stays.
-
-  Raises:
-    UserError: the directory holds no run, or can't be written.
-  """
+  """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises UserError if it can't."""
   known, identifier = _read_run(workdir), run_hash(workdir)
   known["config"]["model"]["depth_order"] = list(order)
   try:
@@ -184,11 +178,7 @@ def run_hash(workdir: str) -> str:
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
-  """Checks that a run was started from the run in `from_workdir`, if that still exists.
-
-  Raises:
-    UserError: it was started from another.
-  """
+  """Raises UserError unless a run was started from the run in `from_workdir`, if that still exists."""
   theirs = (_read(workdir) or {}).get("source")
   if holds_run(from_workdir) and theirs != run_hash(from_workdir):
     raise UserError(
@@ -198,20 +188,12 @@ def check_source(workdir: str, from_workdir: str) -> None:
 
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
-  """Checks that a work directory holds a run of this config and corpus (None: any), without writing.
-
-  Raises:
-    UserError: it holds none, or one of another model, tokenizer or text; the line names `flag`.
-  """
+  """Raises UserError unless a work directory holds a run of this config and corpus (None: any), without writing."""
   _check(workdir, _read_run(workdir, flag), config, corpus)
 
 
 def require_none(workdir: str) -> None:
-  """Checks that a work directory holds no run yet.
-
-  Raises:
-    UserError: it holds one.
-  """
+  """Raises UserError if a work directory holds a run already."""
   if holds_run(workdir):
     raise UserError(f"workdir={workdir}: holds a run already; name another directory, or remove this one")
 
