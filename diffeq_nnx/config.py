@@ -372,11 +372,7 @@ def _check_training(config: Config) -> None:
 
 
 def check_num_steps(model: ModelConfig, key: str, num_steps: int | None) -> None:
-  """Checks that a model has weights for a number of steps; None is its own.
-
-  Raises:
-    UserError: its weights are stored, and for another number; the line begins with `key`.
-  """
+  """Raises UserError, of the value of `key`, unless a model has weights for a number of steps; None is its own."""
   own = model.num_steps
   if model.weights != "stored" or num_steps in (None, own) or model.depth_order and num_steps < own:
     return

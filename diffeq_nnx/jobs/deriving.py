@@ -34,10 +34,7 @@ def derive_config(
   """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
   Of `train.step_counts`, those stay for which a model with a `depth_order` has weights. It says which keys about depth
-  are left out, unless they are those of `known`, the run that the new one is made from.
-
-  Raises:
-    UserError: two keys that don't fit.
+  are left out, unless they are those of `known`, the run that the new one is made from. Raises as `config.from_dict`.
   """
   train = config.train
   counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)
@@ -76,11 +73,7 @@ def _say_left_out(known: Config, given: Config, made: Config) -> None:
 
 
 def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
-  """Checks that a model is the expected one but for its dropout, its attention and `keys`.
-
-  Raises:
-    UserError: it is not; the line names the keys that may differ.
-  """
+  """Raises UserError unless a model is the expected one but for its dropout, its attention and `keys`."""
   free = (*keys, "dropout", "attention")
   if dataclasses.replace(model, **{key: getattr(expected, key) for key in free}) != expected:
     names = ", ".join(f"model.{key}" for key in free)
@@ -123,8 +116,7 @@ def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
 def load_text(config: Config, source: Run) -> Corpus | None:
   """Loads the text of a run that is made from `source`, or returns None if it has none yet.
 
-  Raises:
-    UserError: text that can't be read, or that has the tokens of another tokenizer.
+  Raises UserError for text that can't be read, or that has the tokens of another tokenizer.
   """
   if config.data.source == NO_TEXT:
     return None
@@ -193,11 +185,7 @@ def store_params(
 
 
 def check_fit(model: ModelConfig, stored: ModelConfig, config: Config, fit_tokens: int | None) -> None:
-  """Checks that a model's steps can be fitted when only those of `stored` stay, if that is asked for.
-
-  Raises:
-    UserError: there is no text, no step is left out, or the solver or vector field is not one that can be fitted.
-  """
+  """Raises UserError if a model's steps are to be fitted when only those of `stored` stay, and can't be."""
   if fit_tokens is None:
     return
   if fit_tokens < 1:

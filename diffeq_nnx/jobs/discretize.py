@@ -191,11 +191,7 @@ def _search(losses: _Losses, tolerance: float) -> tuple[int | tuple[float, ...],
 
 
 def _fine_limit(losses: _Losses, tolerance: float) -> ModelConfig:
-  """The model with the fewest even steps, of `REFINEMENTS`, at which half as many have nearly the same loss.
-
-  Raises:
-    RunError: no loss is finite.
-  """
+  """The model with the fewest even steps, of `REFINEMENTS`, at which half as many have nearly the same loss."""
   previous = losses(adaptive.on_grid(losses.own, 2 * losses.own.num_steps))
   for factor in REFINEMENTS:
     model = adaptive.on_grid(losses.own, factor * losses.own.num_steps)

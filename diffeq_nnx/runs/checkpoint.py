@@ -108,10 +108,8 @@ class Checkpoints:
   def without(self, step: int) -> list[int]:
     """Moves the checkpoint of a step aside if this object saved it; the steps of those that stay.
 
-    A checkpoint that was there before stays, since a changed config rather than its parameters may be at fault.
-
-    Raises:
-      RunError: the last save could not be written.
+    A checkpoint that was there before stays, since a changed config rather than its parameters may be at fault. Raises
+    RunError if the last save could not be written.
     """
     with self._explain("finish saving the checkpoint"):
       self._manager.wait_until_finished()
@@ -174,11 +172,7 @@ class Checkpoints:
     return None, 0
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
-    """Saves the parameters that don't learn, once for all checkpoints; {}: none.
-
-    Raises:
-      RunError: they could not be written.
-    """
+    """Saves the parameters that don't learn, once for all checkpoints; {}: none. Raises RunError if that fails."""
     if frozen:
       with self._explain("save the checkpoint of step 0"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.join(self._workdir, FROZEN_FOLDER), frozen, force=True)
@@ -250,11 +244,7 @@ class Checkpoints:
     return sorted(int(name) for name in names if not files.is_url(self._folder) or files.exists(mark(name)))
 
   def close(self) -> None:
-    """Waits for the current save.
-
-    Raises:
-      RunError: it could not be written.
-    """
+    """Waits for the current save; raises RunError if it could not be written."""
     with self._explain("finish saving the checkpoint"):
       self._manager.wait_until_finished()
       self._manager.close()

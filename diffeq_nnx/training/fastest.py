@@ -43,10 +43,7 @@ def autotune(config: Config, workdir: str, mesh: Mesh, teacher: Teacher | None =
   """The config with the fastest values in place of train.remat=auto and train.device_batch_size=-1.
 
   Every choice is compiled, and run for a few steps from the initial state on random tokens. What was found is kept in
-  the work directory, and is measured again only for other devices or another step.
-
-  Raises:
-    UserError: no choice fits these devices.
+  the work directory, and is measured again only for other devices or another step. Raises UserError if none fits.
   """
   if not _remat_is_open(config) and config.train.device_batch_size != -1:
     return config

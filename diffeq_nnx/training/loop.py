@@ -328,11 +328,7 @@ class _Watch:
       self._generator_flops += flops.generator_flops(self._config.model, count)
 
   def read(self) -> None:
-    """Waits for the metrics of the last step, and checks and reports them.
-
-    Raises:
-      Diverged: the loss or the gradient is not finite.
-    """
+    """Waits for the metrics of the last step, and reports them; raises Diverged where one of them is not finite."""
     if self._pending is None:
       return
     (step, metrics), self._pending = self._pending, None

@@ -117,11 +117,7 @@ class Reporter:
     self._growing.note_growth()
 
   def upload(self) -> None:
-    """Copies what a bucket lacks of metrics and TensorBoard files, before a checkpoint that they lead up to.
-
-    Raises:
-      OSError: they can't be written.
-    """
+    """Copies to a bucket what it lacks of metrics and TensorBoard files, before a checkpoint; raises OSError."""
     if self._is_main:
       self._growing.upload()
 

@@ -193,8 +193,7 @@ def _hidden(config: Config, model: Model, batch: Batch, weights: weight_sources.
 def num_microbatches(config: Config) -> int:
   """The fewest with which no device of the surrounding mesh holds more than train.device_batch_size sequences.
 
-  Raises:
-    UserError: the most is still to be measured.
+  Raises UserError while these are still to be measured.
   """
   held = config.train.batch_size // sharding.num_shards("batch")
   most = config.train.device_batch_size or held

@@ -71,11 +71,7 @@ def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None
 
 
 def load_teacher(run: Run) -> Teacher:
-  """The newest model of the teacher's run; call it inside `jax.set_mesh(run.mesh)`.
-
-  Raises:
-    UserError: no checkpoint can be read.
-  """
+  """The newest model of the teacher's run; call it inside `jax.set_mesh(run.mesh)`. Raises as `Run.params`."""
   return make_teacher(run.config.model, run.params, f"{run.hash[:12]} at step {run.step}")
 
 
