@@ -71,12 +71,12 @@ def require_writable(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: str, advice: str = "") -> Iterator[None]:
-  """A context of code that writes to a folder, whose OSError becomes a RunError of one line."""
+def writing(place: str, advice: str = "", kind: type[UserError] | type[RunError] = RunError) -> Iterator[None]:
+  """A context of code that writes to a place, whose OSError becomes an error of one line, which ends with advice."""
   try:
     yield
   except OSError as error:
-    raise RunError(f"{folder}: can't be written ({error.strerror or error}){advice}") from error
+    raise kind(f"{place}: can't be written ({error.strerror or error}){advice}") from error
 
 
 def read_notes(path: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   if known is not None and not claimed:
     _check(workdir, known, config, corpus)
     source, identifier = known.get("source"), run_hash(workdir)
-  try:
+  with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
     if claimed:
       files.check_writable(workdir)
@@ -127,8 +127,6 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
     }
     files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     files.remove(os.path.join(workdir, STARTING))
-  except OSError as error:
-    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 
 
 def _is_begun(workdir: str) -> bool:
@@ -151,24 +149,20 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
     raise UserError(
       f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one"
     )
-  try:
+  with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
     files.write(mark, b"")
     for folder in folders:
       files.remove(folder)
     save_tokenizer(tokenizer, workdir)
-  except OSError as error:
-    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
 
 
 def set_depth_order(workdir: str, order: Sequence[int]) -> None:
   """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises UserError if it can't."""
   known, identifier = _read_run(workdir), run_hash(workdir)
   known["config"]["model"]["depth_order"] = list(order)
-  try:
+  with writing(f"workdir={workdir}", "; make it writable", UserError):
     files.write(os.path.join(workdir, RUN_FILE), json.dumps({**known, "hash": identifier}, indent=2).encode())
-  except OSError as error:
-    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); make it writable") from error
 
 
 def run_hash(workdir: str) -> str:

@@ -17,7 +17,7 @@ from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, find_teaching_count, say_untrained
-from diffeq_nnx.errors import Diverged, RunError, UserError
+from diffeq_nnx.errors import Diverged, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -75,7 +75,11 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
       start, validate = int(state["step"]), position["validate"]
+      way_on = (
+        "; the checkpoints there stay as they are; make room, and run the same command to continue from the newest"
+      )
       with (
+        workdir_lib.writing(f"workdir={workdir}", way_on),
         Reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
         goodput.watched(),
@@ -90,11 +94,6 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         return values
     except Diverged as error:
       raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
-    except OSError as error:
-      raise RunError(
-        f"workdir={workdir}: can't be written ({error.strerror or error}); the checkpoints there stay as "
-        "they are; make room, and run the same command to continue from the newest"
-      ) from error
 
 
 def batch_iterator(
