@@ -5,6 +5,8 @@ import dataclasses
 import importlib
 from typing import Any
 
+from diffeq_nnx.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -156,7 +158,8 @@ def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
   """
   job = JOBS[ALIASES.get(name, name)]
   if job.one_process:
-    from diffeq_nnx.parallel import distributed  # takes seconds, and `JOBS` is read for --help
+    import jax  # takes seconds, and `JOBS` is read for --help
 
-    distributed.require_one_process(name)
+    if jax.process_count() > 1:
+      raise UserError(f"--job={name}: runs in one process; start it on one host")
   return job.function(config, workdir, **options)

@@ -166,12 +166,6 @@ def is_main_process() -> bool:
   return whoami()[0] == 0
 
 
-def require_one_process(job: str) -> None:
-  """Raises UserError in a job of several processes."""
-  if jax.process_count() > 1:
-    raise UserError(f"--job={job}: runs in one process; start it on one host")
-
-
 def exchange(value: Any, wait_seconds: int = WAIT_SECONDS, key: str = "exchange") -> list[Any]:
   """Returns the values of all processes, in JSON's types. All must call it and wait up to `wait_seconds` for the last.
 
@@ -183,9 +177,7 @@ def exchange(value: Any, wait_seconds: int = WAIT_SECONDS, key: str = "exchange"
   orbax.checkpoint.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * wait_seconds)
   data = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
-  padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-  padded[: len(data)] = data
-  rows = multihost_utils.process_allgather(padded)
+  rows = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - len(data))))
   return [json.loads(bytes(np.asarray(row[:size], np.uint8))) for row, size in zip(rows, sizes)]
 
 
