@@ -201,27 +201,22 @@ def parse(argv: list[str]) -> list[str]:
 
 def describe_jobs() -> str:
   """The answer to --help: what each job does, and the flags that all take."""
-  jobs_lines = [_describe(name, job.summary) for name, job in JOBS.items()]
-  return "\n".join(
-    [
-      "python -m diffeq_nnx.main --workdir=DIR [--config=FILE.py] [--config.KEY=VALUE ...] [--job=JOB] [job's flags]",
-      "",
-      "Jobs; --help --job=JOB lists the flags of one:",
-      *jobs_lines,
-      "",
-      "Flags of every job:",
-      *_describe_flags(COMMON_FLAGS),
-    ]
-  )
+  summaries = "\n".join(_describe(name, job.summary) for name, job in JOBS.items())
+  return f"""\
+python -m diffeq_nnx.main --workdir=DIR [--config=FILE.py] [--config.KEY=VALUE ...] [--job=JOB] [job's flags]
+
+Jobs; --help --job=JOB lists the flags of one:
+{summaries}
+
+Flags of every job:
+{_describe_flags(COMMON_FLAGS)}"""
 
 
 def describe_job(name: str) -> str:
   """The answer to --help --job=NAME: what the job does, an example, and its flags beside those of every job."""
-  job = JOBS[name]
-  lines = [f"--job={name} {job.summary}.", "", f"Example: {example_of(name)}"]
-  if job.flags:
-    lines += ["", "Flags of this job:", *_describe_flags(job.flags)]
-  return "\n".join([*lines, "", f"Flags of every job: {', '.join(f'--{flag}' for flag in COMMON_FLAGS)}; see --help."])
+  job, common = JOBS[name], ", ".join(f"--{flag}" for flag in COMMON_FLAGS)
+  own = f"Flags of this job:\n{_describe_flags(job.flags)}\n\n" if job.flags else ""
+  return f"--job={name} {job.summary}.\n\nExample: {example_of(name)}\n\n{own}Flags of every job: {common}; see --help."
 
 
 def example_of(name: str) -> str:
@@ -234,8 +229,8 @@ def help_of(name: str) -> str:
   return str(flags.FLAGS[name].help).partition(";\n")[0]
 
 
-def _describe_flags(names: Sequence[str]) -> list[str]:
-  return [_describe(f"--{name}", help_of(name)) for name in names]
+def _describe_flags(names: Sequence[str]) -> str:
+  return "\n".join(_describe(f"--{name}", help_of(name)) for name in names)
 
 
 def _describe(name: str, text: str) -> str:
