@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import os
 from typing import Any
 
@@ -61,15 +62,10 @@ def derive_config(
 
 def _say_left_out(known: Config, given: Config, made: Config) -> None:
   """Says which keys about depth a run can't keep, unless they are those of the run that it is made from."""
-  for section, key in (
-    ("train", "step_counts"),
-    ("train", "step_schedule"),
-    ("train", "self_distillation"),
-    ("eval", "num_steps"),
-  ):
-    wanted, value = (getattr(getattr(config, section), key) for config in (given, made))
-    if value != wanted != getattr(getattr(known, section), key):
-      say(f"{section}.{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
+  for key in ("train.step_counts", "train.step_schedule", "train.self_distillation", "eval.num_steps"):
+    before, wanted, value = map(operator.attrgetter(key), (known, given, made))
+    if value != wanted != before:
+      say(f"{key}={wanted}: becomes {value}, which the stored weights of {made.model.num_steps} steps allow")
 
 
 def check_model(model: ModelConfig, expected: ModelConfig, *keys: str) -> None:
