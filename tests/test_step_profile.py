@@ -152,7 +152,6 @@ def outer(x):
 def test_source_lines_of_a_real_program():
   """The innermost is the product's, then its callers'."""
   program = hlo.Program(jax.jit(outer).lower(jnp.ones((8, 8))).compile().as_text())
-  instructions = [one for computation in program._computations.values() for one in computation.values()]
-  (product,) = (one for one in instructions if one.opcode == "dot")
+  (product,) = (one for one in program.instructions.values() if one.opcode == "dot")
   lines = [inspect.getsourcelines(function)[1] + 1 for function in (inner, outer)]
   assert program.stack(product)[:2] == ((__file__, lines[0]), (__file__, lines[1]))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -83,21 +83,12 @@ class Instruction:
     return found[1] if found else ""
 
 
-class Estimate(NamedTuple):
-  """The compiler's estimate for an instruction; `cycles` are those of all its executions in a run of the program."""
-
-  instruction: Instruction
-  times: int
-  cycles: int
-
-
 class Program:
   """A compiled program, parsed from its text."""
 
   def __init__(self, text: str):
-    self._computations: dict[str, dict[str, Instruction]] = {}
-    self._roots: dict[str, Instruction] = {}
-    self._instructions: dict[str, Instruction] = {}
+    self.instructions: dict[str, Instruction] = {}  # by name
+    self._computations: dict[str, list[Instruction]] = {}  # of each the instructions, the root last
     self._users: dict[str, Instruction] = {}  # the first of each
     self._stacks = _stacks(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
@@ -105,13 +96,13 @@ class Program:
     for line in text.splitlines():
       if found := _COMPUTATION.match(line):
         current = found[2]
-        self._computations[current] = {}
+        self._computations[current] = []
         if found[1]:
           self._entry = current
       elif found := _INSTRUCTION.match(line):
         instruction = _parse(found[1], found[2])
-        self._computations[current][instruction.name] = self._roots[current] = instruction  # the root comes last
-        self._instructions[instruction.name] = instruction
+        self._computations[current].append(instruction)
+        self.instructions[instruction.name] = instruction
         for operand in instruction.operands:
           self._users.setdefault(operand, instruction)
 
@@ -134,36 +125,35 @@ class Program:
     return [one for one in found.values() if len(one.members) > 1]
 
   @functools.cached_property
-  def estimates(self) -> list[Estimate]:
-    """All of the compiler, which has none for hand-written kernels and for waiting for other devices."""
+  def estimates(self) -> list[tuple[Instruction, int, int]]:
+    """(instruction, executions in a run, the compiler's estimate of the cycles of all of them).
+
+    The compiler has none for hand-written kernels and for waiting for other devices.
+    """
     found = []
     for instruction, times in self.executed():
       cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d{1,15})"', instruction.rest)))
       if cycles and instruction.opcode != "while":
-        found.append(Estimate(instruction, times, times * cycles))
+        found.append((instruction, times, times * cycles))
     return found
 
   @property
   def cycles(self) -> int:
     """The sum of the estimates."""
-    return sum(estimate.cycles for estimate in self.estimates)
+    return sum(cycles for _, _, cycles in self.estimates)
 
   def executed(self, inside_fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
     """(instruction, executions in a run) of all instructions; a fusion is one, or else also those inside it."""
     return self._executed(self._entry, 1, inside_fusions)
 
-  def instruction(self, name: str) -> Instruction:
-    """The instruction of that name."""
-    return self._instructions[name]
-
   def parts(self, instruction: Instruction) -> list[Instruction]:
     """The instructions of a fusion; any other instruction alone."""
     fused = instruction.opcode in FUSIONS
-    return list(self._computations[instruction.called[0]].values()) if fused else [instruction]
+    return self._computations[instruction.called[0]] if fused else [instruction]
 
   def arguments(self, instruction: Instruction) -> list[Array]:
     """The arrays that an instruction reads."""
-    return [array for name in instruction.operands for array in self._instructions[name].arrays]
+    return [array for name in instruction.operands for array in self.instructions[name].arrays]
 
   def stack(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
     """(file, line) of the operation in the source and of its callers; empty for what the compiler inserted."""
@@ -174,7 +164,7 @@ class Program:
     """An instruction with a source line, if any: ("", itself), ("of", what it reads) or ("for", what reads it)."""
     made: Instruction | None = instruction
     while made and not self.stack(made):
-      made = self._instructions.get(made.operands[0]) if made.operands else None
+      made = self.instructions.get(made.operands[0]) if made.operands else None
     if made:
       return "" if made is instruction else "of", made
     used: Instruction | None = instruction
@@ -192,60 +182,59 @@ class Program:
       if call.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in call.rest
     ]
 
-  def _executed(self, computation: str, times: int, inside_fusions: bool):
+  def _executed(self, computation: str, times: int, inside_fusions: bool) -> Iterator[tuple[Instruction, int]]:
     """(instruction, number of executions) in this computation and those that it calls."""
-    for instruction in self._computations[computation].values():
+    for instruction in self._computations[computation]:
       yield instruction, times
       if instruction.opcode in FUSIONS and not inside_fusions:
         continue
-      trips = self._trips(computation, instruction) if instruction.opcode == "while" else 1
+      trips = self._trips(instruction) if instruction.opcode == "while" else 1
       for called in instruction.called:
         yield from self._executed(called, times * trips, inside_fusions)
 
-  def _trips(self, computation: str, loop: Instruction) -> int:
+  def _trips(self, loop: Instruction) -> int:
     """The iterations of a loop that counts up to a constant; 1 for any other."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
       return int(known[1])
     condition, body = (re.search(rf"{part}=%?([\w.\-]+)", loop.rest)[1] for part in ("condition", "body"))
-    test = self._roots[condition]
-    limits = [self._constant(condition, name) for name in test.operands]
-    counters = [index for name in test.operands if (index := self._index(condition, name)) is not None]
-    if not counters or all(limit is None for limit in limits):
+    operands = self._computations[condition][-1].operands
+    limits = [limit for name in operands if (limit := self._constant(name)) is not None]
+    counters = [index for name in operands if (index := self._index(name)) is not None]
+    if not counters or not limits:
       return 1
-    limit = next(limit for limit in limits if limit is not None)
-    start = self._start(computation, loop.operands[0], counters[0])
-    return max(1, -(-(limit - start) // self._step(body, counters[0])))
+    start = self._start(loop.operands[0], counters[0])
+    return max(1, -(-(limits[0] - start) // self._step(body, counters[0])))
 
-  def _follow(self, computation: str, name: str) -> Instruction | None:
+  def _follow(self, name: str) -> Instruction | None:
     """The instruction of that name, followed through copies."""
-    instruction = self._computations[computation].get(name)
+    instruction = self.instructions.get(name)
     while instruction is not None and instruction.opcode in ("copy", "bitcast"):
-      instruction = self._computations[computation].get(instruction.operands[0])
+      instruction = self.instructions.get(instruction.operands[0])
     return instruction
 
-  def _constant(self, computation: str, name: str) -> int | None:
-    instruction = self._follow(computation, name)
+  def _constant(self, name: str) -> int | None:
+    instruction = self._follow(name)
     found = instruction and instruction.opcode == "constant" and re.match(r"(-?\d+)\)", instruction.rest)
     return int(found[1]) if found else None
 
-  def _index(self, computation: str, name: str) -> int | None:
+  def _index(self, name: str) -> int | None:
     """The index of an element of the loop's state."""
-    instruction = self._follow(computation, name)
+    instruction = self._follow(name)
     found = instruction and re.search(r"index=(\d+)", instruction.rest)
     return int(found[1]) if found and instruction.opcode == "get-tuple-element" else None
 
-  def _start(self, computation: str, name: str, index: int) -> int:
+  def _start(self, name: str, index: int) -> int:
     """The loop's counter before the first iteration; 0 if unknown."""
-    state = self._follow(computation, name)
+    state = self._follow(name)
     known = state is not None and state.opcode == "tuple"
-    return (self._constant(computation, state.operands[index]) or 0) if known else 0
+    return (self._constant(state.operands[index]) or 0) if known else 0
 
   def _step(self, body: str, index: int) -> int:
     """The increment of the loop's counter in an iteration."""
-    after = self._follow(body, self._roots[body].operands[index])
+    after = self._follow(self._computations[body][-1].operands[index])
     if after is not None and after.opcode == "fusion":
-      body, after = after.called[0], self._roots[after.called[0]]
-    steps = [self._constant(body, name) for name in after.operands] if after is not None else []
+      after = self._computations[after.called[0]][-1]
+    steps = [self._constant(name) for name in after.operands] if after is not None else []
     return next((step for step in steps if step), 1)
 
   def _members(self, instruction: Instruction) -> tuple[int, ...]:

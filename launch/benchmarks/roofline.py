@@ -137,17 +137,17 @@ def _share(name: str, elements: int, users: dict[str, list[hlo.Instruction]]) ->
 def _written(program: hlo.Program, root: hlo.Instruction) -> int:
   """Bytes of an instruction's results."""
   if root.opcode == "tuple":
-    return sum(_written(program, program.instruction(name)) for name in root.operands)
+    return sum(_written(program, program.instructions[name]) for name in root.operands)
   source = root
   while source.opcode in ("bitcast", "convert"):
-    source = program.instruction(source.operands[0])
+    source = program.instructions[source.operands[0]]
   arrays = _update(program, source) if source.opcode in IN_PLACE else root.arrays
   return sum(array.bytes for array in arrays if array.dtype not in SCRATCH)
 
 
 def _update(program: hlo.Program, instruction: hlo.Instruction) -> tuple[hlo.Array, ...]:
   """What an instruction writes into its first operand."""
-  return program.instruction(instruction.operands[IN_PLACE[instruction.opcode]]).arrays
+  return program.instructions[instruction.operands[IN_PLACE[instruction.opcode]]].arrays
 
 
 def _elements(program: hlo.Program, instruction: hlo.Instruction) -> int:
