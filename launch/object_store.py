@@ -37,7 +37,7 @@ Fault = Callable[[str, str], str | None]
 
 
 class ObjectStore:
-  """A server with an empty bucket, from `start` (or the beginning of a context) until `stop`.
+  """A server with an empty bucket, for the time of a context; what was stored is gone after it.
 
   Attributes:
     kind: "gs" or "s3".
@@ -55,7 +55,6 @@ class ObjectStore:
     self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), _Handler)
     self._proxy.store = self
     self._inner = local.free_port()
-    self._server: subprocess.Popen[bytes] | None = None
 
   @property
   def environment(self) -> dict[str, str]:
@@ -70,7 +69,7 @@ class ObjectStore:
       "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else gcsfs asks the real cloud what kind of bucket it is
     }
 
-  def start(self) -> "ObjectStore":
+  def __enter__(self) -> "ObjectStore":
     """Starts both servers; raises RuntimeError if that takes more than 20 seconds."""
     self._log = tempfile.TemporaryFile()  # not a pipe, which would fill up and stop the server
     self._server = subprocess.Popen(self._command(), stdout=self._log, stderr=self._log)
@@ -88,7 +87,7 @@ class ObjectStore:
           return self
       except OSError as error:
         if time.monotonic() > deadline:
-          self.stop()
+          self.__exit__()
           raise RuntimeError(f"the server of {self.root} did not start") from error
         time.sleep(0.05)
 
@@ -105,20 +104,12 @@ class ObjectStore:
       *("-external-url", outside, "-public-host", outside.removeprefix("http://")),
     ]
 
-  def stop(self) -> None:
-    """Ends both servers; what was stored is gone."""
+  def __exit__(self, *unused: Any) -> None:
     self._proxy.shutdown()
     self._proxy.server_close()
-    if self._server is not None:
-      self._server.kill()
-      self._server.wait()
+    self._server.kill()
+    self._server.wait()
     self._log.close()
-
-  def __enter__(self) -> "ObjectStore":
-    return self.start()
-
-  def __exit__(self, *unused: Any) -> None:
-    self.stop()
 
   def objects(self) -> dict[str, str]:
     """The hash of each object of a store of the kind "gs", by name."""
