@@ -35,42 +35,27 @@ COUNTS = (2, 3, 4, 5, 6, 8, 9, 12, 16)  # at which every checkpoint is evaluated
 TRAINED = (3, 4, 6, 8, 12)
 OWN = (3, 6, 12)
 
-_SMOOTH = ["model.time.embedding=uniform", "model.time.weights_at=mean"]
-_BARE = [*_SMOOTH, "model.time.sinusoidal_dim=12"]
-_UNIFORM = [*_BARE, "model.time.common=1.5"]
+_UNIFORM = ["model.time.embedding=uniform", "model.time.weights_at=mean", "model.time.sinusoidal_dim=12"]
 _SLOW = ["model.time.scale=20.0", "model.time.weights_at=mean"]
 _MIXED = [f"train.step_counts={TRAINED}"]
 _LATE = [*_MIXED, "train.draw_from=0.7"]
+_STORED = ["model.weights=stored", "model.solver=sequential", "optimizer.peak_rate=4e-3"]
+_until = lambda steps: [f"{key}={steps}" for key in ("train.steps", "eval.every", "checkpoint.every")]
+CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
+  "continued": ("stored6", [*_MIXED, *_until(300), "optimizer.peak_rate=1e-3"]),
+  "stored_then_elastic": ("stored6_first", []),
+}
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
   "slow_late": [*_SLOW, *_LATE],
   "slow_mixed_mean": [*_SLOW, *_MIXED],
-  "mixed": [*_UNIFORM, *_MIXED],
-  "elastic": [*_BARE, *_LATE],
-  "late": [*_UNIFORM, *_LATE],
-  "late80": [*_UNIFORM, *_MIXED, "train.draw_from=0.8"],
-  "late_k6": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=6"],
-  "late_k24": [*_UNIFORM, *_LATE, "model.time.sinusoidal_dim=24"],
-  "late_common3": [*_BARE, *_LATE, "model.time.common=3.0"],
-  "late_T32": [*_UNIFORM, *_LATE, "model.time.time_embed_dim=32"],
-  "slow_k12": [*_SLOW, *_LATE, "model.time.sinusoidal_dim=12"],
-  "slow12": [*_SLOW, *_LATE, "model.num_steps=12", "model.horizon=6.0"],
-  "late_rate": [*_UNIFORM, *_LATE, "optimizer.peak_rate=1.4e-3"],
+  "elastic": [*_UNIFORM, *_LATE],
   # 3, 6 and 12 steps lie evenly, each half as long as one of 6: the first three at 0, 4 and 8 of twelve
   "nested": [*_LATE, "model.num_steps=12", "model.horizon=6.0", "model.depth_order=(0,4,8,2,6,10,1,5,9,3,7,11)"],
+  **{f"stored{n}": [*_STORED, f"model.num_steps={n}"] for n in OWN},
+  "stored6_first": [*_STORED, "model.num_steps=6", *_until(1200)],
+  **{name: settings for name, (_, settings) in CONTINUED.items()},
 }
-_STORED = ["model.weights=stored", "model.solver=sequential"]
-RECIPES |= {f"stored{n}": [*_STORED, f"model.num_steps={n}", "optimizer.peak_rate=4e-3"] for n in OWN}
-_until = lambda steps: [f"{key}={steps}" for key in ("train.steps", "eval.every", "checkpoint.every")]
-RECIPES["stored6_first"] = [*RECIPES["stored6"], *_until(1200)]
-_GOES_ON = [*_MIXED, *_until(300)]
-CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
-  "continued": ("stored6", [*_GOES_ON, "optimizer.peak_rate=1e-3"]),
-  "stored_then_elastic": ("stored6_first", []),
-  "continued_rate5e-4": ("stored6", [*_GOES_ON, "optimizer.peak_rate=5e-4"]),
-  "continued_rate2e-3": ("stored6", [*_GOES_ON, "optimizer.peak_rate=2e-3"]),
-}
-RECIPES |= {name: settings for name, (_, settings) in CONTINUED.items()}
 
 Losses = dict[int, float]  # of validation, by number of solver steps
 
