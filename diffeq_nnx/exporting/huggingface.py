@@ -154,13 +154,11 @@ def _explain_own(stored: ModelConfig, form: str) -> str:
 
 
 def folded_factors(stored: ModelConfig) -> tuple[float, ...] | None:
-  """The dt of each weight set where it is folded into the projections `layouts.WRITING`."""
-  return make_grid(stored).dts if _folds(SOLVERS[stored.solver]) else None
+  """The dt of each weight set where it is folded into the projections `layouts.WRITING`.
 
-
-def _folds(solver: Solver) -> bool:
-  """Whether dt is folded into the weights: those of one evaluation a step are used by that step alone."""
-  return solver.evaluations == (1, 1)
+  It is for one evaluation a step, whose weights are used by that step alone.
+  """
+  return make_grid(stored).dts if SOLVERS[stored.solver].evaluations == (1, 1) else None
 
 
 def _describe_method(solver: Solver) -> dict[str, Any] | None:
@@ -179,7 +177,7 @@ def _describe_method(solver: Solver) -> dict[str, Any] | None:
 def _exported_config(stored: ModelConfig, architecture: str) -> ModelConfig:
   """The exported model: dt may be folded, and only our own architecture has an eps for the final norm."""
   final_eps = stored.final_eps if architecture == layouts.OWN else stored.block_eps
-  folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if _folds(SOLVERS[stored.solver]) else {}
+  folded: dict[str, Any] = {"horizon": None, "step_sizes": ()} if folded_factors(stored) else {}
   return dataclasses.replace(stored, norm_eps=stored.block_eps, final_norm_eps=final_eps, **folded)
 
 

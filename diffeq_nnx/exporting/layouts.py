@@ -80,9 +80,7 @@ def entries(architecture: str, model: ModelConfig) -> Iterator[Entry]:
         yield Entry(name, ("weight_source", "stored", group, leaf), u, kind)
 
 
-def to_tensors(
-  architecture: str, model: ModelConfig, params: Params, factors_U: Sequence[float] | None = None
-) -> Tensors:
+def to_tensors(architecture: str, model: ModelConfig, params: Params, factors_U: Sequence[float] | None) -> Tensors:
   """Converts parameters with stored weights to the arrays of a file, in float32; a dt for each set is folded in."""
   tensors, leaves = {}, traverse_util.flatten_dict(params)
   for entry in entries(architecture, model):
@@ -91,9 +89,7 @@ def to_tensors(
   return tensors
 
 
-def to_adapters(
-  architecture: str, model: ModelConfig, lora: Params, factors_U: Sequence[float] | None = None
-) -> Tensors:
+def to_adapters(architecture: str, model: ModelConfig, lora: Params, factors_U: Sequence[float] | None) -> Tensors:
   """Converts adapters to the arrays of PEFT, whose names begin with those of the kernels' modules, in float32.
 
   A is [rank, in] there and B [out, rank], as torch's Linear has them, also where the kernel is GPT-2's Conv1D.
