@@ -32,9 +32,6 @@ BUCKET = "bucket"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # to this machine, past any proxy
 _SKIPPED = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # headers of one connection
 
-# (method, path, query included) -> "503", "403", "reset" or None
-Fault = Callable[[str, str], str | None]
-
 
 class ObjectStore:
   """A server with an empty bucket, for the time of a context; what was stored is gone after it.
@@ -42,14 +39,15 @@ class ObjectStore:
   Attributes:
     kind: "gs" or "s3".
     root: the URL of the bucket.
-    fault: which requests fail, and how; may be changed at any time.
+    fault: which requests fail, and how: (method, path, query included) -> "503", "403", "reset" or None. May be changed
+      at any time.
     requests: (method, path, header Range or "") of all requests so far.
   """
 
   def __init__(self, port: int = 0, kind: str = "gs", delay: float = 0.0):
     """`delay`: seconds that every request waits."""
     self.kind, self.root = kind, f"{kind}://{BUCKET}"
-    self.fault: Fault = lambda method, path: None
+    self.fault: Callable[[str, str], str | None] = lambda method, path: None
     self.requests: list[tuple[str, str, str]] = []
     self.delay = delay
     self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", port), _Handler)

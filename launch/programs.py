@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import graph
+from diffeq_nnx.model.parameters import build, params_of
 
 COMMA = r",(?![^(]*\))"  # one inside parentheses separates nothing: a setting may be a tuple
 
@@ -77,8 +77,8 @@ def compile_in_child(file: str, words: list[str], variables: dict[str, str], wha
 
 def init_model(config: Config) -> Model:
   """A model with initial weights, on one device."""
-  init = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Model(config.model, rngs=nnx.Rngs(config.seed)), nnx.Param)))
-  return nnx.merge(graph(config.model), init())
+  init = jax.jit(lambda: params_of(Model(config.model, rngs=nnx.Rngs(config.seed))))
+  return build(config.model, init())
 
 
 def time_rounds(calls: Mapping[Any, Callable[[], object]], rounds: int, repeats: int = 1) -> dict[Any, np.ndarray]:

@@ -47,11 +47,11 @@ def growth(magnitudes_S: np.ndarray) -> tuple[float, float]:
   return float(ratio), float(stats.spearmanr(np.arange(len(magnitudes_S)), magnitudes_S).statistic)
 
 
-def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray, seed: int = 0) -> np.ndarray:
+def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> np.ndarray:
   """KL(p || p') in nats of the prediction after the last token, for each token before it replaced, [L - 1]."""
   L, config = len(tokens_L), analyzed.config
   texts_RxL = np.tile(tokens_L, (1 + (L - 1) * REPLACEMENTS, 1))
-  others = np.random.default_rng(seed).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
+  others = np.random.default_rng(0).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
   texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
   with analyzed.use_device():
     passed = observe(config, False, analyzed.rest, analyzed.weights, texts_RxL)
