@@ -15,7 +15,6 @@ from diffeq_nnx.data.tokenizers.byte_fallback import EXPORTED, SPACE, WITHIN
 from diffeq_nnx.exporting import folders
 from diffeq_nnx.inference.generation import find_stop_ids
 
-_BPE = 2  # TrainerSpec.ModelType in sentencepiece
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _PROBES = (
   "a b  c\n\n d\u00e9 \u5b57\U0001f642\tx\r\n",
@@ -118,7 +117,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | N
   normal = proto.normalizer_spec
   odd = any(piece.type in (kinds.USER_DEFINED, kinds.UNUSED) for piece in proto.pieces)
   odd |= not tokenizer.lossless and bool(normal.precompiled_charsmap or normal.remove_extra_whitespaces)
-  if proto.trainer_spec.model_type != _BPE or odd:
+  if proto.trainer_spec.model_type != messages.TrainerSpec.BPE or odd:
     return None
   vocab = {piece.piece: number for number, piece in enumerate(proto.pieces)}
   known = {
