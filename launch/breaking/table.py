@@ -34,7 +34,7 @@ class Row:
   lost: int = 0  # the most steps trained again
   seconds: float = 0.0  # the longest try
 
-  def add(self, survived: bool, seconds: float, lost: int = 0, detail: str = "") -> None:
+  def add(self, survived: bool, seconds: float, lost: int, detail: str) -> None:
     """Counts one try."""
     self.tries, self.survived = self.tries + 1, self.survived + survived
     self.lost, self.seconds = max(self.lost, lost), max(self.seconds, seconds)

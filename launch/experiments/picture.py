@@ -17,7 +17,6 @@ import numpy as np
 import diffeq_nnx
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel
 from diffeq_nnx.analysis.spectra import spectra
-from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.training.evaluate import Evaluator
 from launch import programs
 
@@ -30,13 +29,11 @@ PATH = "docs/depth.png"
 def perplexities(workdir: str) -> tuple[AnalyzedModel, list[float], str]:
   """A run's newest model, its validation perplexity at each of STEPS, and the numbers that it was trained at."""
   run = diffeq_nnx.load(workdir)
-  config, model, mesh = run.config, run.model, run.mesh
-  corpus, params = run.corpus, params_of(model)
-  config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, max_batches=None))
-  with jax.set_mesh(mesh):
-    found = [Evaluator(config, corpus, mesh, count)(params)["perplexity"] for count in STEPS]
+  config = dataclasses.replace(run.config, eval=dataclasses.replace(run.config.eval, max_batches=None))
+  with jax.set_mesh(run.mesh):
+    found = [Evaluator(config, run.corpus, run.mesh, count)(run.params)["perplexity"] for count in STEPS]
   counts = config.train.step_counts or (config.model.num_steps,)
-  return AnalyzedModel(model), found, ", ".join(map(str, counts))
+  return AnalyzedModel(run.model), found, ", ".join(map(str, counts))
 
 
 def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]]) -> None:
