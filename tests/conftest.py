@@ -29,9 +29,14 @@ if STARTS_THE_TESTS:
     "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled-for-tests-"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",  # to keep a smaller one takes a third of its time
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HOME": tempfile.mkdtemp(prefix="home-of-tests-"),
     # subprocesses import this checkout, installed or not
     "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
   }
+# where transformers copies a folder's own code, for each worker
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(dir=os.environ.get("HF_HOME"))
 
 from absl import flags, logging
 from flax import nnx
@@ -82,9 +87,10 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_unconfigure():
-  """Removes the compiled programs of this run."""
+  """Removes the compiled programs of this run, and what packages of Hugging Face kept."""
   if STARTS_THE_TESTS:
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "HF_HOME"):
+      shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
 # every preset, as changes to a ModelConfig

@@ -3,11 +3,8 @@
 import functools
 import json
 import os
-import tempfile
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-OFFLINE["HF_HOME"] = os.environ.get("HF_HOME") or tempfile.mkdtemp()
-os.environ.update(OFFLINE)
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax
 import numpy as np

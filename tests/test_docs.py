@@ -107,14 +107,7 @@ class Project:
       (folder / "configs" / path.name).write_text(text)
     self.printed: dict[tuple[str, ...], str] = {}  # by commands that were run
     self.log = folder / "log"
-    environment = {
-      **os.environ,
-      "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-      "HF_DATASETS_OFFLINE": "1",
-      "HF_HUB_OFFLINE": "1",
-      "HF_MODULES_CACHE": str(folder / "modules"),
-      "MPLBACKEND": "agg",
-    }
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MPLBACKEND": "agg"}
     with open(self.log, "w", encoding="utf-8") as log:
       self.process = subprocess.Popen(
         [sys.executable, "-m", "tests.command_server"],

@@ -7,10 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # where transformers copies a folder's own code
 
 from flax import nnx
 import jax

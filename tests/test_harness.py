@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.harness_cases import OFFLINE, WITHOUT_ENVIRONMENT, task_folder, without_environment  # noqa: F401  fixtures
+from tests.harness_cases import WITHOUT_ENVIRONMENT, task_folder, without_environment  # noqa: F401  fixtures
 
 pytest.importorskip("lm_eval")
 
@@ -175,7 +175,7 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   settings = [*settings.split(), f"text=jsonl:{task_folder}/texts.jsonl"]
   arguments = [f"--config.harness.{setting}" for setting in settings]
   commands = local.commands(2, local.free_port(), ["--job=harness", f"--workdir={run[1]}", *arguments])
-  running = [Process(line[3:], {**local.environment(2), **OFFLINE}, WITHOUT_ENVIRONMENT) for line in commands]
+  running = [Process(line[3:], local.environment(2), WITHOUT_ENVIRONMENT) for line in commands]
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
   (line,) = running[0].out.splitlines()
   assert json.loads(line)["acc"] and running[1].out == ""

@@ -4,8 +4,6 @@ import importlib
 import json
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -6,8 +6,6 @@ import math
 import os
 import shutil
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import sentencepiece
 

@@ -4,14 +4,11 @@ import dataclasses
 import functools
 import io
 import json
-import os
 
 import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as huggingface
-
-os.environ.update(HF_HUB_OFFLINE="1")
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config

@@ -127,11 +127,9 @@ def test_a_pickle_in_place_of_a_tokenizer_file_is_one_line(folder, marker, name)
 
 
 @pytest.mark.filterwarnings("default")  # of lm_eval
-def test_task_files_that_a_run_names_are_not_run(tmp_path, marker, capsys, monkeypatch):
+def test_task_files_that_a_run_names_are_not_run(tmp_path, marker, capsys):
   """Task files of lm_eval may name Python functions; only the user's command line or config names a folder of them."""
   pytest.importorskip("lm_eval")
-  for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-    monkeypatch.setenv(name, "1")
   (tmp_path / "theirs.py").write_text(program(marker) + "def shown(doc):\n  return 'x'\n")
   (tmp_path / "data.jsonl").write_text('{"question": "x"}\n')
   (tmp_path / "theirs.yaml").write_text(
