@@ -1,5 +1,6 @@
 """What every test runs under: the CPU, one thread, shared compilations, and a small model to build on."""
 
+import dataclasses
 import functools
 import gc
 import importlib
@@ -139,6 +140,12 @@ def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config
   """A whole experiment around `small_model`."""
   values = dict(batch_size=4, loss_chunks=3, remat="none", steps=10)
   return config_lib.Config(model=model or small_model(), train=config_lib.TrainConfig(**{**values, **train}))
+
+
+def change(config: Config, **sections) -> Config:
+  """The config with keys of its sections changed, as in `change(config, train={"steps": 28})`."""
+  made = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+  return dataclasses.replace(config, **made)
 
 
 def on_eight_devices(program: str) -> str:

@@ -1,6 +1,5 @@
 """Runs, shards, caches and exports in a bucket: the same as on a disk, whole or not at all, and through faults."""
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -19,7 +18,7 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.object_store import ObjectStore
-from tests.conftest import mistake, run_config, told, write_documents
+from tests.conftest import change, mistake, run_config, told, write_documents
 from tests.test_data import prose, write_jsonl
 from tests.test_distributed import job
 
@@ -56,10 +55,6 @@ def copy(folder, url):
   """Copies a local work directory to a bucket."""
   with files.replacing_folder(url, "run.json") as place:
     shutil.copytree(folder, place, dirs_exist_ok=True)
-
-
-def at(config, steps):
-  return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
 @pytest.mark.parametrize("server", ["gs", "s3"], indirect=True)
@@ -117,7 +112,7 @@ def test_a_folder_is_whole_or_lacks_its_last_file(store):
 def test_a_run_in_a_bucket_outlives_faults_and_is_the_run_on_a_disk(store, finished, capsys):
   server, root = store
   config, local = finished
-  config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep=5))
+  config = change(config, checkpoint=dict(keep=5))
   server.fault = every(61, "503", "reset")
   train(config, root)
   assert len(server.requests) > 4 * 61
@@ -139,10 +134,10 @@ def test_a_run_in_a_bucket_outlives_faults_and_is_the_run_on_a_disk(store, finis
   before = {name for name in server.objects() if "/checkpoints/20/" in name}
   server.fault = lambda method, path: "403" if method in ("POST", "PUT", "DELETE") else None
   with pytest.raises((RunError, UserError), match="can't be written|could not"):
-    train(at(config, 28), root)
+    train(change(config, train=dict(steps=28)), root)
   server.fault = lambda method, path: None
   assert before and before <= set(server.objects())  # a bucket that refuses loses nothing
-  train(at(config, 24), root)
+  train(change(config, train=dict(steps=24)), root)
   assert Run.open(root).step == 24
 
 

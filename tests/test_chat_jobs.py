@@ -1,6 +1,5 @@
 """Conversations in jobs: generation of an assistant's turn, and downstream evaluation with a chat template."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -29,7 +28,7 @@ from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs.run import Run
-from tests.conftest import Lazy, run_command, told
+from tests.conftest import Lazy, change, run_command, told
 from tests.test_export import byte_pairs
 from tests.test_harness_adapter import scored
 
@@ -198,8 +197,7 @@ def test_system_messages_are_left_out_where_the_template_refuses_them():
 def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_folder, tmp_path, monkeypatch, capsys):
   config, workdir = talking
   keys = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 4, "num_fewshot": (1,)}
-  settings = dataclasses.replace(config.harness, **keys, apply_chat_template=True)
-  changed, real = dataclasses.replace(config, harness=settings), DiffEqLM.apply_chat_template
+  changed, real = change(config, harness=keys | {"apply_chat_template": True}), DiffEqLM.apply_chat_template
   with mock.patch.object(DiffEqLM, "apply_chat_template", autospec=True, side_effect=real) as writing:
     evaluate_downstream(changed, str(workdir))
   assert {len(call.args[1]) for call in writing.call_args_list} == {3}  # an example as turns

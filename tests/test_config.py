@@ -19,7 +19,7 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
-from tests.conftest import told
+from tests.conftest import change, told
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))
@@ -51,7 +51,7 @@ def test_every_config_parses_with_every_preset_and_has_shapes(name):
   for preset in choices:
     config = config_lib.from_config_dict(raw_config(name, preset))
     if tunes:  # whose model is that of a run, discretized
-      config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored"))
+      config = change(config, model=dict(weights="stored"))
     if tunes or name == "gpt_small" or preset == choices[0]:
       assert num_parameters(config) > 0, preset
 

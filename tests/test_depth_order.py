@@ -25,7 +25,7 @@ from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.model.solvers import weight_times
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training.loss import chunked_cross_entropy
-from tests.conftest import moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import change, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import ONE_EPS, load, make, torch_logits
 
@@ -59,8 +59,7 @@ def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):
   assert len(lines) == 3 and "was trained at 2, 3 even steps" in lines[0]
   assert "train.step_counts=(2, 3): becomes ()" in lines[1] and "self_distillation=True: becomes False" in lines[2]
   for model, kept in ((small_model(num_steps=4), ((), (), None)), (ordered(), ((2, 4), (5,), 2))):
-    grows = small_config(model, step_counts=(2, 4), step_schedule=(5,))
-    grows = dataclasses.replace(grows, eval=dataclasses.replace(grows.eval, num_steps=2))
+    grows = change(small_config(model, step_counts=(2, 4), step_schedule=(5,)), eval=dict(num_steps=2))
     made = derive_config(grows, discretized_config(model))
     assert (made.train.step_counts, made.train.step_schedule, made.eval.num_steps) == kept
 

@@ -1,6 +1,5 @@
 """Distillation: the loss against a plain one, what reaches the teacher, runs with a teacher, self-distillation."""
 
-import dataclasses
 import re
 import shutil
 
@@ -11,7 +10,6 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.config import OptimizerConfig
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
@@ -21,16 +19,8 @@ from diffeq_nnx.training.loss import chunked_losses
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
 from diffeq_nnx.training.teacher import make_teacher
-from tests.conftest import masked_batch, moved_instance, run_config, small_config, small_model, told
+from tests.conftest import change, masked_batch, moved_instance, run_config, small_config, small_model, told
 from tests.test_loss import example
-
-
-def with_train(config, **changes):
-  return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def with_model(config, **changes):
-  return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
 def make_states(dtype):
@@ -91,15 +81,15 @@ def test_between_a_student_and_a_teacher_that_equals_it_there_is_no_divergence()
 @pytest.fixture
 def student(finished):
   """The config of a narrower run of stored weights on the text of `finished`, which is its teacher."""
-  config = with_train(run_config(finished[1].parent, steps=20), teacher=str(finished[1]), teacher_weight=0.75)
-  return with_model(config, weights="stored", embed_dim=8, num_steps=1, seq_len=8)
+  config = change(run_config(finished[1].parent, steps=20), train=dict(teacher=str(finished[1]), teacher_weight=0.75))
+  return change(config, model=dict(weights="stored", embed_dim=8, num_steps=1, seq_len=8))
 
 
 def test_a_run_learns_from_its_teacher_and_says_so(student, finished, tmp_path, capsys):
   """Another teacher is said, and without the one that its config names it does not go on."""
   teacher, workdir = str(tmp_path / "teacher"), str(tmp_path / "student")
   shutil.copytree(finished[1], teacher)
-  last = train(with_train(student, teacher=teacher), workdir)
+  last = train(change(student, train=dict(teacher=teacher)), workdir)
   records = read_metrics(workdir, "train")
   for record in records:
     assert record["loss"] == pytest.approx(0.25 * record["cross_entropy"] + 0.75 * record["divergence"], rel=1e-5)
@@ -115,25 +105,25 @@ def test_a_run_learns_from_its_teacher_and_says_so(student, finished, tmp_path, 
     r"loss \d\.\d{4} \(cross-entropy \d\.\d{4}, divergence \d\.\d{4}\), .* % with the teacher\)", told_lines
   )
   assert "train.teacher: was" not in told_lines
-  train(with_train(student, teacher=workdir), workdir)  # its own model
+  train(change(student, train=dict(teacher=workdir)), workdir)  # its own model
   assert re.search(
     r"train.teacher: was \w{12} at step 20 until step 20, and is \w{12} at step 20 now", capsys.readouterr().err
   )
   shutil.rmtree(teacher)
-  message = told(lambda: train(with_train(student, teacher=teacher), workdir))
+  message = told(lambda: train(change(student, train=dict(teacher=teacher)), workdir))
   assert message.startswith(f"--config.train.teacher={teacher}: holds no run")
 
 
 def test_a_teacher_that_does_not_fit_is_one_line_and_nothing_is_written(student, finished, tmp_path):
-  tokens = dataclasses.replace(student, data=dataclasses.replace(student.data, tokenizer="bytes"))
+  tokens = change(student, data=dict(tokenizer="bytes"))
   for config, part in (
-    (with_train(student, teacher=str(tmp_path)), "holds no run"),
+    (change(student, train=dict(teacher=str(tmp_path))), "holds no run"),
     (tokens, f"train.teacher={finished[1]}: has another tokenizer ("),
-    (with_model(student, seq_len=32), "has model.seq_len=16, less than the 32 of the run that it teaches"),
+    (change(student, model=dict(seq_len=32)), "has model.seq_len=16, less than the 32 of the run that it teaches"),
   ):
     assert part in told(lambda: train(config, str(tmp_path / "new")))
     assert not (tmp_path / "new").exists()
-  bad = with_train(finished[0], teacher=str(tmp_path))
+  bad = change(finished[0], train=dict(teacher=str(tmp_path)))
   assert "holds no run" in told(lambda: jobs.run("finetune", bad, str(tmp_path / "new"), from_workdir=str(finished[1])))
   assert not (tmp_path / "new" / "run.json").exists()
 
@@ -149,7 +139,7 @@ def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching
   """Of a train step in two micro-batches."""
   model = ordered(dtype="float64", horizon=2.0, weights="stored")
   config = small_config(model, step_counts=(2, 4), self_distillation=True, teacher_weight=0.3, device_batch_size=2)
-  config = dataclasses.replace(config, optimizer=OptimizerConfig(clip_norm=1e9))
+  config = change(config, optimizer=dict(clip_norm=1e9))
   params, batch = params_of(moved_instance(model)), masked_batch(config)
   mask_BxL = batch["mask"] / batch["mask"].sum()
 
@@ -180,7 +170,7 @@ def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distill
   config = small_config(ordered(weights="stored"), step_counts=(2, 4))
   state = jax.eval_shape(lambda: init_state(config))
   lower = lambda config: make_train_step(config).lower(state, masked_batch(config), 4).as_text()
-  assert lower(with_train(config, self_distillation=True)) == lower(config)
+  assert lower(change(config, train=dict(self_distillation=True))) == lower(config)
 
 
 def test_self_distillation_needs_step_counts_and_no_other_teacher():

@@ -15,7 +15,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.config import LoraConfig, MeshConfig
+from diffeq_nnx.config import LoraConfig
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -23,7 +23,7 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import all_params, init_state, make_train_step
-from tests.conftest import perturb, random_batch, run_config, small_config, small_model, told, weights_of
+from tests.conftest import change, perturb, random_batch, run_config, small_config, small_model, told, weights_of
 
 LORA = LoraConfig(rank=2, alpha=3.0, targets="qkv|up")
 
@@ -89,8 +89,8 @@ def tuned(finished, tmp_path_factory):
   for i in range(12):
     (folder / f"{i}.txt").write_text(f"Text {i} is of ships and the sea. " * (20 + i))
   config = run_config(folder, steps=4)
-  model = dataclasses.replace(config.model, lora=LoraConfig(rank=2), seq_len=8)  # of the source's 16
-  config, source, new = dataclasses.replace(config, model=model), str(folder / "source"), str(folder / "new")
+  config = change(config, model=dict(lora=LoraConfig(rank=2), seq_len=8))  # of the source's 16
+  source, new = str(folder / "source"), str(folder / "new")
   shutil.copytree(finished[1], source)
   return config, source, new, jobs.run("finetune", config, new, from_workdir=source, num_steps=3)
 
@@ -111,16 +111,16 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   (tmp_path / "other" / "run.json").write_text(json.dumps({**record, "hash": "0" * 32}))
   other = str(tmp_path / "other")
   assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
-  half = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+  half = change(config, model=dict(dtype="bfloat16"))
   assert "model.dtype is 'float32' there" in told(lambda: jobs.run("finetune", half, new, from_workdir=source))
-  marked = dataclasses.replace(config, data=dataclasses.replace(config.data, begin_mark=True))
+  marked = change(config, data=dict(begin_mark=True))
   assert "data.begin_mark=True: is False" in told(
     lambda: jobs.run("finetune", marked, str(tmp_path / "marked"), from_workdir=source)
   )
   uneven = {"from_workdir": source, "step_sizes": (0.5, 0.5, 1.0)}
   assert "step_sizes=(0.5, 0.5, 1.0): the run in" in told(lambda: jobs.run("finetune", config, new, **uneven))
-  fixed = dataclasses.replace(config.optimizer, schedule_steps=4)  # of which a step is compiled already
-  longer = dataclasses.replace(config, optimizer=fixed, train=dataclasses.replace(config.train, steps=6))
+  fixed = dict(schedule_steps=4)  # of which a step is compiled already
+  longer = change(config, optimizer=fixed, train=dict(steps=6))
   again = jobs.run("finetune", longer, new, from_workdir=str(tmp_path / "none"), num_steps=3)  # it goes on
   assert read_metrics(new, "validation")[-1]["step"] == 6 and math.isfinite(again["loss"])
   shutil.move(new, moved)
@@ -141,7 +141,7 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_run_is_tuned_in_the_type_that_is_asked_for(x64, finished, tmp_path, monkeypatch, dtype):
   config, source, new = finished[0], str(finished[1]), str(tmp_path)
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+  config = change(config, model=dict(dtype=dtype))
   monkeypatch.setattr("diffeq_nnx.jobs.finetune.train", lambda config, workdir: {})
   jobs.run("finetune", config, new, from_workdir=source)
   own, tuned = Run.open(source), Run.open(new)
@@ -183,10 +183,10 @@ def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed
   assert "model.lora.targets='(': is no regular expression" in told(lambda: LoraConfig(2, targets="("))
   message = told(lambda: init_state(lora_config("float32", targets="query$")))
   assert message.startswith("model.lora.targets='query$': matches none of qkv.kernel, out.kernel")
-  untrained = dataclasses.replace(config.model, weights="stored", lora=LoraConfig(rank=2))
-  line = told(lambda: train(dataclasses.replace(config, model=untrained), str(tmp_path / "run")))
+  untrained = change(config, model=dict(weights="stored", lora=LoraConfig(rank=2)))
+  line = told(lambda: train(untrained, str(tmp_path / "run")))
   assert "use --job=finetune" in line
-  other = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer="bytes"))
+  other = change(config, data=dict(tokenizer="bytes"))
   assert "was trained with another tokenizer" in tune(config=other) and not os.path.exists(new)
   thesis.parent.mkdir(parents=True)
   thesis.write_text("x")
@@ -197,11 +197,7 @@ def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed
 
 def test_a_run_is_exported_and_discretized_on_another_machine(finished, tmp_path):
   """Its mesh and its attention are of the machine that it was trained on."""
-  config = dataclasses.replace(
-    finished[0],
-    mesh=MeshConfig(data=2, fsdp=4, tensor=1),
-    model=dataclasses.replace(finished[0].model, attention="pallas"),
-  )
+  config = change(finished[0], mesh=dict(data=2, fsdp=4, tensor=1), model=dict(attention="pallas"))
   elsewhere = shutil.copytree(finished[1], tmp_path / "elsewhere")
   record = json.loads((elsewhere / "run.json").read_text())
   (elsewhere / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))

@@ -19,9 +19,8 @@ from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
-from tests.conftest import moved_instance, packed_batch, small_config, told, weights_of
+from tests.conftest import change, moved_instance, packed_batch, small_config, told, weights_of
 from tests.test_depth_order import MIDDLE, UNEVEN, equal, ordered
-from tests.test_distillation import with_model
 from tests.test_rank_steps import begun, ranked  # noqa: F401
 
 ORDER = (0, 3, 2, 1)  # 3 of 4 steps: the second is left out
@@ -104,7 +103,7 @@ def test_what_can_t_be_fitted_is_one_line(ranked, tmp_path):  # noqa: F811
   generated = dataclasses.replace(started.model, weights="generated")
   other = discretized_config(generated, step_sizes=(2.0, 3.0))
   assert "none of the 5 steps is left out" in told(lambda: deriving.check_fit(generated, other, started, 9))
-  leapfrog = with_model(started, solver="leapfrog")
+  leapfrog = change(started, model=dict(solver="leapfrog"))
   shorter = dataclasses.replace(leapfrog.model, num_steps=3, depth_order=(0, 1, 2))
   assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, shorter, leapfrog, 9))
   assert not (tmp_path / "new").exists()

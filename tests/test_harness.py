@@ -1,6 +1,5 @@
 """Downstream evaluation as a job and as lm_eval's own command line."""
 
-import dataclasses
 from importlib import metadata
 import json
 import os
@@ -24,7 +23,7 @@ from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from launch import local
-from tests.conftest import run_config, told, write_run
+from tests.conftest import change, run_config, told, write_run
 from tests.processes import Process
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
@@ -47,11 +46,7 @@ def evaluate(run, task_folder):
 
   def evaluate(baseline=None, num_steps=None, **settings):
     values = {"tasks": "choice", "include_path": str(task_folder), "default_tasks": False, "limit": 6, **settings}
-    changed = dataclasses.replace(
-      config,
-      harness=dataclasses.replace(config.harness, **values),
-      eval=dataclasses.replace(config.eval, num_steps=num_steps),
-    )
+    changed = change(config, harness=values, eval=dict(num_steps=num_steps))
     evaluate_downstream(changed, str(workdir), baseline=None if baseline is None else str(baseline))
     return workdir / changed.harness.folder
 

@@ -14,8 +14,7 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.exporting import importing
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from tests.conftest import run_command, run_config, told, write_documents, write_run
-from tests.test_distillation import with_model
+from tests.conftest import change, run_command, run_config, told, write_documents, write_run
 from tests.test_import import foreign
 from tests.test_published_tokenizers import model as published_model
 from tests.test_tokenizer import added_token, spec_of
@@ -27,7 +26,7 @@ def written(tmp_path_factory):
   """(config, work directory) of a run with generated weights and sequential steps."""
   folder = tmp_path_factory.mktemp("text")
   write_documents(folder)
-  config = with_model(run_config(folder), solver="sequential", num_kv_heads=None)
+  config = change(run_config(folder), model=dict(solver="sequential", num_kv_heads=None))
   return config, write_run(config, folder / "run")
 
 
@@ -88,7 +87,7 @@ def test_a_model_or_a_run_that_can_t_be_exported_is_told(written, tmp_path):
   config, workdir = written
   out, empty = str(tmp_path / "out"), str(tmp_path / "empty")
   mistake = lambda config, workdir: told(lambda: jobs.run("export", config, workdir, out=out))
-  grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_kv_heads=2))
+  grouped = change(config, model=dict(num_kv_heads=2))
   assert "GPT-2 has no grouped-query heads" in mistake(grouped, workdir)
   workdir_lib.claim(empty, config, importing.read_tokenizer(workdir), None)
   assert "holds no checkpoint yet" in mistake(config, empty)

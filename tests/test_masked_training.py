@@ -1,6 +1,5 @@
 """Runs whose text counts in part: batches as compiled ahead, and the meaning of bits per byte."""
 
-import dataclasses
 import json
 import math
 
@@ -17,7 +16,7 @@ from diffeq_nnx.training import fastest
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import batch_iterator
 from diffeq_nnx.training.step import abstract_batch
-from tests.conftest import moved_instance, run_config
+from tests.conftest import change, moved_instance, run_config
 
 
 def masked_config(folder, records="completion", rows="packed", attend=True):
@@ -26,22 +25,9 @@ def masked_config(folder, records="completion", rows="packed", attend=True):
   text = lambda: "".join(rng.choice(list("abc é"), rng.integers(2, 20))) + "."
   lines = [json.dumps({"prompt": text(), "completion": text()}) + "\n" for _ in range(60)]
   (folder / "all.jsonl").write_text("".join(lines))
-  config = run_config(folder)
-  data_config = dataclasses.replace(
-    config.data,
-    source=f"jsonl:{folder}/all.jsonl",
-    records=records,
-    text_key="text" if records == "completion" else "completion",
-    rows=rows,
-    attend_across_documents=attend,
-    tokenizer="bytes",
-  )
-  return dataclasses.replace(
-    config,
-    data=data_config,
-    model=dataclasses.replace(config.model, seq_len=64),
-    eval=dataclasses.replace(config.eval, max_batches=None),
-  )
+  data = {"source": f"jsonl:{folder}/all.jsonl", "tokenizer": "bytes", "rows": rows, "attend_across_documents": attend}
+  data |= {"records": records, "text_key": "text" if records == "completion" else "completion"}
+  return change(run_config(folder), data=data, model={"seq_len": 64}, eval={"max_batches": None})
 
 
 @pytest.mark.parametrize(

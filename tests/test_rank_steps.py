@@ -20,9 +20,8 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import loop
 from diffeq_nnx.training.report import read_metrics
 from tests import conftest
-from tests.conftest import masked_batch, moved_instance, small_config, told
+from tests.conftest import change, masked_batch, moved_instance, small_config, told
 from tests.test_depth_order import equal, ordered, read
-from tests.test_distillation import with_model, with_train
 
 # the search
 
@@ -100,8 +99,8 @@ def begun(tmp_path_factory):
   """(config, work directory) of a run of 5 stored steps, before its first train step."""
   folder = tmp_path_factory.mktemp("text")
   conftest.write_documents(folder)
-  config = with_train(conftest.run_config(folder, steps=8), log_every=1)
-  config = with_model(config, num_steps=5, weights="stored", field="llama", solver="sequential")
+  model = dict(num_steps=5, weights="stored", field="llama", solver="sequential")
+  config = change(conftest.run_config(folder, steps=8), model=model, train=dict(log_every=1))
   return config, conftest.write_run(config, folder / "run")
 
 
@@ -121,7 +120,7 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
   (config, source), (whole, result), path = begun, ranked, tmp_path / "run"
   order, saved = result["depth_order"], read(whole, "steps.json")
   influences = np.asarray(saved["influences"])
-  assert Run.open(whole).started == with_model(config, depth_order=order) and sorted(order) == [*range(5)]
+  assert Run.open(whole).started == change(config, model=dict(depth_order=order)) and sorted(order) == [*range(5)]
   assert workdir_lib.run_hash(whole) == workdir_lib.run_hash(source)
   assert [step for step, _ in saved["left_out"]] == [*order[:2:-1]] and saved["tokens"] >= 300
   assert (np.diff(influences[list(order[:3])]) <= 0).all()
@@ -146,7 +145,7 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
   by_influence = rank(config, path, by="influence")
   assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
   assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
-  rows = dataclasses.replace(config, data=dataclasses.replace(config.data, rows="padded"))
+  rows = change(config, data=dict(rows="padded"))
   assert rank(rows, path, by="influence")["influences"] != influences.tolist()  # of other rows
 
 
@@ -178,7 +177,7 @@ def test_made_continuous_the_steps_keep_their_order(ranked, tmp_path, capsys):
   assert result["after"]["loss"] == pytest.approx(result["before"]["loss"], abs=1e-5)
   own = Run.open(new).started
   assert own == config and own.model.weights == "generated"
-  other = with_model(config, embed_dim=32)
+  other = change(config, model=dict(embed_dim=32))
   line = told(lambda: jobs.run("continuous", other, str(tmp_path / "other"), from_workdir=workdir))
   assert "only model.time" in line
 
@@ -188,13 +187,13 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
   textless = dataclasses.replace(config, data=config_lib.DataConfig(source="none"))
   for part, changed, options in (
     ("num_steps=5: must be from 1 to 4", config, {"num_steps": 5}),
-    ("model.num_steps", with_model(config, num_steps=4), {}),  # is not the run's
+    ("model.num_steps", change(config, model=dict(num_steps=4)), {}),  # is not the run's
     ("must be one of loss, influence", config, {"by": "size"}),
     ("data.source=none: the run has no text yet", textless, {}),
   ):
     assert part in told(lambda: rank(changed, copy, **options))
   assert read(copy, "run.json") == read(begun[1], "run.json")
-  tuned = with_model(config, depth_order=(4, 3, 2, 1, 0), lora=LoraConfig(2))
+  tuned = change(config, model=dict(depth_order=(4, 3, 2, 1, 0), lora=LoraConfig(2)))
   line = told(lambda: jobs.run("export", tuned, str(copy), out=str(tmp_path / "out"), format="peft", num_steps=2))
   assert line.startswith("--num_steps=2: --format=peft writes all")
 
@@ -205,8 +204,8 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
 def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(
   begun, ranked, tmp_path, monkeypatch, capsys
 ):
-  config = with_train(begun[0], step_counts=(2, 4, 5), self_distillation=True)
-  config = with_model(config, seq_len=2 * config.model.seq_len)  # becomes that of the run
+  config = change(begun[0], train=dict(step_counts=(2, 4, 5), self_distillation=True))
+  config = change(config, model=dict(seq_len=2 * config.model.seq_len))  # becomes that of the run
   tune = lambda workdir: jobs.run("finetune", config, workdir, from_workdir=ranked[0], num_steps=4)
   whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
   tune(whole)

@@ -22,6 +22,7 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
+from tests.conftest import change
 from tests.processes import Process
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves coroutines unfinished where it can't read
@@ -65,7 +66,7 @@ def run(finished, tmp_path):
   """`finished` as a copy to spoil, to be taken on to 28 steps."""
   config, workdir = finished
   shutil.copytree(workdir, tmp_path / "run")
-  return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=28)), tmp_path / "run"
+  return change(config, train=dict(steps=28)), tmp_path / "run"
 
 
 KILLED = """
@@ -128,7 +129,7 @@ def test_the_step_of_a_validation_that_fails_is_kept(run, monkeypatch):
     patched.setattr(Evaluator, "__call__", unittest.mock.Mock(side_effect=jax.errors.JaxRuntimeError("no memory")))
     train(config, str(workdir))
   assert kept(workdir)[-1] == 24
-  train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=24)), str(workdir))
+  train(change(config, train=dict(steps=24)), str(workdir))
   assert [one["step"] for one in read_metrics(str(workdir), "validation")][-1] == 24
 
 

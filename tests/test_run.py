@@ -1,7 +1,6 @@
 """Whole runs on a small model: what they leave behind, and what other jobs make of it."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import json
@@ -19,7 +18,6 @@ import pytest
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
-from diffeq_nnx.config import CheckpointConfig
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -29,7 +27,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter, read_metrics
-from tests.conftest import told
+from tests.conftest import change, told
 from tests.test_resume import kept, run  # noqa: F401
 
 WANDB = "rivers" if importlib.util.find_spec("wandb") else None
@@ -39,12 +37,8 @@ WANDB = "rivers" if importlib.util.find_spec("wandb") else None
 def longer(finished, tmp_path_factory):
   """(config, work directory, lines) of `finished`, trained on to 28 steps; not to be changed."""
   config, workdir = finished
-  config = dataclasses.replace(
-    config,
-    train=dataclasses.replace(config.train, steps=28),
-    checkpoint=CheckpointConfig(every=100, minutes=1e-6, keep=9),
-    report=config_lib.ReportConfig(wandb=WANDB),
-  )
+  checkpoint = dict(every=100, minutes=1e-6, keep=9)
+  config = change(config, train=dict(steps=28), checkpoint=checkpoint, report=dict(wandb=WANDB))
   workdir = shutil.copytree(workdir, tmp_path_factory.mktemp("longer") / "run")
   with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as lines:
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
@@ -127,7 +121,7 @@ def test_a_run_is_loaded_and_evaluated_as_it_was_left(finished, capsys):
   with jax.set_mesh(run.mesh):
     values = Evaluator(config, corpus, run.mesh)(nnx.to_pure_dict(nnx.state(run.model, nnx.Param)))
   assert values["loss"] == last["loss"]
-  at_three = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_steps=3))
+  at_three = change(config, eval=dict(num_steps=3))
   assert Evaluator(at_three, corpus, run.mesh).num_steps == 3
   tokens_a_byte = len(corpus.validation.tokens) / corpus.validation.num_bytes
   assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * tokens_a_byte)
@@ -164,7 +158,7 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
 def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, capsys, monkeypatch):
   """One prompt: its text alone, streamed or not; several: a JSON line each, each as if it were alone."""
   config, workdir = finished
-  config = dataclasses.replace(config, data=dataclasses.replace(config.data, source="text:/nowhere/*.txt"))
+  config = change(config, data=dict(source="text:/nowhere/*.txt"))
   record = json.loads((workdir / "run.json").read_text())
   shutil.copytree(workdir, tmp_path / "run")
   (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
@@ -201,21 +195,16 @@ def test_a_longer_schedule_is_said_and_its_length_can_be_fixed(longer, tmp_path,
   rate = float(schedule(config.optimizer, 28)(20))
   assert "has 28 steps now and had 20 until step 20" in lines and "optimizer.schedule_steps=20" in lines
   assert f"from {rates()[20]:.3g} to {rate:.3g}" in lines and rate > rates()[20]
-  optimizer = dataclasses.replace(config.optimizer, schedule_steps=28)
-  config = dataclasses.replace(config, optimizer=optimizer, report=config_lib.ReportConfig())
-  train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=32)), str(workdir))
+  longer = change(config, optimizer=dict(schedule_steps=28), report=dict(wandb=None), train=dict(steps=32))
+  train(longer, str(workdir))
   assert "schedule" not in capfd.readouterr().err
-  assert rates()[30] == pytest.approx(optimizer.peak_rate * optimizer.final_fraction)
+  assert rates()[30] == pytest.approx(config.optimizer.peak_rate * config.optimizer.final_fraction)
 
 
 def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys(run):
   config, workdir = run
-  other = dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, num_steps=3),
-    data=dataclasses.replace(config.data, attend_across_documents=False),
-    optimizer=dataclasses.replace(config.optimizer, name="lion"),
-  )
+  data, optimizer = dict(attend_across_documents=False), dict(name="lion")
+  other = change(config, model=dict(num_steps=3), data=data, optimizer=optimizer)
   line = told(lambda: train(other, str(workdir)))
   for part in (
     "optimizer.name is 'adamw' there and 'lion' here",
@@ -229,12 +218,9 @@ def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys
   assert "the tokenizer is 000000000000 there and" in told(lambda: train(config, str(workdir)))
 
 
-LORA = config_lib.LoraConfig(rank=2)
-
-
 def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):
   config, _ = finished
-  adapted = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="stored", lora=LORA))
+  adapted = change(config, model=dict(weights="stored", lora=config_lib.LoraConfig(rank=2)))
   assert "adapters need a trained model" in told(lambda: train(adapted, str(tmp_path)))
   corpus = load_corpus(config)
   workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
@@ -258,7 +244,7 @@ def test_a_run_goes_on_where_weights_and_biases_is_lost(tmp_path, capfd):
 
 
 def test_an_attention_that_this_backend_lacks_is_told(finished):
-  config = dataclasses.replace(finished[0], model=dataclasses.replace(finished[0].model, attention="pallas"))
+  config = change(finished[0], model=dict(attention="pallas"))
   for job in ("train", "evaluate"):
     with pytest.raises(UserError, match="model.attention='pallas': .*the backend is 'cpu'.*use 'auto'"):
       jobs.run(job, config, str(finished[1]))
