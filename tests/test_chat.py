@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-import tokenizers as huggingface
 
 from diffeq_nnx import data
 from diffeq_nnx.config import Config, DataConfig
@@ -14,6 +13,7 @@ from diffeq_nnx.data.documents import NOT_COUNTED, encode, read_ids
 from diffeq_nnx.runs import workdir
 from tests.conftest import told
 from tests.test_data import prose
+from tests.test_tokenizer import train_pairs, write
 
 # Our own templates in two styles. [[ and ]] stand where generation blocks can be.
 CHATML = """{%- if messages[0].role != 'system' %}
@@ -65,19 +65,10 @@ def without_blocks(template):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   """A tokenizer's folder: byte pairs, and marks for conversations."""
-  path = tmp_path_factory.mktemp("tokenizer")
-  library = huggingface.Tokenizer(huggingface.models.BPE())
-  library.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  library.decoder = huggingface.decoders.ByteLevel()
-  alphabet = huggingface.pre_tokenizers.ByteLevel.alphabet()
-  trainer = huggingface.trainers.BpeTrainer(
-    vocab_size=500, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-  )
-  library.train_from_iterator([*prose(40), "\n\n \n\n  \n\n", "assistant\n\n user\n"], trainer)
-  library.save(str(path / "tokenizer.json"))
-  config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
-  (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": without_blocks(CHATML)}))
-  return path
+  pairs = train_pairs([*prose(40), "\n\n \n\n  \n\n", "assistant\n\n user\n"], 500, SPECIAL)
+  said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+  said |= {"chat_template": without_blocks(CHATML)}
+  return write(tmp_path_factory.mktemp("tokenizer"), tokenizer__json=pairs, tokenizer_config__json=said)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
 
 import diffeq_nnx
 from diffeq_nnx import data
@@ -26,7 +25,7 @@ from tests.test_import import stored_logits
 from tests.test_published_tokenizers import TEXTS as PUBLISHED_TEXTS
 from tests.test_published_tokenizers import lacking
 from tests.test_published_tokenizers import model as published_model
-from tests.test_tokenizer import write
+from tests.test_tokenizer import train_pairs, write
 
 torch, transformers = map(Lazy, ("torch", "transformers"))
 
@@ -186,16 +185,8 @@ def test_what_a_folder_can_t_hold_is_told(monkeypatch):
 
 
 def byte_pairs(folder, text):
-  made = tokenizers.Tokenizer(tokenizers.models.BPE())
-  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-  marks = ["<s>", "<|endoftext|>"]
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=400, initial_alphabet=alphabet, show_progress=False, special_tokens=marks
-  )
-  made.train_from_iterator([text], trainer)
-  said = {"bos_token": "<s>", "add_bos_token": True}
-  return str(write(folder, tokenizer__json=made.to_str(), tokenizer_config__json=said))
+  pairs, said = train_pairs([text], 400, ["<s>", "<|endoftext|>"]), {"bos_token": "<s>", "add_bos_token": True}
+  return str(write(folder, tokenizer__json=pairs, tokenizer_config__json=said))
 
 
 TEXTS = ["", "a", " lead and trail ", "two  spaces\n\n\nlines\r\n\ttab", "\x00\u00a0x\ufb01 1234567"]

@@ -38,25 +38,27 @@ EDGE_TEXTS += ["x" * 5000, "long line of words " * 400, "no newline \u5b57" * 30
 
 @functools.cache
 def sentencepiece_model(**changes):
-  model = io.BytesIO()
-  options = dict(sentence_iterator=iter(prose(50)), model_writer=model, vocab_size=290, byte_fallback=True)
-  sentencepiece.SentencePieceTrainer.train(**options | changes, minloglevel=2)
+  """As a package trains it, unless the options say otherwise."""
+  model, options = io.BytesIO(), dict(sentence_iterator=iter(prose(50)), vocab_size=290, byte_fallback=True)
+  sentencepiece.SentencePieceTrainer.train(model_writer=model, **options | changes, minloglevel=2)
   return model.getvalue()
+
+
+def train_pairs(texts, vocab_size, marks):
+  """A byte-level byte-pair tokenizer of the library: the marks, 256 bytes, merges."""
+  trained = huggingface.Tokenizer(huggingface.models.BPE())
+  trained.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  trained.decoder = huggingface.decoders.ByteLevel()
+  options = dict(initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+  trainer = huggingface.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=marks, **options)
+  trained.train_from_iterator(texts, trainer)
+  return trained.to_str()
 
 
 @functools.cache
 def trained_pairs():
-  """A tokenizer.json of a byte-level byte-pair vocabulary: the two marks, 256 bytes, 42 merges."""
-  trained = huggingface.Tokenizer(huggingface.models.BPE())
-  trained.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  trainer = huggingface.trainers.BpeTrainer(
-    vocab_size=300,
-    special_tokens=[END, BEGIN],
-    show_progress=False,
-    initial_alphabet=huggingface.pre_tokenizers.ByteLevel.alphabet(),
-  )
-  trained.train_from_iterator(prose(200), trainer)
-  return trained.to_str()
+  """A tokenizer.json with the two marks and 42 merges."""
+  return train_pairs(prose(200), 300, [END, BEGIN])
 
 
 def spec_of(**changes):
@@ -104,6 +106,17 @@ def template(before, after):
   return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
 
 
+def reloaded(tokenizer, folder):
+  """The tokenizer that a run gives back which was started with this one."""
+  workdir_lib.claim(str(folder), Config(), tokenizer, None)
+  (folder / "config.json").write_text("{}")  # a file beside it changes nothing
+  again = workdir_lib.tokenizer_of(str(folder), Config())
+  for name in ("hash", "model_bytes", "vocab_size", "end_ids", "bos_id", "lossless", "leading"):
+    assert getattr(again, name) == getattr(tokenizer, name)
+  assert type(again) is type(tokenizer)
+  return again
+
+
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
   """Every kind of tokenizer, by name."""
@@ -147,12 +160,8 @@ def test_nothing_is_lost_no_text_gives_a_mark_and_a_run_keeps_the_tokenizer_byte
   """Odd ids decode to something; a lone surrogate is refused."""
   tokenizer = kinds[kind]
   assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == KINDS[kind]
-  workdir_lib.claim(str(tmp_path), Config(), tokenizer, None)
+  again = reloaded(tokenizer, tmp_path)
   assert (tmp_path / tokenizer.file_name).read_bytes() == tokenizer.model_bytes
-  again = data.load_tokenizer(str(tmp_path), lossless=True)
-  assert type(again) is type(tokenizer)
-  for name in ("model_bytes", "hash", "vocab_size", "eos_id", "bos_id"):
-    assert getattr(again, name) == getattr(tokenizer, name), name
   texts = [*EDGE_TEXTS, *random_texts(300)]
   special = {"folded": {0, 1, 2}, "llama": {0, 1, 2}, "gpt2": {0}, "bytes": {256}}.get(kind, {0, 1})
   for number, (text, ids) in enumerate(zip(texts, tokenizer.encode_batch(texts))):

@@ -44,6 +44,17 @@ def added(content="new", number=300, **flags):
   return one(added_tokens=[added_token(number, content, **flags)])
 
 
+def trained(added=None, said=None, **options):
+  """How to make a sentencepiece model with these options, with tokens added and a config beside it."""
+  beside = {"added_tokens__json": added or {}, "tokenizer_config__json": said or {}}
+  return lambda: {"tokenizer__model": sentencepiece_model(**options), **beside}
+
+
+def listed(number, **entry):
+  """The part of a tokenizer_config.json that has one added token."""
+  return {"added_tokens_decoder": {number: {"content": START, **entry}}}
+
+
 def split(behavior="Isolated", **pattern):
   step = {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
   return one(pre_tokenizer={"type": "Sequence", "pretokenizers": [step, BYTE_LEVEL]})
@@ -51,7 +62,7 @@ def split(behavior="Isolated", **pattern):
 
 OTHER_ID = template([BEGIN], [])
 OTHER_ID["special_tokens"][BEGIN]["ids"] = [2]
-SPACE = "\u0120"  # in GPT-2's alphabet
+SPACE, START = "\u0120", "<|im_start|>"  # the former in GPT-2's alphabet
 BAD_FILES = {  # name: files, what the line says
   # what a directory must hold
   "nothing": ({"note__txt": "x"}, "the directory must hold one of tokenizer.json, tokenizer.model, vocab.json and"),
@@ -110,31 +121,26 @@ BAD_FILES = {  # name: files, what the line says
     one(post_processor=template([BEGIN], [])) | {"tokenizer_config__json": {"add_bos_token": False}},
     "is False: these differ; set data.begin_mark",
   ),
+  # sentencepiece models, trained when they are needed, and what stands beside them
+  "no model": ({"tokenizer__model": b"not a model" * 50}, "not a sentencepiece model"),
+  "empty model": ({"tokenizer__model": b""}, "not a sentencepiece model; give"),
+  "broken": ({"tokenizer__model": b"{broken"}, "tokenizer.model is not JSON"),
+  "no fallback": (trained(byte_fallback=False, vocab_size=30), "no byte fallback"),
+  "no eos": (trained(eos_id=-1), "there is no <|endoftext|>; set data.end_token"),
+  "model's eos": (trained(said={"eos_token": "<s>"}), "the model's eos_id is 2, eos_token in "),
+  "model's bos": (trained(said={"bos_token": "</s>"}), "the model's bos_id is 1, bos_token in "),
+  "gap": (trained({START: 900}), "added tokens must follow the vocabulary's 290 ids one by one, but "),
+  "other id": (trained({"</s>": 7}), "added_tokens.json gives '</s>' the id 7, but it is 2"),
+  "list": (trained(said={"added_tokens_decoder": [START]}), "added_tokens_decoder must be an object"),
+  "rstrip": (trained(said=listed("290", rstrip=True)), "sets rstrip of the added token"),
+  "two ids": (trained({START: 290}, listed("291")), f"gives '{START}' the id 291, but it is 290"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_byte_pair_files(tmp_path, name):
+def test_bad_files(tmp_path, name):
   files, part = BAD_FILES[name]
-  folder = write(tmp_path / "model", **files)
-  message = told(lambda: data.load_tokenizer(str(folder)))
-  assert message.startswith(f"data.tokenizer={folder}: ") and part in message
-
-
-BAD_MODELS = [  # what the line says, tokenizer.model, tokenizer_config.json beside it
-  ("not a sentencepiece model", lambda: b"not a model" * 50, {}),
-  ("not a sentencepiece model; give", lambda: b"", {}),
-  ("tokenizer.model is not JSON", lambda: b"{broken", {}),
-  ("no byte fallback", lambda: sentencepiece_model(byte_fallback=False, vocab_size=30), {}),
-  ("there is no <|endoftext|>; set data.end_token", lambda: sentencepiece_model(eos_id=-1), {}),
-  ("the model's eos_id is 2, eos_token in ", sentencepiece_model, {"eos_token": "<s>"}),
-  ("the model's bos_id is 1, bos_token in ", sentencepiece_model, {"bos_token": "</s>"}),
-]
-
-
-@pytest.mark.parametrize("part,make,said", BAD_MODELS)
-def test_bad_sentencepiece_models_and_those_that_their_config_contradicts(part, make, said, tmp_path):
-  folder = write(tmp_path / "model", tokenizer__model=make(), tokenizer_config__json=said)
+  folder = write(tmp_path / "model", **(files() if callable(files) else files))
   message = told(lambda: data.load_tokenizer(str(folder)))
   assert message.startswith(f"data.tokenizer={folder}: ") and part in message
 
