@@ -12,6 +12,7 @@ import pytest
 
 from diffeq_nnx.harness.packing import Request
 from tests.conftest import moved_instance, small_model
+from tests.test_data import write_jsonl
 
 QUESTIONS = 20
 WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
@@ -72,7 +73,7 @@ def task_folder(tmp_path_factory):
     "prompts": [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)],
   }
   for name, lines in records.items():
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(folder / f"{name}.jsonl", lines)
   for name, (metrics, of, task) in TASKS.items():
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/{of}.jsonl"}}}
     metric_list = [{"metric": metric} for metric in metrics]

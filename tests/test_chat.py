@@ -12,7 +12,7 @@ from diffeq_nnx.data.chat import ChatTemplate
 from diffeq_nnx.data.documents import NOT_COUNTED, encode, read_ids
 from diffeq_nnx.runs import workdir
 from tests.conftest import told
-from tests.test_data import prose
+from tests.test_data import prose, write_jsonl
 from tests.test_tokenizer import train_pairs, write
 
 # Our own templates in two styles. [[ and ]] stand where generation blocks can be.
@@ -212,7 +212,7 @@ BAD = [("chat", *bad) for bad in BAD_CONVERSATIONS] + [("completion", *bad) for 
 def test_a_record_that_cannot_be_used_has_one_line_and_is_counted(tmp_path, kind, record, reason, detail):
   path = tmp_path / "records.jsonl"
   good = {"messages": TURNS, "prompt": "ask", "completion": "answer"}
-  path.write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
+  write_jsonl(path, [good, record])
   options = {"records": kind, "chat_template": with_blocks(CHATML)}
   read = lambda **more: data.open_source(f"jsonl:{path}", options=Options(**options, **more))
   message = told(lambda: list(read().documents()))

@@ -29,6 +29,7 @@ from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs.run import Run
 from tests.conftest import Lazy, change, run_command, told
+from tests.test_data import write_jsonl
 from tests.test_export import byte_pairs
 from tests.test_harness_adapter import scored
 
@@ -80,7 +81,7 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
   longer = [{"role": "system", "content": "Be short."}, *ASKED, {"role": "assistant", "content": "No."}, *ASKED]
   lines = [{"messages": longer}, {"prompt": "Tell of rivers."}, {"messages": [{"role": "user"}]}, {"messages": "x"}, {}]
   prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-  prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  write_jsonl(prompts, lines)
   options = {"max_tokens": 24, "temperature": 0.0}
   found = jobs.run("generate", config, str(workdir), prompts=str(prompts), out=str(out), chat=True, **options)
   texts = [ChatTemplate(CHAT).render(messages, add_generation_prompt=True) for messages in (longer, ASKED)]

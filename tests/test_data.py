@@ -28,8 +28,10 @@ def prose(num_documents, seed=0):
   return [" ".join(rng.choices(WORDS, k=rng.randint(5, 80))) + "\n" for _ in range(num_documents)]
 
 
-def write_jsonl(path, texts):
-  path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+def write_jsonl(path, records):
+  """Writes texts, or whole records, as JSON lines, and returns the source."""
+  records = [{"text": one} if isinstance(one, str) else one for one in records]
+  path.write_text("".join(json.dumps(one) + "\n" for one in records))
   return f"jsonl:{path}"
 
 

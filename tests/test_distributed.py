@@ -20,6 +20,7 @@ from diffeq_nnx.runs.run import Run
 from launch import local
 from tests.conftest import mistake, run_command, write_run
 from tests.processes import Process
+from tests.test_data import write_jsonl
 from tests.test_resume import records
 
 MODEL = ("num_steps=2", "embed_dim=16", "num_heads=2", "vocab_size=300", "seq_len=32", "dropout=0.0")
@@ -68,8 +69,8 @@ def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(ca
   SIGTERM to one of two ends both in order; four go on, on another mesh; one evaluates.
   """
   completions = [{"prompt": "ab " * (n % 11), "completion": "rivers " * (1 + n % 4 * (n % 3))} for n in range(80)]
-  (tmp_path / "all.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in completions))
-  keys = (f"data.source=jsonl:{tmp_path}/all.jsonl", "data.records=completion", "data.attend_across_documents=False")
+  source = write_jsonl(tmp_path / "all.jsonl", completions)
+  keys = (f"data.source={source}", "data.records=completion", "data.attend_across_documents=False")
   more = tuple(f"--config.{key}" for key in keys)
   settings = [word.removeprefix("--config.") for word in SMALL[1:]]
   teacher = config_lib.load("configs/tiny.py", [*settings, "model.dtype=bfloat16", "model.num_steps=1"])

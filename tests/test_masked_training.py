@@ -1,6 +1,5 @@
 """Runs whose text counts in part: batches as compiled ahead, and the meaning of bits per byte."""
 
-import json
 import math
 
 import jax
@@ -17,15 +16,15 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import batch_iterator
 from diffeq_nnx.training.step import abstract_batch
 from tests.conftest import change, moved_instance, run_config
+from tests.test_data import write_jsonl
 
 
 def masked_config(folder, records="completion", rows="packed", attend=True):
   """A run on prompts and completions of 3 to 40 bytes, or on the completions as plain text."""
   rng = np.random.default_rng(0)
   text = lambda: "".join(rng.choice(list("abc é"), rng.integers(2, 20))) + "."
-  lines = [json.dumps({"prompt": text(), "completion": text()}) + "\n" for _ in range(60)]
-  (folder / "all.jsonl").write_text("".join(lines))
-  data = {"source": f"jsonl:{folder}/all.jsonl", "tokenizer": "bytes", "rows": rows, "attend_across_documents": attend}
+  source = write_jsonl(folder / "all.jsonl", [{"prompt": text(), "completion": text()} for _ in range(60)])
+  data = {"source": source, "tokenizer": "bytes", "rows": rows, "attend_across_documents": attend}
   data |= {"records": records, "text_key": "text" if records == "completion" else "completion"}
   return change(run_config(folder), data=data, model={"seq_len": 64}, eval={"max_batches": None})
 

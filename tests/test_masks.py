@@ -1,7 +1,6 @@
 """Which tokens count, from records over shards to batches: each counted target once, in windows and in padded rows."""
 
 import itertools
-import json
 import logging
 
 import numpy as np
@@ -25,14 +24,9 @@ CHATS = [{"messages": messages} for messages in TURNS]
 RECORDS = {"completion": COMPLETIONS, "chat": CHATS}
 
 
-def write(path, records):
-  path.write_text("".join(json.dumps(one) + "\n" for one in records))
-  return f"jsonl:{path}"
-
-
 def config_of(folder, kind, records=None, name=None, **changes):
   (folder / "chat.jinja").write_text(TEMPLATE)
-  source = write(folder / f"{name or kind}.jsonl", records or RECORDS[kind])
+  source = write_jsonl(folder / f"{name or kind}.jsonl", records or RECORDS[kind])
   given = {"chat_template": str(folder / "chat.jinja")} if kind == "chat" else {}
   settings = {"source": source, "records": kind, "tokenizer": "bytes", "cache_dir": str(folder / "cache")} | given
   return DataConfig(**settings | {"validation_fraction": 0.3} | changes)
@@ -136,7 +130,7 @@ def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, ca
   monkeypatch.setattr(rows, "_CHUNK", chunk)
   lengths = [(3, 4), (30, 4), (5, 30), (9, 0), (2, 16)]  # bytes of prompts and completions
   records = [{"prompt": "p" * p, "completion": "c" * (c or 10)} for p, c in lengths]
-  held = write(tmp_path / "held.jsonl", records)
+  held = write_jsonl(tmp_path / "held.jsonl", records)
   corpus = load(config_of(tmp_path, "completion", records, validation=held, rows="padded", too_long=too_long))
   with caplog.at_level(logging.WARNING):
     found = [len(one) for one in counted(data.eval_batches(corpus.validation, seq_len=20, batch_size=1))]

@@ -12,10 +12,9 @@ import pytest
 from diffeq_nnx import data
 from diffeq_nnx.data import sources
 from diffeq_nnx.data.sources import Counts, Options, hub, parquet
-from tests import test_masks
 from tests.conftest import Lazy, told
 from tests.hub_server import COMMIT, serving
-from tests.test_data import prose
+from tests.test_data import prose, write_jsonl
 
 datasets = Lazy("datasets")
 
@@ -53,7 +52,7 @@ def corpus(folder):
   for name, part in (("0", TEXTS[:40]), ("1", TEXTS[40:])):
     write_parquet(folder / "parquet" / f"{name}.parquet", records_of(part))
     (folder / "lines").mkdir(exist_ok=True)
-    test_masks.write(folder / "lines" / f"{name}.jsonl", records_of(part))
+    write_jsonl(folder / "lines" / f"{name}.jsonl", records_of(part))
   whole = datasets.Dataset.from_list(records_of(TEXTS))
   whole.save_to_disk(folder / "saved")
   datasets.DatasetDict({"train": whole, "test": whole.select([3])}).save_to_disk(folder / "splits")
@@ -101,7 +100,7 @@ def forms_of(records, folder):
   """Sources with these records: a folder of Parquet by two ways, one of JSON lines, and a saved data set."""
   write_parquet(folder / "parquet" / "a.parquet", records)
   (folder / "lines").mkdir()
-  test_masks.write(folder / "lines" / "a.jsonl", records)
+  write_jsonl(folder / "lines" / "a.jsonl", records)
   datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
   return [f"parquet:{folder}/parquet/*", *(f"hf:{folder}/{name}" for name in ("parquet", "lines", "saved"))]
 
@@ -124,7 +123,7 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
     assert len(list(data.documents(source, options=Options(records="completion")))) == 2
     assert seen == [pair, pair]
   (tmp_path / "mixed").mkdir()
-  test_masks.write(tmp_path / "mixed" / "a.jsonl", mixed)
+  write_jsonl(tmp_path / "mixed" / "a.jsonl", mixed)
   datasets.load_dataset(str(tmp_path / "mixed"), split="train").to_parquet(tmp_path / "json.parquet")
   for source in (f"hf:{tmp_path}/mixed", f"parquet:{tmp_path}/json.parquet"):
     seen.clear()
@@ -216,7 +215,7 @@ def served(tmp_path, monkeypatch):
     write_parquet(root / "org" / "two" / name / "train.parquet", records_of([name]))
   (root / "org" / "lines").mkdir()
   for number, texts in enumerate((TEXTS[:30], TEXTS[30:])):
-    test_masks.write(root / "org" / "lines" / f"{number}.jsonl", records_of(texts))
+    write_jsonl(root / "org" / "lines" / f"{number}.jsonl", records_of(texts))
   lines = [f"- config_name: {name}\n  data_files: {name}/*.parquet" for name in ("en", "de")]
   (root / "org" / "two" / "README.md").write_text("\n".join(["---", "configs:", *lines, "---", ""]))
   with serving(root, tmp_path / "cache") as server:
