@@ -19,19 +19,8 @@ from diffeq_nnx.depth.trained import draw_num_steps, list_num_steps, say_untrain
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.training import flops
-from diffeq_nnx.training.loop import train
-from diffeq_nnx.training.report import read_metrics
 from launch.experiments.elastic import RECIPES
-from tests.conftest import (
-  change,
-  moved_instance,
-  run_config,
-  small_config,
-  small_model,
-  told,
-  weights_of,
-  write_documents,
-)
+from tests.conftest import change, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import logits
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
@@ -103,31 +92,6 @@ def test_which_depths_count_as_trained(capsys):
     say_untrained(small_config(small_model(num_steps=3), steps=10, **how), step, asked, sizes)
     said = capsys.readouterr().err
     assert f"was trained at {trained} solver steps and never at" in said if trained else not said, (step, asked, how)
-
-
-def test_a_run_whose_depth_grows_goes_on_bit_for_bit(tmp_path):
-  """Stopped after it grew, against not stopped. With drawn depths: tests/test_rank_steps.py."""
-  write_documents(tmp_path)
-  config = run_config(tmp_path, steps=12, name="muon_weights")
-  grows = dict(step_counts=(1, 2), step_schedule=(5,), log_every=1)
-  config = change(config, model=dict(time=UNIFORM), train=grows)
-  whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
-  train(config, whole)
-
-  class Stop(Exception):
-    pass
-
-  def stopped(step):
-    if step == 10:
-      raise Stop
-    return draw_num_steps(config, step)
-
-  with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-    patch.setattr("diffeq_nnx.training.loop.draw_num_steps", lambda config, step: stopped(step))
-    train(config, halves)
-  train(config, halves)
-  losses = [[(r["step"], r["loss"]) for r in read_metrics(folder, "train")] for folder in (whole, halves)]
-  assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
 # several depths of one run
