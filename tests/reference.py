@@ -95,20 +95,34 @@ def head(query_LxC, key_LxC, value_LxC):
   return out_LxC
 
 
-def gpt_attention(x_BxLxD, w):
-  """LayerNorm, fused qkv [D, K, G+2, C] (G queries, then key, then value), attention, output."""
-  y_BxLxD = layer_norm(x_BxLxD, w["attention_norm"])
-  kernel_DxKxQxC, bias_KxQxC = w["qkv"]["kernel"], w["qkv"]["bias"]
+def attention(y_BxLxD, w, rotate=lambda x_LxC: x_LxC):
+  """Query, key and value of each head, normalized where there is a norm, and rotated; attention, output.
+
+  Queries, keys and values may have biases, and so may the output.
+  """
   out_HxCxD = w["out"]["kernel"]
-  K, G = kernel_DxKxQxC.shape[1], kernel_DxKxQxC.shape[2] - 2
-  result_BxLxD = np.zeros_like(x_BxLxD) + w["out"]["bias"]
-  for b in range(len(x_BxLxD)):
-    for k in range(K):
-      slots = [y_BxLxD[b] @ kernel_DxKxQxC[:, k, q] + bias_KxQxC[k, q] for q in range(G + 2)]
-      key_LxC, value_LxC = slots[G], slots[G + 1]
-      for g in range(G):
-        result_BxLxD[b] += head(slots[g], key_LxC, value_LxC) @ out_HxCxD[k * G + g]
+  G = len(out_HxCxD) // w["key"]["kernel"].shape[1]
+  result_BxLxD = np.zeros_like(y_BxLxD) + w["out"].get("bias", 0.0)
+
+  def project(name, b, h):
+    part_LxC = y_BxLxD[b] @ w[name]["kernel"][:, h]
+    if "bias" in w[name]:
+      part_LxC = part_LxC + w[name]["bias"][h]
+    return rms_norm(part_LxC, w[f"{name}_norm"]) if f"{name}_norm" in w else part_LxC
+
+  for b in range(len(y_BxLxD)):
+    for h in range(len(out_HxCxD)):
+      query_LxC, key_LxC, value_LxC = project("query", b, h), project("key", b, h // G), project("value", b, h // G)
+      result_BxLxD[b] += head(rotate(query_LxC), rotate(key_LxC), value_LxC) @ out_HxCxD[h]
   return result_BxLxD
+
+
+def gpt_attention(x_BxLxD, w):
+  """LayerNorm, attention with fused qkv [D, K, G+2, C]: G queries, then key, then value."""
+  queries = {name: part[..., :-2, :].reshape(*part.shape[:-3], -1, part.shape[-1]) for name, part in w["qkv"].items()}
+  keys, values = ({name: part[..., slot, :] for name, part in w["qkv"].items()} for slot in (-2, -1))
+  y_BxLxD = layer_norm(x_BxLxD, w["attention_norm"])
+  return attention(y_BxLxD, {**w, "query": queries, "key": keys, "value": values})
 
 
 def gpt_feedforward(x_BxLxD, w):
@@ -118,26 +132,8 @@ def gpt_feedforward(x_BxLxD, w):
 
 
 def llama_attention(x_BxLxD, w):
-  """RMSNorm, query/key/value, rotary positions on query and key, attention, output.
-
-  Queries, keys and values may have biases; the query and the key of a head may be normalized before they are rotated.
-  """
-  y_BxLxD = rms_norm(x_BxLxD, w["attention_norm"])
-  out_HxCxD = w["out"]["kernel"]
-  G = len(out_HxCxD) // w["key"]["kernel"].shape[1]
-  result_BxLxD = np.zeros_like(x_BxLxD)
-
-  def project(name, b, h):
-    part_LxC = y_BxLxD[b] @ w[name]["kernel"][:, h]
-    if "bias" in w[name]:
-      part_LxC = part_LxC + w[name]["bias"][h]
-    return rms_norm(part_LxC, w[f"{name}_norm"]) if f"{name}_norm" in w else part_LxC
-
-  for b in range(len(x_BxLxD)):
-    for h in range(len(out_HxCxD)):
-      query_LxC, key_LxC, value_LxC = project("query", b, h), project("key", b, h // G), project("value", b, h // G)
-      result_BxLxD[b] += head(rope(query_LxC), rope(key_LxC), value_LxC) @ out_HxCxD[h]
-  return result_BxLxD
+  """RMSNorm, attention with rotary positions on query and key."""
+  return attention(rms_norm(x_BxLxD, w["attention_norm"]), w, rope)
 
 
 def llama_feedforward(x_BxLxD, w):
@@ -153,13 +149,13 @@ def logits(tokens_BxL, params, weights, field, dts_S, sequential):
   branch read what attention has just written.
   """
   gpt = field == "gpt"
-  attention, feedforward = (gpt_attention, gpt_feedforward) if gpt else (llama_attention, llama_feedforward)
+  attend, feedforward = (gpt_attention, gpt_feedforward) if gpt else (llama_attention, llama_feedforward)
   x_BxLxD = params["embedding"][tokens_BxL]
   if gpt:
     x_BxLxD = x_BxLxD + params["positions"][: tokens_BxL.shape[1]]
   for s, dt in enumerate(dts_S):
     w = {group: {name: leaf_Sx[s] for name, leaf_Sx in leaves.items()} for group, leaves in weights.items()}
-    attended_BxLxD = x_BxLxD + dt * attention(x_BxLxD, w)
+    attended_BxLxD = x_BxLxD + dt * attend(x_BxLxD, w)
     x_BxLxD = attended_BxLxD + dt * feedforward(attended_BxLxD if sequential else x_BxLxD, w)
   x_BxLxD = (layer_norm if gpt else rms_norm)(x_BxLxD, params["final_norm"], eps=1e-5)
   return x_BxLxD @ params.get("head", params["embedding"]).T
