@@ -230,9 +230,9 @@ class Lazy:
     return getattr(importlib.import_module(self._name), attribute)
 
 
-def told(call) -> str:
-  """The one line of the UserError that a call raises."""
-  with pytest.raises(UserError) as caught:
+def told(call, kind: type[Exception] = UserError) -> str:
+  """The one line of the error of this kind that a call raises."""
+  with pytest.raises(kind) as caught:
     call()
   message = str(caught.value)
   assert "\n" not in message and message

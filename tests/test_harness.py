@@ -15,7 +15,6 @@ pytest.importorskip("lm_eval")
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.data import load_tokenizer
-from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import __main__ as command_line
 from diffeq_nnx.harness import report, tasks
 from diffeq_nnx.harness.adapter import DiffEqLM
@@ -85,8 +84,7 @@ def test_a_comparison_notes_what_differs_and_replaces_earlier_results(run, measu
     "another number of questions for the baseline: choice",
   ):
     assert part in table
-  with pytest.raises(UserError, match="no number in common"):
-    evaluate(baseline, num_fewshot=(1,), limit=1, folder="third")
+  assert "no number in common" in told(lambda: evaluate(baseline, num_fewshot=(1,), limit=1, folder="third"))
 
 
 def test_a_baseline_of_lm_eval_s_command_line_says_beside_its_config_how_chats_were_written():

@@ -15,6 +15,7 @@ from launch.benchmarks import generation as benchmark_generation
 from launch.benchmarks import step_time as benchmark
 from launch.breaking import table as breaking_table
 from launch.experiments import compare, finetune_depths, inside, inside_stored, tables
+from tests.conftest import told
 
 
 def settings(text: str) -> list[str]:
@@ -119,8 +120,7 @@ def test_the_smallest_study_end_to_end(tmp_path, capsys):
   assert all(share[-1] == pytest.approx(1) for name, share in shares.items() if "neighbors" not in name)
   assert len(states["state"]) == 3 and len(states["attention / state"]) == 2
   assert (tmp_path / "stored/inside.png").stat().st_size > 10_000
-  with pytest.raises(UserError, match="of other settings"):
-    inside_stored.main([*arguments, "--rows=1"])
+  assert "of other settings" in told(lambda: inside_stored.main([*arguments, "--rows=1"]))
 
 
 def test_kernels_over_depth_are_approximated_as_well_as_the_rank_allows():
@@ -172,8 +172,7 @@ def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_
   assert row[2:4] == ["1", "1.0000 ± 1.0000"]
   assert row[6] == "0.5: 1.0000, 1: 0.0000, 2: 1.0000, 4: 2.0000, 8: 3.0000"
   monkeypatch.setattr(compare, "loss_at", lambda args, preset, rate, seed: rate)
-  with pytest.raises(UserError, match="--bracket: of 12 rates"):
-    compare.main([*arguments, "--rates=8,4"])
+  assert "--bracket: of 12 rates" in told(lambda: compare.main([*arguments, "--rates=8,4"]))
 
 
 def test_runs_by_preset_says_what_does_not_fit(tmp_path):
@@ -181,8 +180,7 @@ def test_runs_by_preset_says_what_does_not_fit(tmp_path):
     (tmp_path / name).mkdir()
   assert tables.runs_by_preset(f"{tmp_path}/a_*") == {"a": [f"{tmp_path}/a_seed0", f"{tmp_path}/a_seed1"]}
   for pattern, part in (("a_*,{}/b_*", "different seeds"), ("*_seed*", "one preset"), ("d*", "none"), ("c", "_seedN")):
-    with pytest.raises(UserError, match=part):
-      tables.runs_by_preset(f"{tmp_path}/" + pattern.format(tmp_path))
+    assert part in told(lambda: tables.runs_by_preset(f"{tmp_path}/" + pattern.format(tmp_path)))
 
 
 def test_finetune_depths_trains_once_and_prints_a_row_a_number_of_steps(finished, tmp_path, capsys, monkeypatch):
