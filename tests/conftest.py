@@ -213,6 +213,11 @@ def moved_instance(config: ModelConfig, seed: int = 0, scale: float = 0.1) -> Mo
   return build(config, jax.tree_util.tree_map_with_path(value, _shapes(config, jax.config.jax_enable_x64)))
 
 
+def equal(found, expected, atol: float = 0.0, rtol: float = 0.0) -> None:
+  """Checks trees of arrays; to the last bit, unless a tolerance is given."""
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected)
+
+
 def weights_of(model: Model, grid=None):
   """`model.block_weights`, compiled as one program: its operations one by one compile for seconds."""
   return jax.jit(lambda: model.block_weights(grid))()

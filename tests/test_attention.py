@@ -27,7 +27,7 @@ from diffeq_nnx.model.grids import uniform_grid
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import loss_and_gradients
-from tests.conftest import moved_instance, packed_batch, small_config, small_model, told
+from tests.conftest import equal, moved_instance, packed_batch, small_config, small_model, told
 
 SMALL_BLOCKS = TPUBlocks(128, 128, 128, 128, chunk_bytes=300_000)  # several blocks and chunks at short lengths
 PLAIN = Shape(2, 300, 2, 2, 64)
@@ -213,7 +213,7 @@ def test_a_model_has_the_same_gradients_with_the_kernel(monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(dispatch, "_function", lambda chosen, _: {"pallas_tpu": kernel_of("tpu")}[chosen])
     ours = gradients("pallas_tpu")
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), ours, gradients("reference"))
+  equal(ours, gradients("reference"), 1e-6, 1e-3)
 
 
 def tpu_races_found() -> bool:

@@ -25,7 +25,7 @@ from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.model.solvers import weight_times
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training.loss import chunked_cross_entropy
-from tests.conftest import change, moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import change, equal, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import ONE_EPS, load, make, torch_logits
 
@@ -41,11 +41,6 @@ def ordered(**changes):
 
 def read(folder, name):
   return json.loads((pathlib.Path(folder) / name).read_text())
-
-
-def equal(found, expected, atol=0.0):
-  """Checks trees of arrays; to the last bit, unless a tolerance is given."""
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found, expected)
 
 
 def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):

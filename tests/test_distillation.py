@@ -19,7 +19,7 @@ from diffeq_nnx.training.loss import chunked_losses
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
 from diffeq_nnx.training.teacher import make_teacher
-from tests.conftest import change, masked_batch, moved_instance, run_config, small_config, small_model, told
+from tests.conftest import change, equal, masked_batch, moved_instance, run_config, small_config, small_model, told
 from tests.test_loss import example
 
 
@@ -52,10 +52,9 @@ def test_value_and_gradient_are_those_of_the_plain_divergence_and_none_reaches_t
     plain = lambda *states: plain_losses(*states, targets, mask, weight)
     gradients = lambda one, of: jax.jit(jax.value_and_grad(one, of, has_aux=True))(*states)
     expected, (found, (*found_gradients, of_teacher)) = gradients(plain, (0, 1)), gradients(chunked, (0, 1, 2))
-    check = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-    jax.tree.map(check, (found, tuple(found_gradients)), expected)
+    equal((found, tuple(found_gradients)), expected, 1e-12, 1e-10)
     assert not any(np.any(leaf) for leaf in of_teacher)
-    jax.tree.map(check, jax.jit(chunked)(*states), expected[0])
+    equal(jax.jit(chunked)(*states), expected[0], 1e-12, 1e-10)
   assert found[0] == found[1][1] == 0
 
 
@@ -162,8 +161,7 @@ def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching
   leaves = jax.tree_util.tree_leaves_with_path(state["opt_state"])
   moments = [leaf for path, leaf in leaves if "mu" in jax.tree_util.keystr(path)]  # Adam's first, after one step
   found = {name: metrics[name] for name in losses}, [np.asarray(leaf) / (1 - config.optimizer.b1) for leaf in moments]
-  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
-  jax.tree.map(near, found, (losses, jax.tree.leaves(gradients)))
+  equal(found, (losses, jax.tree.leaves(gradients)), 1e-12, 1e-9)
 
 
 def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distillation():

@@ -20,7 +20,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.training import flops
 from launch.experiments.elastic import RECIPES
-from tests.conftest import change, moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import change, equal, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import logits
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
@@ -132,11 +132,10 @@ def test_continuous_then_discretized_are_the_stored_weights(changes):
   np.testing.assert_allclose(logits(made), logits(stored), atol=2e-5)
   again = diffeq_nnx.discretize(made)
   assert again.config == dataclasses.replace(stored.config, time=again.config.time, horizon=again.config.horizon)
-  near = lambda *trees: jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *trees)
-  near(*(params_of(model)["weight_source"] for model in (again, stored)))
+  equal(*(params_of(model)["weight_source"] for model in (again, stored)), 1e-6)
   if changes["solver"] == "sequential":  # those of twice the steps lie near: their means in pairs are these
     fine, own = (np.asarray(weights_of(*of).sets["up"]["kernel"]) for of in ((made, made.grid(12)), (stored,)))
-    near((fine[::2] + fine[1::2]) / 2, own)
+    equal((fine[::2] + fine[1::2]) / 2, own, 1e-6)
     assert abs(fine).max() < 2 * abs(own).max()
 
 

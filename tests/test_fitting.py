@@ -19,8 +19,8 @@ from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.report import read_metrics
-from tests.conftest import change, moved_instance, packed_batch, small_config, told, weights_of
-from tests.test_depth_order import MIDDLE, UNEVEN, equal, ordered
+from tests.conftest import change, equal, moved_instance, packed_batch, small_config, told, weights_of
+from tests.test_depth_order import MIDDLE, UNEVEN, ordered
 from tests.test_rank_steps import begun, ranked  # noqa: F401
 
 ORDER = (0, 3, 2, 1)  # 3 of 4 steps: the second is left out

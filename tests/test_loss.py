@@ -7,6 +7,7 @@ import pytest
 
 from diffeq_nnx.training import loss
 from diffeq_nnx.training.loss import chunked_cross_entropy
+from tests.conftest import equal
 
 
 def plain_cross_entropy(hidden, head, targets, mask):
@@ -33,7 +34,7 @@ def test_value_and_gradient_are_those_of_the_plain_loss(x64):
   for num_chunks in (1, 4, 12):
     scaled = lambda *a: 3 * chunked_cross_entropy(*a, num_chunks) / 3
     chunked = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), chunked, plain)
+    equal(chunked, plain, 1e-12, 1e-10)
 
 
 def test_a_length_without_divisors_is_filled_up(x64, monkeypatch):
@@ -42,7 +43,7 @@ def test_a_length_without_divisors_is_filled_up(x64, monkeypatch):
   arguments = example(jnp.float64, L=11)
   assert [one.shape[0] for one in loss._chunks(arguments[:1], None, 17)] == [3]
   both = [jax.value_and_grad(one, (0, 1))(*arguments) for one in (chunked_cross_entropy, plain_cross_entropy)]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *both)
+  equal(*both, 1e-12, 1e-10)
 
 
 def test_bfloat16_accumulates_in_float32():

@@ -13,7 +13,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of, partial_model
 from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
-from tests.conftest import PRESETS, moved_instance, small_instance, small_model, told, weights_of
+from tests.conftest import PRESETS, equal, moved_instance, small_instance, small_model, told, weights_of
 
 TOKENS_2x12 = np.arange(24).reshape(2, 12)
 
@@ -130,7 +130,7 @@ def test_rematerialization_changes_neither_value_nor_gradient():
   text = lambda *how: value_and_gradient.lower(weights, integration.Checkpointed(*how)).as_text()
   assert text() == text("none", 2)
   again = value_and_gradient(weights, integration.Checkpointed("dots", 2))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+  equal(plain, again, 1e-6, 1e-4)
 
 
 def test_dropout_differs_by_step_branch_and_key():

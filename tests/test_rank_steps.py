@@ -20,8 +20,8 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import loop
 from diffeq_nnx.training.report import read_metrics
 from tests import conftest
-from tests.conftest import change, masked_batch, moved_instance, small_config, told
-from tests.test_depth_order import equal, ordered, read
+from tests.conftest import change, equal, masked_batch, moved_instance, small_config, told
+from tests.test_depth_order import ordered, read
 
 # the search
 

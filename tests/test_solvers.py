@@ -13,9 +13,8 @@ from diffeq_nnx.model import grids, integration, solvers, vector_fields
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training import flops
-from tests.conftest import moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import equal, moved_instance, small_config, small_model, told, weights_of
 
-TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 TABLE = {  # order, nodes, and the weight sets of six steps
   "euler": (1, (1,), 6),
   "sequential": (1, (1,), 6),
@@ -172,11 +171,10 @@ def test_the_weights_of_a_coarse_step_are_the_mean_of_its_fine_steps(embedding, 
   time = dataclasses.replace(small_model().time, embedding=embedding, scale=1000.0, weights_at="mean")
   model = moved_instance(small_model(time=time, dtype="float64", horizon=1.0), seed=1)
   sets_of = lambda grid: jax.tree.map(np.asarray, weights_of(model, grid).sets)
-  equal = lambda *trees: jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *trees)
   coarse, fine = sets_of(model.grid(3)), sets_of(model.grid(15))
-  equal(jax.tree.map(lambda leaf: leaf.reshape(3, 5, *leaf.shape[1:]).mean(1), fine), coarse)
+  equal(jax.tree.map(lambda leaf: leaf.reshape(3, 5, *leaf.shape[1:]).mean(1), fine), coarse, 1e-6)
   uneven = sets_of(dataclasses.replace(grids.uneven_grid((2.0, 1.0)), weights_at="mean", radians=model.grid().radians))
-  equal(jax.tree.map(lambda leaf: leaf[:2].mean(0), coarse), jax.tree.map(lambda leaf: leaf[0], uneven))
+  equal(jax.tree.map(lambda leaf: leaf[:2].mean(0), coarse), jax.tree.map(lambda leaf: leaf[0], uneven), 1e-6)
 
 
 @pytest.mark.parametrize("solver, place, time", [("euler", "end", 1.0), ("heun", "middle", 0.5), ("rk4", "end", 1.0)])
