@@ -248,19 +248,15 @@ def test_the_interpreters_find_no_race(kernel):
   assert not found()
 
 
-def test_a_program_with_64_bit_integers_can_trace_the_gpu_kernel():
-  kernel_of("gpu")  # skips without it
-  q, k, v = (jax.ShapeDtypeStruct((2, 300, 2, 64), jnp.bfloat16) for _ in "qkv")
-  loss = lambda q, k, v: public.attention(q, k, v, implementation="pallas_gpu").astype(jnp.float32).sum()
+@pytest.mark.parametrize("kernel", ["gpu", "tpu"])
+def test_a_program_with_64_bit_integers_can_trace_the_kernels_and_lower_those_for_tpus(kernel):
+  kernel_of(kernel)  # skips without it
+  q = jax.ShapeDtypeStruct((2, 300, 2, 64), jnp.bfloat16)
+  loss = lambda q: public.attention(q, q, q, implementation=f"pallas_{kernel}").astype(jnp.float32).sum()
   with jax.enable_x64(True):
-    assert jax.eval_shape(jax.grad(loss), q, k, v) == q
-
-
-def test_a_program_with_64_bit_integers_can_lower_the_tpu_kernels():
-  q = jax.ShapeDtypeStruct((2, 256, 2, 128), jnp.bfloat16)
-  loss = lambda q: public.attention(q, q, q, implementation="pallas_tpu").astype(jnp.float32).sum()
-  with jax.enable_x64(True):
-    jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(q)
+    assert jax.eval_shape(jax.grad(loss), q) == q
+    if kernel == "tpu":
+      jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(q)
 
 
 @pytest.mark.skipif(ON_GPU, reason="some lines name the CPU")

@@ -59,10 +59,12 @@ def test_the_preset_elastic_is_the_recipe_that_was_chosen():
   assert config_lib.load("configs/gpt_small.py:elastic").train.step_counts == (6, 8, 12, 16, 24)
 
 
-def test_depths_are_drawn_late_from_seed_and_step_alone():
+def test_depths_are_drawn_late_from_seed_and_step_alone_or_grow_by_schedule():
   """A run that is trained further goes on drawing if the length of its schedule is fixed."""
+  grows = small_config(step_counts=(1, 2, 3), step_schedule=(4, 6), steps=8)
   config = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=40)
   draw = lambda config: [draw_num_steps(config, step) for step in range(config.train.steps)]
+  assert draw(grows) == [1, 1, 1, 1, 2, 2, 3, 3] and list_num_steps(grows) == [3, 2, 1]
   drawn = draw(config)
   assert set(drawn[:28]) == {3} and set(drawn[28:]) == {2, 4, 6}
   assert drawn == draw(config) != draw(dataclasses.replace(config, seed=1)) and set(draw(small_config())) == {3}
@@ -71,12 +73,6 @@ def test_depths_are_drawn_late_from_seed_and_step_alone():
   fixed = change(longer, optimizer=dict(schedule_steps=40))
   assert set(draw(longer)[:56]) == {3} and draw(fixed) == drawn + draw(fixed)[40:]
   assert set(draw(fixed)[28:56]) == {2, 4, 6} and draw(fixed)[56:] == draw(longer)[56:]
-
-
-def test_depth_grows_by_schedule():
-  config = small_config(step_counts=(1, 2, 3), step_schedule=(4, 6), steps=8)
-  assert [draw_num_steps(config, step) for step in range(8)] == [1, 1, 1, 1, 2, 2, 3, 3]
-  assert list_num_steps(config) == [3, 2, 1]
 
 
 def test_which_depths_count_as_trained(capsys):

@@ -221,27 +221,21 @@ def without_bytes(folder):
 
 SOURCE = inspect.getsource(layouts)
 ADDED = [*PUBLISHED_TEXTS, "<|im_start|>a <|im_start|> b <|im_start|>"]
-TOKENIZERS = {  # how each is loaded from a folder, and more texts
-  "bytes": (lambda folder: data.load_tokenizer("bytes"), [SOURCE]),
-  "byte pairs": (lambda folder: data.load_tokenizer(byte_pairs(folder, SOURCE)), [SOURCE]),
-  "sentencepiece": (
-    lambda folder: data.load_tokenizer(str(write(folder, tokenizer__model=data.train([SOURCE], 500)))),
-    [SOURCE],
-  ),
-  "published": (lambda folder: data.load_tokenizer(published(folder)), ADDED),
-  "without prefix": (lambda folder: data.load_tokenizer(published(folder, add_dummy_prefix=False)), ADDED),
-  "unknown bytes": (
-    lambda folder: data.load_tokenizer(without_bytes(folder), unknown_bytes="unknown"),
-    ["no! \U00041234!!"],
-  ),
-  "missing bytes": (lambda folder: data.load_tokenizer(without_bytes(folder)), []),
+TOKENIZERS = {  # what each is loaded from, and more texts
+  "bytes": (lambda folder: "bytes", [SOURCE]),
+  "byte pairs": (lambda folder: byte_pairs(folder, SOURCE), [SOURCE]),
+  "sentencepiece": (lambda folder: str(write(folder, tokenizer__model=data.train([SOURCE], 500))), [SOURCE]),
+  "published": (published, ADDED),
+  "without prefix": (functools.partial(published, add_dummy_prefix=False), ADDED),
+  "unknown bytes": (without_bytes, ["no! \U00041234!!"]),
+  "missing bytes": (without_bytes, []),
 }
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
-  (make_ours, texts), out = TOKENIZERS[kind], tmp_path / "out"
-  ours = make_ours(tmp_path / "given")
+  (given, texts), out, policy = TOKENIZERS[kind], tmp_path / "out", "unknown" if kind == "unknown bytes" else None
+  ours = data.load_tokenizer(given(tmp_path / "given"), unknown_bytes=policy)
   notes = diffeq_nnx.export_hf(model, str(out), tokenizer=ours)["notes"]
   assert ("left out by AutoTokenizer" in " ".join(notes)) == (kind == "missing bytes")
   theirs, begin = transformers.AutoTokenizer.from_pretrained(out), [] if ours.bos_id is None else [ours.bos_id]
@@ -257,7 +251,6 @@ def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
     assert marks["bos_token_id"] == ours.bos_id
     assert marks["eos_token_id"] == (ours.eos_id if len(ours.end_ids) == 1 else [*ours.end_ids])
   assert "diffeq_nnx" not in json.loads((out / "tokenizer.json").read_text())["model"]
-  policy = "unknown" if kind == "unknown bytes" else "error"
   again = data.load_tokenizer(str(out / "tokenizer.model" if kind == "sentencepiece" else out), unknown_bytes=policy)
   assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, ours.lossless)
   assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()

@@ -159,13 +159,7 @@ def _session(leader, part=""):
   return found
 
 
-def test_several_processes_of_a_job_are_rejected(text, tmp_path, monkeypatch):
-  monkeypatch.setattr("jax.process_count", lambda: 2)
-  message = told(lambda: jobs.run("prepare", config_lib.Config(data=config_of(text)), str(tmp_path / "out")))
-  assert message.startswith("--job=prepare: runs in one process") and not (tmp_path / "out").exists()
-
-
-def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):
+def test_another_recipe_foreign_files_and_several_processes_are_rejected(text, prepared, tmp_path, monkeypatch):
   message = told(lambda: prepare(prepared, config_of(text, validation_seed=3)))
   assert f"workdir={prepared}: is prepared from something else: data.validation_seed is 0 there and 3 here;" in message
   shutil.copytree(text[0], tmp_path / "text")
@@ -183,6 +177,9 @@ def test_another_recipe_or_foreign_files_are_rejected(text, prepared, tmp_path):
   with open(tmp_path / "begun" / ".lock", "w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     assert "another process is preparing it" in told(lambda: prepare(tmp_path / "begun", config))
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  message = told(lambda: jobs.run("prepare", config_lib.Config(data=config_of(text)), str(tmp_path / "new")))
+  assert message.startswith("--job=prepare: runs in one process") and not (tmp_path / "new").exists()
 
 
 def test_preparing_again_mends_what_is_damaged_and_leaves_what_is_whole(text, prepared, tmp_path, monkeypatch, caplog):
