@@ -148,14 +148,13 @@ def change(config: Config, **sections) -> Config:
   return dataclasses.replace(config, **made)
 
 
-def on_eight_devices(program: str) -> str:
-  """What a program prints on eight virtual devices; apart, since a process has its number of devices for good."""
+def on_eight_devices(program: str) -> None:
+  """Runs a program on eight virtual devices; apart, since a process has its number of devices for good."""
   from tests.processes import Process  # which starts the server that it forks from
 
   flags_of_eight = f"{XLA_FLAGS} --xla_force_host_platform_device_count=8"
   process = Process([], {"XLA_FLAGS": flags_of_eight}, f"{program}\nraise SystemExit")
   assert process.end() == 0, process.lines[-40:]
-  return process.out
 
 
 def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:

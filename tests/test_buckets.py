@@ -51,12 +51,6 @@ def every(count, *faults):
   return lambda method, path: next(kinds) if next(numbers) % count == 0 else None
 
 
-def copy(folder, url):
-  """Copies a local work directory to a bucket."""
-  with files.replacing_folder(url, "run.json") as place:
-    shutil.copytree(folder, place, dirs_exist_ok=True)
-
-
 @pytest.mark.parametrize("server", ["gs", "s3"], indirect=True)
 def test_files_and_folders(store):
   _, root = store
@@ -175,7 +169,8 @@ def test_shards_in_a_bucket_are_read_by_ranges_and_give_the_same_batches(store, 
 def test_jobs_make_what_they_make_on_a_disk(store, finished, tmp_path, capsys):
   server, root = store
   config, workdir = finished
-  copy(workdir, f"{root}/run")
+  with files.replacing_folder(f"{root}/run", "run.json") as place:
+    shutil.copytree(workdir, place, dirs_exist_ok=True)
   own = config.model.num_steps
   server.requests.clear()
   result = jobs.run("evaluate", config, f"{root}/run", num_steps=(own, own + 1))

@@ -227,11 +227,9 @@ def test_a_turn_of_weight_0_is_written_and_does_not_count():
   pieces = template.divide([*muted, TURNS[0], TURNS[1] | {"weight": 1}])
   assert "".join(piece.text for piece in pieces) == template.render([*TURNS, *TURNS])
   assert [piece.text for piece in pieces if piece.counts] == ["Bye<|im_end|>\n"]
-  silent = [TURNS[0], {"role": "assistant", "content": ""}]
-  for one, messages in (
-    (template, muted),
-    (ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"), silent),
-  ):
+  bare = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+  silent = [TURNS[0], TURNS[1] | {"content": ""}]
+  for one, messages in ((template, muted), (bare, silent)):
     with pytest.raises(chat.BadConversation, match="no text of the assistant"):
       one.divide(messages)
 
@@ -273,17 +271,11 @@ def test_a_template_that_counts_turns_by_their_tool_calls_writes_these():
   assert any("look" in piece.text for piece in ChatTemplate(alternates).divide(messages))
 
 
-@pytest.mark.parametrize(
-  "text",
-  [
-    "{% for m in messages %}[[<[[{{ m.content }}]]>]]{% endfor %}",
-    "{% for m in messages %}{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}{% endfor %}",
-  ],
-)
-def test_blocks_out_of_order_are_refused(text):
+def test_blocks_out_of_order_are_refused():
   """In each other, or in text that is kept for later, where their places in the text are not known."""
-  with pytest.raises(chat.BadConversation, match="generation blocks out of order"):
-    ChatTemplate(with_blocks(text)).divide(TURNS)
+  for text in ("[[<[[{{ m.content }}]]>]]", "{% set y %}[[{{ m.content }}!]]{% endset %}{{ m.content[:1] }}"):
+    with pytest.raises(chat.BadConversation, match="generation blocks out of order"):
+      ChatTemplate(with_blocks(f"{{% for m in messages %}}{text}{{% endfor %}}")).divide(TURNS)
 
 
 def test_reasoning_has_the_names_that_transformers_gives_it(theirs):

@@ -17,7 +17,7 @@ from diffeq_nnx import data, jobs
 from diffeq_nnx.data import batches, preparation, tokenizers
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.training.loop import train
-from tests.conftest import told
+from tests.conftest import change, told
 
 READ = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
 WORDS = "the cat and a dog sat on mat while rain fell over old towns by rivers of green hills".split()
@@ -121,12 +121,10 @@ def test_concurrent_loads_agree_on_one_cache(tmp_path):
     np.testing.assert_array_equal(train_tokens(corpus), train_tokens(results[0]))
 
 
-@pytest.mark.parametrize(
-  "key,value,part", [("tokenizer", "/none", "can't be read"), ("cache_dir", "/dev/null", "can't be written")]
-)
-def test_corpus_errors_name_key_and_value(tmp_path, key, value, part):
-  message = told(lambda: data.load(config_of(tmp_path, **{key: value}), 512, seed=0))
-  assert message.startswith(f"data.{key}={value}:") and part in message
+def test_corpus_errors_name_key_and_value(tmp_path):
+  for key, value, part in (("tokenizer", "/none", "can't be read"), ("cache_dir", "/dev/null", "can't be written")):
+    message = told(lambda: data.load(config_of(tmp_path, **{key: value}), 512, seed=0))
+    assert message.startswith(f"data.{key}={value}:") and part in message
 
 
 def test_text_that_changes_while_it_is_read_is_told_and_leaves_nothing(tmp_path, monkeypatch):
@@ -238,11 +236,8 @@ def test_training_from_shards_is_training_from_the_text(finished, tmp_path, capf
   assert line == result and line["train"]["documents"] + line["validation"]["documents"] == 12
   # a run knows its tokens wherever they are, and no others
   shutil.move(tmp_path / "shards", tmp_path / "moved")
-  from_shards = lambda name: dataclasses.replace(
-    config,
-    data=config_lib.DataConfig(source=f"shards:{tmp_path}/{name}"),
-    train=dataclasses.replace(config.train, steps=21, batch_size=2),
-  )
+  longer = change(config, train=dict(steps=21, batch_size=2))
+  from_shards = lambda name: dataclasses.replace(longer, data=config_lib.DataConfig(source=f"shards:{tmp_path}/{name}"))
   corpora = [data.load(one.data, 300, config.seed) for one in (config, from_shards("moved"))]
   for split in (lambda corpus: corpus.train.splits[0], lambda corpus: corpus.validation):
     of_text, of_shards = map(split, corpora)

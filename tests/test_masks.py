@@ -36,17 +36,10 @@ def load(config):
   return data.load(config, vocab_size=257, seed=0)
 
 
-def say(record):
-  """What the assistant says, each with the line end that the template writes; and the whole conversation."""
-  messages = record["messages"]
-  turns = [one["content"] + "\n" for one in messages if one["role"] == "assistant"]
-  return turns, "".join(f"<{one['role']}>{one['content']}\n" for one in messages)
-
-
 def targets_of(kind, record):
-  """The targets of a record that count, in order."""
+  """The targets of a record that count, in order; of a chat the assistant's turns, with the template's line ends."""
   if kind == "chat":
-    return [byte for turn in say(record)[0] for byte in turn.encode()]
+    return [*"".join(one["content"] + "\n" for one in record["messages"] if one["role"] == "assistant").encode()]
   first = 0 if record["prompt"] else 1  # the first token of a document has nothing before it
   return [*record["completion"].encode()[first:], END]
 
