@@ -16,34 +16,12 @@ from tests.test_data import write_jsonl
 
 QUESTIONS = 20
 WORDS = "river hill rain town stone bridge morning night people water road field house tree wind boat light".split()
-TASKS = {  # metrics, the records, and what is asked of them
-  "choice": (
-    ("acc", "acc_norm"),
-    "questions",
-    dict(
-      output_type="multiple_choice", doc_to_text="Q: {{question}}\nA:", doc_to_target="gold", doc_to_choice="choices"
-    ),
-  ),
-  "last": (
-    ("perplexity", "acc"),
-    "questions",
-    dict(output_type="loglikelihood", doc_to_text="{{question}}", doc_to_target=" {{gold}}"),
-  ),
-  "rolling": (
-    ("word_perplexity", "byte_perplexity", "bits_per_byte"),
-    "texts",
-    dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}"),
-  ),
-  "continuing": (
-    ("exact_match",),
-    "prompts",
-    dict(
-      output_type="generate_until",
-      doc_to_text="{{prompt}}",
-      doc_to_target="answer",
-      generation_kwargs={"until": ["e"], "max_gen_toks": 12, "do_sample": False},
-    ),
-  ),
+CHOICES, GREEDY = {"doc_to_choice": "choices"}, {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
+TASKS = {  # the records, the metrics, the kind of requests, what is asked, what is right, and more
+  "choice": ("questions", "acc acc_norm", "multiple_choice", "Q: {{question}}\nA:", "gold", CHOICES),
+  "last": ("questions", "perplexity acc", "loglikelihood", "{{question}}", " {{gold}}", {}),
+  "rolling": ("texts", "word_perplexity byte_perplexity bits_per_byte", "loglikelihood_rolling", "", "{{text}}", {}),
+  "continuing": ("prompts", "exact_match", "generate_until", "{{prompt}}", "answer", {"generation_kwargs": GREEDY}),
 }
 
 
@@ -74,9 +52,10 @@ def task_folder(tmp_path_factory):
   }
   for name, lines in records.items():
     write_jsonl(folder / f"{name}.jsonl", lines)
-  for name, (metrics, of, task) in TASKS.items():
+  for name, (of, metrics, kind, asked, right, more) in TASKS.items():
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/{of}.jsonl"}}}
-    metric_list = [{"metric": metric} for metric in metrics]
+    metric_list = [{"metric": metric} for metric in metrics.split()]
+    task = {"output_type": kind, "doc_to_text": asked, "doc_to_target": right, **more}
     content = {"task": name, **files, "test_split": "test", "metric_list": metric_list, **task}
     (folder / f"{name}.yaml").write_text(json.dumps(content))  # which is YAML, too
   return folder
