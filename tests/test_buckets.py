@@ -18,7 +18,7 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.object_store import ObjectStore
-from tests.conftest import change, run_config, told, write_documents
+from tests.conftest import change, mistake, run_config, told, write_documents
 from tests.test_data import prose, write_jsonl
 from tests.test_distributed import job
 
@@ -197,6 +197,12 @@ def test_what_can_t_be_used_is_one_line(store, tmp_path, url, fault, part):
   write_documents(tmp_path)
   message = told(lambda: train(run_config(tmp_path), url))
   assert url in message and part in message
+
+
+def test_a_bucket_that_can_t_hold_checkpoints_is_refused_before_the_text_is_read(capsys):
+  arguments = ["--config=configs/tiny.py", "--config.data.source=text:missing/*.txt", "--workdir=s3://bucket/run"]
+  code, line = mistake(arguments, capsys)
+  assert code == 2 and line.startswith("error: workdir=s3://bucket/run: orbax keeps checkpoints on disks and at gs://")
 
 
 @pytest.mark.slow(reason="three jobs of processes")

@@ -15,7 +15,6 @@ from tests.processes import Process
 
 TINY = "--config=configs/tiny.py"
 DISCRETIZE = ["--workdir=x", "--job=discretize"]
-UNREAD = [TINY, "--config.data.source=text:missing/*.txt"]
 JOINING = [TINY, "--workdir=x", "--num_processes=2"]
 
 
@@ -31,11 +30,6 @@ JOINING = [TINY, "--workdir=x", "--num_processes=2"]
     ([*JOINING, "--coordinator=a", "--process_id=0"], ["must be HOST:PORT"]),
     ([*JOINING, "--coordinator=a:80", "--process_id=2"], ["between 0 and --num_processes=2"]),
     ([], ["--workdir: missing"]),
-    # before the text is read
-    (
-      [*UNREAD, "--workdir=s3://bucket/run"],
-      ["workdir=s3://bucket/run: orbax keeps checkpoints on disks and at gs://"],
-    ),
     (["--workdir=x", "--job=evaluate", "--tolerance=1"], ["--tolerance=1.0: is for --job=discretize"]),
     (["--workdir=x"], ["--config: missing"]),
     (["--workdir=a[1]", TINY], ["workdir=a[1]: orbax keeps no checkpoints where a path has '['"]),
