@@ -9,14 +9,13 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, attention_probabilities, links_of, logits_of, make_step
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, attention_probabilities, logits_of
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents
 from diffeq_nnx.analysis.spectra import copying_score, positive_share, spectra
 from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
-from diffeq_nnx.model.solvers import SOLVERS
 from launch.experiments import clusters
 from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, small_model, told
 
@@ -49,11 +48,12 @@ def same_set(found, expected, tolerance):
 def flow(one: AnalyzedModel):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
 
-  step, solver = make_step(one.config, one.grid), SOLVERS[one.config.solver]
+  model = one.ready.make_model()
+  step, solver = model.make_step(one.grid), model.solver
 
   def end(x_LxD):
     carry = solver.init(x_LxD[None])
-    carry, _ = jax.lax.scan(lambda carry, link: (step(carry, link), None), carry, links_of(one.config, one.weights))
+    carry, _ = jax.lax.scan(lambda carry, link: (step(carry, link), None), carry, model.links_of(one.ready.weights))
     return solver.read(carry)[0]
 
   return jax.jit(end)
@@ -68,12 +68,13 @@ def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
 def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
   """product over steps of (I + d (what a step adds to token n) / d x_k), [L, D, D]."""
 
-  step, solver = make_step(one.config, one.grid), SOLVERS[one.config.solver]
+  model = one.ready.make_model()
+  step, solver = model.make_step(one.grid), model.solver
 
   def added(x_LxD, link):
     return (solver.read(step(solver.init(x_LxD[None]), link))[0] - x_LxD)[-1]
 
-  states, links = one.observe(tokens).states[:-1, 0], links_of(one.config, one.weights)
+  states, links = one.observe(tokens).states[:-1, 0], model.links_of(one.ready.weights)
   j_SxDxLxD = np.asarray(jax.jit(jax.vmap(jax.jacfwd(added)))(states, links))
   products = np.stack([np.eye(24)] * len(tokens))
   for j_DxLxD in j_SxDxLxD:
@@ -87,7 +88,7 @@ def test_the_last_state_gives_the_models_logits_and_exponents_are_those_of_the_d
   one = analyzed(field, preset)
   model = moved_instance(small_model(dtype="float64", field=field, **(PRESETS | SOLVER_PRESETS)[preset]), scale=0.3)
   passed = one.observe(TOKENS, attention=True)
-  np.testing.assert_allclose(logits_of(one.config, one.rest, passed.states[-1]), forward(model), atol=1e-12)
+  np.testing.assert_allclose(logits_of(one.ready, passed.states[-1]), forward(model), atol=1e-12)
   assert passed.states.shape == (4, 1, 9, 24)
   np.testing.assert_allclose(passed.attention.sum(-1), 1)
   assert not np.triu(passed.attention, 1).any()
@@ -115,7 +116,7 @@ def test_eigenvalues_are_those_of_the_dense_products(x64, field, preset):
   found = spectra(one)
   D, H, K, C = 24, 4, 2, 6
   for s in range(len(found.times)):
-    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.weights.sets)
+    w = jax.tree.map(lambda leaf: np.asarray(leaf[s]), one.ready.weights.sets)
     if field == "gpt":
       parts = w["qkv"]["kernel"].reshape(D, K, H // K + 2, C)
       query = parts[:, :, :-2].reshape(D, H, C)
@@ -157,7 +158,7 @@ def test_a_model_in_bfloat16_is_looked_at_in_float32_also_at_another_number_of_s
   found = one.observe(TOKENS).states
   assert found.shape == (7, 1, 9, 24)
   logits = forward(moved_instance(small_model()), 6)
-  np.testing.assert_allclose(logits_of(one.config, one.rest, found[-1]), logits, atol=1e-4)
+  np.testing.assert_allclose(logits_of(one.ready, found[-1]), logits, atol=1e-4)
 
 
 # exponents
@@ -197,7 +198,7 @@ def test_gradient_times_input_is_the_logits_slope(x64):
   passed = one.observe(TOKENS)
   found = attention.gradient_times_input(one, passed, 5)
   eps, x_LxD, end = 1e-6, passed.states[0, 0], flow(one)
-  logit = lambda x_LxD: float(logits_of(one.config, one.rest, end(x_LxD)[None])[0, 8, 5])
+  logit = lambda x_LxD: float(logits_of(one.ready, end(x_LxD)[None])[0, 8, 5])
   for k in (0, 4, 8):
     change = logit(x_LxD.at[k].multiply(1 + eps)) - logit(x_LxD.at[k].multiply(1 - eps))
     assert found[k] == pytest.approx(change / (2 * eps), abs=1e-6)
@@ -238,7 +239,7 @@ def test_held_weights_are_those_of_one_step_at_all():
   assert abs(spread[-1] - held[-1]) > 1e-3
   kernel = lambda weights, s: np.asarray(weights.sets["up"]["kernel"][s])
   for s in range(3):
-    np.testing.assert_array_equal(kernel(clustering.constant_weights(one, 2), s), kernel(one.weights, 2))
+    np.testing.assert_array_equal(kernel(clustering.constant_weights(one, 2), s), kernel(one.ready.weights, 2))
 
 
 # the report says what was found

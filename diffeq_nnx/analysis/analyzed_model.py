@@ -16,9 +16,9 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.inference.ready import make_ready
-from diffeq_nnx.model import grids, integration, solvers, vector_fields
-from diffeq_nnx.model.attention_context import AttentionContext, Packing
+from diffeq_nnx.inference.ready import ReadyModel, make_ready
+from diffeq_nnx.model import grids, solvers, vector_fields
+from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
 from diffeq_nnx.model.weight_sources import BlockWeights, GridWeights
@@ -34,13 +34,11 @@ class AnalyzedModel:
   no forward derivative. Everything is on one device; a sharded model's weights are generated where its parameters are.
 
   Attributes:
-    config: of the model, in the wider dtype.
+    ready: the model with its weights, on one device.
+    config: its config, in the wider dtype.
     grid: the steps.
     times: of its weights, and which of them each step uses.
-    weights: at these times, with the grid.
-    source: the parameters of its weight source.
-    mesh: the device that all but `source` are on.
-    rest: the other parameters.
+    source: the parameters of its weight source, where the model has them.
   """
 
   def __init__(self, model: Model, num_steps: int | None = None):
@@ -49,15 +47,15 @@ class AnalyzedModel:
       model.config, dtype=str(parameter_dtype(model.config.dtype)), attention="reference", dropout=0.0
     )
     with jax.default_matmul_precision("highest"):
-      ready = make_ready(model, num_steps, config=config)
-    self.config, self.weights, self.rest, self.grid = config, ready.weights, ready.rest, ready.weights.grid
+      self.ready = make_ready(model, num_steps, config=config)
+    self.config, self.grid = config, self.ready.weights.grid
     self.times = solvers.weight_times(config, self.grid)
-    self.mesh, self.source = ready.mesh, params_of(model)["weight_source"]
+    self.source = params_of(model)["weight_source"]
 
   @contextlib.contextmanager
   def use_device(self) -> Iterator[None]:
     """On the model's device, with products in full precision, which TPUs and GPUs don't use by default."""
-    with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
+    with jax.set_mesh(self.ready.mesh), jax.default_matmul_precision("highest"):
       yield
 
   def check_times(self, times_M: Sequence[float] | np.ndarray) -> tuple[float, ...]:
@@ -78,7 +76,7 @@ class AnalyzedModel:
   def weights_at(self, times_M: Sequence[float]) -> BlockWeights:
     """BlockWeights at any times between 0 and 1, in their order. Raises as `check_times`."""
     weights = _weights(self.config, self.check_times(times_M), self.source)
-    return jax.device_put(weights, sharding.replicated(self.mesh))
+    return jax.device_put(weights, sharding.replicated(self.ready.mesh))
 
   def check_tokens(self, tokens_L: Sequence[int] | np.ndarray) -> np.ndarray:
     """The tokens as an array [L].
@@ -115,13 +113,13 @@ class AnalyzedModel:
     and RunError if a state is not finite.
     """
     tokens_1xL = self.check_tokens(tokens_L)[None]
-    weights = self.weights if weights is None else weights
+    ready = self.ready if weights is None else dataclasses.replace(self.ready, weights=weights)
     with self.use_device():
-      passed = observe(self.config, attention, self.rest, weights, tokens_1xL)
+      passed = observe(ready, tokens_1xL, attention=attention)
     finite_S = np.isfinite(np.asarray(passed.states)).all((1, 2, 3))
     if not finite_S.all():
       raise RunError(
-        f"the state after step {int(np.argmin(finite_S))} of {weights.grid.num_steps} is not finite; the "
+        f"the state after step {int(np.argmin(finite_S))} of {ready.weights.grid.num_steps} is not finite; the "
         "model's weights are too large, or not numbers"
       )
     return passed
@@ -169,41 +167,23 @@ def attention_probabilities(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> jax.A
   return jax.nn.softmax(jnp.where(causal_1x1xLxL, scores_BxHxLxL, -jnp.inf), axis=-1)
 
 
-def make_step(
-  config: ModelConfig, grid: grids.Grid, context: AttentionContext = Packing()
-) -> Callable[[solvers.Carry, integration.Links], solvers.Carry]:
-  """Makes the function of a step of the model's solver, on texts without padding.
-
-  It maps a carry, and what the step reads as `links_of` gives it, to the next carry.
-  """
-  field = vector_fields.BoundField(vector_fields.make_field(config), context)
-  return functools.partial(integration.advance_of(solvers.SOLVERS[config.solver], grid), field)
-
-
-def links_of(config: ModelConfig, weights: GridWeights) -> integration.Links:
-  """What each step reads of the weights, with leading axes S, to scan over."""
-  return integration.links_of(solvers.SOLVERS[config.solver], weights, jnp.dtype(config.dtype), jax.random.key(0))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def observe(
-  config: ModelConfig, with_attention: bool, rest: dict[str, Any], weights: GridWeights, tokens_BxL: jax.Array
-) -> Pass:
-  """Records one forward pass of a batch, with the attention probabilities if `with_attention`."""
+@functools.partial(jax.jit, static_argnames="attention")
+def observe(ready: ReadyModel, tokens_BxL: jax.Array, *, attention: bool = False) -> Pass:
+  """Records one forward pass of a batch, with the attention probabilities if `attention`."""
+  model = ready.make_model()
 
   def step(carry, link):
     context = _RecordedAttention()
-    after = make_step(config, weights.grid, context)(carry, link)
-    return after, (carry, solver.read(after), context.probabilities[0] if with_attention else None)
+    after = model.make_step(ready.weights.grid, context)(carry, link)
+    return after, (carry, model.solver.read(after), context.probabilities[0] if attention else None)
 
-  solver = solvers.SOLVERS[config.solver]
-  x_BxLxD = partial_model(config, rest).embed(tokens_BxL)
-  _, (carries, states, attention) = jax.lax.scan(step, solver.init(x_BxLxD), links_of(config, weights))
-  return Pass(jnp.concatenate([x_BxLxD[None], states]), carries, attention)
+  x_BxLxD = model.embed(tokens_BxL)
+  _, (carries, states, recorded) = jax.lax.scan(step, model.solver.init(x_BxLxD), model.links_of(ready.weights))
+  return Pass(jnp.concatenate([x_BxLxD[None], states]), carries, recorded)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(config: ModelConfig, rest: dict[str, Any], x_BxLxD: jax.Array) -> jax.Array:
+@jax.jit
+def logits_of(ready: ReadyModel, x_BxLxD: jax.Array) -> jax.Array:
   """Logits [B, L, V] of a state after the last step."""
-  model = partial_model(config, rest)
+  model = ready.make_model()
   return model.logits(model.normalize(x_BxLxD))

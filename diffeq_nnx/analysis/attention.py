@@ -3,16 +3,11 @@
 L positions, D embed_dim, S solver steps, H query heads.
 """
 
-import functools
-from typing import Any
-
 import jax
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, links_of, logits_of, make_step
-from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.model.solvers import SOLVERS
-from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, logits_of
+from diffeq_nnx.inference.ready import ReadyModel
 
 HALF = 25  # repeated tokens, if there are positions for them
 ROWS = 4  # texts of repeated tokens
@@ -33,19 +28,18 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
 def gradient_times_input(model: AnalyzedModel, passed: Pass, token: int) -> np.ndarray:
   """The gradient of the logit of `token` after a text times each token's initial state, summed over D: [L], signed."""
   with model.use_device():
-    return np.asarray(_gradient_times_input(model.config, model.rest, model.weights, passed.states[0], token))
+    return np.asarray(_gradient_times_input(model.ready, passed.states[0], token))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _gradient_times_input(
-  config: ModelConfig, rest: dict[str, Any], weights: GridWeights, x_1xLxD: jax.Array, token: jax.Array
-) -> jax.Array:
-  step, solver = make_step(config, weights.grid), SOLVERS[config.solver]
+@jax.jit
+def _gradient_times_input(ready: ReadyModel, x_1xLxD: jax.Array, token: jax.Array) -> jax.Array:
+  model = ready.make_model()
+  step, solver = model.make_step(ready.weights.grid), model.solver
 
   def logit(x_1xLxD):
     recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
-    carry, _ = jax.lax.scan(recomputed, solver.init(x_1xLxD), links_of(config, weights))
-    return logits_of(config, rest, solver.read(carry))[0, -1, token]
+    carry, _ = jax.lax.scan(recomputed, solver.init(x_1xLxD), model.links_of(ready.weights))
+    return logits_of(ready, solver.read(carry))[0, -1, token]
 
   return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
 
@@ -53,7 +47,7 @@ def _gradient_times_input(
 def likeliest(model: AnalyzedModel, passed: Pass) -> tuple[int, float]:
   """The likeliest token after a text, and its probability."""
   with model.use_device():
-    logits_V = np.asarray(logits_of(model.config, model.rest, passed.states[-1])[0, -1], np.float64)
+    logits_V = np.asarray(logits_of(model.ready, passed.states[-1])[0, -1], np.float64)
   token = int(np.argmax(logits_V))
   return token, float(1 / np.exp(logits_V - logits_V[token]).sum())
 

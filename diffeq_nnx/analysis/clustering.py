@@ -45,7 +45,7 @@ def _squared_distances(states: np.ndarray) -> np.ndarray:
 def constant_weights(model: AnalyzedModel, step: int) -> GridWeights:
   """The weights of one step, at its first node, at every time."""
   with model.use_device():
-    return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.weights)
+    return jax.tree.map(lambda leaf: leaf[np.full(len(leaf), model.times.index_SxN[step, 0])], model.ready.weights)
 
 
 def depth_spread(

@@ -66,9 +66,9 @@ def integrate(
       raise UserError(f"{name}={value}: must be above 0")
   tokens_1xL = model.check_tokens(tokens_L)[None]
   with model.use_device():
-    source = jax.device_put(model.source, sharding.replicated(model.mesh))
+    source = jax.device_put(model.source, sharding.replicated(model.ready.mesh))
     state, times, evaluations, done = jax.device_get(
-      _integrate(model.config, rtol, atol, max_steps, {**model.rest, "weight_source": source}, tokens_1xL)
+      _integrate(model.config, rtol, atol, max_steps, {**model.ready.rest, "weight_source": source}, tokens_1xL)
     )
   times = times[np.isfinite(times)]
   if not done:

@@ -14,7 +14,7 @@ import optax
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import pack, unpack
 from diffeq_nnx.model.parameters import Params, build
 from diffeq_nnx.model.weight_sources import GridWeights
@@ -54,18 +54,17 @@ def measure(
     candidates_S: the steps to leave out beside these, one at a time; S: none.
     num_candidates: how many entries of `candidates_S` there are; the others are not read.
   """
-  model, dtype = build(config, params), jnp.dtype(config.dtype)
+  model = build(config, params)
   tokens_BxL, context = pack(batch["inputs"], batch.get("segment_ids"), batch.get("positions"))
   mask_BxL = batch.get("mask", jnp.ones(batch["targets"].shape, jnp.float32))
   solver, S = model.solver, weights.grid.num_steps
-  field = vector_fields.BoundField(model.field, context)
-  advance = integration.advance_of(solver, weights.grid, model.gather)
-  sets, dts_S, keys_S = integration.links_of(solver, weights, dtype, jax.random.key(0))
+  advance = model.make_step(weights.grid, context)
+  sets, dts_S, keys_S = model.links_of(weights)
   links = sets, sizes_S.astype(dts_S.dtype), keys_S
 
   def step(number, carry):
     link = jax.tree.map(lambda leaf: leaf[number], links)
-    return jax.lax.cond(sizes_S[number] > 0, lambda carry: advance(field, carry, link), lambda carry: carry, carry)
+    return jax.lax.cond(sizes_S[number] > 0, lambda carry: advance(carry, link), lambda carry: carry, carry)
 
   def read(carry):
     return unpack(solver.read(carry), context)

@@ -18,18 +18,15 @@ States and times are those of the forward pass. The final norm comes after the f
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress, links_of, make_step
-from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model import grids
-from diffeq_nnx.model.solvers import SOLVERS
+from diffeq_nnx.inference.ready import ReadyModel
 
 FORMS = ("exact", "per_token")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time
@@ -86,13 +83,14 @@ def jacobian(
     alone: a step to differentiate in place of all, as started at its recorded state.
   """
   L, D = passed.states.shape[2:]
-  solver = SOLVERS[model.config.solver]
+  made = model.ready.make_model()
+  solver = made.solver
   bytes_of_tangent = 4 * L * (D + 3 * solver.evaluations.attention * model.config.num_heads * L)  # and its attention
   num_chunks = -(-D // max(1, CHUNK_BYTES // bytes_of_tangent))
   chunk = -(-D // num_chunks)  # all of about the same size
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.use_device():
-    start, carries, links = passed.states[0], passed.carries, links_of(model.config, model.weights)
+    start, carries, links = passed.states[0], passed.carries, made.links_of(model.ready.weights)
     if alone is not None:
       start = passed.states[alone]
       carries = jax.tree.map(lambda leaf: leaf[None], solver.init(start))
@@ -100,7 +98,7 @@ def jacobian(
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-      pulled_cxLxD = _pull_back(model.config, model.grid, start, carries, links, cotangents_cxD)
+      pulled_cxLxD = _pull_back(model.ready, start, carries, links, cotangents_cxD)
       result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
@@ -134,15 +132,16 @@ def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, pr
   return values_Lxr
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit
 def _pull_back(
-  config: ModelConfig, grid: grids.Grid, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
+  ready: ReadyModel, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
 ) -> jax.Array:
   """Cotangents of the last token's final state, pulled back to all initial states `start_1xLxD`, [c, L, D].
 
   `carries` and `links` are, for each step, the carry before it and what it reads.
   """
-  step, solver = make_step(config, grid), SOLVERS[config.solver]
+  model = ready.make_model()
+  step, solver = model.make_step(ready.weights.grid), model.solver
 
   def pull_rows(function, at, rows):  # rows: cotangents with a leading axis c
     _, pull = jax.vjp(function, at)

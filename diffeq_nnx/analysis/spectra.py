@@ -60,7 +60,7 @@ def spectra(
   times_S = np.asarray(model.times.times_U if times_S is None else model.check_times(times_S), np.float64)
   qk, ov, ff = [], [], []
   for part_S in np.split(times_S, range(U, len(times_S), U)):  # at most as many weights at a time as the model has
-    kernels = field.head_kernels(jax.device_get(model.weights.sets if own else model.weights_at(part_S.tolist())))
+    kernels = field.head_kernels(jax.device_get(model.ready.weights.sets if own else model.weights_at(part_S.tolist())))
     for s in range(len(part_S)):
       one = jax.tree.map(lambda kernel, s=s: kernel[s], kernels)
       groups = one.query.shape[1] // one.key.shape[1]

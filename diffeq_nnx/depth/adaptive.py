@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig
-from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model import grids
 from diffeq_nnx.model.attention_context import Packing
-from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.model import Model, parameter_dtype
 
 MAX_DENSITY = 8.0  # the density of steps stays between 1/8 and 8 times its mean
 ORDERS = (1.0, 4.0)  # between which `order` lies
@@ -44,14 +44,10 @@ def local_errors(model: Model, batch: dict[str, jax.Array], num_pairs: int) -> j
     num_pairs: M.
   """
   context = Packing(batch.get("segment_ids"), batch.get("positions"))
-  solver, dtype = model.solver, jnp.dtype(model.config.dtype)
-  wide = jnp.promote_types(dtype, jnp.float32)
+  solver, wide = model.solver, parameter_dtype(model.config.dtype)
   fine, coarse = (grids.make_grid(on_grid(model.config, n)) for n in (2 * num_pairs, num_pairs))
-  step, stride = (integration.advance_of(solver, grid, model.gather) for grid in (fine, coarse))
-  steps, strides = (
-    integration.links_of(solver, model.block_weights(grid), dtype, jax.random.key(0)) for grid in (fine, coarse)
-  )
-  field = vector_fields.BoundField(model.field, context)
+  step, stride = (model.make_step(grid, context) for grid in (fine, coarse))
+  steps, strides = (model.links_of(model.block_weights(grid)) for grid in (fine, coarse))
   mask_BxLx1 = batch["mask"][..., None].astype(wide)
   square = lambda x_BxLxD: (jnp.square(x_BxLxD.astype(wide)) * mask_BxLx1).sum()
 
@@ -59,10 +55,10 @@ def local_errors(model: Model, batch: dict[str, jax.Array], num_pairs: int) -> j
     two, whole = links
     first, second = (jax.tree.map(operator.itemgetter(i), two) for i in range(2))
     x_BxLxD = solver.read(carry)
-    two_BxLxD = solver.read(step(field, step(field, solver.init(x_BxLxD), first), second))
-    one_BxLxD = solver.read(stride(field, solver.init(x_BxLxD), whole))
+    two_BxLxD = solver.read(step(step(solver.init(x_BxLxD), first), second))
+    one_BxLxD = solver.read(stride(solver.init(x_BxLxD), whole))
     error = jnp.sqrt(square(one_BxLxD.astype(wide) - two_BxLxD.astype(wide)))
-    return step(field, step(field, carry, first), second), error
+    return step(step(carry, first), second), error
 
   pairs = jax.tree.map(lambda leaf: leaf.reshape(num_pairs, 2, *leaf.shape[1:]), steps)
   carry = solver.init(model.embed(batch["inputs"], context.positions_BxL))

@@ -4,6 +4,7 @@ B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times o
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from flax import nnx
@@ -14,7 +15,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, solvers, vector_fields, weight_sources
-from diffeq_nnx.model.attention_context import AttentionContext, pack, unpack
+from diffeq_nnx.model.attention_context import AttentionContext, Packing, pack, unpack
 from diffeq_nnx.model.lora import LoraWeights
 from diffeq_nnx.parallel import sharding
 
@@ -150,17 +151,28 @@ class Model(nnx.Module):
   def hidden_unrolled(
     self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext
   ) -> jax.Array:
-    """The same state as `hidden` gives, [B, L, D], with the loop over steps unrolled; for generating on one device.
+    """The same state as `hidden` gives, [B, L, D], of unrolled weights with the loop over steps unrolled.
 
-    Args:
-      tokens_BxL: token ids.
-      weights: unrolled.
-      context: the attention context, whose `attend` is called once for each evaluation of attention, in order;
-        positions must be below `config.seq_len` where they are learned.
+    `context.attend` is called once for each evaluation of attention, in order. Positions must be below `config.seq_len`
+    where they are learned.
     """
     x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
     field = vector_fields.BoundField(self.field, context)
     return self.normalize(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
+
+  def make_step(
+    self, grid: grids.Grid, context: AttentionContext = Packing()
+  ) -> Callable[[solvers.Carry, integration.Links], solvers.Carry]:
+    """Makes the function of one step on a grid, without dropout, for programs that loop over the steps themselves.
+
+    It maps a carry of the solver, and what the step reads as `links_of` gives it, to the next carry.
+    """
+    field = vector_fields.BoundField(self.field, context)
+    return functools.partial(integration.advance_of(self.solver, grid, self.gather), field)
+
+  def links_of(self, weights: weight_sources.GridWeights) -> integration.Links:
+    """What each step reads of the weights, with leading axes S, to scan over."""
+    return integration.links_of(self.solver, weights, jnp.dtype(self.config.dtype), jax.random.key(0))
 
   def unembedding(self) -> jax.Array:
     """The output head [V, D] in the compute dtype: the token embedding where it is tied."""

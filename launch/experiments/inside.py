@@ -49,13 +49,13 @@ def growth(magnitudes_S: np.ndarray) -> tuple[float, float]:
 
 def replacement_effects(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> np.ndarray:
   """KL(p || p') in nats of the prediction after the last token, for each token before it replaced, [L - 1]."""
-  L, config = len(tokens_L), analyzed.config
+  L = len(tokens_L)
   texts_RxL = np.tile(tokens_L, (1 + (L - 1) * REPLACEMENTS, 1))
-  others = np.random.default_rng(0).integers(config.vocab_size, size=(L - 1) * REPLACEMENTS)
+  others = np.random.default_rng(0).integers(analyzed.config.vocab_size, size=(L - 1) * REPLACEMENTS)
   texts_RxL[1 + np.arange(len(others)), np.arange(len(others)) // REPLACEMENTS] = others
   with analyzed.use_device():
-    passed = observe(config, False, analyzed.rest, analyzed.weights, texts_RxL)
-    logits_RxV = logits_of(config, analyzed.rest, passed.states[-1][:, -1:])[:, 0]
+    passed = observe(analyzed.ready, texts_RxL)
+    logits_RxV = logits_of(analyzed.ready, passed.states[-1][:, -1:])[:, 0]
     logs_RxV = np.asarray(jax.nn.log_softmax(logits_RxV), np.float64)
   divergences = (np.exp(logs_RxV[0]) * (logs_RxV[0] - logs_RxV[1:])).sum(-1)
   return divergences.reshape(L - 1, REPLACEMENTS).mean(-1)

@@ -69,11 +69,11 @@ def read_rows(path: str, tokenizer: Tokenizer, rows: int, length: int) -> np.nda
 
 def fold(analyzed: AnalyzedModel) -> AnalyzedModel:
   """The same model with the scale of the attention norm in the kernels that read the normalized state."""
-  sets = analyzed.weights.sets
+  sets = analyzed.ready.weights.sets
   scale_UxDx1, readers = sets["attention_norm"]["scale"][..., None], {"qkv", "query", "key", "value"} & sets.keys()
   scaled = {group: {**sets[group], "kernel": scale_UxDx1 * sets[group]["kernel"]} for group in readers}
   folded = copy.copy(analyzed)
-  folded.weights = dataclasses.replace(analyzed.weights, sets={**sets, **scaled})
+  folded.ready = dataclasses.replace(analyzed.ready, weights=GridWeights({**sets, **scaled}, analyzed.grid))
   return folded
 
 
@@ -86,7 +86,7 @@ def measure_spectra(analyzed: AnalyzedModel) -> Lists:
       sizes_SxN, name = np.abs(eigen.of(pair)[first_S]).reshape(len(first_S), -1), f"{pair.upper()} {label}"
       found |= {f"{name}, largest": sizes_SxN.max(1), f"{name}, 90 %": np.percentile(sizes_SxN, 90, axis=1)}
       found[f"{name}, mean"] = sizes_SxN.mean(1)
-  kernels = vector_fields.make_field(analyzed.config).head_kernels(jax.device_get(fold(analyzed).weights.sets))
+  kernels = vector_fields.make_field(analyzed.config).head_kernels(jax.device_get(fold(analyzed).ready.weights.sets))
   value_UxHxDxC = np.repeat(kernels.value, kernels.out.shape[1] // kernels.value.shape[2], axis=2).swapaxes(1, 2)
   back_UxHxCxD = kernels.out @ kernels.out.swapaxes(2, 3) @ value_UxHxDxC.swapaxes(2, 3)
   squares_SxHxC = eigenvalues(value_UxHxDxC, back_UxHxCxD).real[first_S]  # of the singular values of W_v W_o
@@ -104,9 +104,9 @@ def mean_cosines(u_BxLxD: np.ndarray) -> tuple[float, float, float]:
 
 def measure_loss(analyzed: AnalyzedModel, rows: np.ndarray, weights: GridWeights) -> float:
   """The loss with these weights, nats per token."""
+  ready = dataclasses.replace(analyzed.ready, weights=weights)
   with analyzed.use_device():
-    last = observe(analyzed.config, False, analyzed.rest, weights, rows[:, :-1]).states[-1]
-    logs_BxLxV = jax.nn.log_softmax(logits_of(analyzed.config, analyzed.rest, last))
+    logs_BxLxV = jax.nn.log_softmax(logits_of(ready, observe(ready, rows[:, :-1]).states[-1]))
     return -float(jnp.take_along_axis(logs_BxLxV, rows[:, 1:, None], -1).mean())
 
 
@@ -117,9 +117,9 @@ def measure_states(analyzed: AnalyzedModel, rows: np.ndarray) -> Lists:
   rms = lambda x_BxLxD: np.sqrt(np.square(x_BxLxD, dtype=np.float64).mean(-1))
   sizes: dict[str, list[np.ndarray]] = {name: [] for name in BRANCHES}
   with analyzed.use_device():
-    states = jax.device_get(observe(analyzed.config, False, analyzed.rest, analyzed.weights, rows[:, :-1]).states)
+    states = jax.device_get(observe(analyzed.ready, rows[:, :-1]).states)
     for s, (dt, u) in enumerate(zip(analyzed.grid.dts, analyzed.times.index_SxN[:, 0])):
-      attended_BxLxD = dt * attend(states[s], jax.tree.map(lambda leaf, u=u: leaf[u], analyzed.weights.sets))
+      attended_BxLxD = dt * attend(states[s], jax.tree.map(lambda leaf, u=u: leaf[u], analyzed.ready.weights.sets))
       sizes["attention"].append(rms(attended_BxLxD))
       sizes["feedforward"].append(rms(states[s + 1] - states[s] - attended_BxLxD))  # the rest of the step
   state_SxBxL = np.stack(list(map(rms, states)))
@@ -165,7 +165,7 @@ def combine(gram_UxU: np.ndarray, rank: int, way: str) -> np.ndarray:
 
 def measure_ranks(analyzed: AnalyzedModel, rows: np.ndarray, ranks: list[int]) -> tuple[Lists, Lists]:
   """The part `ranks`: shares for T from 1 and mean cosines of neighbors, by kernel; losses by way."""
-  sets, shares = jax.device_get(analyzed.weights.sets), {}
+  sets, shares = jax.device_get(analyzed.ready.weights.sets), {}
   kernels = {group: leaves["kernel"] for group, leaves in sets.items() if "kernel" in leaves}
   wide = lambda kernel: kernel.reshape(len(kernel), -1).astype(np.float64)
   grams = {name: wide(kernel) @ wide(kernel).T for name, kernel in kernels.items()}
@@ -179,7 +179,7 @@ def measure_ranks(analyzed: AnalyzedModel, rows: np.ndarray, ranks: list[int]) -
   for way, rank in [(way, rank) for way in WAYS for rank in ranks]:
     near = {name: np.tensordot(combine(grams[name], rank, way), kernel, 1) for name, kernel in kernels.items()}
     made = {name: {**sets[name], "kernel": jnp.asarray(one, kernels[name].dtype)} for name, one in near.items()}
-    weights = dataclasses.replace(analyzed.weights, sets={**sets, **made})
+    weights = GridWeights({**sets, **made}, analyzed.grid)
     losses[way].append(measure_loss(analyzed, rows, weights))
   return shares, losses
 
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)
   eigen = remember("spectra", measure_spectra, analyzed)
-  loss = remember("loss", measure_loss, analyzed, rows, analyzed.weights)
+  loss = remember("loss", measure_loss, analyzed, rows, analyzed.ready.weights)
   states = remember("states", measure_states, analyzed, rows)
   clusters = remember("clusters", measure_clusters, analyzed, rows)
   shares, losses = remember("ranks", measure_ranks, analyzed, rows, args.ranks)

@@ -42,7 +42,7 @@ def draw(analyzed: AnalyzedModel, curves: list[tuple[str, list[float]]]) -> None
   weights, eigen, depth = figure.subplots(1, 3)
   entry = lambda leaves: np.asarray(leaves["up"]["kernel"])[:, 0, :ENTRIES]
   own, colors = analyzed.times.times_U, colormaps["viridis"](np.linspace(0, 0.85, ENTRIES))
-  for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.weights.sets).T, colors):
+  for curve, marks, color in zip(entry(analyzed.weights_at(TIMES)).T, entry(analyzed.ready.weights.sets).T, colors):
     weights.plot(TIMES, curve, color=color, linewidth=1.2)
     weights.plot(own, marks, "o", color=color, markersize=4)
   weights.set(title="weights are functions of depth", xlabel="depth t", ylabel=f"{ENTRIES} entries of W_up(t)")
