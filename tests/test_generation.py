@@ -11,8 +11,8 @@ from diffeq_nnx import data
 from diffeq_nnx.inference import batching, decoding
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import vector_fields
+from diffeq_nnx.model.cpu_kernels import OutputFirst
 from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.output_first import OutputFirst
 from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, on_eight_devices, small_model, told
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]

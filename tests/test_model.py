@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from diffeq_nnx.model import grids, integration, vector_fields
+from diffeq_nnx.model.cpu_kernels import SmallerFirst
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of, partial_model
-from diffeq_nnx.model.smaller_first import SmallerFirst
 from tests import reference
 from tests.conftest import PRESETS, equal, moved_instance, small_instance, small_model, told, weights_of
 

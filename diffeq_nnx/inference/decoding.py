@@ -23,8 +23,8 @@ from diffeq_nnx.inference.ready import ReadyModel, make_ready
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.attention_context import Packing
+from diffeq_nnx.model.cpu_kernels import multiply_output_first, store_output_first
 from diffeq_nnx.model.model import Model, parameter_dtype
-from diffeq_nnx.model.output_first import product, store_output_first
 from diffeq_nnx.model.parameters import TABLES
 from diffeq_nnx.parallel import sharding
 
@@ -234,7 +234,7 @@ def more_logits(
 def _compute_logits(ready: ReadyModel, hidden_BxQxD: jax.Array) -> jax.Array:
   """As `Model.logits`, as a CPU computes them fastest for few tokens."""
   model, wide = ready.make_model(), parameter_dtype(ready.config.dtype)
-  on_cpu = lambda hidden: product(hidden, model.unembedding(), wide)
+  on_cpu = lambda hidden: multiply_output_first(hidden, model.unembedding(), wide)
   return jax.lax.platform_dependent(hidden_BxQxD, cpu=on_cpu, default=model.logits)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotate_heads
-from diffeq_nnx.model.output_first import OutputFirst
+from diffeq_nnx.model.cpu_kernels import OutputFirst
 from diffeq_nnx.model.weight_sources import BlockSpecs, Heads, LeafSpec
 
 Weights = dict[str, dict[str, jax.Array]]  # BlockWeights at one time: no leading axis

@@ -16,7 +16,7 @@ import optax
 from diffeq_nnx.config import RANDOM_BITS, Config
 from diffeq_nnx.depth.trained import find_teaching_count
 from diffeq_nnx.errors import UserError, first_line
-from diffeq_nnx.model import grids, integration, parameters, smaller_first, solvers, vector_fields, weight_sources
+from diffeq_nnx.model import cpu_kernels, grids, integration, parameters, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import sharding
@@ -128,7 +128,7 @@ def loss_and_gradients(
 
   block_weights, pull_back = jax.vjp(generate, source)
   adjoint = integration.make_adjoint(config)
-  prepare = smaller_first.wrap_kernels if vector_fields.only_multiplies(config.model) else lambda weights: weights
+  prepare = cpu_kernels.put_smaller_first if vector_fields.only_multiplies(config.model) else lambda weights: weights
 
   def microbatch_loss(block_weights, rest, batch):
     model = merge({**rest, "weight_source": source})

@@ -17,7 +17,7 @@ import diffeq_nnx
 from launch.benchmarks import hlo
 
 PACKAGE = os.path.join(os.path.dirname(diffeq_nnx.__file__), "")
-PRODUCTS = "model/smaller_first.py"  # where products are computed for those that ask for them
+PRODUCTS = "model/cpu_kernels.py"  # where products are computed for those that ask for them
 SLICES = "slices, gathers, scatters"
 OPCODES = {
   "products": {"convolution", "dot"},
