@@ -8,6 +8,7 @@ first axis over any number of devices.
 
 import abc
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -57,11 +58,13 @@ def _out_std(model: config_lib.ModelConfig) -> float:
 
 
 def _dense(
-  fan_in: int, fan_out: int, axes: tuple[str, str], std: float, heads: Heads | None = None
+  fan_in: int, fan_out: int, axes: tuple[str, str], std: float, heads: Heads | None = None, bias: bool = True
 ) -> dict[str, LeafSpec]:
-  """A kernel [in, out] and its bias."""
-  kernel = LeafSpec((fan_in, fan_out), axes, std, heads=heads)
-  return {"kernel": kernel, "bias": LeafSpec((fan_out,), axes[1:])}
+  """A kernel [in, out], and its bias if it has one."""
+  leaves = {"kernel": LeafSpec((fan_in, fan_out), axes, std, heads=heads)}
+  if bias:
+    leaves["bias"] = LeafSpec((fan_out,), axes[1:])
+  return leaves
 
 
 class HeadKernels(NamedTuple):
@@ -198,12 +201,8 @@ class LlamaField(_Field):
   def specs(model: config_lib.ModelConfig) -> BlockSpecs:
     """Every array of the block at one time."""
     D, H, K, C, F = model.embed_dim, model.num_heads, model.kv_heads, model.head_size, model.hidden_dim
-    kernel = lambda *spec: {"kernel": LeafSpec(*spec)}
-
-    def by_head(heads: int) -> dict[str, LeafSpec]:
-      dense = _dense(D, heads * C, ("embed", "heads"), STD, Heads(heads, (1,), C))
-      return dense if model.qkv_bias else {"kernel": dense["kernel"]}
-
+    kernel = functools.partial(_dense, bias=False)
+    by_head = lambda heads: _dense(D, heads * C, ("embed", "heads"), STD, Heads(heads, (1,), C), bias=model.qkv_bias)
     head_norm = {"scale": LeafSpec((C,), (None,), start=1.0)}
     norm = LlamaField.norm_specs(D) | ({"shift": LeafSpec((D,), ("embed",))} if model.block_shift else {})
     return {
@@ -212,11 +211,11 @@ class LlamaField(_Field):
       "key": by_head(K),
       "value": by_head(K),
       **({"query_norm": head_norm, "key_norm": head_norm} if model.qk_norm else {}),
-      "out": kernel((H * C, D), ("heads", "embed"), _out_std(model)),
+      "out": kernel(H * C, D, ("heads", "embed"), _out_std(model)),
       "mlp_norm": norm,
-      "gate": kernel((D, F), ("embed", "mlp"), STD),
-      "up": kernel((D, F), ("embed", "mlp"), STD),
-      "down": kernel((F, D), ("mlp", "embed"), _out_std(model)),
+      "gate": kernel(D, F, ("embed", "mlp"), STD),
+      "up": kernel(D, F, ("embed", "mlp"), STD),
+      "down": kernel(F, D, ("mlp", "embed"), _out_std(model)),
     }
 
   def head_kernels(self, w: Weights) -> HeadKernels:
