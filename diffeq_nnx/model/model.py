@@ -49,11 +49,9 @@ class Model(nnx.Module):
     self.embedding = table(V, "vocab", token_std)
     self.positions = table(config.seq_len, "position", position_std) if self.field.learned_positions else None
     self.head = None if tied else table(V, "vocab", vector_fields.STD)
+    norm_specs = self.field.norm_specs(D)
     self.final_norm = nnx.data(
-      {
-        name: nnx.Param(jnp.full(leaf.shape, leaf.start, dtype), axes=leaf.axes)
-        for name, leaf in self.field.norm_specs(D).items()
-      }
+      {name: weight_sources.initial_leaf(leaf, (), rngs, dtype) for name, leaf in norm_specs.items()}
     )
     specs = self.field.specs(config)
     self.block_axes = nnx.static(jax.tree.map(lambda leaf: leaf.axes, specs))
