@@ -372,8 +372,14 @@ def _check_training(config: Config) -> None:
 
 
 def check_num_steps(model: ModelConfig, key: str, num_steps: int | None) -> None:
-  """Raises UserError, of the value of `key`, unless a model has weights for a number of steps; None is its own."""
+  """Checks that a model has weights for a number of steps; None is its own.
+
+  Raises:
+    UserError: it is below 1, or the weights are stored, and for another number; the line begins with `key`.
+  """
   own = model.num_steps
+  if num_steps is not None and num_steps < 1:
+    raise UserError(f"{key}={num_steps}: must be 1 or above")
   if model.weights != "stored" or num_steps in (None, own) or model.depth_order and num_steps < own:
     return
   fewer = "" if model.depth_order else ", for fewer run --job=rank_steps, which finds those that matter most"

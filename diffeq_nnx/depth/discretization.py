@@ -25,12 +25,10 @@ def discretized_config(
       are stored already, for other steps.
   """
   if step_sizes is None:
+    config_lib.check_num_steps(model, "num_steps", num_steps)
     num_steps = model.num_steps if num_steps is None else num_steps
-    if num_steps < 1:
-      raise UserError(f"num_steps={num_steps}: must be 1 or above")
     if model.depth_order and num_steps < model.num_steps:
       return _nested_config(model, num_steps)
-    config_lib.check_num_steps(model, "num_steps", num_steps)
     sizes = model.step_sizes if num_steps == model.num_steps else ()
   else:
     if num_steps is not None:

@@ -72,8 +72,6 @@ class Model(nnx.Module):
     Raises:
       UserError: a number below 1, or one that the model has no weights for.
     """
-    if num_steps is not None and num_steps < 1:
-      raise UserError(f"num_steps={num_steps}: must be 1 or above")
     config_lib.check_num_steps(self.config, "num_steps", num_steps)
     return grids.make_grid(self.config, num_steps)
 
