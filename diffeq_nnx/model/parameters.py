@@ -52,9 +52,7 @@ def build(config: ModelConfig, params: Params) -> Model:
 def partial_model(config: ModelConfig, params: Params) -> Model:
   """A model some of whose parameters are missing; only what needs none of the missing ones may be called.
 
-  Args:
-    config: of the model.
-    params: complete top-level entries, e.g. all but "weight_source"; of any dtype.
+  `params` has complete top-level entries, e.g. all but "weight_source", of any dtype.
 
   Raises:
     UserError: names or shapes that are not the model's.

@@ -24,13 +24,9 @@ def frequencies(time: TimeConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> 
 def sinusoidal_features(times_S: jax.Array, frequencies_M: jax.Array, scale: float) -> jax.Array:
   """s(t) = [t, sin(scale t w), cos(scale t w)] (Tong et al. 2025, section 3.1), shape [S, 2 M + 1].
 
-  Computed in the dtype of `frequencies_M`, which is float32 or wider whatever the model computes in: the
-  angle reaches 1000 radians, where neighboring bfloat16 numbers are 4 radians apart.
-
-  Args:
-    times_S: times between 0 and 1.
-    frequencies_M: w_k.
-    scale: angle of the fastest wave at t = 1, radians.
+  Times are between 0 and 1, and `scale` is the angle of the fastest wave at t = 1 in radians. It is computed in the
+  dtype of `frequencies_M`, which is float32 or wider whatever the model computes in: the angle reaches 1000 radians,
+  where neighboring bfloat16 numbers are 4 radians apart.
   """
   times_S = times_S.astype(frequencies_M.dtype)
   angles_SxM = scale * times_S[:, None] * frequencies_M[None, :]
