@@ -216,6 +216,8 @@ def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys
   record = json.loads((workdir / "run.json").read_text())
   (workdir / "run.json").write_text(json.dumps({**record, "tokenizer_hash": "0" * 64}))
   assert "the tokenizer is 000000000000 there and" in told(lambda: train(config, str(workdir)))
+  (workdir / "run.json").write_text(json.dumps({**record, "hash": 5}))
+  assert "run.json: damaged" in told(lambda: workdir_lib.run_hash(str(workdir)))
 
 
 def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):

@@ -289,7 +289,8 @@ def _read(workdir: str) -> dict[str, Any] | None:
   path = os.path.join(workdir, RUN_FILE)
   try:
     known = files.read_json(path)
-    if not (isinstance(known["config"], dict) and all(type(known[key]) is str for key in ("tokenizer_hash", "corpus"))):
+    hashes = (known["tokenizer_hash"], known["corpus"], known.get("hash", ""))
+    if not (isinstance(known["config"], dict) and all(type(one) is str for one in hashes)):
       raise ValueError
     return known
   except (FileNotFoundError, NotADirectoryError):
