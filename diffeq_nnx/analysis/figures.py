@@ -123,7 +123,7 @@ def induction(found: Findings) -> Chart:
   """The copying scores of both products of each head, and its prefix matching on repeated tokens."""
   qk_SxH, ov_SxH = copying_score(found.spectra.qk), copying_score(found.spectra.ov)
   whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(qk_SxH.shape[1])]
-  own = np.array_equal(found.spectra.times, found.grid[0])
+  own = np.array_equal(found.spectra.times, found.times_S)
   measured = found.prefix_matching.reshape(-1) if own and found.prefix_matching is not None else None
   caption = (
     "Each point is one head at one time. A score is the sum of the eigenvalues over the sum of their "
@@ -235,7 +235,7 @@ def spectra_table(found: Findings) -> Table:
 
 def depth(found: Findings) -> Chart:
   """The distances between the model's states over depth, with its own weights and with those of one step."""
-  at = np.concatenate([[0.0], found.grid[2]])
+  at = np.concatenate([[0.0], found.ends_S])
   panels = []
   for index, title in enumerate(("mean distance of pairs", "fraction of clustered pairs")):
     curves = {label: values[index] for label, values in (found.depth or {}).items()}

@@ -28,8 +28,9 @@ class Findings:
   pieces: tuple[str, ...]  # the tokens' texts, [L]
   tokens: np.ndarray  # [L]
   position: int  # n
-  # times of the weights at the first node of the steps, dts, and the times at which the steps end, [S] each
-  grid: tuple[np.ndarray, np.ndarray, np.ndarray]
+  times_S: np.ndarray  # of the weights at the first node of each step
+  dts_S: np.ndarray
+  ends_S: np.ndarray  # times at which the steps end
   spectra: Spectra  # at the model's times, or at the requested ones
   between: Spectra | None  # of the heads at the steps and at times between; None where weights are stored or shared
   prefix_matching: np.ndarray | None  # [S, H], `attention.prefix_matching`; None where there are too few positions
@@ -53,9 +54,9 @@ class Findings:
     made = {
       "tokens": self.tokens,
       "position": np.array(self.position),
-      "times": self.grid[0],
-      "dts": self.grid[1],
-      "ends": self.grid[2],
+      "times": self.times_S,
+      "dts": self.dts_S,
+      "ends": self.ends_S,
       "spectra_times": self.spectra.times,
       "exponents_exact": self.exact,
       "exponents_per_token": self.per_token,
@@ -128,24 +129,22 @@ def find(
   token, probability = attention.likeliest(analyzed, passed)
   half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
-    tuple(pieces),
-    tokens_L,
-    position,
-    (
-      analyzed.times.times_U[analyzed.times.index_SxN[:, 0]],
-      np.asarray(analyzed.grid.dts),
-      np.asarray(analyzed.grid.edges)[np.asarray(analyzed.grid.kept_S) + 1],
-    ),
-    found,
-    between,
-    attention.prefix_matching(analyzed, half) if half >= 2 else None,
-    half,
-    exponents["exact"],
-    exponents["per_token"],
-    attention.rollout(np.asarray(passed.attention[:, 0]))[-1],
-    attention.gradient_times_input(analyzed, passed, token),
-    (decode(token), probability, token),
-    _depth(analyzed, tokens_L) if len(tokens_L) > 1 else None,
+    pieces=tuple(pieces),
+    tokens=tokens_L,
+    position=position,
+    times_S=analyzed.times.times_U[analyzed.times.index_SxN[:, 0]],
+    dts_S=np.asarray(analyzed.grid.dts),
+    ends_S=np.asarray(analyzed.grid.edges)[np.asarray(analyzed.grid.kept_S) + 1],
+    spectra=found,
+    between=between,
+    prefix_matching=attention.prefix_matching(analyzed, half) if half >= 2 else None,
+    prefix_half=half,
+    exact=exponents["exact"],
+    per_token=exponents["per_token"],
+    rollout=attention.rollout(np.asarray(passed.attention[:, 0]))[-1],
+    gradient=attention.gradient_times_input(analyzed, passed, token),
+    next_token=(decode(token), probability, token),
+    depth=_depth(analyzed, tokens_L) if len(tokens_L) > 1 else None,
   )
 
 
