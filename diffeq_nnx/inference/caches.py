@@ -25,25 +25,20 @@ ROWS_UNROLLED = 8
 
 @dataclasses.dataclass
 class PrefillCache:
-  """A packing that stores the keys and values of its tokens, for decoding; for an unrolled pass.
+  """As `Packing`, and it stores the keys and values of the tokens, for decoding; for an unrolled pass.
 
-  Attributes:
-    packing: the attention context.
-    stored: keys and values of each evaluation of attention, in order, [B, K, L, C] each; `attend` appends to it.
+  `stored` has those of each evaluation of attention, in order, [B, K, L, C] each; `attend` appends to it.
   """
 
-  packing: Packing
+  segment_ids_BxL: jax.Array
+  positions_BxL: jax.Array
   stored: list[KeysValues] = dataclasses.field(default_factory=list)
 
-  @property
-  def positions_BxL(self) -> jax.Array | None:
-    """As the packing's."""
-    return self.packing.positions_BxL
-
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
-    """As the packing's."""
+    """As that of `Packing`."""
     self.stored.append((k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)))
-    return self.packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
+    packing = Packing(self.segment_ids_BxL, self.positions_BxL)
+    return packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
 @dataclasses.dataclass

@@ -22,7 +22,6 @@ from diffeq_nnx.inference.caches import DecodeCache, KeysValues, PrefillCache
 from diffeq_nnx.inference.ready import ReadyModel, make_ready
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import grids, vector_fields
-from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.cpu_kernels import multiply_output_first, store_output_first
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import TABLES
@@ -209,7 +208,7 @@ def first_logits(
   """
   Q = tokens_BxQ.shape[1]
   positions_BxQ = _find_positions(state, Q)
-  context = PrefillCache(Packing((positions_BxQ >= 0).astype(jnp.int32), jnp.maximum(positions_BxQ, 0)))
+  context = PrefillCache((positions_BxQ >= 0).astype(jnp.int32), jnp.maximum(positions_BxQ, 0))
   state, hidden_BxQxD = _read(ready, state, tokens_BxQ, context, num_slots)
   return state, _compute_logits(ready, hidden_BxQxD[:, -1:])[:, 0]
 

@@ -121,14 +121,8 @@ def verify_drafts(
 ) -> tuple[jax.Array, jax.Array]:
   """(new tokens [B, N + 1], number of drafted tokens that are kept [B]).
 
-  New tokens after the first that is not kept are unused.
-
-  Args:
-    sampler: of the rows.
-    drafts_BxN: drawn from the draft's logits.
-    draft_logits_BxNxV: these logits.
-    logits_BxN1xV: the deep model's at the same places, and after the last drafted token.
-    first_B: position of the first drafted token in each row.
+  New tokens after the first that is not kept are unused. The deep model's logits are those at the places of the draft's
+  logits, and after the last drafted token; `first_B` is the position of the first drafted token in each row.
   """
   B, N = drafts_BxN.shape
   accepted, instead = [], []
