@@ -142,11 +142,11 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
   assert "steps.json, with 4 steps left" in capsys.readouterr().err
   lower = rank(config, path, num_steps=1)  # it goes on
   assert lower["left_out"][:2] == saved["left_out"] and lower["depth_order"][3:] == order[3:]
-  by_influence = rank(config, path, by="influence")
+  by_influence = rank(config, path, by="influence", num_steps=None)
   assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
   assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
   rows = change(config, data=dict(rows="padded"))
-  assert rank(rows, path, by="influence")["influences"] != influences.tolist()  # of other rows
+  assert rank(rows, path, by="influence", num_steps=None)["influences"] != influences.tolist()  # of other rows
 
 
 def test_a_ranked_run_is_evaluated_discretized_and_trains_on(begun, ranked, tmp_path, monkeypatch):
@@ -189,6 +189,7 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
     ("num_steps=5: must be from 1 to 4", config, {"num_steps": 5}),
     ("model.num_steps", change(config, model=dict(num_steps=4)), {}),  # is not the run's
     ("must be one of loss, influence", config, {"by": "size"}),
+    ("num_steps=2: is for by=loss", config, {"by": "influence", "num_steps": 2}),
     ("data.source=none: the run has no text yet", textless, {}),
   ):
     assert part in told(lambda: rank(changed, copy, **options))

@@ -50,6 +50,8 @@ def rank_steps(
     raise UserError(f"tokens={tokens}: must be 1 or above")
   if by not in WAYS:
     raise UserError(f"by={by!r}: must be one of {', '.join(WAYS)}; {nearest(by, WAYS)}")
+  if by == "influence" and num_steps is not None:
+    raise UserError(f"num_steps={num_steps}: is for by=loss, since by=influence ranks all steps; leave it out")
   if config.data.source == NO_TEXT:
     raise UserError("data.source=none: the run has no text yet; name one with --config.data.source")
   mesh = checked_mesh(config)

@@ -85,7 +85,7 @@ def prepare(recipe: str, num_steps: int, args) -> str:
     fewest, order = min(args.depths), Run.open(place).started.model.depth_order
     if not order or by == "loss" and count_ranked(place) < config.model.num_steps - fewest:
       config = dataclasses.replace(config, model=dataclasses.replace(config.model, depth_order=order))
-      jobs.run("rank_steps", config, place, num_steps=fewest, tokens=TOKENS, by=by)
+      jobs.run("rank_steps", config, place, num_steps=fewest if by == "loss" else None, tokens=TOKENS, by=by)
   elif workdir_lib.holds_run(place):
     pass
   elif recipe == "uniform":
