@@ -30,7 +30,7 @@ flags.DEFINE_list(
   "num_steps",
   None,
   "Number of solver steps; for evaluate also several, e.g. 4,6,8,12. Default: for evaluate, generate and harness "
-  "eval.num_steps if set; for rank_steps, which stops there, half of the model's own; for the others the model's own.",
+  "eval.num_steps if set; for rank_steps by loss, which stops there, half of the model's own; else the model's own.",
 )
 flags.DEFINE_list("step_sizes", None, "For discretize and finetune: the size of each step instead, e.g. 3,1.5,1.5.")
 flags.DEFINE_float(

@@ -83,14 +83,13 @@ def jacobian(
     alone: a step to differentiate in place of all, as started at its recorded state.
   """
   L, D = passed.states.shape[2:]
-  made = model.ready.make_model()
-  solver = made.solver
+  solver = model.without_generator.solver
   bytes_of_tangent = 4 * L * (D + 3 * solver.evaluations.attention * model.config.num_heads * L)  # and its attention
   num_chunks = -(-D // max(1, CHUNK_BYTES // bytes_of_tangent))
   chunk = -(-D // num_chunks)  # all of about the same size
   result_KxDxD = np.empty((len(ks), D, D), passed.states.dtype)
   with model.use_device():
-    start, carries, links = passed.states[0], passed.carries, made.links_of(model.ready.weights)
+    start, carries, links = passed.states[0], passed.carries, model.without_generator.links_of(model.ready.weights)
     if alone is not None:
       start = passed.states[alone]
       carries = jax.tree.map(lambda leaf: leaf[None], solver.init(start))
