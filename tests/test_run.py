@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -71,16 +72,23 @@ def test_two_runs_of_one_command_are_not_the_same_run(run, tmp_path):
 
 
 def test_health_lines_tell_progress_and_a_stall(capfd, monkeypatch):
+  def wait_for_a_line() -> str:
+    deadline = time.monotonic() + 30
+    while not (lines := capfd.readouterr().err.splitlines()) and time.monotonic() < deadline:
+      time.sleep(0.01)
+    return lines[-1]
+
   monkeypatch.setattr(goodput, "HEALTH_SECONDS", 0.01)
   times = goodput.Goodput()
   times.mark_step(7)
-  with times.watched(), times.spending("saving"):
-    time.sleep(0.1)
+  with times.spending("saving"):
+    with times.watched():
+      assert wait_for_a_line().startswith("health: step 7, goodput")
     monkeypatch.setattr(goodput, "STALLED_SECONDS", 0.0)
-    time.sleep(0.1)
-  lines = capfd.readouterr().err.splitlines()
-  assert lines[0].startswith("health: step 7, goodput")
-  assert lines[-1].startswith("health: stalled: process 0 has not moved for 0 s (saving after step 7)")
+    capfd.readouterr()
+    with times.watched():
+      stalled = wait_for_a_line()
+  assert re.match(r"health: stalled: process 0 has not moved for \d+ s \(saving after step 7\)", stalled)
 
 
 def test_what_a_run_leaves_behind(finished):
