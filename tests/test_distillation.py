@@ -12,13 +12,13 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.parameters import build, params_of
+from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.loss import chunked_losses
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
-from diffeq_nnx.training.teacher import make_teacher
 from tests.conftest import change, equal, masked_batch, moved_instance, run_config, small_config, small_model, told
 from tests.test_loss import example
 
@@ -72,7 +72,7 @@ def test_between_a_student_and_a_teacher_that_equals_it_there_is_no_divergence()
   params, batch = params_of(moved_instance(config.model)), masked_batch(config)
   grid, key = make_grid(config.model), jax.random.key(0)
   losses_of = jax.jit(lambda params, teacher: loss_and_gradients(config, grid, params, batch, key, None, teacher)[0])
-  losses = losses_of(params, make_teacher(config.model, params))
+  losses = losses_of(params, make_ready(build(config.model, params)))
   assert abs(losses["divergence"]) < 1e-6 < losses["cross_entropy"]
   np.testing.assert_allclose(losses["loss"], 0.25 * losses["cross_entropy"], rtol=1e-5)
 

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import fastest
-from diffeq_nnx.training.teacher import make_teacher
+from diffeq_nnx.training.teacher import Teacher
 from tests.conftest import moved_instance, told
 
 SIZES = [
@@ -46,7 +46,7 @@ def test_a_step_is_timed_unless_it_takes_more_memory_than_there_is(monkeypatch):
   config = tiny("train.device_batch_size=4", "data.attend_across_documents=False")
   mesh, model = mesh_of(config), dataclasses.replace(config.model, weights="stored", num_steps=1)
   with jax.set_mesh(mesh):
-    teacher = make_teacher(model, params_of(moved_instance(model)))
+    teacher = Teacher(**vars(make_ready(moved_instance(model), mesh=mesh)), origin="here")
     assert 0 < fastest.time_step(config, mesh, teacher) < 60
     monkeypatch.setattr(fastest, "memory_limit", lambda device: 1e5)  # bytes
     assert fastest.time_step(config, mesh, teacher) is None

@@ -83,10 +83,10 @@ import dataclasses
 import jax, numpy as np
 from diffeq_nnx.config import MeshConfig, OptimizerConfig
 from diffeq_nnx.model.grids import make_grid
-from diffeq_nnx.model.parameters import param_shardings, params_of
+from diffeq_nnx.model.parameters import build, param_shardings, params_of
+from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step, state_shardings
-from diffeq_nnx.training.teacher import make_teacher
 from tests.conftest import masked_batch, moved_instance, packed_batch, small_config, small_model
 
 SIZES = dict(num_heads=4, num_kv_heads=2, vocab_size=40)
@@ -117,7 +117,7 @@ def gradients(devices, held=None, **sizes):
   config, mesh, state, place = start(devices, held, {}, **sizes)
   with jax.set_mesh(mesh):
     params = jax.device_put(params_of(moved_instance(teaching)), param_shardings(teaching, mesh))
-    teacher = make_teacher(teaching, params)
+    teacher = make_ready(build(teaching, params), mesh=mesh)
     if devices > 1:
       assert all(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(teacher.weights) if leaf.ndim > 2)
     grid = make_grid(config.model)

@@ -16,11 +16,11 @@ import numpy as np
 
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import RunError, UserError
-from diffeq_nnx.inference.ready import ReadyModel, make_ready
 from diffeq_nnx.model import grids, solvers, vector_fields
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import params_of, partial_model
+from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.model.weight_sources import BlockWeights, GridWeights
 from diffeq_nnx.parallel import sharding
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, logits_of
-from diffeq_nnx.inference.ready import ReadyModel
+from diffeq_nnx.model.ready import ReadyModel
 
 HALF = 25  # repeated tokens, if there are positions for them
 ROWS = 4  # texts of repeated tokens

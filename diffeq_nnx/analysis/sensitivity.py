@@ -26,7 +26,7 @@ import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, Progress
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.inference.ready import ReadyModel
+from diffeq_nnx.model.ready import ReadyModel
 
 FORMS = ("exact", "per_token")
 JACOBIAN_BYTES = 2**30  # of Jacobians held at a time

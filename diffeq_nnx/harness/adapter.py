@@ -32,10 +32,10 @@ from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import continue_texts, encode_texts
-from diffeq_nnx.inference.ready import one_device_mesh
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run

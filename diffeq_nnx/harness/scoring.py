@@ -16,9 +16,9 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
-from diffeq_nnx.inference.ready import ReadyModel, make_ready, one_device_mesh
 from diffeq_nnx.model.attention_context import Packing
 from diffeq_nnx.model.model import Model
+from diffeq_nnx.model.ready import ReadyModel, make_ready, one_device_mesh
 from diffeq_nnx.parallel import distributed, sharding
 
 LOGITS = 1 << 24  # limit of the logits that a device holds at a time

@@ -19,12 +19,12 @@ import numpy as np
 from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.caches import DecodeCache, KeysValues, PrefillCache
-from diffeq_nnx.inference.ready import ReadyModel, make_ready
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import grids, vector_fields
 from diffeq_nnx.model.cpu_kernels import multiply_output_first, store_output_first
 from diffeq_nnx.model.model import Model, parameter_dtype
 from diffeq_nnx.model.parameters import TABLES
+from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import sharding
 
 BUCKET = 64  # slots are padded to multiples of it, so that few shapes are compiled

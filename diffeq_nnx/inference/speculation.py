@@ -18,8 +18,8 @@ import numpy as np
 
 from diffeq_nnx.inference.batching import MAX_ROWS, TakeToken, Texts
 from diffeq_nnx.inference.decoding import Decoder, DecodeState, draw_next, more_logits, pad_slots
-from diffeq_nnx.inference.ready import ReadyModel
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
+from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import sharding
 
 

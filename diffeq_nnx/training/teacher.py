@@ -5,36 +5,24 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from diffeq_nnx.config import Config, ModelConfig
+from diffeq_nnx.config import Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.model import Model
-from diffeq_nnx.model.parameters import TABLES, Params, build, partial_model
-from diffeq_nnx.model.weight_sources import GridWeights
+from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs.run import Run
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Teacher:
+class Teacher(ReadyModel):
   """An argument of the train step, on the devices of the model in training.
 
   Attributes:
-    config: of its model.
     origin: its run and the step of its model.
-    weights: of its blocks at its own number of steps, made once.
-    rest: its other parameters.
   """
 
-  config: ModelConfig = dataclasses.field(metadata={"static": True})
   origin: str = dataclasses.field(metadata={"static": True})
-  weights: GridWeights
-  rest: Params
-
-  def make_model(self) -> Model:
-    """The model, without what its weights are made of."""
-    return partial_model(self.config, self.rest)
 
 
 def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None:
@@ -71,13 +59,5 @@ def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None
 
 
 def load_teacher(run: Run) -> Teacher:
-  """The newest model of the teacher's run; call it inside `jax.set_mesh(run.mesh)`. Raises as `Run.params`."""
-  return make_teacher(run.config.model, run.params, f"{run.hash[:12]} at step {run.step}")
-
-
-def make_teacher(config: ModelConfig, params: Params, origin: str = "") -> Teacher:
-  """Generates the weights of a model, and casts its tables to the dtype that it computes in."""
-  weights = jax.jit(lambda params: build(config, params).block_weights())(params)
-  rest = {name: leaf for name, leaf in params.items() if name != "weight_source"}
-  tables = {name: rest[name].astype(config.dtype) for name in TABLES if rest.get(name) is not None}
-  return Teacher(config, origin, weights, rest | tables)
+  """The newest model of the teacher's run, at its own number of steps. Raises as `Run.model`."""
+  return Teacher(**vars(make_ready(run.model, mesh=run.mesh)), origin=f"{run.hash[:12]} at step {run.step}")

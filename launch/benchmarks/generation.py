@@ -31,10 +31,10 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference import decoding, speculation
-from diffeq_nnx.inference.ready import ReadyModel, generate_weights
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.model import grids, solvers
 from diffeq_nnx.model.parameters import abstract_model, params_of
+from diffeq_nnx.model.ready import ReadyModel, generate_weights
 from diffeq_nnx.training import flops
 from launch import gpus, programs
 from launch.benchmarks import hlo, roofline

@@ -22,7 +22,7 @@ from diffeq_nnx.parallel import sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReadyModel:
-  """What generation, scoring and analysis compute with, as an argument of compiled programs.
+  """What generation, scoring, analysis and distillation compute with, as an argument of compiled programs.
 
   Attributes:
     config: of the model.
