@@ -243,6 +243,7 @@ STAND_INS = {  # a regular expression for a part of a command, and what stands i
   r"gs://(BUCKET|bucket)/": "bucket/",
   r"hf:ORG/NAME:(\w+)": r"jsonl:records/\1.jsonl",
   r"harness\.tasks=paper": "harness.tasks=everyday --config.harness.include_path=docs/tasks",
+  r"--config\.harness\.include_path=\S+": r"\g<0> --config.harness.default_tasks=False",
   r"--num_steps=15,20,24,27,30": "--num_steps=2,5",
   r"--num_steps=24": "--num_steps=4",
   r"\(15, 20, 24, 27, 30\)": "(2, 5)",
