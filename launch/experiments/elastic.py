@@ -44,6 +44,7 @@ _until = lambda steps: [f"{key}={steps}" for key in ("train.steps", "eval.every"
 CONTINUED = {  # recipes that begin with the finished run of another, made continuous: its name, and what changes
   "continued": ("stored6", [*_MIXED, *_until(300), "optimizer.peak_rate=1e-3"]),
   "stored_then_elastic": ("stored6_first", []),
+  "stored_then_distilled": ("stored6_first", ["train.self_distillation=True"]),
 }
 RECIPES: dict[str, list[str]] = {
   **{f"own{n}": [f"model.num_steps={n}", "model.horizon=6.0"] for n in OWN},
