@@ -87,6 +87,7 @@ def read_report(report: str) -> tuple[str, list[str], dict[str, float]]:
   return first, lines, figures
 
 
+@pytest.mark.slow(reason="compiles a train step for two slices of TPUs")
 @needs_libtpu
 def test_what_it_prints(capsys, tmp_path):
   mesh = ["--topology=v5e:2x2", "--num-slices=2", "--set=mesh.context=2", "--set=train.device_batch_size=4"]

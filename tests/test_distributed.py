@@ -63,6 +63,7 @@ def job(
       process.end()
 
 
+@pytest.mark.slow(reason="trains with one, two and four processes, one set after another")
 def test_one_two_and_four_processes_train_alike_and_take_over_from_each_other(cache, tmp_path):
   """Within 2e-6 in float32, and as many tokens count, beside a teacher that computes in bfloat16.
 
@@ -215,6 +216,7 @@ def test_local_prints_what_it_would_run_and_returns_the_first_failure(capsys):
   assert local.run([program("os.kill(os.getpid(), 9)")], {}) == 137
 
 
+@pytest.mark.slow(reason="answers the prompts once in one process and twice in two")
 def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(finished, tmp_path, monkeypatch):
   """Every prompt once, every bad line named; weights split over two processes of two devices each, with drafts.
 

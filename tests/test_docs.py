@@ -156,7 +156,10 @@ def project(tmp_path_factory):
     yield made
 
 
-LONG_PAGES = [f"docs/{name}.md" for name in ("every_depth", "evaluation", "extending", "looking_inside")]
+LONG_PAGES = [
+  f"docs/{name}.md"
+  for name in ("every_depth", "evaluation", "exporting", "extending", "fewer_layers", "looking_inside")
+]
 LONG = pytest.mark.slow(reason="half a minute or more; the commands that they run have tests of their own")
 
 

@@ -294,5 +294,6 @@ assert found[1] == greedy
 """
 
 
+@pytest.mark.slow(reason="a process with eight devices")
 def test_a_model_split_over_devices_generates_scores_and_is_analyzed_as_it_is_on_one():
   on_eight_devices(SPLIT)

@@ -160,6 +160,7 @@ def test_the_section_is_no_part_of_a_run_and_old_runs_lack_it(run, tmp_path):
     assert part in told(lambda: config_lib.apply_settings(config, [setting]))
 
 
+@pytest.mark.slow(reason="two starts of a job with lm_eval")
 def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_one(run, task_folder, measured):
   """The job with settings on top of the run's own config."""
   settings = (

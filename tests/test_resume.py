@@ -252,6 +252,7 @@ sys.exit()
 """
 
 
+@pytest.mark.slow(reason="a process of its own that starts the run twice")
 def test_a_full_disk_loses_no_earlier_checkpoint(run, finished, capfd):
   config, workdir = run
   process = Process([str(finished[1].parent), str(workdir)], first=FULL)
