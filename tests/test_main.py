@@ -104,14 +104,22 @@ def test_public_names_are_at_the_top_level():
     assert name in dir(diffeq_nnx) and callable(getattr(diffeq_nnx, name)), name
 
 
-def test_devices_that_jax_does_not_find_are_told(monkeypatch, capsys):
+@pytest.mark.parametrize(
+  "error,line",
+  [
+    (AssertionError(), "JAX_PLATFORMS=cuda: JAX finds no such devices"),
+    (BrokenPipeError(32, "Broken pipe"), "what read the output, or a server, closed its end"),
+  ],
+)
+def test_what_is_none_of_our_errors_is_told_in_one_line(monkeypatch, capsys, error, line):
   def backends():  # as in jax._src.xla_bridge
-    raise AssertionError
+    raise error
 
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   monkeypatch.setattr(main, "run", lambda argv: backends())
   assert main.main([]) == 1
-  assert capsys.readouterr().err.startswith("error: JAX_PLATFORMS=cuda: JAX finds no such devices")
+  told = capsys.readouterr().err
+  assert told.startswith(f"error: {line}") and told.count("\n") == 1
 
 
 def test_a_file_of_flags_may_set_keys(tmp_path):
