@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
   except KeyboardInterrupt:
     return fail(RunError("interrupted; run the same command to continue from what is finished"), 130)
   except BrokenPipeError:  # as in `--job=generate | head`
-    return fail(RunError("what read the output, or a server, closed its end before all was written"), 1)
+    return fail(RunError("the reader of the output, or a server, closed the connection before the end"), 1)
   except OSError as error:
     place = f"{error.filename}: " if error.filename else ""
     return fail(RunError(f"{place}{error.strerror or error}; check the name, the permissions and the network"), 1)

@@ -80,7 +80,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
     benchmark_generation.main([config, "--slots=17", *SMALL])
 
 
-@pytest.mark.slow(reason="trains several models; each program has tests of its own")
+@pytest.mark.slow(reason="trains several models")
 def test_the_smallest_study_end_to_end(tmp_path, capsys):
   other = "gpt@data.validation_fraction=0.3@eval.max_batches=2"  # what is compiled stays the same
   arguments = ["--config=configs/tiny.py:builtin", f"--presets=gpt,{other}", f"--plot={tmp_path}/curves.png"]

@@ -108,7 +108,7 @@ def test_public_names_are_at_the_top_level():
   "error,line",
   [
     (AssertionError(), "JAX_PLATFORMS=cuda: JAX finds no such devices"),
-    (BrokenPipeError(32, "Broken pipe"), "what read the output, or a server, closed its end"),
+    (BrokenPipeError(32, "Broken pipe"), "the reader of the output, or a server, closed the connection"),
   ],
 )
 def test_what_is_none_of_our_errors_is_told_in_one_line(monkeypatch, capsys, error, line):
