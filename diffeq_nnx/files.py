@@ -320,7 +320,7 @@ def _copy_folder(folder: str, path: str, last: str, replaces: Callable[[str], bo
 def local(path: str) -> Iterator[str]:
   """Yields a local name for a file or folder, for libraries that know no buckets. It is a copy of one in a bucket."""
   if not is_url(path):
-    yield path
+    yield os.path.expanduser(path)
     return
   with tempfile.TemporaryDirectory() as folder:
     target = os.path.join(folder, posixpath.basename(path.rstrip("/")))

@@ -199,13 +199,13 @@ def model():
   return make(small_model(solver="sequential", num_kv_heads=None, num_steps=1, vocab_size=600, weights="stored"))
 
 
-def published(folder, **changes):
+def published(folder, said=None, **changes):
   """A sentencepiece model as it is published, with tokens that were added beside it, and several end marks."""
   trained = published_model(**changes)
   size = sentencepiece.SentencePieceProcessor(model_proto=trained).vocab_size()
   said = {
     "added_tokens__json": {"<|im_start|>": size, "<|im_end|>": size + 1},
-    "tokenizer_config__json": {"eos_token": "<|im_end|>"},
+    "tokenizer_config__json": {"eos_token": "<|im_end|>", "tokenizer_class": "LlamaTokenizer", **(said or {})},
     "generation_config__json": {"eos_token_id": [2, size + 1]},
   }
   return str(write(folder, tokenizer__model=trained, **said))
@@ -226,6 +226,7 @@ TOKENIZERS = {  # what each is loaded from, and more texts
   "byte pairs": (lambda folder: byte_pairs(folder, SOURCE), [SOURCE]),
   "sentencepiece": (lambda folder: str(write(folder, tokenizer__model=data.train([SOURCE], 500))), [SOURCE]),
   "published": (published, ADDED),
+  "legacy": (functools.partial(published, said={"legacy": True}), ADDED),
   "without prefix": (functools.partial(published, add_dummy_prefix=False), ADDED),
   "unknown bytes": (without_bytes, ["no! \U00041234!!"]),
   "missing bytes": (without_bytes, []),
@@ -240,7 +241,12 @@ def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
   assert ("left out by AutoTokenizer" in " ".join(notes)) == (kind == "missing bytes")
   theirs, begin = transformers.AutoTokenizer.from_pretrained(out), [] if ours.bos_id is None else [ours.bos_id]
   assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
-  assert bool(begin) == (kind in ("byte pairs", "published", "without prefix"))
+  assert bool(begin) == (kind in ("byte pairs", "published", "legacy", "without prefix"))
+  if kind in ("published", "legacy"):  # whether text after an added token gets a space
+    own, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "given"), "<|im_start|>a<|im_start|>b"
+    ids = ours.encode(text).tolist()
+    assert own.encode(text, add_special_tokens=False) == ids
+    assert ours.name_token(ids[1]).startswith("\u2581") == (kind == "legacy")
   for text in [*TEXTS, *texts]:
     ids = ours.encode(text).tolist()
     assert theirs(text)["input_ids"] == begin + ids

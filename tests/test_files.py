@@ -17,6 +17,8 @@ def test_home_is_the_same_folder_for_what_is_read_and_what_is_written(tmp_path, 
   files.write_json("~/a/x.json", {})
   files.move_folder("~/a", "~/b/c")
   assert files.read_json("~/b/c/x.json") == {} and files.Growing("~/b").folder == str(tmp_path / "b")
+  with files.local("~/b/c/x.json") as path:
+    assert path == str(tmp_path / "b" / "c" / "x.json")
   assert os.listdir(tmp_path) == ["b"]
 
 

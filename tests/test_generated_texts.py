@@ -25,6 +25,7 @@ def decoder():
 def test_a_file_of_prompts_has_a_line_for_each_line_feed(decoder, tmp_path):
   """A carriage return is JSON's white space, and other characters that end lines elsewhere are text."""
   lines = [b'{"prompt":\r"x"}', b'{"prompt": "a\xe2\x80\xa8b"}\r', b"\r", b'{"prompt": "y"}']
+  lines.append(b'{"prompt": "z", "max_tokens": 3}')
   (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(lines))
   answers = Answers(str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"))
   texts, _, numbers = answers.open(data.load_tokenizer("bytes"), decoder, {})
@@ -33,7 +34,9 @@ def test_a_file_of_prompts_has_a_line_for_each_line_feed(decoder, tmp_path):
   assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
   for number in numbers:
     answers.add(number, {"tokens": 1})
-  assert [answer["line"] for answer in answers.close()] == [1, 2, 4]
+  *answered, last = answers.close()
+  assert [answer["line"] for answer in answered] == [1, 2, 4]
+  assert last == {"line": 5, "error": "prompt: the line sets max_tokens, which is the same for all; give --max_tokens"}
 
 
 TOKENIZERS = {
@@ -100,6 +103,8 @@ def test_texts_come_in_pieces_and_end_at_marks_strings_or_the_length(decoder):
   at = next(place for place, token in enumerate(ids[0]) if 32 < token < 127)
   stop = chr(ids[0][at])
   first, _ = make_texts(stop=[stop])
+  assert make_texts(stop=f"{stop}\ud800")[0].stopped == "length"  # one string, and not its characters
+  assert [one.prompt for one in diffeq_nnx.generate_texts(decoder, tokenizer, "one", max_tokens=1)] == ["one"]
   assert first.stopped == "stop" and first.text == made[0].text.partition(stop)[0] and len(first.ids) == at + 1
   tokenizer.more_end_ids = (ids[1][5], ids[0][7])  # each ends a text, not the first alone
   draft = {"draft": decoder, "draft_tokens": 1}  # that a draft stands before doesn't let one through

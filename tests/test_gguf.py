@@ -146,6 +146,8 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
     for text in ("Hello  world\nx", "the rivers and hills, é 字 \U0001f642", " a"):
       assert tokenizer.encode(text).tolist() == theirs.encode(text)
     assert (tokenizer.bos_id, tokenizer.end_ids) == (theirs.bos_id(), (end,))
+  write(path, small(last + 1), pieces | {"tokenizer.ggml.eot_token_id": (last, UINT)})
+  assert read_tokenizer(path).end_ids == (theirs.eos_id(), last)  # that of a turn too
 
 
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):

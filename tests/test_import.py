@@ -77,6 +77,17 @@ def test_an_imported_model_gives_the_same_logits_and_goes_back_to_its_class(kind
     torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
+def test_scaled_positions_are_read_where_transformers_reads_them(tmp_path):
+  """`rope_scaling` takes the place of `rope_parameters`, and an original length beside them that of one within."""
+  foreign("llama", **UNUSUAL["llama"]).save_pretrained(tmp_path)
+  path, plain = tmp_path / "config.json", {"rope_theta": 5e4, "rope_type": "default"}
+  config = json.loads(path.read_text())
+  scaled = {"rope_scaling": LLAMA_3, "rope_parameters": plain, "rope_theta": 50.0}
+  for changes in (scaled, {"original_max_position_embeddings": 5}):
+    path.write_text(json.dumps(config | changes))
+    same_logits(tmp_path, transformers.LlamaForCausalLM.from_pretrained(tmp_path))
+
+
 def test_a_window_that_no_layer_has_is_no_limit(tmp_path):
   theirs = foreign("qwen2")
   theirs.save_pretrained(tmp_path)
@@ -172,6 +183,7 @@ def write(folder, config, tensors=None):
     ("gpt2", {"torch_dtype": "int8"}, ["dtype is 'int8'", "float32"]),
     ("llama", {"rope_scaling": {**LLAMA_3, "factor": "8"}}, ["factor is '8'", "a number above 1"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type is 'linear'", "'llama3'"]),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_parameters": {}}, ["rope_type is 'yarn'"]),
     ("llama", {"attention_bias": True}, ["attention_bias is True"]),
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),

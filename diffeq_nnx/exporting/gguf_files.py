@@ -154,6 +154,9 @@ def _write_tokenizer(values: dict[str, Any], folder: str) -> None:
     pre_tokenizer = {"type": "Sequence", "pretokenizers": divided}
     spec = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model}
     folders.write_json(folder, "tokenizer.json", spec)
+  ends = dict.fromkeys(said(f"{name}_token_id") for name in ("eos", "eot", "eom"))  # at all of which llama.cpp ends
+  if len(ends := [number for number in ends if number is not None]) > 1:
+    folders.write_json(folder, "generation_config.json", {"eos_token_id": ends})
   # as in llama.cpp where the file does not say it: Llama 3's own files lack the key
   config["add_bos_token"] = bool(said("add_bos_token", kind == "llama" or said("pre") == "llama-bpe"))
   if template := values.get("tokenizer.chat_template"):

@@ -260,7 +260,9 @@ def _checked_len(kind: str, values: dict[str, Any], layers: int, most: int, seq_
 def _rope(values: dict[str, Any], seq_len: int) -> RopeConfig:
   """The rotary positions; raises UserError unless they are plain or scaled as Llama 3's."""
   rope = {"rope_theta": values.get("rope_theta", RopeConfig().base)}
-  rope |= (values.get("rope_scaling") or {}) | (values.get("rope_parameters") or {})
+  rope |= values.get("rope_scaling") or values.get("rope_parameters") or {}  # transformers too takes one of the two
+  if (outside := values.get("original_max_position_embeddings")) is not None:  # which it prefers to that within
+    rope["original_max_position_embeddings"] = outside
   _require(rope, "partial_rotary_factor", None, 1.0)
   kind, base = rope.get("rope_type", rope.get("type", "default")), _above(rope, "rope_theta", 0)
   if kind not in ("default", "llama3"):

@@ -61,7 +61,7 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
     spec = _from_sentencepiece(tokenizer)
     if spec is None:
       added = {str(number): _describe(tokenizer, number) for number in tokenizer.added.values()}
-      settings = {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": added}
+      settings = {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": added, "legacy": tokenizer.legacy}
       notes.append(
         "tokenizer: a sentencepiece model that tokenizer.json can't represent (unigram, with user-defined pieces, or "
         "with a normalization of text); the folder has tokenizer.model only, and AutoTokenizer may give other ids"
@@ -129,7 +129,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | N
     merges += [(rank, known[left][1], known[right][1], left, right) for left, right in halves]
   merges = [[left, right] for *_, left, right in sorted(merges)]
   unknown = proto.pieces[proto.trainer_spec.unk_id].piece
-  steps = EXPORTED if tokenizer.lossless else _make_steps(normal.add_dummy_prefix)
+  steps = EXPORTED if tokenizer.lossless else _make_steps(normal.add_dummy_prefix, tokenizer.legacy)
   spec = {
     "version": "1.0",
     "truncation": None,
@@ -156,11 +156,14 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | N
   return spec if _agrees(spec, tokenizer) else None
 
 
-def _make_steps(prefix: bool) -> dict[str, Any]:
-  """The steps of tokenizer.json for a sentencepiece model that changes text at most by a leading space."""
+def _make_steps(prefix: bool, legacy: bool) -> dict[str, Any]:
+  """The steps of tokenizer.json for a sentencepiece model that changes text at most by a leading space.
+
+  With `legacy` text after a special token gets that space too.
+  """
   # Metaspace leaves the space out before a text that begins with one. The first of two therefore puts another character
   # there, at the text's beginning alone, which the second makes a space.
-  replaced = ((" ", "first" if prefix else "never"), (SPACE, "never"))
+  replaced = ((" ", "never" if not prefix else "always" if legacy else "first"), (SPACE, "never"))
   steps = [
     {"type": "Metaspace", "replacement": char, "prepend_scheme": when, "split": False} for char, when in replaced
   ]

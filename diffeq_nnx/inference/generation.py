@@ -93,8 +93,8 @@ def generate_texts(
   Args:
     model: as for `generate`.
     tokenizer: the model's.
-    prompts: texts.
-    stop: strings that end a text; they are left out.
+    prompts: texts, or one.
+    stop: strings that end a text, or one; they are left out.
     on_text: called with (row, piece) as text is generated; the pieces of a row add up to its text.
     num_steps: as for `generate`.
     draft: as for `generate`.
@@ -103,6 +103,7 @@ def generate_texts(
   Raises:
     UserError: as `generate`; or a prompt without tokens, or with invalid Unicode.
   """
+  prompts, stop = ([one] if isinstance(one, str) else one for one in (prompts, stop))
   settings, ids = GenerationOptions(**options), encode_prompts(tokenizer, prompts)
   decoder = make_decoder(model, num_steps)
   made = continue_texts(decoder, tokenizer, prompts, ids, settings, stop=stop, on_text=on_text, draft=draft)

@@ -41,6 +41,7 @@ def generate(
   Args:
     config: of the run; `mesh.tensor` splits the weights.
     workdir: the run's directory; the text that it was trained on need not be there.
+    prompt: texts, or one.
     out: the file for the answers to `prompts`; see `jobs.prompt_files`.
     chat: whether the run's chat template writes a conversation, which is then called the prompt.
     **options: max_tokens, temperature, top_k, top_p, seed, rows, draft_tokens; see `sampling.GenerationOptions`.
@@ -66,7 +67,8 @@ def generate(
   say_attention(run.config.model)
   template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
   if prompt is not None:
-    prompt = [prompt_files.write_prompt(one, template) for one in prompt]
+    given = [prompt] if isinstance(prompt, str) else prompt
+    prompt = [prompt_files.write_prompt(one, template) for one in given]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
   decoder, draft = _make_decoders(run, num_steps, draft_steps)
   identity = {"workdir": workdir, "step": run.step, "depth_order": list(order), "num_steps": decoder.grid.num_steps}

@@ -90,6 +90,11 @@ def read_statements(folder: Folder) -> Stated:
   return said
 
 
+def is_legacy(folder: Folder) -> bool:
+  """Whether files say that text after a special token gets the model's space, as older versions of transformers did."""
+  return any(content.get("legacy") is True for _, content in _read_objects(folder, "tokenizer_config.json"))
+
+
 def read_chat_template(folder: Folder) -> tuple[str | None, dict[str, str]]:
   """Returns a folder's chat template, or None, and the names of tokens by the variables that stand for them in it."""
   template: Any = None

@@ -141,13 +141,14 @@ def _make_sentencepieces(content: bytes, configured: Stated, said: Stated, folde
       if what != "otherwise_begins" and any(marks.read_name(value) in added for value in said[what].values()):
         tokens.clear()
     as_trained = not lossless and not sentencepieces.is_trained_here(model)
+    legacy = as_trained and files.is_legacy(folder)
   else:
-    added, as_trained, said = facts["added"], facts["as_trained"], {}
+    added, as_trained, legacy, said = facts["added"], facts["as_trained"], facts["legacy"], {}
     noted_bos = own_bos if facts["bos_id"] is None else {"its bos_id": facts["bos_id"]}
     own = {"eos": {"its end_ids": facts["end_ids"][0]}, "bos": noted_bos, "ends": {"its end_ids": facts["end_ids"]}}
     own["otherwise_begins"] = {"its bos_id": facts["bos_id"] is not None}
   found = marks.resolve(configured, marks.merge(own, said), ids | dict(zip(added, itertools.count(len(ids)))))
-  return SentencePieceTokenizer(model_bytes, marks=found, as_trained=as_trained, added=added)
+  return SentencePieceTokenizer(model_bytes, marks=found, as_trained=as_trained, added=added, legacy=legacy)
 
 
 def _check_pair_beside(spec: Spec, folder: Folder) -> None:

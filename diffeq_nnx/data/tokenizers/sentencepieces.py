@@ -123,7 +123,9 @@ def split_facts(content: bytes) -> tuple[bytes, dict[str, Any] | None]:
   if found is None:
     return content, None
   facts = parse_json(found[1], "the end of the model")
-  types: dict[str, Any] = {"as_trained": bool, "added": list, "end_ids": list, "bos_id": (int, type(None))}
+  facts.setdefault("legacy", False)
+  types: dict[str, Any] = {"as_trained": bool, "legacy": bool, "added": list, "end_ids": list}
+  types["bos_id"] = int, type(None)
   known = facts.keys() == types.keys() and all(isinstance(facts[key], kind) for key, kind in types.items())
   if not known or not facts["end_ids"] or not all(isinstance(name, str) for name in facts["added"]):
     raise UserError(f"its end holds {facts}, which this program didn't write; restore the file")
@@ -163,31 +165,38 @@ class SentencePieceTokenizer(base.Tokenizer):
   Without loss its text normalization is switched off, and newlines and literal U+2581 become bytes. As it was trained,
   a text has the ids that the sentencepiece library gives it. The names of added tokens in a text are these tokens,
   except for those of marks; only the beginning of the text, and not the text after such a token, then gets the model's
-  space.
+  space, unless it is used as older versions of transformers did.
   """
 
   file_name = "tokenizer.model"
 
   def __init__(
-    self, model_bytes: bytes, *, marks: base.Marks | None = None, as_trained: bool = False, added: Sequence[str] = ()
+    self,
+    model_bytes: bytes,
+    *,
+    marks: base.Marks | None = None,
+    as_trained: bool = False,
+    added: Sequence[str] = (),
+    legacy: bool = False,
   ):
     """Wraps a serialized model.
 
     `marks` are its own by default, of which it then must have an end mark; `as_trained` says whether text is normalized
-    as when the model was trained; `added` are the names of tokens whose ids follow the model's pieces. Raises UserError
-    if it is no model, lacks byte fallback, or text can give a mark.
+    as when the model was trained; `added` are the names of tokens whose ids follow the model's pieces; `legacy` says
+    whether text after such a token gets the model's space too. Raises UserError if it is no model, lacks byte fallback,
+    or text can give a mark.
     """
     own = make_processor(model_bytes)
     own_bos = own.bos_id() if own.bos_id() >= 0 else None
     marks, self.added = marks or base.Marks(own.eos_id(), own_bos), dict(zip(added, count(own.vocab_size())))
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
-    self.lossless, self.published_bytes = not as_trained, model_bytes
+    self.lossless, self.legacy, self.published_bytes = not as_trained, legacy, model_bytes
     self._num_pieces = own.vocab_size()
     self.vocab_size = self._num_pieces + len(self.added)
     plain = make_processor(model_bytes + _LOSSLESS)
     self._plain, self._first, self._rest = plain, plain, plain
     if as_trained:
-      self._first, self._rest = own, make_processor(model_bytes + _NO_PREFIX)
+      self._first, self._rest = own, own if legacy else make_processor(model_bytes + _NO_PREFIX)
     pieces = [number for number in marks.ids if number < self._num_pieces]
     if reached := [number for number in pieces if not (own.is_control(number) or own.is_unknown(number))]:
       raise base.OrdinaryMark(own.id_to_piece(reached[0]))
@@ -199,6 +208,7 @@ class SentencePieceTokenizer(base.Tokenizer):
     own_marks = (marks.eos_id, marks.more_end_ids) == (own.eos_id(), ()) and marks.bos_id in (None, own_bos)
     self._noted = as_trained or bool(self.added) or not own_marks
     facts = {"as_trained": as_trained, "added": [*self.added], "end_ids": [*self.end_ids], "bos_id": self.bos_id}
+    facts |= {"legacy": True} if legacy else {}
     self.model_bytes = _append_facts(model_bytes, facts) if self._noted else self.published_bytes
     if as_trained:
       ids = self.encode("a")
