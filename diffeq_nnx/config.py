@@ -321,6 +321,25 @@ def apply_settings(config: Config, settings: Sequence[str]) -> Config:
   return _from_dict_with(dataclasses.asdict(config), settings) if settings else config
 
 
+# What a config says of its `data.source`.
+_KEYS_OF_SOURCE = ("validation", "records", "text_key", "prompt_key", "completion_key", "messages_key")
+
+
+def change_run(config: Config, settings: Sequence[str], new: bool = False) -> Config:
+  """Returns the config of a run with `key=value` settings on top; raises what `load` raises.
+
+  If they name another text, what the run says of its own has its default, and if they are for a new run that is made
+  from this one, so has the length of the schedule.
+  """
+  sources = [setting for setting in settings if setting.startswith("data.source=")]
+  if sources and sources[-1] != f"data.source={config.data.source}":
+    data = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in _KEYS_OF_SOURCE})
+    config = dataclasses.replace(config, data=data)
+  if new:
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=None))
+  return apply_settings(config, settings)
+
+
 def _from_dict_with(nested: dict[str, Any], settings: Sequence[str]) -> Config:
   kinds = key_types()
   for setting in settings:

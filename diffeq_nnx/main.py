@@ -118,19 +118,24 @@ def run(argv: list[str]) -> None:
   if job.config in ("optional", "file_or_source"):  # the model is another's, of which a job changes a few keys
     options["model_settings"] = [setting for setting in SETTINGS.value if setting.startswith("model.")]
   from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
+  from diffeq_nnx.parallel.console import say
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
 
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     if flag.value:
       workdir.check_place(flag.value, flag.name)
+  known = None
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
-    config = config_lib.apply_settings(job.prepared(Run.open(str(flag.value), flag=flag.name).started), SETTINGS.value)
+    started = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
+    config, known = config_lib.change_run(started, SETTINGS.value, new=from_source), started.data.validation
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
+  if known is not None and config.data.validation is None:
+    say(f"data.validation={known}: is for the run's own text, and left out; give it again if it is for this one too")
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)

@@ -106,15 +106,21 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
 
 
 @pytest.mark.parametrize(
-  "text,end",
+  "text,end,taught",
   [
-    ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}", ("<|im_end|>",)),
-    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ()),
-    ("{{ raise_exception('no') }}", ()),
+    ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}", ("<|im_end|>",), True),
+    (
+      "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
+      ("<|im_end|>",),
+      False,
+    ),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", (), False),
+    ("{{ raise_exception('no') }}", (), True),
   ],
 )
-def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end):
-  assert ChatTemplate(text).end_of_turn == end
+def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end, taught):
+  """A model learns it where it counts; of a template that can't be asked nothing is said."""
+  assert (ChatTemplate(text).end_of_turn, ChatTemplate(text).teaches_end) == (end, taught)
 
 
 def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talking, capsys):

@@ -16,6 +16,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import LoraConfig
+from diffeq_nnx.jobs import finetune
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -151,6 +152,21 @@ def test_a_run_is_tuned_in_the_type_that_is_asked_for(x64, finished, tmp_path, m
   loss = jobs.run("evaluate", own.started, source)["loss"]
   tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
   assert read_metrics(new, "validation")[0]["loss"] == pytest.approx(loss, abs=tolerance)
+
+
+def test_that_the_run_has_seen_what_is_held_out_now_is_told(capsys):
+  source = change(config_lib.Config(), data=dict(source="text:a", validation_fraction=0.3))
+  for changes, warned in (
+    ({}, False),
+    ({"validation_seed": 0}, False),
+    ({"validation_seed": 1}, True),
+    ({"validation_fraction": 0.2}, True),
+    ({"validation": "text:b"}, False),
+    ({"validation_seed": 1, "source": "text:b"}, False),
+  ):
+    finetune._say_hold_out(source, change(source, data=changes))
+    way_out = "set data.validation=None, data.validation_fraction=0.3 and data.validation_seed=0"
+    assert (way_out in capsys.readouterr().err) == warned, changes
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, monkeypatch):

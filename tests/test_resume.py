@@ -123,12 +123,14 @@ def test_killed_stopped_and_resumed_equals_uninterrupted(run, finished, monkeypa
 
 
 def test_the_step_of_a_validation_that_fails_is_kept(run, monkeypatch):
-  """A validation may need more memory than a train step."""
+  """A validation may need more memory than a train step, and other text."""
   config, workdir = run
-  with monkeypatch.context() as patched, pytest.raises(jax.errors.JaxRuntimeError):
-    patched.setattr(Evaluator, "__call__", unittest.mock.Mock(side_effect=jax.errors.JaxRuntimeError("no memory")))
-    train(config, str(workdir))
-  assert kept(workdir)[-1] == 24
+  other = shutil.copytree(workdir, workdir.parent / "other")
+  for folder, error in ((other, UserError("no token counts")), (workdir, jax.errors.JaxRuntimeError("no memory"))):
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+      patched.setattr(Evaluator, "__call__", unittest.mock.Mock(side_effect=error))
+      train(config, str(folder))
+    assert kept(folder)[-1] == 24
   train(change(config, train=dict(steps=24)), str(workdir))
   assert [one["step"] for one in read_metrics(str(workdir), "validation")][-1] == 24
 

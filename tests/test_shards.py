@@ -81,6 +81,7 @@ def test_what_the_config_says_must_fit_the_shards(text, prepared, model, tmp_pat
   for changes, part in (
     ({"vocab_size": 256}, f"model.vocab_size=256: smaller than the 257 ids of shards:{prepared}; set it to 257"),
     ({"begin_mark": True}, "data.begin_mark=True: shards:"),
+    ({"records": "chat"}, f"data.records=chat: shards:{prepared} has no masks"),
     ({"validation": "builtin"}, "was prepared with documents held out of its source; set it to"),
     ({"tokenizer": f"{tmp_path}/given.model"}, f"data.tokenizer={tmp_path}/given.model: is another tokenizer"),
   ):
@@ -110,7 +111,7 @@ def mixture_of(sources, first, second, **changes):
 def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch(sources):
   corpus = mixture_of(sources, 3, 1)
   assert corpus.train.weights == (0.75, 0.25)
-  spaced = f" 7.5e-1 * shards:{sources}/a  + 0.25*shards:{sources}/b/ "
+  spaced = f" 7.5e-1 * shards:{sources}/a  + .25*shards:{sources}/b/ "
   found = data.load(config_lib.DataConfig(source=spaced), 300, seed=0)
   assert found.train.weights == corpus.train.weights
   assert found.fingerprint == mixture_of(sources, 0.75, 0.25).fingerprint

@@ -21,6 +21,8 @@ from diffeq_nnx.errors import UserError, first_line
 
 _LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
+_ANSWER = "An answer."
+_EXAMPLE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
 _CALLS = {"tool calls": ("tool_calls",), "function calls": ("function_call",)}  # keys of a message
 
 
@@ -149,13 +151,21 @@ class ChatTemplate:
   @functools.cached_property
   def end_of_turn(self) -> tuple[str, ...]:
     """What is written after an assistant's turn, if anything is; it need not be a mark of the tokenizer."""
-    answer = "An answer."
     try:
-      turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-      _, found, after = self._render(turns, False).rpartition(answer)
+      _, found, after = self._render(_EXAMPLE, False).rpartition(_ANSWER)
     except BadConversation:
       return ()
     return tuple(after.split()[:1]) if found else ()
+
+  @functools.cached_property
+  def teaches_end(self) -> bool:
+    """Whether a model learns what follows an answer, and so where to end; True where the template can't be asked."""
+    try:
+      learned = "".join(piece.text for piece in self.divide(_EXAMPLE) if piece.counts)
+    except BadConversation:
+      return True
+    _, found, after = learned.rpartition(_ANSWER)
+    return not found or bool(after.strip())
 
   def _check_written(self, messages: Sequence[Mapping[str, Any]], text: str, add_generation_prompt: bool) -> None:
     """Raises BadConversation if `text`, which the template wrote, lacks calls of tools or all reasoning.

@@ -17,7 +17,7 @@ from diffeq_nnx.errors import UserError
 SAME_MARKS = (
   "the tokenizer's begin and end marks are the same, so the end of a document can't be found; set data.begin_mark=False"
 )
-_NUMBER = r"\d+\.?\d*(?:[eE][+-]?\d+)?"
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"({_NUMBER})\s*\*\s*(\w+):(.+)")
 _NEXT_TERM = re.compile(rf"\s*\+\s*(?={_NUMBER}\s*\*)")
 
@@ -130,6 +130,11 @@ def _load_shards(config: DataConfig, vocab_size: int, terms: dict[str, float]) -
   preparation.check_vocabulary(tokenizer, vocab_size, f"shards:{first}")
   total = sum(terms.values())
   trained = [opened[name] for name in terms]
+  if config.records != "text" and not trained[0].splits["train"].masked:
+    raise UserError(
+      f"data.records={config.records}: shards:{first} has no masks, so that every token would be learned; prepare its "
+      "text with this key, or leave it out"
+    )
   for those in (trained, validated):
     if len({one.splits["train"].masked for one in those}) > 1:
       plain = next(name for name, one in opened.items() if one in those and not one.splits["train"].masked)

@@ -78,6 +78,7 @@ def finetune(
     corpus = load_text(config, run) or load_corpus(config)  # which reports that there is none
     find_teacher(config, corpus.tokenizer, mesh)  # which reports a mistake before anything is written
     _say_changes(source, run.step, asked, config.model)
+    _say_hold_out(source, config)
     params = store_params(source, config, run.params, mesh, corpus, fit_tokens)
     tokenizer, identity = run.tokenizer, run.hash
     if "positions" in params:
@@ -108,6 +109,19 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
     say(f"model.seq_len={asked.seq_len}: becomes {made.seq_len}, that of the run that this one is made from")
   if made.seq_len < source.model.seq_len:
     say(f"model.seq_len={made.seq_len}: is {source.model.seq_len} in the run that this one is made from")
+
+
+def _say_hold_out(source: Config, config: Config) -> None:
+  """Warns if a run goes on with its own text, but holds out other documents."""
+  seed = lambda one: one.seed if one.data.validation_seed is None else one.data.validation_seed
+  chosen = lambda one: (one.data.validation, one.data.validation_fraction, seed(one))
+  own = config.data.source == source.data.source and config.data.validation is None
+  if own and chosen(config) != chosen(source):
+    say(
+      "warning: these are not the documents that the run that this one is made from held out, so it has seen some of "
+      f"them; set data.validation={source.data.validation}, data.validation_fraction={source.data.validation_fraction} "
+      f"and data.validation_seed={seed(source)}"
+    )
 
 
 def _resume(

@@ -275,7 +275,7 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
       if validate and not preempted:
         try:
           found = run_validation(step + 1)
-        except jax.errors.JaxRuntimeError:  # such as a lack of memory, which train steps don't have
+        except (jax.errors.JaxRuntimeError, UserError):  # such as a lack of memory, or of text that counts
           if save and jax.process_count() == 1:  # several processes save together, and only one may have the error
             run.save(state, None, validate=True)
             run.checkpoints.close()

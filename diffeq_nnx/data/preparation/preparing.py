@@ -9,6 +9,7 @@ import os
 import random
 from typing import Any
 
+from absl import logging
 import sentencepiece
 import tokenizers as huggingface
 
@@ -102,7 +103,11 @@ def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
       raise UserError(f"data.records=chat: {problem}; set data.chat_template to the path of one")
     from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
 
-    chat.compile_template(recipe.chat_template)
+    if not chat.compile_template(recipe.chat_template).teaches_end:
+      logging.warning(
+        "data.records=chat: the chat template writes nothing that is learned after an answer, so the model won't learn "
+        "to end there; write a mark after it, for example {{ eos_token }}, within its generation block if it has one"
+      )
   return recipe
 
 
