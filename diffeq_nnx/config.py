@@ -321,23 +321,21 @@ def apply_settings(config: Config, settings: Sequence[str]) -> Config:
   return _from_dict_with(dataclasses.asdict(config), settings) if settings else config
 
 
-# What a config says of its `data.source`.
-_KEYS_OF_SOURCE = ("validation", "records", "text_key", "prompt_key", "completion_key", "messages_key")
+_KEYS_OF_RECORDS = ("text_key", "prompt_key", "completion_key", "messages_key")
 
 
-def change_run(config: Config, settings: Sequence[str], new: bool = False) -> Config:
-  """Returns the config of a run with `key=value` settings on top; raises what `load` raises.
+def start_from(config: Config, settings: Sequence[str]) -> Config:
+  """Returns the config of a new run that is made from one with this config; raises what `load` raises.
 
-  If they name another text, what the run says of its own has its default, and if they are for a new run that is made
-  from this one, so has the length of the schedule.
+  That is the run's with `key=value` settings on top and a schedule of the new run's own length. If the settings name
+  another text, the run's `data.validation` is left out, and if they name a kind of records, so are its keys of records.
   """
-  sources = [setting for setting in settings if setting.startswith("data.source=")]
-  if sources and sources[-1] != f"data.source={config.data.source}":
-    data = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in _KEYS_OF_SOURCE})
-    config = dataclasses.replace(config, data=data)
-  if new:
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=None))
-  return apply_settings(config, settings)
+  named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
+  left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
+  left_out += _KEYS_OF_RECORDS if "data.records" in named else []
+  data = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in left_out})
+  optimizer = dataclasses.replace(config.optimizer, schedule_steps=None)
+  return apply_settings(dataclasses.replace(config, data=data, optimizer=optimizer), settings)
 
 
 def _from_dict_with(nested: dict[str, Any], settings: Sequence[str]) -> Config:

@@ -130,7 +130,8 @@ def run(argv: list[str]) -> None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
     started = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
-    config, known = config_lib.change_run(started, SETTINGS.value, new=from_source), started.data.validation
+    config = (config_lib.start_from if from_source else config_lib.apply_settings)(started, SETTINGS.value)
+    known = started.data.validation
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all

@@ -91,15 +91,16 @@ def test_no_key_that_nothing_reads():
   assert keys <= read, keys - read
 
 
-def test_a_run_on_another_text_keeps_nothing_that_was_said_of_its_own():
-  """And a new run has a schedule as long as itself, unless the settings say how long."""
+def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other_records_none_of_their_keys():
+  """And a schedule as long as itself, unless the settings say how long."""
   own = {"data__source": "jsonl:a", "data__validation": "jsonl:b", "data__text_key": "body", "train__batch_size": 2}
   run = changed(own | {"optimizer__schedule_steps": 9})
-  assert config_lib.change_run(run, ["data.source=jsonl:a", "train.steps=3"]) == change(run, train=dict(steps=3))
-  other = config_lib.change_run(run, ["data.records=chat", "data.source=jsonl:c"], new=True)
+  found = config_lib.start_from(run, ["data.source=jsonl:a", "train.steps=3"])
+  assert found == change(run, train=dict(steps=3), optimizer=dict(schedule_steps=None))
+  other = config_lib.start_from(run, ["data.records=chat", "data.source=jsonl:c"])
   assert other == changed({"data__source": "jsonl:c", "data__records": "chat", "train__batch_size": 2})
   kept = ["data.source=jsonl:c", "data.validation=jsonl:b", "optimizer.schedule_steps=9"]
-  assert config_lib.change_run(run, kept, new=True) == change(run, data=dict(source="jsonl:c", text_key="text"))
+  assert config_lib.start_from(run, kept) == change(run, data=dict(source="jsonl:c"))
 
 
 @pytest.mark.parametrize(
