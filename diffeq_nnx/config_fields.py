@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterable
 import dataclasses
 import difflib
+import math
 import numbers
 import types
 import typing
@@ -52,7 +53,7 @@ def number(
   def find_problem(value: Any) -> str | None:
     fits = value is None or (
       (value > low if at_least is None else value >= low)
-      and (high is None or (value < high if at_most is None else value <= high))
+      and (value < math.inf if high is None else value < high if at_most is None else value <= high)
     )
     return None if fits or minus_one and value == -1 else rule
 
@@ -139,6 +140,8 @@ def freeze(cls: type, nested: Any, prefix: str = "") -> Any:
 def _convert(key: str, value: Any, annotation: Any) -> Any:
   if value is None and isinstance(annotation, types.UnionType):
     return None
+  if value == "" and isinstance(annotation, types.UnionType):
+    raise UserError(f"{key}=: is empty; write a value, or {key}=None")
   wanted = plain_type(annotation)
   if wanted is tuple:
     element = typing.get_args(annotation)[0]

@@ -44,7 +44,7 @@ from jax.experimental import topologies
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.depth.trained import list_num_steps
+from diffeq_nnx.depth.trained import find_costliest, find_teaching_count
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
@@ -157,7 +157,7 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
   config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     traced = make_train_step(config, mesh).trace(
-      abstract_state(config, mesh), abstract_batch(config, mesh), list_num_steps(config)[0]
+      abstract_state(config, mesh), abstract_batch(config, mesh), find_costliest(config)
     )
     try:
       compiled = traced.lower(lowering_platforms=(platform,)).compile()
@@ -260,7 +260,9 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   compute = sum(seconds for seconds, _ in parts.values())
   fast, slow = max(compute, sent), compute + sent
   tokens = config.train.batch_size * config.model.seq_len
-  model = flops.model_flops(config, list_num_steps(config)[0]) / step.mesh.size / peak_flops(step.device_kind)
+  most = find_costliest(config)
+  computed = filter(None, (most, find_teaching_count(config, most)))
+  model = sum(flops.model_flops(config, count) for count in computed) / step.mesh.size / peak_flops(step.device_kind)
   for name, (seconds, meaning) in parts.items():
     lines.append(f"  {f'{name}, s':<30} {seconds:8.3f}   {meaning}")
   return [
@@ -338,6 +340,8 @@ def main(argv: list[str] | None = None) -> int:
   if on_gpus and args.profile:
     raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)
+  if config.train.teacher is not None:
+    raise UserError("train.teacher: a teacher is not compiled here; set it to None, and leave room for its weights")
   mesh = mesh_over(config, args.topology, args.num_slices)
   slices = "" if on_gpus else f"{args.num_slices} x "
   print(

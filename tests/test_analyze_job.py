@@ -26,7 +26,8 @@ def report(finished, tmp_path_factory):
   with contextlib.redirect_stdout(printed):
     arguments = [f"--workdir={own}", f"--text={TEXT}", "--leading=3", "--num_processes=1"]
     assert run_command("--job=analyze", *arguments) == 0
-  return json.loads(printed.getvalue()), own / "report", dict(np.load(own / "report" / "numbers.npz"))
+  with np.load(own / "report" / "numbers.npz") as numbers:
+    return json.loads(printed.getvalue()), own / "report", dict(numbers)
 
 
 def test_the_folder_holds_page_pictures_and_numbers(report):

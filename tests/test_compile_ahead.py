@@ -190,6 +190,7 @@ def test_the_fastest_choice_that_leaves_memory_is_named(monkeypatch, capsys):
   [
     (["--topology=v9:2x2"], "--topology=v9:2x2: "),
     (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
+    (["--topology=v5e:2x2", "--set=train.teacher=x"], "train.teacher: a teacher is not compiled here"),
     (["--topology=h200:2x2x2"], "write VERSION:GPUS or VERSION:NODESxGPUS"),
     (["--topology=h100:8", "--profile"], "are for TPUs"),
     (["--topology=h100:8"], "needs jax 0.11.2 or later, with Python 3.12, and the wheels jax-cuda13-plugin"),

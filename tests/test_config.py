@@ -120,6 +120,8 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
       {"train__step_counts": (5, 10), "train__draw_from": 0.5, "train__remat_every": 5},  # before it, 12 steps
       ["train.remat_every=5", "must divide model.num_steps=12"],
     ),
+    ({"report__wandb": ""}, ["report.wandb=: is empty", "report.wandb=None"]),
+    ({"optimizer__peak_rate": np.inf}, ["optimizer.peak_rate=inf", "above 0"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),

@@ -15,7 +15,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import TimeConfig
 from diffeq_nnx.depth.continuation import continuous_config, continuous_params
-from diffeq_nnx.depth.trained import draw_num_steps, list_num_steps, say_untrained
+from diffeq_nnx.depth.trained import draw_num_steps, find_costliest, list_num_steps, say_untrained
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.training import flops
@@ -69,6 +69,7 @@ def test_depths_are_drawn_late_from_seed_and_step_alone_or_grow_by_schedule():
   assert set(drawn[:28]) == {3} and set(drawn[28:]) == {2, 4, 6}
   assert drawn == draw(config) != draw(dataclasses.replace(config, seed=1)) and set(draw(small_config())) == {3}
   assert list_num_steps(config) == [6, 4, 3, 2] and list_num_steps(small_config()) == [3]
+  assert find_costliest(config) == 6 and find_costliest(change(config, train=dict(self_distillation=True))) == 4
   longer = small_config(step_counts=(2, 4, 6), draw_from=0.7, steps=80)
   fixed = change(longer, optimizer=dict(schedule_steps=40))
   assert set(draw(longer)[:56]) == {3} and draw(fixed) == drawn + draw(fixed)[40:]

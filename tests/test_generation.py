@@ -224,6 +224,14 @@ def test_bad_input_is_one_line(decoder):
     assert part in told(lambda: diffeq_nnx.generate_texts(decoder, tokenizer, texts, **how))
 
 
+def test_a_mesh_of_the_caller_s_changes_nothing():
+  """Not even one whose axes are explicit, as those of `jax.make_mesh` are."""
+  generate = lambda: diffeq_nnx.generate(make(small_model(num_steps=1)), [[1, 2]], max_tokens=3, temperature=0)
+  alone = generate()
+  with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    assert generate() == alone
+
+
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
   def compiled():
     return decoding.read_first._cache_size(), decoding.read_more._cache_size()

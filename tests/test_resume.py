@@ -200,6 +200,20 @@ def test_what_is_damaged_or_unfinished_is_passed_by_and_set_aside_by_training_al
   assert [r["step"] for r in read_metrics(workdir, "validation")] == [4, 8, 12, 16, 20, 24, 28]
 
 
+def test_checkpoints_of_another_run_stay_and_are_not_taken(run):
+  """As where run.json was removed, or the folder was copied."""
+  config, workdir = run
+  for other in (dict(embed_dim=24), dict(solver="midpoint")):  # the latter has the same parameters
+    (workdir / "run.json").unlink(missing_ok=True)
+    before = kept(workdir)
+    with pytest.raises(UserError, match="belongs to another run: model"):
+      train(change(config, model=other), str(workdir))
+    assert kept(workdir) == before
+  (workdir / "run.json").unlink()
+  train(config, str(workdir))
+  assert kept(workdir)[-1] == 28
+
+
 def test_a_work_directory_that_can_t_be_used_is_told(run):
   config, workdir = run
   for step in kept(workdir):

@@ -36,6 +36,12 @@ def list_num_steps(config: Config) -> list[int]:
   return sorted(found, reverse=True)
 
 
+def find_costliest(config: Config) -> int:
+  """The number of solver steps of the train step that computes most, in which the largest number may teach."""
+  counts = list_num_steps(config)
+  return counts[1] if config.train.self_distillation and len(counts) > 1 else counts[0]
+
+
 def find_teaching_count(config: Config, num_steps: int) -> int | None:
   """The number of steps at which the model teaches itself at `num_steps` in the same train step; None: it does not."""
   most = list_num_steps(config)[0]

@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,6 +227,12 @@ def _model_config(kind: str, values: dict[str, Any], seq_len: int | None) -> Mod
   dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
   if dtype not in _DTYPES:
     raise UserError(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
+  order = values.get("depth_order") or ()
+  count = len(order) if isinstance(order, list) else 0
+  if count not in (0, changes["num_steps"]) and {*map(repr, order)} == {*map(repr, range(count))}:
+    # another program has changed the layers, and kept a key that it doesn't know
+    logging.warning("depth_order=%s: is of %d layers, and left out; --job=rank_steps finds another", order, count)
+    order = ()
   defaults = ModelConfig(field=field)
   return dataclasses.replace(
     defaults,
@@ -234,7 +241,7 @@ def _model_config(kind: str, values: dict[str, Any], seq_len: int | None) -> Mod
     dtype=_DTYPES[dtype],
     norm_eps=None if eps == defaults.block_eps else float(eps),
     final_norm_eps=None if eps == defaults.final_eps else float(eps),
-    depth_order=tuple(values.get("depth_order") or ()),
+    depth_order=tuple(order),
     **changes,
   )
 

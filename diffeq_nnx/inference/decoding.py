@@ -85,7 +85,8 @@ class Decoder:
     if mesh is not None:
       ready = _place(model, dataclasses.replace(ready, mesh=sharding.without_fsdp(mesh)))
     self.platform = ready.mesh.devices.flat[0].platform
-    self.ready = _store_for_cpu(ready) if self.platform == "cpu" else ready
+    with jax.set_mesh(ready.mesh):  # and not in one of the caller's
+      self.ready = _store_for_cpu(ready) if self.platform == "cpu" else ready
     self.parts = ready.mesh.shape["data"]
 
   def limit_texts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ U weight sets: the distinct times of a pass.
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +63,13 @@ def make_ready(
     UserError: a number of steps that the model has no weights for.
   """
   config, grid, params = config or model.config, model.grid(num_steps), params_of(model)
-  if mesh is not None:
-    with jax.set_mesh(mesh):
-      weights, rest = generate_weights(config, grid, unrolled, params)
-  else:
+  place = jnp.asarray(model.embedding[...]).sharding
+  own: Any = place.mesh if isinstance(place, jax.sharding.NamedSharding) else one_device_mesh(model)
+  with jax.set_mesh(mesh or own):  # and not in one of the caller's
+    weights, rest = generate_weights(config, grid, unrolled, params)
+  if mesh is None:
     mesh = one_device_mesh(model)
-    weights, rest = jax.device_put(generate_weights(config, grid, unrolled, params), sharding.replicated(mesh))
+    weights, rest = jax.device_put((weights, rest), sharding.replicated(mesh))
   return ReadyModel(config, weights, rest, mesh)
 
 

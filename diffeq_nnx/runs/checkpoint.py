@@ -21,7 +21,7 @@ from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.runs.workdir import check_place
+from diffeq_nnx.runs.workdir import check_config, check_place
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
@@ -126,7 +126,7 @@ class Checkpoints:
     tried.
 
     Raises:
-      UserError: there are checkpoints, and none can be read.
+      UserError: there are checkpoints, and none can be read, or the newest is of another run.
       RunError: some processes can read it, and others can't; or what keeps it from being read need not be the
         checkpoint's, such as a lack of memory.
     """
@@ -149,6 +149,8 @@ class Checkpoints:
     found = distributed.on_main_process(self.steps)
     for step in reversed(found):
       problem = ""
+      if not self._read_only:
+        distributed.on_main_process(self._require_own, step)
       try:
         items = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), **wanted))
         sums = items["data"][BIT_SUMS]
@@ -170,6 +172,17 @@ class Checkpoints:
         "workdir or remove this one"
       )
     return None, 0
+
+  def _require_own(self, step: int) -> None:
+    """Raises UserError if a checkpoint says that it is of another run, which is no damage."""
+    try:
+      theirs = files.read_json(os.path.join(self._folder, str(step), "run", "metadata"))
+      others = theirs["tokenizer_hash"] != self._run["tokenizer_hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+      return  # it is damaged, as restoring it finds
+    check_config(self._workdir, theirs, self._config)
+    if others:
+      raise UserError(f"workdir={self._workdir}: its checkpoints have another tokenizer; choose another directory")
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
     """Saves the parameters that don't learn, once for all checkpoints; {}: none. Raises RunError if that fails."""

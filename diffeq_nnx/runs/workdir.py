@@ -110,7 +110,7 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
   claimed = known is not None and (corpus is None or not _lacks_text(known))
   if known is not None and not claimed:
-    _check(workdir, known, config, corpus)
+    check_config(workdir, known, config, corpus)
     source, identifier = known.get("source"), run_hash(workdir)
   with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
@@ -183,7 +183,7 @@ def check_source(workdir: str, from_workdir: str) -> None:
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
   """Raises UserError unless a work directory holds a run of this config and corpus (None: any), without writing."""
-  _check(workdir, _read_run(workdir, flag), config, corpus)
+  check_config(workdir, _read_run(workdir, flag), config, corpus)
 
 
 def require_none(workdir: str) -> None:
@@ -251,8 +251,8 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   )
 
 
-def _check(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None) -> None:
-  """Raises UserError, naming the keys that differ, unless `known` (a run.json) fits; None: any corpus."""
+def check_config(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None = None) -> None:
+  """Raises UserError, naming the keys that differ, unless what a run notes of itself fits; None: any corpus."""
   ours = identity(config)
   if _lacks_text(known):
     ours = {key: value for key, value in ours.items() if not key.startswith("data.")}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
-from diffeq_nnx.depth.trained import list_num_steps
+from diffeq_nnx.depth.trained import find_costliest
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.kernels import attention
 from diffeq_nnx.parallel import distributed, sharding
@@ -99,9 +99,7 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher 
 
 def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
-  counts = list_num_steps(config)
-  # with self-distillation the train step of the second largest number computes the largest too
-  most = counts[1] if config.train.self_distillation and len(counts) > 1 else counts[0]
+  most = find_costliest(config)
   step, fits = make_train_step(config, mesh), True
   try:
     compiled = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), most, teacher).compile()

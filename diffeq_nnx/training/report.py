@@ -174,7 +174,7 @@ def _wandb_run(project: str, workdir: str, folder: str) -> Any:
   except ImportError as error:
     raise UserError(f"{label}: needs a package; pip install wandb, or set it to None") from error
   name = os.path.basename(files.absolute(workdir))
-  identity = workdir_lib.run_hash(workdir)[:16]
+  identity = os.environ.get("WANDB_RUN_ID") or workdir_lib.run_hash(workdir)[:16]
   config = config_lib.to_dict(workdir_lib.config_of(workdir))
   try:
     return wandb.init(project=project, name=name, id=identity, resume="allow", dir=folder, config=config)
