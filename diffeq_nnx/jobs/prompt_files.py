@@ -19,8 +19,9 @@ from diffeq_nnx.data.chat import ChatTemplate, refuse_tools
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
-from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.parallel import distributed
+
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # keys that lines of other programs have
 
 
 class Answers:
@@ -143,8 +144,9 @@ def split_lines(content: bytes) -> dict[int, bytes]:
 def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
   """The prompt of a JSON line, or its conversation as a template writes it; raises UserError."""
   value = files.parse_json(line, "the line", "prompt")
-  for key in GenerationOptions.__dataclass_fields__.keys() & value if isinstance(value, dict) else ():
-    raise UserError(f"prompt: the line sets {key}, which is the same for all; give --{key}")
+  for key in SAMPLING:
+    if isinstance(value, dict) and key in value:
+      raise UserError(f"prompt: the line sets {key}, which is the same for all; give --{key}")
   if template is not None and isinstance(value, dict) and "messages" in value:
     refuse_tools(value)
     return template.render(value["messages"], add_generation_prompt=True)
