@@ -114,7 +114,7 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
   mixed = [{"messages": [{"role": "user", "content": value}], "id": 1} for value in ("x", ["y"], {"z": 1}, 2)]
   seen = []
   monkeypatch.setattr(parquet.records, "read_document", lambda record, options: str(seen.append(record)))
-  options = Options(records="chat", chat_template="")
+  options = Options(records="chat", chat_template="-")
   for source in forms_of(records, tmp_path / "plain"):
     seen.clear()
     assert len(list(data.documents(source, options=options))) == 2
