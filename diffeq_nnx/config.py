@@ -321,24 +321,6 @@ def apply_settings(config: Config, settings: Sequence[str]) -> Config:
   return _from_dict_with(dataclasses.asdict(config), settings) if settings else config
 
 
-_KEYS_OF_RECORDS = ("text_key", "prompt_key", "completion_key", "messages_key")
-
-
-def start_from(config: Config, settings: Sequence[str]) -> Config:
-  """Returns the config of a new run that is made from one with this config; raises what `load` raises.
-
-  That is the run's with `key=value` settings on top and a schedule of the new run's own length. If the settings name
-  another text, the run's `data.validation` is left out, and if they name another kind of records, so are its keys of
-  records.
-  """
-  named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
-  left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
-  left_out += _KEYS_OF_RECORDS if named.get("data.records", config.data.records) != config.data.records else []
-  data = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in left_out})
-  optimizer = dataclasses.replace(config.optimizer, schedule_steps=None)
-  return apply_settings(dataclasses.replace(config, data=data, optimizer=optimizer), settings)
-
-
 def _from_dict_with(nested: dict[str, Any], settings: Sequence[str]) -> Config:
   kinds = key_types()
   for setting in settings:

@@ -117,7 +117,8 @@ def run(argv: list[str]) -> None:
     config = config_lib.apply_settings(job.prepared(config_lib.Config()), SETTINGS.value)
   if job.config in ("optional", "file_or_source"):  # the model is another's, of which a job changes a few keys
     options["model_settings"] = [setting for setting in SETTINGS.value if setting.startswith("model.")]
-  from diffeq_nnx.parallel import distributed  # after the flags, so that mistakes in them are reported at once
+  from diffeq_nnx.jobs.deriving import start_from  # after the flags, so that mistakes in them are reported at once
+  from diffeq_nnx.parallel import distributed
   from diffeq_nnx.parallel.console import say
   from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
@@ -125,18 +126,20 @@ def run(argv: list[str]) -> None:
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     if flag.value:
       workdir.check_place(flag.value, flag.name)
-  known = None
+  known = None  # the validation text of the run that a new one is made from
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
-    started = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
-    config = (config_lib.start_from if from_source else config_lib.apply_settings)(started, SETTINGS.value)
-    known = started.data.validation
+    config = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
+    known = config.data.validation if from_source else None
+    config = (start_from if from_source else config_lib.apply_settings)(config, SETTINGS.value)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all
   if known is not None and config.data.validation is None:
-    say(f"data.validation={known}: is for the run's own text, and left out; give it again if it is for this one too")
+    say(
+      f"data.validation={known}: is for the text of --from_workdir, and left out; give it again if this text needs it"
+    )
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)

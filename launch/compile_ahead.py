@@ -44,7 +44,7 @@ from jax.experimental import topologies
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.depth.trained import find_costliest, find_teaching_count
+from diffeq_nnx.depth.trained import find_costliest, list_computed
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
@@ -260,8 +260,7 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   compute = sum(seconds for seconds, _ in parts.values())
   fast, slow = max(compute, sent), compute + sent
   tokens = config.train.batch_size * config.model.seq_len
-  most = find_costliest(config)
-  computed = filter(None, (most, find_teaching_count(config, most)))
+  computed = list_computed(config, find_costliest(config))
   model = sum(flops.model_flops(config, count) for count in computed) / step.mesh.size / peak_flops(step.device_kind)
   for name, (seconds, meaning) in parts.items():
     lines.append(f"  {f'{name}, s':<30} {seconds:8.3f}   {meaning}")

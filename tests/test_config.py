@@ -16,6 +16,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import presets
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.jobs import deriving
 from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
 from tests.conftest import change, told
@@ -95,12 +96,12 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
   """And a schedule as long as itself, unless the settings say how long."""
   own = {"data__source": "jsonl:a", "data__validation": "jsonl:b", "data__text_key": "body", "train__batch_size": 2}
   run = changed(own | {"optimizer__schedule_steps": 9})
-  found = config_lib.start_from(run, ["data.source=jsonl:a", "train.steps=3"])
+  found = deriving.start_from(run, ["data.source=jsonl:a", "train.steps=3"])
   assert found == change(run, train=dict(steps=3), optimizer=dict(schedule_steps=None))
-  other = config_lib.start_from(run, ["data.records=chat", "data.source=jsonl:c"])
+  other = deriving.start_from(run, ["data.records=chat", "data.source=jsonl:c"])
   assert other == changed({"data__source": "jsonl:c", "data__records": "chat", "train__batch_size": 2})
   kept = ["data.source=jsonl:c", "data.validation=jsonl:b", "optimizer.schedule_steps=9"]
-  assert config_lib.start_from(run, kept) == change(run, data=dict(source="jsonl:c"))
+  assert deriving.start_from(run, kept) == change(run, data=dict(source="jsonl:c"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from diffeq_nnx.errors import UserError, first_line
 
 _LABEL = "the chat template"  # in errors
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, of which the first counts
-_ANSWER = "An answer."
+_ANSWER = "An answer."  # with the question below, what a template is asked to write to see how it ends a turn
 _EXAMPLE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
 _CALLS = {"tool calls": ("tool_calls",), "function calls": ("function_call",)}  # keys of a message
 

@@ -48,6 +48,11 @@ def find_teaching_count(config: Config, num_steps: int) -> int | None:
   return most if config.train.self_distillation and num_steps < most else None
 
 
+def list_computed(config: Config, num_steps: int) -> list[int]:
+  """The numbers of solver steps that the train step at `num_steps` computes: its own, and that which teaches there."""
+  return [num_steps, *filter(None, [find_teaching_count(config, num_steps)])]
+
+
 def say_kept_steps(model: ModelConfig, stored: ModelConfig) -> bool:
   """Says which steps stay if `stored`, made of a model, leaves steps out, and returns whether it does."""
   if not leaves_out_steps(model, stored):

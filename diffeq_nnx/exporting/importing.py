@@ -228,10 +228,10 @@ def _model_config(kind: str, values: dict[str, Any], seq_len: int | None) -> Mod
   if dtype not in _DTYPES:
     raise UserError(f"dtype is {dtype!r}: must be one of {', '.join(_DTYPES)}; convert the weights")
   order = values.get("depth_order") or ()
-  count = len(order) if isinstance(order, list) else 0
-  if count not in (0, changes["num_steps"]) and {*map(repr, order)} == {*map(repr, range(count))}:
-    # another program has changed the layers, and kept a key that it doesn't know
-    logging.warning("depth_order=%s: is of %d layers, and left out; --job=rank_steps finds another", order, count)
+  numbers = isinstance(order, list) and all(type(one) is int for one in order)
+  if numbers and sorted(order) == list(range(len(order))) != list(range(changes["num_steps"])):
+    # Another program has changed the layers, and kept a key that it doesn't know.
+    logging.warning("depth_order=%s: is of %d layers, and left out; --job=rank_steps finds another", order, len(order))
     order = ()
   defaults = ModelConfig(field=field)
   return dataclasses.replace(

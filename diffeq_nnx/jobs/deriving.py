@@ -1,5 +1,6 @@
 """Parts of the jobs that make a run from another model: its config, its text, its stored parameters."""
 
+from collections.abc import Sequence
 import dataclasses
 import math
 import operator
@@ -27,6 +28,22 @@ from diffeq_nnx.training.step import all_params, init_state, state_shardings
 
 PARTS = 8  # batches of the text that `make_batches` makes
 SEQ_LEN = 512  # tokens in a row of these, at most
+_KEYS_OF_RECORDS = ("text_key", "prompt_key", "completion_key", "messages_key")
+
+
+def start_from(config: Config, settings: Sequence[str]) -> Config:
+  """Returns the config of a new run that is made from one with this config; raises what `config.load` raises.
+
+  That is the run's with `key=value` settings on top and a schedule of the new run's own length. If the settings name
+  another text, the run's `data.validation` is left out, and if they name another kind of records, so are its keys of
+  records.
+  """
+  named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
+  left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
+  left_out += _KEYS_OF_RECORDS if named.get("data.records", config.data.records) != config.data.records else []
+  kept = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in left_out})
+  optimizer = dataclasses.replace(config.optimizer, schedule_steps=None)
+  return config_lib.apply_settings(dataclasses.replace(config, data=kept, optimizer=optimizer), settings)
 
 
 def derive_config(

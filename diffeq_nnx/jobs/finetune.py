@@ -8,6 +8,7 @@ import jax
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
+from diffeq_nnx.data.preparation.preparing import choose_seed
 from diffeq_nnx.depth.discretization import discretized_config
 from diffeq_nnx.depth.trained import say_kept_steps, say_untrained
 from diffeq_nnx.errors import UserError
@@ -113,13 +114,13 @@ def _say_changes(source: Config, step: int, asked: ModelConfig, made: ModelConfi
 
 def _say_hold_out(source: Config, config: Config) -> None:
   """Warns if a run goes on with its own text, but holds out other documents."""
-  seed = lambda one: one.seed if one.data.validation_seed is None else one.data.validation_seed
+  seed = lambda one: choose_seed(one.data, one.seed)
   chosen = lambda one: (one.data.validation, one.data.validation_fraction, seed(one))
   own = config.data.source == source.data.source and config.data.validation is None
   if own and chosen(config) != chosen(source):
     say(
-      "warning: these are not the documents that the run that this one is made from held out, so it has seen some of "
-      f"them; set data.validation={source.data.validation}, data.validation_fraction={source.data.validation_fraction} "
+      "warning: the run that this one is made from held out other documents, and was trained on some that are held out "
+      f"now; set data.validation={source.data.validation}, data.validation_fraction={source.data.validation_fraction} "
       f"and data.validation_seed={seed(source)}"
     )
 

@@ -58,7 +58,7 @@ class Checkpoints:
     self._config = config
     self._saved: list[int] = []  # steps that this object has saved
     self._frozen_sums: list[int] = []  # of the bits of the parameters that don't learn
-    self._run = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
+    self._run: dict[str, Any] = {"config": config_lib.to_dict(config), "tokenizer_hash": tokenizer_hash}
     if not read_only:
       distributed.on_main_process(self._set_aside_without_metrics)
     score = lambda metrics: -metrics["loss"]
@@ -177,12 +177,10 @@ class Checkpoints:
     """Raises UserError if a checkpoint says that it is of another run, which is no damage."""
     try:
       theirs = files.read_json(os.path.join(self._folder, str(step), "run", "metadata"))
-      others = theirs["tokenizer_hash"] != self._run["tokenizer_hash"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
       return  # it is damaged, as restoring it finds
-    check_config(self._workdir, theirs, self._config)
-    if others:
-      raise UserError(f"workdir={self._workdir}: its checkpoints have another tokenizer; choose another directory")
+    if isinstance(theirs, dict) and theirs.keys() == self._run.keys():
+      check_config(self._workdir, theirs, self._config, self._run["tokenizer_hash"])
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
     """Saves the parameters that don't learn, once for all checkpoints; {}: none. Raises RunError if that fails."""

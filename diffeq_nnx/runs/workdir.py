@@ -110,7 +110,7 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
   claimed = known is not None and (corpus is None or not _lacks_text(known))
   if known is not None and not claimed:
-    check_config(workdir, known, config, corpus)
+    check_config(workdir, known, config, *_hashes(corpus))
     source, identifier = known.get("source"), run_hash(workdir)
   with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
@@ -183,7 +183,7 @@ def check_source(workdir: str, from_workdir: str) -> None:
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
   """Raises UserError unless a work directory holds a run of this config and corpus (None: any), without writing."""
-  check_config(workdir, _read_run(workdir, flag), config, corpus)
+  check_config(workdir, _read_run(workdir, flag), config, *_hashes(corpus))
 
 
 def require_none(workdir: str) -> None:
@@ -251,25 +251,30 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   )
 
 
-def check_config(workdir: str, known: dict[str, Any], config: Config, corpus: Corpus | None = None) -> None:
-  """Raises UserError, naming the keys that differ, unless what a run notes of itself fits; None: any corpus."""
+def check_config(
+  workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str = "", fingerprint: str = ""
+) -> None:
+  """Raises UserError, naming the keys that differ, unless what a run notes of itself fits; "": any of these."""
   ours = identity(config)
   if _lacks_text(known):
     ours = {key: value for key, value in ours.items() if not key.startswith("data.")}
   theirs = config_lib.flatten(config_lib.to_dict(config_lib.from_dict(known["config"])))
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
-  if corpus is not None:
-    for what, there, here in (
-      ("tokenizer", known["tokenizer_hash"], corpus.tokenizer.hash),
-      ("text", known["corpus"], corpus.fingerprint),
-    ):
-      if there != here and there:  # a run without text has an empty one
-        differing.append(f"the {what} is {there[-12:]} there and {here[-12:]} here")
+  for what, there, here in (
+    ("tokenizer", known["tokenizer_hash"], tokenizer_hash),
+    ("text", known.get("corpus"), fingerprint),  # of a run without text it is empty
+  ):
+    if there and here and there != here:
+      differing.append(f"the {what} is {there[-12:]} there and {here[-12:]} here")
   if differing:
     raise UserError(
       f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
       "or the config and text that it was started with"
     )
+
+
+def _hashes(corpus: Corpus | None) -> tuple[str, str]:
+  return ("", "") if corpus is None else (corpus.tokenizer.hash, corpus.fingerprint)
 
 
 def _lacks_text(known: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from diffeq_nnx import data, files
 from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
-from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, find_teaching_count, say_untrained
+from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, list_computed, say_untrained
 from diffeq_nnx.errors import Diverged, UserError
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -322,7 +322,7 @@ class _Watch:
     self.read()
     self._pending = (step, metrics)
     self._steps += 1
-    for count in filter(None, (num_steps, find_teaching_count(self._config, num_steps))):
+    for count in list_computed(self._config, num_steps):
       self._flops += flops.model_flops(self._config, count)
       self._generator_flops += flops.generator_flops(self._config.model, count)
 

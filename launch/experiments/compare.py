@@ -28,7 +28,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
-from diffeq_nnx.depth.trained import draw_num_steps, find_teaching_count
+from diffeq_nnx.depth.trained import draw_num_steps, list_computed
 from diffeq_nnx.errors import Diverged, UserError
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.loop import train
@@ -124,8 +124,7 @@ def best_of(args: argparse.Namespace, preset: str) -> Found:
 
 def operations(config: Config, steps: int) -> float:
   """Floating-point operations of so many train steps, generating weights included."""
-  counts = [draw_num_steps(config, step) for step in range(steps)]
-  counts += filter(None, [find_teaching_count(config, count) for count in counts])
+  counts = [count for step in range(steps) for count in list_computed(config, draw_num_steps(config, step))]
   each = {one: flops.model_flops(config, one) + flops.generator_flops(config.model, one) for one in set(counts)}
   return sum(each[one] for one in counts)
 

@@ -80,6 +80,11 @@ class Recipe:
     return record | {"validation_fraction": config.validation_fraction, "validation_seed": self.seed}
 
 
+def choose_seed(config: DataConfig, seed: int) -> int:
+  """Returns the seed that chooses the held-out documents of a run with this seed."""
+  return seed if config.validation_seed is None else config.validation_seed
+
+
 def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """Makes the recipe of a config's section `data`; the arguments are described at `Recipe`.
 
@@ -96,7 +101,7 @@ def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
       f"data.begin_mark={config.begin_mark}, data.begin_token={config.begin_token}, data.end_token="
       f"{config.end_token}: data.tokenizer=train makes a tokenizer with an end mark alone; set them to None"
     )
-  recipe = Recipe(config, vocab_size, seed if config.validation_seed is None else config.validation_seed, tokenizer)
+  recipe = Recipe(config, vocab_size, choose_seed(config, seed), tokenizer)
   if config.records == "chat":
     if recipe.chat_template is None:
       problem = f"data.tokenizer={config.tokenizer} has no chat template"

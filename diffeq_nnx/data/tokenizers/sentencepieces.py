@@ -165,7 +165,7 @@ class SentencePieceTokenizer(base.Tokenizer):
   Without loss its text normalization is switched off, and newlines and literal U+2581 become bytes. As it was trained,
   a text has the ids that the sentencepiece library gives it. The names of added tokens in a text are these tokens,
   except for those of marks; only the beginning of the text, and not the text after such a token, then gets the model's
-  space, unless it is used as older versions of transformers did.
+  space, unless `legacy` is set, as in older versions of transformers.
   """
 
   file_name = "tokenizer.model"
