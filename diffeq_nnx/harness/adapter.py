@@ -19,7 +19,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from diffeq_nnx.config import Config, HarnessConfig, nearest
@@ -28,12 +27,11 @@ from diffeq_nnx.data.chat import template_of
 from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.conversations import Rendered, render
-from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Scorer
+from diffeq_nnx.harness.windows import choose_windows
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import continue_texts, encode_texts
 from diffeq_nnx.inference.sampling import GenerationOptions
-from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
@@ -57,7 +55,7 @@ class DiffEqLM(TemplateLM):
 
   Attributes:
     batch_size: sequences of `max_length` tokens that a device holds at a time.
-    max_length: tokens that the model reads at a time.
+    windows: what the model reads of long texts, and how many tokens at a time.
     truncated: number of requests so far that lost the beginning of their context.
     merged: number of continuations so far that share a token with the end of their context; see `_encode_pair`.
     scorer: the model, ready to compute log-likelihoods.
@@ -124,21 +122,15 @@ class DiffEqLM(TemplateLM):
     dtype = run.config.model.dtype if dtype == "model" else dtype
     config = dataclasses.replace(run.config.model, dropout=0.0, dtype=dtype)
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
-    self.max_length = config.seq_len if max_length is None else max_length
     if model is None:
       say_attention(config)
       say_untrained(run.config, run.step, self._num_steps)
-    if vector_fields.FIELDS[config.field].learned_positions and self.max_length > config.seq_len:
-      raise UserError(f"max_length={max_length}: must be 1 to model.seq_len={config.seq_len}, the number of positions")
-    half = max(self.max_length // 2, 1)
-    self._stride = None if window == "disjoint" else half if stride is None else stride
-    if self._stride is not None and self._stride > self.max_length:
-      raise UserError(f"stride={stride}: must be 1 to {self.max_length}, the tokens that the model reads at a time")
+    self.windows = choose_windows(config, max_length, window == "sliding", stride)
     self.truncated = self.merged = 0
     self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed
     self._step, self._begin_mark = run.step, begin_mark
     self._context_mark = {"auto": run.tokenizer.bos_id, "none": None, "always": self.prefix_token_id}[begin_mark]
-    sizes: dict[str, Any] = {"batch_size": self.batch_size, "max_length": self.max_length, "share": share}
+    sizes: dict[str, Any] = {"batch_size": self.batch_size, "max_length": self.windows.max_length, "share": share}
     self.scorer = Scorer(run.model, self._num_steps, config=config, mesh=run.mesh, **sizes)
     self._known_ids: dict[str, list[int]] = {}  # of the texts of the requests in progress
 
@@ -155,11 +147,6 @@ class DiffEqLM(TemplateLM):
   def get_model_info(self) -> dict[str, Any]:
     """Returns the settings on which the results depend, for lm_eval's results."""
     config = self.scorer.ready.config
-    windows = (
-      "disjoint: side by side, the last moved back to be full"
-      if self._stride is None
-      else f"sliding: each after the first predicts {self._stride} tokens"
-    )
     return {
       "workdir": self._workdir,
       "checkpoint_step": self._step,
@@ -173,8 +160,8 @@ class DiffEqLM(TemplateLM):
       "begin_mark": self._begin_mark,
       "mark_before_contexts": self._context_mark,
       "mark_before_texts_without_context": self.prefix_token_id,
-      "max_length": self.max_length,
-      "rolling_windows": windows,
+      "max_length": self.windows.max_length,
+      "rolling_windows": str(self.windows),
       "truncated_requests": self.truncated,
       "merged_requests": self.merged,
     }
@@ -262,7 +249,8 @@ class DiffEqLM(TemplateLM):
     """Scores triples of the texts, or None to keep the result out of lm_eval's cache, context ids, continuation ids."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
-    fitted = [self._fit(*requests[i][1:]) for i in scored]
+    fitted = [self.windows.fit(*requests[i][1:]) for i in scored]
+    self.truncated += sum(len(fit.context) < len(requests[i][1]) for i, fit in zip(scored, fitted))
     quiet = disable_tqdm or not distributed.is_main_process() or not scored
     for number, score in tqdm(self.scorer(fitted), desc="log-likelihoods", total=len(scored), disable=quiet):
       i = scored[number]
@@ -270,17 +258,6 @@ class DiffEqLM(TemplateLM):
       if requests[i][0] is not None:
         self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
     return results
-
-  def _fit(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
-    """Makes a request that the model can read at a time. Too long a context loses its beginning."""
-    if len(continuation) > self.max_length:
-      raise UserError(
-        f"a continuation of {len(continuation)} tokens: the model reads {self.max_length} at a time; "
-        "leave the task out, or raise max_length where positions aren't learned"
-      )
-    room = self.max_length + 1 - len(continuation)
-    self.truncated += len(context) > room
-    return Request(tuple(context[-room:]), tuple(continuation))
 
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
     """Returns the log-probability of each text in nats. Every token of it is predicted once."""
@@ -292,10 +269,8 @@ class DiffEqLM(TemplateLM):
 
   def make_windows(self, text: str) -> list[tuple[list[int], list[int]]]:
     """Returns pairs (context, continuation) that together predict each token of a text once, the first after a mark."""
-    context_length = 1 if self._stride is None else self.max_length - self._stride + 1
     (ids,) = self._encode([text])
-    windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_length)
-    return [make_disjoint_window(window) for window in windows]
+    return self.windows.split(ids, self.prefix_token_id)
 
   def score_texts(self, texts: Sequence[str], disable_tqdm: bool = False) -> list[tuple[float, int]]:
     """Returns the log-probability in nats and the number of tokens of each text."""
@@ -358,7 +333,7 @@ class DiffEqLM(TemplateLM):
       options, until = self._read_options(request)
       if isinstance(prompt, Rendered):
         until += template_of(self._tokenizer).end_of_turn
-      room = self.max_length - options.max_tokens
+      room = self.windows.max_length - options.max_tokens
       ids = self.tok_encode(prompt) or [self.prefix_token_id]
       self.truncated += len(ids) > room
       asked = prompt, json.dumps(kwargs, sort_keys=True)
@@ -382,13 +357,14 @@ class DiffEqLM(TemplateLM):
   def _read_options(self, request: Instance) -> tuple[GenerationOptions, tuple[str, ...]]:
     """Reads how a task's texts are sampled, and the strings at which they stop."""
     prefix = f"task {request.task_name}: generation_kwargs: "
-    kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(self.max_length // 2, 1)))
+    longest = self.windows.max_length
+    kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(longest // 2, 1)))
     for name, value in kwargs.items():
       if name not in GENERATION:
         raise UserError(f"{prefix}{name}={value!r}: is not supported; only {', '.join(GENERATION)} are")
-    if kwargs["max_gen_toks"] >= self.max_length:
+    if kwargs["max_gen_toks"] >= longest:
       raise UserError(
-        f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {self.max_length} tokens, and "
+        f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {longest} tokens, and "
         "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs"
       )
     try:

@@ -65,9 +65,7 @@ def evaluate_downstream(
   distributed.on_main_process(workdir_lib.require_writable, folder)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
-  keys = ("text_key", "bad_records", "tfds_dir", "download")
-  options = sources.Options(**{key: getattr(config.data, key) for key in keys})
-  texts = None if settings.text is None else sources.open_source(settings.text, "harness.text", options)
+  texts = _open_text(config)
   names, manager = [], None
   if settings.names:
     with _lm_eval_errors(settings):
@@ -92,20 +90,15 @@ def evaluate_downstream(
       f"{len(shots)} numbers of examples; run --job=harness on it with the same"
     )
   info = lm.get_model_info()
-  written = {
-    report.name_file(count): json.dumps(one, indent=2, default=str, ensure_ascii=False)
-    for count, one in zip(shots, ours)
-  }
+  to_json = lambda value, indent: json.dumps(value, indent=indent, default=str, ensure_ascii=False)
+  written = {report.name_file(count): to_json(one, 2) for count, one in zip(shots, ours)}
   if text is not None:
     record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
-    written["perplexity.json"] = json.dumps(record, indent=1) + "\n"
+    written["perplexity.json"] = to_json(record, 1) + "\n"
   written["table.md"] = report.make_table(ours, theirs, _describe(settings, info, shots, ours, theirs, text))
   distributed.on_main_process(_write, folder, written)
-  accuracies = {
-    key.task + ("" if key.shots is None else f" ({key.shots}-shot)"): round(one.value, 4)
-    for key, one in found.items()
-    if key.metric == "acc"
-  }
+  tested = lambda key: key.task if key.shots is None else f"{key.task} ({key.shots}-shot)"
+  accuracies = {tested(key): round(one.value, 4) for key, one in found.items() if key.metric == "acc"}
   return print_result(
     "harness",
     workdir,
@@ -116,6 +109,14 @@ def evaluate_downstream(
     text=text,
     seconds=time.perf_counter() - start,
   )
+
+
+def _open_text(config: Config) -> sources.Source | None:
+  """The text of `harness.text`, if there is one, read as the run's own."""
+  keys = ("text_key", "bad_records", "tfds_dir", "download")
+  options = sources.Options(**{key: getattr(config.data, key) for key in keys})
+  text = config.harness.text
+  return None if text is None else sources.open_source(text, "harness.text", options)
 
 
 @contextlib.contextmanager
