@@ -219,7 +219,7 @@ def test_added_tokens_beside_a_tokenizer_json_must_be_in_it(tmp_path):
   folder = write(tmp_path, tokenizer__json=spec, **given)
   assert data.load_tokenizer(str(folder)).encode(START).tolist() == [300]
   write(tmp_path, tokenizer__json=spec_of(), tokenizer_config__json={})
-  assert f"the files beside tokenizer.json add '{START}'" in told(lambda: data.load_tokenizer(str(folder)))
+  assert f"the files beside the vocabulary add '{START}'" in told(lambda: data.load_tokenizer(str(folder)))
 
 
 # tokenizer.json with byte fallback

@@ -158,6 +158,8 @@ def leave_out(
     for start, stop, going_on in ROUNDS:
       found, tokens = losses(kept, candidates, start, stop)
       sums, count = sums + found, count + tokens
+      if not count:  # nothing tells the candidates apart yet
+        continue
       best = np.argsort(sums, kind="stable")[:going_on]
       candidates, sums = [candidates[place] for place in best], sums[best]
     kept = [step for step in kept if step != candidates[0]]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack
 from diffeq_nnx.model.parameters import Params, build
@@ -65,7 +66,10 @@ def fit_kept_steps(
       states = targets
       continue
     measured = (_wait(_measure(stored, *these, fitted, place)) for these in zip(states, targets, batches))
-    change_FxD, before, after = _solve(functools.reduce(optax.tree.add, measured))
+    total = functools.reduce(optax.tree.add, measured)
+    if not total.tokens:
+      raise UserError("fit_tokens: none of those that are read counts as a target; raise it, or name another text")
+    change_FxD, before, after = _solve(total)
     fitted = _add(fitted, place, change_FxD)
     say(f"step {step}: fitted; the state's error relative to its norm {before:.3f} -> {after:.3f}")
     states = [_wait(_advance(stored, x, batch, fitted, place)) for x, batch in zip(states, batches)]

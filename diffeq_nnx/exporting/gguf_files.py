@@ -134,7 +134,10 @@ def _write_tokenizer(values: dict[str, Any], folder: str) -> None:
   config = {key: tokens[number] for key, number in named.items() if number is not None}
   if kind == "llama":
     pieces = list(zip(tokens, said("scores", [0.0] * len(tokens)), kinds, strict=True))
-    _write_sentencepieces(pieces, config, said("add_space_prefix", True), folder)
+    # Added tokens are user-defined pieces after all others. As pieces of the model they would get its space.
+    size = max((number for number, piece in enumerate(pieces, 1) if piece[2] != _USER_DEFINED), default=0)
+    config["added_tokens_decoder"] = {str(number): {"content": tokens[number]} for number in range(size, len(tokens))}
+    _write_sentencepieces(pieces[:size], config, said("add_space_prefix", True), folder)
   elif kind != "gpt2" or divided is None:
     name = f"{kind!r} with tokenizer.ggml.pre={said('pre')!r}"
     known = f"those of llama, and gpt2's with {', '.join(_DIVIDED)}"
@@ -165,7 +168,7 @@ def _write_tokenizer(values: dict[str, Any], folder: str) -> None:
 
 
 def _write_sentencepieces(
-  pieces: list[tuple[str, float, int]], names: dict[str, str], prefix: bool, folder: str
+  pieces: list[tuple[str, float, int]], names: dict[str, Any], prefix: bool, folder: str
 ) -> None:
   """tokenizer.model: kinds of pieces have the same numbers as in sentencepiece; `names` are those of its marks."""
   from sentencepiece import sentencepiece_model_pb2  # which needs protobuf
@@ -180,7 +183,7 @@ def _write_sentencepieces(
       token = token.replace(" ", "\u2581")
     proto.pieces.add(piece=token, score=score, type=kind)
   for key in ("bos", "eos"):
-    if name := names.get(f"{key}_token"):
+    if (name := names.get(f"{key}_token")) in {token for token, *_ in pieces}:
       setattr(proto.trainer_spec, f"{key}_piece", name)
   proto.trainer_spec.model_type = messages.TrainerSpec.BPE
   proto.trainer_spec.byte_fallback = True

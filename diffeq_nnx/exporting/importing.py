@@ -158,9 +158,15 @@ def _read_tensors(folder: str) -> layouts.Tensors:
         safetensors.safe_open(path, "flax") as file,  # NumPy has no bfloat16
       ):
         keys = file.keys()
-        tensors |= {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
+        kinds = {file.get_slice(key).get_dtype() for key in keys if not _UNUSED.fullmatch(key)}
+        quantized = kinds - {"F16", "BF16", "F32", "F64"}
+        tensors |= {} if quantized else {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
       raise UserError(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
+    if quantized:
+      raise UserError(
+        f"{name} holds quantized weights ({min(quantized)}); give the model's folder without quantization"
+      )
   return tensors
 
 

@@ -59,9 +59,10 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
     with open(os.path.join(folder, "tokenizer.model"), "wb") as file:
       file.write(tokenizer.published_bytes)
     spec = _from_sentencepiece(tokenizer)
+    if tokenizer.added:
+      settings["added_tokens_decoder"] = {str(n): _describe(tokenizer, n) for n in tokenizer.added.values()}
     if spec is None:
-      added = {str(number): _describe(tokenizer, number) for number in tokenizer.added.values()}
-      settings = {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": added, "legacy": tokenizer.legacy}
+      settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": tokenizer.legacy}
       notes.append(
         "tokenizer: a sentencepiece model that tokenizer.json can't represent (unigram, with user-defined pieces, or "
         "with a normalization of text); the folder has tokenizer.model only, and AutoTokenizer may give other ids"
@@ -75,6 +76,8 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
       notes.append("tokenizer: bytes that the vocabulary lacks are an error here, and left out by AutoTokenizer")
   if tokenizer.chat_template is not None:
     files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
+  if not isinstance(tokenizer, BytePairTokenizer):
+    settings["add_prefix_space"] = bool(tokenizer.leading)  # which llama.cpp otherwise takes for true
   marks, begin = {"eos_token": tokenizer.name_token(tokenizer.eos_id)}, {}
   if tokenizer.bos_id is not None:
     marks["bos_token"] = tokenizer.name_token(tokenizer.bos_id)

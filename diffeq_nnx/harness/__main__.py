@@ -30,7 +30,8 @@ def main() -> None:
     if "--include_path" not in flags and any(flag == "--tasks" or flag.startswith("-t") for flag in flags):
       sys.argv += ["--include_path", tasks.GROUPS]
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrap without forks, which JAX may not survive
-    cli_evaluate()
+    with tasks.excluding_questions():
+      cli_evaluate()
   except (UserError, RunError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2 if isinstance(error, UserError) else 1)

@@ -35,6 +35,7 @@ from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
+from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.devices import say_attention
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.evaluate import perplexity
@@ -249,6 +250,8 @@ class DiffEqLM(TemplateLM):
     """Scores triples of the texts, or None to keep the result out of lm_eval's cache, context ids, continuation ids."""
     results = [(0.0, True)] * len(requests)  # an empty continuation is certain
     scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
+    if empty := len(requests) - len(scored):
+      say(f"warning: {empty} of {len(requests)} answers are empty texts, which are always the likeliest")
     fitted = [self.windows.fit(*requests[i][1:]) for i in scored]
     self.truncated += sum(len(fit.context) < len(requests[i][1]) for i, fit in zip(scored, fitted))
     quiet = disable_tqdm or not distributed.is_main_process() or not scored
@@ -367,6 +370,8 @@ class DiffEqLM(TemplateLM):
         f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {longest} tokens, and "
         "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs"
       )
+    if kwargs.get("do_sample") and not kwargs["temperature"]:
+      raise UserError(f"{prefix}do_sample={kwargs['do_sample']}: needs a temperature above 0")
     try:
       options = GenerationOptions(
         max_tokens=kwargs["max_gen_toks"],

@@ -1,6 +1,6 @@
 """Results as Markdown: the table of lm_eval, or the comparison with a baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import fnmatch
 import html
 import json
@@ -15,7 +15,7 @@ from diffeq_nnx.parallel.console import markdown
 NAME = "results.json"
 # of results, in lm_eval's `config`
 CONDITIONS = (
-  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows"),
+  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows", "gen_kwargs", "fewshot_seed"),
   *("chat_template", "system_instruction"),  # which lm_eval's command line writes beside `config`
 )
 # lm_eval's `fewshot_as_multiturn` in words
@@ -170,9 +170,14 @@ def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> li
     )
     if here != there:
       notes.append(f"{name}: {here} here, {there} for the baseline")
-  here, there = (
-    {task: count["effective"] for one in some for task, count in one.get("n-samples", {}).items()}
-    for some in (ours, baseline)
-  )
-  tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
-  return notes + (["with another number of questions for the baseline: " + ", ".join(tasks)] if tasks else [])
+  of_tasks: dict[str, Callable[[Results], dict[str, Any]]] = {
+    "number of questions": lambda one: {task: count["effective"] for task, count in one.get("n-samples", {}).items()},
+    "version of the task": lambda one: one.get("versions", {}),
+  }
+  for what, read_values in of_tasks.items():
+    here, there = (
+      {task: str(value) for one in some for task, value in read_values(one).items()} for some in (ours, baseline)
+    )
+    tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
+    notes += [f"with another {what} for the baseline: {', '.join(tasks)}"] if tasks else []
+  return notes

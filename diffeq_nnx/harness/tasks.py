@@ -1,10 +1,14 @@
 """Which tasks: the paper's list, and names that are checked before anything is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import os
 import pathlib
+from typing import Any
+from unittest import mock
 
 from absl import logging
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 import yaml
 
@@ -31,6 +35,25 @@ def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
       logging.warning("%s is left out: it can't be read as YAML (%s)", path, first_line(error, 200))
   folders = [*([GROUPS] if default_tasks else []), *([] if include_path is None else [include_path])]
   return TaskManager(include_path=folders, include_defaults=default_tasks)
+
+
+@contextlib.contextmanager
+def excluding_questions() -> Iterator[None]:
+  """Makes tasks whose examples never include the question that is asked.
+
+  lm_eval 0.4.13 leaves it out only if a task names the split of its examples, and that is its test split.
+  """
+  make = ConfigurableTask.__init__
+
+  def make_task(task: ConfigurableTask, *args: Any, **kwargs: Any) -> None:
+    make(task, *args, **kwargs)
+    config, examples = task.config, task.fewshot_cfg
+    if examples.split is None and examples.samples is None and not config.training_split:
+      examples.split = config.validation_split or config.test_split
+    config.test_split = config.test_split or config.validation_split
+
+  with mock.patch.object(ConfigurableTask, "__init__", make_task):
+    yield
 
 
 def is_paper(names: Sequence[str]) -> bool:

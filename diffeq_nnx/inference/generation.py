@@ -152,12 +152,13 @@ def continue_texts(
 
 
 def find_stop_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> set[int]:
-  """Finds the special tokens with which stop strings begin: their names are in no text that is decoded."""
+  """Finds the special tokens with which stop strings begin: decoded text may lack their names."""
   found: set[int] = set()
   for one in stop:
     with contextlib.suppress(UnicodeEncodeError, UnknownByte):  # no generated text holds this
       first = tokenizer.encode_rendered(one)[:1].tolist()
-      found.update([] if tokenizer.decode_within(first) else first)
+      if not tokenizer.special_ids.isdisjoint(first) or not tokenizer.decode_within(first):
+        found.update(first)
   return found
 
 

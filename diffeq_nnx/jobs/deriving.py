@@ -27,23 +27,24 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.step import all_params, init_state, state_shardings
 
 PARTS = 8  # batches of the text that `make_batches` makes
-SEQ_LEN = 512  # tokens in a row of these, at most
+SEQ_LEN = 512  # tokens in a packed row of these, at most
 _KEYS_OF_RECORDS = ("text_key", "prompt_key", "completion_key", "messages_key")
 
 
 def start_from(config: Config, settings: Sequence[str]) -> Config:
   """Returns the config of a new run that is made from one with this config; raises what `config.load` raises.
 
-  That is the run's with `key=value` settings on top and a schedule of the new run's own length. If the settings name
-  another text, the run's `data.validation` is left out, and if they name another kind of records, so are its keys of
-  records.
+  That is the run's with `key=value` settings on top, a schedule of the new run's own length, and no teacher but one
+  that the settings name. If the settings name another text, the run's `data.validation` is left out, and if they name
+  another kind of records, so are its keys of records.
   """
   named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
   left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
   left_out += _KEYS_OF_RECORDS if named.get("data.records", config.data.records) != config.data.records else []
   kept = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in left_out})
   optimizer = dataclasses.replace(config.optimizer, schedule_steps=None)
-  return config_lib.apply_settings(dataclasses.replace(config, data=kept, optimizer=optimizer), settings)
+  train = dataclasses.replace(config.train, teacher=None)
+  return config_lib.apply_settings(dataclasses.replace(config, data=kept, optimizer=optimizer, train=train), settings)
 
 
 def derive_config(
@@ -149,7 +150,8 @@ def load_text(config: Config, source: Run) -> Corpus | None:
 
 def make_batches(config: Config, corpus: Corpus, tokens: int) -> list[dict[str, jax.Array]]:
   """Makes batches of the first `tokens` or more of the shuffled training part, on the devices."""
-  seq_len, shards = min(config.model.seq_len, SEQ_LEN), sharding.num_shards("batch")
+  whole = config.data.rows == "padded"  # a row is a document, which a shorter one would cut
+  seq_len, shards = config.model.seq_len if whole else min(config.model.seq_len, SEQ_LEN), sharding.num_shards("batch")
   rows = shards * math.ceil(tokens / (PARTS * seq_len * shards))
   share = sharding.Share(jax.sharding.get_mesh(), rows)
   found = data.train_batches(

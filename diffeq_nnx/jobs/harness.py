@@ -148,10 +148,12 @@ def _evaluate(
   """lm_eval's results for each number of examples before each question."""
   from lm_eval import simple_evaluate
 
+  from diffeq_nnx.harness import tasks
+
   found = []
   for count in shots:
     lm.truncated = lm.merged = 0
-    with _lm_eval_errors(settings):
+    with _lm_eval_errors(settings), tasks.excluding_questions():
       found.append(
         simple_evaluate(
           model=lm,

@@ -100,12 +100,15 @@ def read_chat_template(folder: Folder) -> tuple[str | None, dict[str, str]]:
   template: Any = None
   names: dict[str, str] = {}
   for _, content in _read_objects(folder, "special_tokens_map.json", "tokenizer_config.json"):
+    extra = content.get("extra_special_tokens")
     found = {key: read_name(value) for key, value in content.items() if key.endswith("_token")}
+    found |= {key: read_name(value) for key, value in extra.items()} if isinstance(extra, dict) else {}
     names |= {key: value for key, value in found.items() if isinstance(value, str)}
     template = content.get("chat_template", template)
   if isinstance(template, list):  # several, by name
-    listed = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-    template = listed.get("default")
+    template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+  if isinstance(template, dict):
+    template = template.get("default")
   if CHAT_TEMPLATE in folder:
     template = folder[CHAT_TEMPLATE].decode(errors="replace")
   return template if isinstance(template, str) else None, names
@@ -143,9 +146,9 @@ def read_added_tokens(folder: Folder, ids: dict[str, int]) -> list[str]:
 
 
 def check_added_tokens(folder: Folder, ids: dict[str, int]) -> None:
-  """Raises UserError if files beside a `tokenizer.json` name tokens that it lacks, or give them other ids."""
+  """Raises UserError if files beside a vocabulary name tokens that it lacks, or give them other ids."""
   if added := read_added_tokens(folder, ids):
-    problem = f"the files beside tokenizer.json add {added[0]!r} ({len(added)} such), which it lacks"
+    problem = f"the files beside the vocabulary add {added[0]!r} ({len(added)} such), which it lacks"
     raise UserError(f"{problem}; correct the files, or remove the wrong ones")
 
 

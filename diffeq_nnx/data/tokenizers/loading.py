@@ -59,8 +59,8 @@ def load(
   tokenizer = copy.copy(made)  # what is set below is the caller's
   if chat_template is not None:
     template = files.read_template_file(chat_template)
-    own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
+  own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+  names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
   given = {"bos_token": begin_token, "eos_token": end_token}
   names |= {variable: token for variable, token in given.items() if token}
   tokenizer.chat_template = None if template is None else files.name_marks(template, names)
@@ -90,6 +90,7 @@ def _make(
     spec, own = byte_pairs.from_tokenizer_json(byte_pairs.BYTES)
   elif len(chosen) == 2:
     spec, own = byte_pairs.from_pair_of_files(folder, *chosen)
+    files.check_added_tokens(folder, specs.map_ids(spec))
   else:
     content = folder[chosen[0]]
     if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
