@@ -67,7 +67,7 @@ class DataConfig(Section, prefix="data."):
   # Share of the documents that is held out where `validation` is None.
   validation_fraction: float = number(0.05, above=0, below=1)
   # Chooses the documents that are held out, by a hash of seed and document. None: `seed`.
-  validation_seed: int | None = number(None, at_least=0)
+  validation_seed: int | None = number(None, at_least=0, below=1 << 64)
   # train: a sentencepiece model is trained on the training part (for shards: their own) | bytes | a path.
   tokenizer: str = "train"
   begin_mark: bool | None = None  # Whether documents begin with the tokenizer's begin mark. None: as its files say.

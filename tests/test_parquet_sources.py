@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import time
 
 from huggingface_hub import HfFileSystem
@@ -244,7 +245,10 @@ def test_a_data_set_of_the_hub_is_streamed_at_the_commit_of_its_revision(served,
   assert [list(data.documents(f"hf:org/{name}:test")) for name in ("private", "gated")] == [["held"]] * 2
   seen = {source.fingerprint(), data.open_source("hf:org/plain:test").fingerprint()}
   assert data.open_source("hf:org/plain@main:train").fingerprint() in seen
-  served.commit = "1" * 40  # the branch has moved
+  served.commit = "1" * 40  # the branch has moved, and the files are the same
+  assert data.open_source("hf:org/plain").fingerprint() == source.fingerprint() and source.pinned
+  shutil.copy(served.root / "org/plain/data/test-0.parquet", served.root / "org/plain/data/train-9.parquet")
+  served.commit = "2" * 40
   assert data.open_source("hf:org/plain").fingerprint() not in seen
 
 

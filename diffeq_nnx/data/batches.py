@@ -192,7 +192,8 @@ def eval_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
   """Yields the split in order; each token that counts, but the first of all, is a target exactly once.
 
-  Arguments are those of `train_batches`, but rows from B on are padding. At most `max_batches` are yielded; None: all.
+  Arguments are those of `train_batches`, but rows from B on are padding. At most `max_batches` are yielded, the first
+  or, of joined sources, evenly spaced ones; None: all.
 
   Yields:
     What `train_batches` gives, and always "mask", which is 0 also in the padding of the last window and in the rows
@@ -200,6 +201,7 @@ def eval_batches(
   """
   rows = np.arange(batch_size) if rows is None else rows
   places, total = Rows(split, seq_len), count_eval_batches(split, seq_len, batch_size)
-  for number in range(total if max_batches is None else min(total, max_batches)):
+  wanted = total if max_batches is None else min(total, max_batches)
+  for number in (place * total // wanted if split.joined else place for place in range(wanted)):
     numbers = [number * batch_size + int(row) if row < batch_size else len(places) for row in rows]
     yield _make_batch(split.tokens.read([places[one] for one in numbers]), split, seq_len, eos_id, True)

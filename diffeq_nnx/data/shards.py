@@ -60,6 +60,7 @@ class Split:
   num_documents: int
   num_counted: int | None = None  # tokens that count as targets; None: all do, and the split has no masks
   padding: Padding | None = None  # None: rows are windows of all tokens
+  joined: bool = False  # whether it is of several sources, one after another
 
   @property
   def masked(self) -> bool:
@@ -167,7 +168,8 @@ def join(splits: Sequence[Split]) -> Split:
   sizes = [size for split in splits for size in split.tokens.sizes]
   fields = ("num_bytes", "num_documents", *(["num_counted"] if splits[0].masked else []))
   sums = {field: sum(getattr(split, field) for split in splits) for field in fields}
-  return dataclasses.replace(splits[0], tokens=Tokens(paths, sizes, splits[0].tokens.dtype), **sums)
+  tokens = Tokens(paths, sizes, splits[0].tokens.dtype)
+  return dataclasses.replace(splits[0], tokens=tokens, joined=len(splits) > 1, **sums)
 
 
 def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:

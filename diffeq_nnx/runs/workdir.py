@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from typing import Any
 import uuid
 
@@ -47,6 +48,8 @@ def identity(config: Config) -> dict[str, Any]:
   of_place = ("chat_template", "cache_dir", "tfds_dir", "download", "num_processes")
   ignored = {f"data.{key}" for key in (*config_lib.KEYS_OF_TOKENIZER, *of_place)}
   ignored |= {"model.attention", "model.depth_order"}
+  for key in ("data.source", "data.validation"):  # of which commit of the hub the text is, its fingerprint tells
+    flat[key] = flat[key] and re.sub(r"^(hf:[^:@]+)@[^:]+", r"\1", flat[key])
   if "shards:" in config.data.source:
     ignored |= {key for key in flat if key.startswith("data.")} - {f"data.{key}" for key in KEYS_OF_ROWS}
   return {key: value for key, value in flat.items() if key not in ignored}
@@ -258,7 +261,8 @@ def check_config(
   ours = identity(config)
   if _lacks_text(known):
     ours = {key: value for key, value in ours.items() if not key.startswith("data.")}
-  theirs = config_lib.flatten(config_lib.to_dict(config_lib.from_dict(known["config"])))
+  started = config_lib.from_dict(known["config"])
+  theirs = config_lib.flatten(config_lib.to_dict(started)) | identity(started)
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   for what, there, here in (
     ("tokenizer", known["tokenizer_hash"], tokenizer_hash),

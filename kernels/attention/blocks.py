@@ -8,11 +8,13 @@ import dataclasses
 
 import jax
 
+from diffeq_nnx.kernels.backend import find_backend
+
 
 def has_little_memory() -> bool:
   """Whether the TPU compiled for is known to have 16 MiB of VMEM; known under `jax.shard_map` and on a TPU itself."""
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  if device is None and jax.default_backend() == "tpu":
+  if device is None and find_backend() == "tpu":
     device = jax.devices()[0]
   return device is not None and device.device_kind.startswith(("TPU v2", "TPU v3", "TPU v4"))
 

@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from diffeq_nnx.kernels.backend import find_backend
+
 ROWS_OF_A_PRODUCT = 8  # below which the TPU compiler computes products on the vector unit, at a fraction of the speed
 
 
@@ -35,7 +37,7 @@ def decode_attention(
       of 16.
   """
   by_backend = implementation in ("auto", "pallas", "pallas_deterministic")
-  on_tpu = implementation == "pallas_tpu" or (by_backend and jax.default_backend() == "tpu")
+  on_tpu = implementation == "pallas_tpu" or (by_backend and find_backend() == "tpu")
   P, D = keys_BxKxPxD.shape[2:]
   if on_tpu and D % 128 == 0 and P % 16 == 0 and q_BxHxQxD.dtype != jnp.float64:
     from diffeq_nnx.kernels.attention.tpu_decode import decode_tpu

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from diffeq_nnx.kernels.attention.mask import Mask
 from diffeq_nnx.kernels.attention.reference import attention_reference
+from diffeq_nnx.kernels.backend import find_backend
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas", "pallas_deterministic", "cudnn")
 # for compiling ahead: the backend is not checked
@@ -36,7 +37,7 @@ def choose(
   Raises:
     ValueError: no such implementation, or it lacks a feature, or this backend does not support it.
   """
-  backend = backend or jax.default_backend()
+  backend = backend or find_backend()
   lacking = unsupported
   if dtype != jnp.bfloat16:
     lacking = f"dtype {jnp.dtype(dtype)}"
@@ -152,6 +153,9 @@ def attention(
   """
   q_segments_BxS, kv_segments_BxL = _segments(segment_ids)
   _check(q_BxSxHxD, k_BxLxKxD, v_BxLxKxD, q_segments_BxS, kv_segments_BxL, causal, window, scale, logits_soft_cap)
+  if window is not None:  # one that hides no key is none, and one that hides all could leave the kernels' integers
+    S, L = q_BxSxHxD.shape[1], k_BxLxKxD.shape[1]
+    window = None if window >= S else max(window, -L)
   mask = Mask(causal, window)
   scale = q_BxSxHxD.shape[-1] ** -0.5 if scale is None else float(scale)
   unsupported = _what_cudnn_lacks(
@@ -178,7 +182,7 @@ def _function(chosen: str, deterministic: bool):
   if chosen == "reference":
     return attention_reference
   kernel = chosen.removesuffix("_deterministic")
-  if kernel == "pallas_gpu" or (kernel == "pallas" and jax.default_backend() == "gpu"):
+  if kernel == "pallas_gpu" or (kernel == "pallas" and find_backend() == "gpu"):
     from diffeq_nnx.kernels.attention.gpu import attention_gpu
 
     return functools.partial(attention_gpu, deterministic=deterministic or kernel != chosen)

@@ -61,7 +61,7 @@ def _run_in_workers(tasks: dict[str, Task], num_processes: int, bar: tqdm.tqdm) 
         bar.update()
   except futures.process.BrokenProcessPool as error:
     raise RunError(
-      "a worker process ended, as when memory runs out; give data.num_processes a smaller number, and start again"
+      "a worker process ended; if no line above says why, memory ran out: give data.num_processes a smaller number"
     ) from error
 
 

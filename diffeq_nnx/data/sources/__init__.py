@@ -73,6 +73,12 @@ class Source:
     """Yields those of `records` that aren't empty; raises as `records`."""
     return filter(None, self.records())
 
+  @property
+  def pinned(self) -> bool:
+    """Whether it is read at a commit of the hub, so that what is read can't change."""
+    kind, *state = self._state
+    return kind == "hf" and state[0].startswith("hf://")
+
   def fingerprint(self) -> str:
     """Returns a hash of the source's state, as its resolver gives it, and of reading options, in hex."""
     options = self._options

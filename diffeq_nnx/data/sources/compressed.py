@@ -1,16 +1,19 @@
 """Compressed files as a stream of what they hold. Every member counts, and bytes that are no member are an error.
 
 The standard library's readers of xz and bz2 end without an error where a later member is damaged. Its decompressors
-read one member each, and this module goes from member to member.
+read one member each, and this module goes from member to member. Importing it makes fsspec read .xz, .lzma, .bz2 and
+.zst files so, for `datasets` too. A .gz file is left to `gzip`, which reads all members.
 """
 
 import bz2
 from collections.abc import Callable
+import functools
 import io
 import lzma
-import os
 import sys
 from typing import Any, BinaryIO
+
+import fsspec
 
 if sys.version_info >= (3, 14):
   from compression import zstd
@@ -20,28 +23,13 @@ else:
 _CHUNK = 2**17  # compressed bytes that are read at a time
 _WINDOW = zstd.DecompressionParameter.window_log_max
 _MAX_WINDOW_LOG = _WINDOW.bounds()[1]  # 31, which is 2 GiB, where addresses have 64 bits
-_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-  ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
-  ".lzma": lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE),
-  ".bz2": bz2.BZ2Decompressor,
+# By fsspec's name of a compression, the ends of files that have it, and what makes the decompressor of a member.
+_DECOMPRESSORS: dict[str, tuple[str, Callable[[], Any]]] = {
+  "xz": ("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
+  "lzma": ("lzma", lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE)),
+  "bz2": ("bz2", bz2.BZ2Decompressor),
+  "zstd": ("zst", lambda: zstd.ZstdDecompressor(options={_WINDOW: _MAX_WINDOW_LOG})),
 }
-
-
-def is_supported(name: str) -> bool:
-  """Whether a name ends in .xz, .lzma, .bz2 or .zst. A .gz file is left to `gzip`, which reads all members."""
-  return _suffix(name) == ".zst" or _suffix(name) in _DECOMPRESSORS
-
-
-def decompress(file: BinaryIO, name: str) -> BinaryIO:
-  """Returns a stream of what all members of a file hold; reading it raises an error for a damaged file.
-
-  Args:
-    file: the compressed bytes, which stay open.
-    name: its end says how the bytes are compressed; `is_supported` holds for it.
-  """
-  if _suffix(name) == ".zst":
-    return io.BufferedReader(zstd.ZstdFile(file, options={_WINDOW: _MAX_WINDOW_LOG}), _CHUNK)
-  return io.BufferedReader(_Members(file, _DECOMPRESSORS[_suffix(name)], padded=_suffix(name) == ".xz"), _CHUNK)
 
 
 def is_window_too_large(error: BaseException) -> bool:
@@ -49,12 +37,11 @@ def is_window_too_large(error: BaseException) -> bool:
   return isinstance(error, zstd.ZstdError) and "too much memory" in str(error)
 
 
-def _suffix(name: str) -> str:
-  return os.path.splitext(name)[1].lower()
-
-
 class _Members(io.RawIOBase):
-  """The content of all members of a file. Zero bytes in multiples of four may follow a member if it is `padded`."""
+  """The content of all members of a file, which closes with it.
+
+  Zero bytes in multiples of four may follow a member if it is `padded`.
+  """
 
   def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padded: bool):
     self._file, self._make_decompressor, self._padded = file, make_decompressor, padded
@@ -62,6 +49,10 @@ class _Members(io.RawIOBase):
 
   def readable(self) -> bool:
     return True
+
+  def close(self) -> None:
+    self._file.close()
+    super().close()
 
   def readinto(self, buffer: Any) -> int:
     made = b""
@@ -89,3 +80,17 @@ class _Members(io.RawIOBase):
     if num_zeros % 4:
       raise lzma.LZMAError(f"{num_zeros} zero bytes after compressed data, which are not a multiple of 4")
     return data
+
+
+def _open(name: str, write: Callable[..., Any] | None, file: BinaryIO, mode: str = "rb", **options: Any) -> Any:
+  """Opens a file that has the compression `name` for reading, or with `write`, which is fsspec's own way."""
+  if "r" not in mode:
+    if write is None:
+      raise ValueError(f"fsspec has no package to write files compressed with {name}")
+    return write(file, mode=mode, **options)
+  return io.BufferedReader(_Members(file, _DECOMPRESSORS[name][1], padded=name == "xz"), _CHUNK)
+
+
+for _name, (_end, _) in _DECOMPRESSORS.items():
+  _opens = functools.partial(_open, _name, fsspec.compression.compr.get(_name))
+  fsspec.compression.register_compression(_name, _opens, _end, force=True)

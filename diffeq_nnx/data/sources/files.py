@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.documents import Document
-from diffeq_nnx.data.sources import compressed, records
+from diffeq_nnx.data.sources import records
 from diffeq_nnx.data.sources.records import BadRecord, Options
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
@@ -50,8 +50,7 @@ class File:
 
   def divide(self) -> list["File"]:
     """Divides the file into ranges of `PART_BYTES` if each range can be read without what is before it."""
-    compression = fsspec.utils.infer_compression(self._file) or compressed.is_supported(self._file)
-    if self.kind != "jsonl" or is_url(self.path) or compression or not self.size:
+    if self.kind != "jsonl" or is_url(self.path) or fsspec.utils.infer_compression(self._file) or not self.size:
       return [self]
     starts = range(0, self.size, PART_BYTES)
     sizes = [min(PART_BYTES, self.size - start) for start in starts]
@@ -59,19 +58,22 @@ class File:
 
   def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
-    ours = compressed.is_supported(self._file)
     # of a zip fsspec reads one member only
-    other = None if ours or self._file.endswith(".zip") else fsspec.utils.infer_compression(self._file)
-    with open_bytes(self.path, other) as file:
-      content = compressed.decompress(file, self._file) if ours else file
+    compression = None if self._file.endswith(".zip") else fsspec.utils.infer_compression(self._file)
+    with open_bytes(self.path, compression) as file:
       if self.kind == "text":
-        yield from self._read_text(content)
+        yield from self._read_text(file)
       else:  # a file of fsspec looks for its place before each line, which that of a web server may not tell
-        lines: Any = io.BufferedReader(content) if is_url(self.path) else content
+        lines: Any = io.BufferedReader(file) if is_url(self.path) else file
         yield from self._read_lines(lines, options)
 
   def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
     data = file.read()
+    if b"\0" in data:
+      yield BadRecord(
+        "files with NUL bytes", "holds NUL bytes, as archives and UTF-16 do; unpack or convert it", self.path
+      )
+      return
     try:
       text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -149,9 +151,9 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
   """Finds the files that a source of the kind "text", "jsonl" or "parquet" names; see `sources.RESOLVERS`.
 
   `globs` are paths, URLs and globs of both, separated by commas; `~` expands. The parts are sorted by the names of
-  their files. The state of each file is its name, its size in bytes, and the time of its last change (ns), or for a URL
-  what identifies this version. Raises UserError for a glob that matches nothing, or a file or file system that can't be
-  accessed.
+  their files, and a file that has several names is read once. The state of each file is its name, its size in bytes,
+  and the time of its last change (ns), or for a URL what identifies this version. Raises UserError for a glob that
+  matches nothing, or a file or file system that can't be accessed.
   """
   versions: dict[str, tuple] = {}
   for pattern in filter(None, (part.strip() for part in globs.split(","))):
@@ -162,8 +164,12 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
     versions |= matches
   if not versions:
     raise UserError(f"{prefix} no file matches an empty glob; write for example {kind}:~/corpus/*.{kind}")
+  named: dict[str, str] = {}  # one name of each file, whatever links lead to it
+  for name in sorted(versions):
+    named.setdefault(name if is_url(name) else os.path.realpath(name), name)
   parts, states = [], []
-  for name, (size, *version) in sorted(versions.items()):
+  for name in named.values():
+    size, *version = versions[name]
     parts += File(kind, name, PART_BYTES if size is None else size).divide()
     states.append([name if is_url(name) else os.path.abspath(name), size, *version])
   return parts, states

@@ -41,17 +41,24 @@ class Shard:
 
   def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
     """See `records.Part.read`."""
-    splits = _open(self.path, self.revision, self.config, prefix)
-    shard = splits[self.split].shard(self.num_shards, self.index)
-    return read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, prefix, options)
+    splits, _ = _open(self.path, self.revision, self.config, prefix)
+    try:
+      shard = splits[self.split].shard(self.num_shards, self.index)
+      yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, prefix, options)
+    except UserError:
+      raise
+    except Exception as error:
+      problem = f"{prefix} {self.name} can't be read ({reason(error)[:500]})"
+      remedy = "check the network, restore it if it is damaged, or name its files with jsonl:GLOB or parquet:GLOB"
+      raise UserError(f"{problem}; {remedy}, which read records of different keys and types") from error
 
 
 def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
   """Finds a data set in a local folder, or else on the hub; see `sources.RESOLVERS`.
 
   `rest` is `NAME[@REVISION][:CONFIG][:SPLIT]`. One field after NAME is a configuration if there is one of that name,
-  and else a split. The split is `train` by default, or the only one. The state holds the commit that REVISION stands
-  for, or name, size and time of each file in a folder.
+  and else a split. The split is `train` by default, or the only one. The state holds the names of the split's files on
+  the hub and hashes of what they hold, or name, size and time of each file in a folder.
 
   Raises:
     ImportError: If `datasets` isn't installed.
@@ -77,48 +84,64 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
         api.auth_check(repository, repo_type="dataset")
     except Exception as error:
       raise UserError(f"{prefix} {explain(error, 'data set')}") from error
-    path, revision, state = f"hf://datasets/{info.id}", info.sha, []
+    path, revision, state = f"hf://datasets/{info.id}", info.sha, [info.sha]
   try:
     configs = [] if _is_saved(path) else datasets.get_dataset_config_names(path, revision=revision)
     split = fields.pop() if fields and (len(fields) > 1 or fields[0] not in configs) else None
     config = ":".join(fields) or None
     if config not in (None, *configs):
       raise UserError(f"{prefix} {path} has no configuration {config!r}; it has: {', '.join(configs) or 'none'}")
-    splits = _open(path, revision, config, prefix)
+    splits, names = _open(path, revision, config, prefix)
     split = split or ("train" if len(splits) > 1 else next(iter(splits)))
     if split not in splits:
       also = f", or a configuration: {', '.join(configs)}" if len(configs) > 1 and not config else ""
       raise UserError(f"{prefix} {path} has no split {split!r}; use one of {', '.join(splits)}{also}")
+    if revision and names.get(split):
+      state = _identify(names[split], f"{path}@{revision}/")
   except UserError:
     raise
   except Exception as error:
-    remedy = "correct the source, or check the network"
+    remedy = "correct the source" + (", or check the network" if revision else "")
     raise UserError(f"{prefix} {path} can't be opened ({reason(error)[:500]}); {remedy}") from error
   data, place = splits[split], (path, revision, config, split)
   if isinstance(data, list):
-    return [RowGroup(file, None, 0, PART_BYTES) for file in data], [*place, state]
+    return [RowGroup(file, None, 0, PART_BYTES) for file in data], [path, config, split, state]
   num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
-  return [Shard(*place, index, num_shards) for index in range(num_shards)], [*place, state]
+  return [Shard(*place, index, num_shards) for index in range(num_shards)], [path, config, split, state]
 
 
 @functools.lru_cache(2)
-def _open(path: str, revision: str | None, config: str | None, prefix: str) -> Mapping[str, Any]:
-  """Returns the splits by name: data sets of `datasets`, or lists of Parquet files."""
+def _open(
+  path: str, revision: str | None, config: str | None, prefix: str
+) -> tuple[Mapping[str, Any], Mapping[str, list[str]]]:
+  """Returns the splits by name, data sets of `datasets` or lists of Parquet files, and the files of each split."""
   import datasets
   from datasets.packaged_modules.parquet.parquet import Parquet
 
   if _is_saved(path):
     found = datasets.load_from_disk(path)
-    return found if isinstance(found, dict) else {str(found.split or "train"): found}
+    return found if isinstance(found, dict) else {str(found.split or "train"): found}, {}
   builder = datasets.load_dataset_builder(path, config, revision=revision)
   # `datasets` follows links to a folder
   base = posixpath.normpath(f"{path}@{revision}" if revision else os.path.realpath(path)) + "/"
-  for file in (file for some in (builder.config.data_files or {}).values() for file in some):
+  names = {str(split): list(found) for split, found in (builder.config.data_files or {}).items()}
+  for file in (file for some in names.values() for file in some):
     if not posixpath.normpath(file).startswith(base):  # a README.md can name any file of this machine
       raise UserError(f"{prefix} its README.md names {file}, which is outside of {base}; name files of the data set")
-  if isinstance(builder, Parquet):
-    return {str(split): list(found) for split, found in builder.config.data_files.items()}
-  return builder.as_streaming_dataset()
+  return names if isinstance(builder, Parquet) else builder.as_streaming_dataset(), names
+
+
+def _identify(files: Sequence[str], base: str) -> list[list[str]]:
+  """Returns the names of a data set's files, which begin with `base`, and hashes of what they hold.
+
+  A commit that leaves these files as they are leaves prepared text valid.
+  """
+  import huggingface_hub
+
+  system = huggingface_hub.HfFileSystem()
+  folders = sorted({posixpath.dirname(file) for file in files})
+  hashes = {one["name"]: one["blob_id"] for folder in folders for one in system.ls(folder) if one["type"] == "file"}
+  return [[file.removeprefix(base), hashes[file.removeprefix("hf://")]] for file in files]
 
 
 def _is_saved(path: str) -> bool:

@@ -29,6 +29,7 @@ _NO_PREFIX = b"\x1a\x02\x18\x00"  # the same, overriding add_dummy_prefix alone
 _FACTS_KEY = b"\xd2\xe7\x09"
 _FACTS = re.compile(_FACTS_KEY + rb'[\x80-\xff]*[\x00-\x7f](\{"as_trained": .*\})', re.DOTALL)
 _WAY_OUT = "give a sentencepiece model trained with byte_fallback and an eos id, or 'train'"
+_SKIPPED = "\u2585"  # of which sentencepiece leaves out the whole line
 _PROBE = "  A\u00a0\ufb01 \t e\u0301  \r\x00\U0001f642 <unk> "
 _IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 _MARKS = {"unk_id": 0, "eos_id": 1, "eos_piece": base.END_OF_TEXT, "bos_id": -1, "pad_id": -1}
@@ -65,7 +66,8 @@ def _sample(documents: Iterable[str]) -> list[str]:
   """Returns the lines of the documents, thinned evenly once they pass `_TRAINING_BYTES`."""
   kept: list[tuple[int, str, int]] = []
   total, limit = 0, 1 << 64
-  parts = (part for text in documents for part in re.split(_SEPARATORS, text)[::2] if part)
+  texts = (text.replace(_SKIPPED, "") for text in documents)
+  parts = (part for text in texts for part in re.split(_SEPARATORS, text)[::2] if part)
   for index, line in enumerate(line for part in parts for line in _cut(part, _LINE_CHARS)):
     # Multiples of the golden ratio, modulo 1: those below any limit are spread evenly over the corpus.
     rank = index * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

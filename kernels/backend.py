@@ -1,0 +1,9 @@
+"""The platform that computes."""
+
+import jax
+
+
+def find_backend() -> str:
+  """Finds the platform of `jax.default_device`, which `jax.default_backend` ignores, or else the default backend."""
+  chosen = jax.config.jax_default_device
+  return jax.default_backend() if chosen is None else getattr(chosen, "platform", chosen)
