@@ -10,6 +10,7 @@ unless asked, the GPU kernel itself runs, on the whole of each named shape:
 import dataclasses
 import functools
 import itertools
+import sys
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -283,6 +284,22 @@ def test_arguments_that_do_not_fit_are_told(changes, part):
   arguments = {"q": jnp.zeros((2, 8, 4, 64)), "k": jnp.zeros((2, 8, 2, 64)), "v": jnp.zeros((2, 8, 2, 64)), **changes}
   q, k, v = (arguments.pop(name) for name in "qkv")
   assert part in told(lambda: public.attention(q, k, v, **arguments), ValueError)
+
+
+def test_a_model_on_the_cpu_of_an_accelerator_s_host_takes_no_kernel(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  with jax.default_device(jax.devices("cpu")[0]):
+    assert public.choose(dtype=jnp.dtype("float32"), head_dim=64)[0] == "reference"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_may_be_larger_than_any_integer_of_the_kernels(causal):
+  q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 2, 16)), jnp.float32)
+  whole = public.attention(q, q, q, causal=causal)
+  for window in (8, 2**31 - 1, sys.maxsize):
+    np.testing.assert_array_equal(public.attention(q, q, q, causal=causal, window=window), whole)
+  if not causal:
+    assert not np.asarray(public.attention(q, q, q, causal=False, window=-sys.maxsize)).any()
 
 
 @pytest.mark.parametrize(

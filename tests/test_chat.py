@@ -13,7 +13,8 @@ from diffeq_nnx.data.documents import NOT_COUNTED, encode, read_ids
 from diffeq_nnx.runs import workdir
 from tests.conftest import told
 from tests.test_data import prose, write_jsonl
-from tests.test_tokenizer import train_pairs, write
+from tests.test_published_tokenizers import model as published_model
+from tests.test_tokenizer import BEGIN, END, pair_of_files, train_pairs, write
 
 # Our own templates in two styles. [[ and ]] stand where generation blocks can be.
 CHATML = """{%- if messages[0].role != 'system' %}
@@ -129,6 +130,28 @@ def test_the_folder_decides_about_the_template(folder, tmp_path):
   for _ in range(2):  # as published, and as an export writes it
     assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>"
     (tmp_path / "chat_template.jinja").write_text(load().chat_template)
+
+
+NAMES = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+TURN = "{% for m in messages %}{{ m.content }}{{ turn_token }}{% endfor %}"
+IN_TURN = {"eos_token": END, "bos_token": END, "extra_special_tokens": {"turn_token": BEGIN}}
+
+
+@pytest.mark.parametrize(
+  "kind,files",
+  [
+    ("gpt2", lambda: pair_of_files(chat_template__jinja=NAMES.replace("{{ bos_token }}", ""))),
+    ("llama", lambda: {"tokenizer__model": published_model(), "chat_template__jinja": NAMES}),
+    ("gpt2", lambda: pair_of_files(tokenizer_config__json={**IN_TURN, "chat_template": TURN})),
+    ("gpt2", lambda: pair_of_files(tokenizer_config__json={**IN_TURN, "chat_template": {"default": TURN}})),
+  ],
+)
+def test_variables_for_tokens_are_those_of_transformers_whatever_the_files_name(kind, files, tmp_path):
+  import transformers
+
+  given = write(tmp_path, config__json={"model_type": kind}, **files())
+  theirs = transformers.AutoTokenizer.from_pretrained(given).apply_chat_template(TURNS, tokenize=False)
+  assert ChatTemplate(data.load_tokenizer(str(given)).chat_template).render(TURNS) == theirs != "HiBye"
 
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):

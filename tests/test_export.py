@@ -262,6 +262,29 @@ def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
   assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()
 
 
+def test_an_export_names_added_tokens_and_where_an_answer_ends_and_says_whether_texts_get_a_space(tmp_path):
+  """For programs that read tokenizer.model, or generate with transformers."""
+  chat = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+  said = {"generation_config__json": {"eos_token_id": 2}, "chat_template__jinja": chat}
+  pieces = tmp_path / "pieces"
+  published(pieces, {"eos_token": "</s>", "bos_token": "<s>"})
+  write(pieces, **said)
+  transformers.LlamaTokenizer.from_pretrained(str(pieces)).save_pretrained(tmp_path / "fallback")
+  config = json.loads((tmp_path / "fallback" / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
+  fallback = write(tmp_path / "fallback", tokenizer_config__json=config, **said)
+  own = write(tmp_path / "own", tokenizer__model=data.train([SOURCE], 500))
+  for folder in (pieces, fallback, own):
+    ours, out = data.load_tokenizer(str(folder)), tmp_path / f"{folder.name}_out"
+    out.mkdir()
+    tokenizer_files.write(ours, str(out), 64)
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    assert config["add_prefix_space"] == (folder is not own)
+    ends = {} if folder is own else {"eos_token_id": [2, *ours.encode_rendered("<|im_end|>").tolist()]}
+    assert tokenizer_files.list_ends(ours) == ends and len(ends.get("eos_token_id", [2, 0])) == 2
+    if folder is pieces:
+      assert [one["content"] for one in config["added_tokens_decoder"].values()] == ["<|im_start|>", "<|im_end|>"]
+
+
 def test_a_sentencepiece_model_that_tokenizer_json_can_t_represent_is_reported(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(published_model(model_type="unigram", vocab_size=300))
   tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer.model"))

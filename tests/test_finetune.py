@@ -16,7 +16,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import LoraConfig
-from diffeq_nnx.jobs import finetune
+from diffeq_nnx.jobs import deriving, finetune
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -167,6 +167,12 @@ def test_that_the_run_has_seen_what_is_held_out_now_is_told(capsys):
     finetune._say_hold_out(source, change(source, data=changes))
     way_out = "set data.validation=None, data.validation_fraction=0.3 and data.validation_seed=0"
     assert (way_out in capsys.readouterr().err) == warned, changes
+
+
+def test_a_new_run_has_no_teacher_but_one_that_is_named():
+  taught = change(config_lib.Config(), train=dict(teacher="runs/a"))
+  assert deriving.start_from(taught, []).train.teacher is None
+  assert deriving.start_from(taught, ["train.teacher=runs/b"]).train.teacher == "runs/b"
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.depth import fitting
-from diffeq_nnx.depth.discretization import discretized_config
+from diffeq_nnx.depth.discretization import discretized_config, discretized_params
 from diffeq_nnx.jobs import deriving
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.attention_context import Packing
@@ -107,3 +107,8 @@ def test_what_can_t_be_fitted_is_one_line(ranked, tmp_path):  # noqa: F811
   shorter = dataclasses.replace(leapfrog.model, num_steps=3, depth_order=(0, 1, 2))
   assert "model.solver=leapfrog" in told(lambda: deriving.check_fit(leapfrog.model, shorter, leapfrog, 9))
   assert not (tmp_path / "new").exists()
+  batch, params = dict.fromkeys(("inputs", "mask"), jnp.zeros((1, 8), jnp.int32)), Run.open(workdir).params
+  shorter = discretized_config(started.model, 3)
+  made = discretized_params(started.model, shorter, params)
+  line = told(lambda: fitting.fit_kept_steps(started.model, shorter, params, made, [batch]))
+  assert "none of those that are read counts" in line

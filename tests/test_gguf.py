@@ -148,6 +148,9 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
     assert (tokenizer.bos_id, tokenizer.end_ids) == (theirs.bos_id(), (end,))
   write(path, small(last + 1), pieces | {"tokenizer.ggml.eot_token_id": (last, UINT)})
   assert read_tokenizer(path).end_ids == (theirs.eos_id(), last)  # that of a turn too
+  pieces["tokenizer.ggml.token_type"][-1] = 4  # user-defined: no text before it gets the model's space
+  write(path, small(last + 1), pieces)
+  assert read_tokenizer(path).encode("<|im_end|>").tolist() == [last]
 
 
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):

@@ -102,6 +102,38 @@ def test_a_baseline_of_lm_eval_s_command_line_says_beside_its_config_how_chats_w
   ]
 
 
+def test_a_baseline_that_was_sampled_otherwise_or_is_of_another_version_is_noted():
+  ours = {
+    "config": {"gen_kwargs": None, "fewshot_seed": 1234},
+    "results": {"a": {"acc,none": 0.5}},
+    "versions": {"a": 1},
+  }
+  theirs = ours | {"config": {"gen_kwargs": {"temperature": 1}, "fewshot_seed": 42}, "versions": {"a": 2.0}}
+  assert report.note_differences([ours], [theirs]) == [
+    'gen_kwargs: null here, {"temperature": 1} for the baseline',
+    "fewshot_seed: 1234 here, 42 for the baseline",
+    "with another version of the task for the baseline: a",
+  ]
+
+
+@pytest.mark.parametrize("split", ["test_split", "validation_split"])
+def test_no_question_is_among_its_own_examples(split, tmp_path):
+  records = [{"q": f"Item {number}?", "choices": ["yes", "no"]} for number in range(12)]
+  (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, records)))
+  task = {
+    "task": "own",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"some": str(tmp_path / "own.jsonl")}},
+  }
+  task |= {split: "some", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices"}
+  (tmp_path / "own.yaml").write_text(json.dumps(task | {"doc_to_target": "yes"}))
+  with tasks.excluding_questions():
+    own = tasks.make_manager(str(tmp_path), False).load(["own"])["tasks"]["own"]
+  own.set_fewshot_seed(1234)
+  contexts = [own.fewshot_context(document, 5) for document in own.eval_docs]
+  assert [context.count(one["q"]) for context, one in zip(contexts, records)] == [1] * 12
+
+
 def test_the_average_of_a_group_stands_for_its_subtasks():
   entry = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1}
   entry |= {"perplexity,none": 3.0, "perplexity_stderr,none": "N/A"}

@@ -183,6 +183,11 @@ def test_texts_of_several_windows_are_scored_whole_and_perplexity_is_that_of_all
   assert np.isclose(np.log(found["perplexity_per_word"]) * found["words"], found["nats"])
 
 
+def test_answers_that_are_empty_texts_are_told(lm, capsys):
+  assert lm.loglikelihood(instances("loglikelihood", ("a", ""), ("a", "b")), disable_tqdm=True)[0] == (0.0, True)
+  assert "1 of 2 answers are empty texts" in capsys.readouterr().err
+
+
 def test_a_cache_of_answers_is_of_one_model_and_depth(model, lm):
   hook = types.SimpleNamespace(dbdict={})
   lm.set_cache_hook(hook)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 
 import diffeq_nnx
 from diffeq_nnx import data
@@ -215,6 +216,11 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   other = {**tensors, name: np.zeros((24, 39), np.float32)}
   assert f"{name}: has the shape (24, 39)" in told(write(tmp_path, config, other))
   assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
+  for kind in (torch.int8, torch.float8_e4m3fn):
+    quantized = {key: torch.from_numpy(array) for key, array in tensors.items()}
+    quantized[name] = quantized[name].to(kind)
+    safetensors.torch.save_file(quantized, tmp_path / "model.safetensors")
+    assert "holds quantized weights (" in told(lambda: importing.read(str(tmp_path)))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
   assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(

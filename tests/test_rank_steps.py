@@ -46,6 +46,16 @@ def test_leaving_out_takes_the_best_of_the_finalists():
   assert len(kept) == 1
 
 
+def test_steps_are_left_out_by_loss_where_none_of_the_first_tokens_counts():
+  costs, counted = np.array([10.0, 10.0, 10.0, 0.1, 0.2, 0.3]), lambda start, stop: 5.0 * len(range(8)[start:stop][-2:])
+
+  def losses(kept, candidates, start, stop):
+    tokens = 0.0 if stop == 1 else counted(start, stop)
+    return tokens * costs[candidates], tokens
+
+  assert [step for step, _ in ranking.leave_out(losses, range(6), 3)] == [3, 4, 5]
+
+
 def test_padding_of_which_the_state_is_0_has_no_influence():
   config = small_config(ordered(num_steps=2, depth_order=(), weights="stored", field="llama"))
   model, batch = moved_instance(config.model), masked_batch(config)

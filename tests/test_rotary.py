@@ -43,6 +43,17 @@ def test_llama_3_s_scaling_holds_at_late_positions(dtype, atol, atol_of_slow):
   np.testing.assert_allclose(found[..., slow], expected[..., slow], rtol=0, atol=atol_of_slow)
 
 
+def test_frequencies_that_are_learned_have_gradients_on_every_backend(monkeypatch):
+  """Which the kernel has not."""
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 128, 2, 64)), jnp.float32)
+  loss = lambda function, turns: (function(x, jnp.arange(128), turns) * x[..., ::-1]).sum()
+  turns = jnp.asarray(frequencies(64, base=1e4), jnp.float32)
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  found, expected = (jax.grad(functools.partial(loss, one))(turns) for one in (rotate, rotate_reference))
+  np.testing.assert_array_equal(found, expected)
+  assert np.abs(expected).min() > 0
+
+
 # heads narrower than the 128 lanes of a table, as wide, and wider; both kinds of positions and both dtypes
 @pytest.mark.parametrize("C,shared,dtype", [(32, True, "float32"), (128, False, "float32"), (256, True, "bfloat16")])
 def test_the_kernel_and_its_gradient_agree_with_plain_jax(C, shared, dtype):

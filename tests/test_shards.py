@@ -163,6 +163,12 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
   expected = np.concatenate([one.validation.tokens[:] for one in alone])
   np.testing.assert_array_equal(corpus.validation.tokens[:], expected)
   assert corpus.validation.num_documents == sum(one.validation.num_documents for one in alone)
+  read = lambda split, most: [
+    one["inputs"].tolist() for one in data.eval_batches(split, seq_len=8, batch_size=2, max_batches=most)
+  ]
+  for split, joined in ((corpus.validation, True), (alone[0].validation, False)):
+    every = read(split, None)
+    assert read(split, 2) == [every[0], every[len(every) // 2 if joined else 1]]  # some of each source
   named = mixture_of(sources, 1, 1, validation=f"shards:{sources}/b")
   np.testing.assert_array_equal(named.validation.tokens[:], alone[1].validation.tokens[:])
   assert corpus.train.bytes_per_token == pytest.approx(

@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import lzma
+import pathlib
 import random
 import sys
 import tracemalloc
@@ -97,6 +98,22 @@ def test_every_member_of_a_file_is_read_or_a_later_one_that_is_damaged_is_an_err
     assert "can't be read (" in told(lambda: list(data.documents(f"jsonl:{path}")))
 
 
+@pytest.mark.parametrize("suffix", [".xz", ".bz2", ".zst"])
+def test_a_damaged_later_member_is_an_error_in_a_folder_of_datasets_too(tmp_path, suffix):
+  first, second = (COMPRESS[suffix](jsonl([text] * 50)) for text in "ab")
+  path = pathlib.Path(write(f"{tmp_path}/data/a.jsonl{suffix}", first + second))
+  assert len(list(data.documents(f"hf:{path.parent}"))) == 100
+  path.write_bytes(first + bytes([second[0] ^ 1]) + second[1:])
+  assert "can't be" in told(lambda: list(data.documents(f"hf:{path.parent}")))
+
+
+def test_a_file_with_several_names_is_read_once(tmp_path):
+  write(f"{tmp_path}/real/a.jsonl", jsonl(["a"]))
+  (tmp_path / "latest").symlink_to(tmp_path / "real")
+  real, link = tmp_path / "real" / "a.jsonl", tmp_path / "latest" / "a.jsonl"
+  assert list(data.documents(f"jsonl:{real},{link},{tmp_path}/real/../real/a.jsonl")) == ["a"]
+
+
 def with_window(content, exponent):
   """A zstd frame that asks for a window of 2^exponent bytes, as that of `zstd --long=exponent`."""
   compressor = zstd.ZstdCompressor()
@@ -167,6 +184,7 @@ BAD_FILES = {  # of compressed ones one of each kind: what is damaged in each fo
   "latin.text": (b"fine\ncaf\xe9\n", " line 2: not UTF-8"),
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
   "nothing.text.xz": (b"", " can't be read"),
+  "archive.text": (b"a.txt\0\0text", ": holds NUL bytes, as archives and UTF-16 do"),
   "key.jsonl": (b'{"text": "x"}\n{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
 }
 

@@ -226,6 +226,7 @@ def test_training_is_deterministic_and_errors_name_key_value_and_a_bound_that_wo
   assert data.train(prose(50), 380) == tokenizer.model_bytes
   assert len(tokenizer.encode("the cat and a dog")) < 8  # of 17 characters
   assert "no text" in told(lambda: data.train([], 300))
+  assert data.train([f"\u2585{text}" for text in prose(50)], 380) == tokenizer.model_bytes  # which sentencepiece skips
   for vocab_size, part in ((100_000, "at most"), (100, "at least"), (0, "from 512")):
     message = told(lambda: data.train(prose(20), vocab_size))
     assert message.startswith(f"model.vocab_size={vocab_size}:") and part in message

@@ -68,6 +68,10 @@ BAD_FILES = {  # name: files, what the line says
   "nothing": ({"note__txt": "x"}, "the directory must hold one of tokenizer.json, tokenizer.model, vocab.json and"),
   "no merges": ({"vocab__json": {}}, "not vocab.json; give both of a pair"),
   "added file": (pair_of_files(added_tokens__json={"x": 300}), "added_tokens.json, which vocab.json lacks"),
+  "added in config": (
+    beside(eos_token=END, **listed("300")),
+    f"the files beside the vocabulary add '{START}' (1 such), which it lacks",
+  ),
   "other vocab": (pair(zz=300) | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   "fewer merges": (merges("") | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   # vocabularies and merges

@@ -54,7 +54,8 @@ def write(tokenizer: Tokenizer, folder: str, max_length: int) -> list[str]:
   Returns:
     Sentences that say where AutoTokenizer gives other ids than ours.
   """
-  notes, settings = [], {"tokenizer_class": "PreTrainedTokenizerFast"}
+  notes: list[str] = []
+  settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
   if isinstance(tokenizer, SentencePieceTokenizer):
     with open(os.path.join(folder, "tokenizer.model"), "wb") as file:
       file.write(tokenizer.published_bytes)

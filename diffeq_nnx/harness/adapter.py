@@ -370,8 +370,6 @@ class DiffEqLM(TemplateLM):
         f"{prefix}max_gen_toks={kwargs['max_gen_toks']}: the model reads {longest} tokens, and "
         "at least one is the context's; lower it in the task's file, or with lm_eval's --gen_kwargs"
       )
-    if kwargs.get("do_sample") and not kwargs["temperature"]:
-      raise UserError(f"{prefix}do_sample={kwargs['do_sample']}: needs a temperature above 0")
     try:
       options = GenerationOptions(
         max_tokens=kwargs["max_gen_toks"],

@@ -152,12 +152,17 @@ def continue_texts(
 
 
 def find_stop_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> set[int]:
-  """Finds the special tokens with which stop strings begin: decoded text may lack their names."""
+  """Finds the ids that end a text as stop strings do.
+
+  They are special tokens with which a stop string begins, since decoded text lacks their names, and added tokens whose
+  name is a whole stop string but for white space around it.
+  """
   found: set[int] = set()
   for one in stop:
     with contextlib.suppress(UnicodeEncodeError, UnknownByte):  # no generated text holds this
       first = tokenizer.encode_rendered(one)[:1].tolist()
-      if not tokenizer.special_ids.isdisjoint(first) or not tokenizer.decode_within(first):
+      named = bool(first) and first[0] in tokenizer.added_ids and tokenizer.name_token(first[0]) == one.strip()
+      if named or not tokenizer.decode_within(first):
         found.update(first)
   return found
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 import contextlib
+import json
 import math
 import os
 from typing import Any
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs.workdir import check_config, check_place
 
 State = dict[str, Any]  # a training state: see `training.step`
-BIT_SUMS = "bit_sums"  # in the item data; orbax does not notice every changed byte
+BIT_SUMS = "bit_sums"  # in the item data, by item; orbax does not notice every changed byte
 # What the errors of XLA and of tensorstore say of a device, a disk or a bucket rather than of a checkpoint.
 _PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED")
 _UNDAMAGED = "undamaged: "  # begins problems that need not be the checkpoint's, so that processes can tell each other
@@ -46,7 +48,7 @@ class Checkpoints:
   """The checkpoints of one work directory.
 
   Each holds five items: params, optimizer and counters (step, random key) as arrays; data (the position in the batches,
-  and sums over the bits of the arrays) and run (config and tokenizer hash) as JSON.
+  and sums over the bits of the other items) and run (config and tokenizer hash) as JSON.
   """
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
@@ -91,7 +93,7 @@ class Checkpoints:
     if not math.isfinite(norm):
       raise Diverged(f"step {step}: the norm of the parameters is {norm} after the update, so they are not saved", step)
     save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
-    sums = {name: _bit_sums(item) for name, item in items.items()}
+    sums = {name: _bit_sums(item) for name, item in items.items()} | {"run": _sum_json(self._run)}
     if state.get("frozen"):
       self._frozen_sums = self._frozen_sums or _bit_sums(state["frozen"])
       sums[FROZEN_FOLDER] = self._frozen_sums
@@ -175,11 +177,12 @@ class Checkpoints:
 
   def _require_own(self, step: int) -> None:
     """Raises UserError if a checkpoint says that it is of another run, which is no damage."""
+    read = lambda item: files.read_json(os.path.join(self._folder, str(step), item, "metadata"))
     try:
-      theirs = files.read_json(os.path.join(self._folder, str(step), "run", "metadata"))
-    except (OSError, ValueError):
+      theirs, known = read("run"), read("data")[BIT_SUMS].get("run")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
       return  # it is damaged, as restoring it finds
-    if isinstance(theirs, dict) and theirs.keys() == self._run.keys():
+    if known == _sum_json(theirs):
       check_config(self._workdir, theirs, self._config, self._run["tokenizer_hash"])
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:
@@ -287,6 +290,11 @@ def _describe(error: Exception) -> str:
 def _numbered(folder: str) -> list[str]:
   """Names of checkpoints, finished or not."""
   return [name for name in files.list_sizes(folder) if name.isascii() and name.isdigit()]
+
+
+def _sum_json(value: Any) -> list[int]:
+  """A sum over a value of JSON's types, which a changed byte changes."""
+  return [zlib.crc32(json.dumps(value, sort_keys=True).encode())]
 
 
 def _bit_sums(tree: Any) -> list[int]:

@@ -138,7 +138,7 @@ def _identify(files: Sequence[str], base: str) -> list[list[str]]:
   """
   import huggingface_hub
 
-  system = huggingface_hub.HfFileSystem()
+  system: Any = huggingface_hub.HfFileSystem()
   folders = sorted({posixpath.dirname(file) for file in files})
   hashes = {one["name"]: one["blob_id"] for folder in folders for one in system.ls(folder) if one["type"] == "file"}
   return [[file.removeprefix(base), hashes[file.removeprefix("hf://")]] for file in files]

@@ -57,7 +57,7 @@ class Tokenizer(abc.ABC):
   eos_id: int  # as in `Marks`, as are the next two
   bos_id: int | None
   more_end_ids: tuple[int, ...] = ()
-  special_ids: frozenset[int] = frozenset()  # of special tokens that were added to the vocabulary
+  added_ids: frozenset[int] = frozenset()  # of tokens that were added to the vocabulary
   vocab_size: int  # number of ids, which run from 0 to vocab_size - 1
   file_name: str  # the tokenizer's file in a run directory
   model_bytes: bytes  # the content of that file, which `load` reads

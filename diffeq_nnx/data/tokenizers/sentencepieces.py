@@ -193,8 +193,7 @@ class SentencePieceTokenizer(base.Tokenizer):
     marks, self.added = marks or base.Marks(own.eos_id(), own_bos), dict(zip(added, count(own.vocab_size())))
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
     self.lossless, self.legacy, self.published_bytes = not as_trained, legacy, model_bytes
-    self._num_pieces = own.vocab_size()
-    self.special_ids = frozenset(number for token, number in self.added.items() if token.strip())
+    self._num_pieces, self.added_ids = own.vocab_size(), frozenset(self.added.values())
     self.vocab_size = self._num_pieces + len(self.added)
     plain = make_processor(model_bytes + _LOSSLESS)
     self._plain, self._first, self._rest = plain, plain, plain

@@ -28,7 +28,7 @@ class LibraryTokenizer(Tokenizer):
     """Keeps the file, which has the marks; a subclass adds `_encoder`."""
     self.eos_id, self.bos_id, self.more_end_ids = marks.eos_id, marks.bos_id, marks.more_end_ids
     self.vocab_size = len(map_ids(spec))
-    self.special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token.get("special"))
+    self.added_ids = frozenset(token["id"] for token in spec["added_tokens"])
     self.model_bytes = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
 
   @functools.cached_property
