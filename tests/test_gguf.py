@@ -149,8 +149,12 @@ def test_sentencepieces_are_those_of_the_model_that_the_file_was_made_from(tmp_p
   write(path, small(last + 1), pieces | {"tokenizer.ggml.eot_token_id": (last, UINT)})
   assert read_tokenizer(path).end_ids == (theirs.eos_id(), last)  # that of a turn too
   pieces["tokenizer.ggml.token_type"][-1] = 4  # user-defined: no text before it gets the model's space
-  write(path, small(last + 1), pieces)
-  assert read_tokenizer(path).encode("<|im_end|>").tolist() == [last]
+  for more in ([], [3], [5, 5]):  # control pieces and padding may follow
+    names = [f"[{number}]" for number in range(len(more))]
+    added = {"tokens": names, "scores": [0.0] * len(more), "token_type": more}
+    longer = {f"tokenizer.ggml.{key}": pieces[f"tokenizer.ggml.{key}"] + values for key, values in added.items()}
+    write(path, small(last + 1 + len(more)), pieces | longer)
+    assert read_tokenizer(path).encode("<|im_end|>").tolist() == [last]
 
 
 def test_what_a_file_holds_that_is_not_supported_is_told(tmp_path):

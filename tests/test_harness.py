@@ -116,8 +116,11 @@ def test_a_baseline_that_was_sampled_otherwise_or_is_of_another_version_is_noted
   ]
 
 
-@pytest.mark.parametrize("split", ["test_split", "validation_split"])
-def test_no_question_is_among_its_own_examples(split, tmp_path):
+@pytest.mark.parametrize(
+  "splits",
+  [["test_split"], ["validation_split"], ["training_split", "validation_split"], ["training_split", "test_split"]],
+)
+def test_no_question_is_among_its_own_examples(splits, tmp_path):
   records = [{"q": f"Item {number}?", "choices": ["yes", "no"]} for number in range(12)]
   (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, records)))
   task = {
@@ -125,7 +128,12 @@ def test_no_question_is_among_its_own_examples(split, tmp_path):
     "dataset_path": "json",
     "dataset_kwargs": {"data_files": {"some": str(tmp_path / "own.jsonl")}},
   }
-  task |= {split: "some", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices"}
+  task |= {
+    **dict.fromkeys(splits, "some"),
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": "choices",
+  }
   (tmp_path / "own.yaml").write_text(json.dumps(task | {"doc_to_target": "yes"}))
   with tasks.excluding_questions():
     own = tasks.make_manager(str(tmp_path), False).load(["own"])["tasks"]["own"]

@@ -246,10 +246,10 @@ def test_a_data_set_of_the_hub_is_streamed_at_the_commit_of_its_revision(served,
   seen = {source.fingerprint(), data.open_source("hf:org/plain:test").fingerprint()}
   assert data.open_source("hf:org/plain@main:train").fingerprint() in seen
   served.commit = "1" * 40  # the branch has moved, and the files are the same
-  assert data.open_source("hf:org/plain").fingerprint() == source.fingerprint() and source.pinned
+  assert data.open_source("hf:org/plain").fingerprint() == source.fingerprint()
   shutil.copy(served.root / "org/plain/data/test-0.parquet", served.root / "org/plain/data/train-9.parquet")
   served.commit = "2" * 40
-  assert data.open_source("hf:org/plain").fingerprint() not in seen
+  assert data.open_source("hf:org/plain").fingerprint() not in seen and not source.has_changed()
 
 
 def test_what_the_hub_refuses_is_said_with_a_remedy_and_a_network_that_goes_is_told(served, monkeypatch):

@@ -224,6 +224,11 @@ def test_a_directory_of_another_model_optimizer_text_or_tokenizer_names_the_keys
   assert "run.json: damaged" in told(lambda: workdir_lib.run_hash(str(workdir)))
 
 
+def test_the_commit_of_a_data_set_of_the_hub_may_be_named_later():
+  at = lambda name: workdir_lib.identity(change(config_lib.Config(), data=dict(source=name)))
+  assert at("hf:a/b@1:train") == at("hf:a/b:train") != at("hf:a/c@1:train")
+
+
 def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):
   config, _ = finished
   adapted = change(config, model=dict(weights="stored", lora=config_lib.LoraConfig(rank=2)))

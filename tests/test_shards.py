@@ -168,7 +168,7 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
   ]
   for split, joined in ((corpus.validation, True), (alone[0].validation, False)):
     every = read(split, None)
-    assert read(split, 2) == [every[0], every[len(every) // 2 if joined else 1]]  # some of each source
+    assert read(split, 2) == [every[place] for place in ((len(every) // 4, 3 * len(every) // 4) if joined else (0, 1))]
   named = mixture_of(sources, 1, 1, validation=f"shards:{sources}/b")
   np.testing.assert_array_equal(named.validation.tokens[:], alone[1].validation.tokens[:])
   assert corpus.train.bytes_per_token == pytest.approx(

@@ -202,6 +202,6 @@ def eval_batches(
   rows = np.arange(batch_size) if rows is None else rows
   places, total = Rows(split, seq_len), count_eval_batches(split, seq_len, batch_size)
   wanted = total if max_batches is None else min(total, max_batches)
-  for number in (place * total // wanted if split.joined else place for place in range(wanted)):
+  for number in ((2 * place + 1) * total // (2 * wanted) if split.joined else place for place in range(wanted)):
     numbers = [number * batch_size + int(row) if row < batch_size else len(places) for row in rows]
     yield _make_batch(split.tokens.read([places[one] for one in numbers]), split, seq_len, eos_id, True)

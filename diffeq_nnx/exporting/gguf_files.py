@@ -31,7 +31,7 @@ _DIVIDED = {
   "llama-bpe": rf"{_LETTERS}\p{{N}}{{1,3}}{_OTHERS}",
   "qwen2": rf"{_LETTERS}\p{{N}}{_OTHERS}",
 }
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # kinds of tokens
 _OTHERWISE = "give the model's Hugging Face folder"
 
 
@@ -134,8 +134,12 @@ def _write_tokenizer(values: dict[str, Any], folder: str) -> None:
   config = {key: tokens[number] for key, number in named.items() if number is not None}
   if kind == "llama":
     pieces = list(zip(tokens, said("scores", [0.0] * len(tokens)), kinds, strict=True))
-    # Added tokens are user-defined pieces after all others. As pieces of the model they would get its space.
-    size = max((number for number, piece in enumerate(pieces, 1) if piece[2] != _USER_DEFINED), default=0)
+    # Tokens were added from the first user-defined one behind the text's pieces on. As pieces of the model, they would
+    # get its space.
+    behind = max(
+      (number for number, one in enumerate(kinds, 1) if one not in (_CONTROL, _USER_DEFINED, _UNUSED)), default=0
+    )
+    size = next((number for number in range(behind, len(kinds)) if kinds[number] == _USER_DEFINED), len(kinds))
     config["added_tokens_decoder"] = {str(number): {"content": tokens[number]} for number in range(size, len(tokens))}
     _write_sentencepieces(pieces[:size], config, said("add_space_prefix", True), folder)
   elif kind != "gpt2" or divided is None:

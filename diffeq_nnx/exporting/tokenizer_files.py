@@ -39,7 +39,7 @@ def mark_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None]:
 
 
 def list_ends(tokenizer: Tokenizer | None) -> dict[str, list[int]]:
-  """The end marks for generation_config.json where the special token that ends an answer of a chat is one more."""
+  """The end marks for generation_config.json where the token that ends an answer of a chat is one more."""
   if tokenizer is None or tokenizer.chat_template is None:
     return {}
   ends = find_stop_ids(tokenizer, template_of(tokenizer).end_of_turn).difference(tokenizer.end_ids)

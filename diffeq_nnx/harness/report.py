@@ -15,11 +15,14 @@ from diffeq_nnx.parallel.console import markdown
 NAME = "results.json"
 # of results, in lm_eval's `config`
 CONDITIONS = (
-  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows", "gen_kwargs", "fewshot_seed"),
+  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows"),
+  *("examples", "gen_kwargs", "fewshot_seed"),
   *("chat_template", "system_instruction"),  # which lm_eval's command line writes beside `config`
 )
 # lm_eval's `fewshot_as_multiturn` in words
 CHAT_FORMS = {True: "examples are turns", False: "examples are part of the question"}
+
+EXAMPLES = "never the question"  # see `tasks.excluding_questions`
 
 Results = dict[str, Any]  # what lm_eval returns
 
@@ -166,7 +169,8 @@ def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> li
   notes = [f"the baseline lacks {missing} of these {len(keys)} numbers"] if missing else []
   for name in CONDITIONS:
     here, there = (
-      ", ".join(sorted({json.dumps(_read_condition(one, name)) for one in some})) for some in (ours, baseline)
+      ", ".join(sorted({json.dumps(_read_condition(one, name), sort_keys=True) for one in some}))
+      for some in (ours, baseline)
     )
     if here != there:
       notes.append(f"{name}: {here} here, {there} for the baseline")
@@ -176,7 +180,7 @@ def note_differences(ours: Sequence[Results], baseline: Sequence[Results]) -> li
   }
   for what, read_values in of_tasks.items():
     here, there = (
-      {task: str(value) for one in some for task, value in read_values(one).items()} for some in (ours, baseline)
+      {task: value for one in some for task, value in read_values(one).items()} for some in (ours, baseline)
     )
     tasks = sorted(task for task in here.keys() & there.keys() if here[task] != there[task])
     notes += [f"with another {what} for the baseline: {', '.join(tasks)}"] if tasks else []

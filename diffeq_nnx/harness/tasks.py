@@ -48,8 +48,8 @@ def excluding_questions() -> Iterator[None]:
   def make_task(task: ConfigurableTask, *args: Any, **kwargs: Any) -> None:
     make(task, *args, **kwargs)
     config, examples = task.config, task.fewshot_cfg
-    if examples.split is None and examples.samples is None and not config.training_split:
-      examples.split = config.validation_split or config.test_split
+    if examples.split is None and examples.samples is None:
+      examples.split = config.training_split or config.validation_split or config.test_split
     config.test_split = config.test_split or config.validation_split
 
   with mock.patch.object(ConfigurableTask, "__init__", make_task):

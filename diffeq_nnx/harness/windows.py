@@ -49,10 +49,10 @@ class Windows:
 
 
 def choose_windows(model: ModelConfig, max_length: int | None, sliding: bool, stride: int | None) -> Windows:
-  """Chooses the windows of a model; None stands for seq_len, and for a stride of half of that.
+  """Chooses the windows of a model; `max_length` None: seq_len; `stride` None: half of `max_length`.
 
   Raises:
-    UserError: more tokens than learned positions, or than the stride.
+    UserError: `max_length` above the number of learned positions, or `stride` above `max_length`.
   """
   length = model.seq_len if max_length is None else max_length
   if vector_fields.FIELDS[model.field].learned_positions and length > model.seq_len:

@@ -155,13 +155,13 @@ def find_stop_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> set[int]:
   """Finds the ids that end a text as stop strings do.
 
   They are special tokens with which a stop string begins, since decoded text lacks their names, and added tokens whose
-  name is a whole stop string but for white space around it.
+  name is a whole stop string.
   """
   found: set[int] = set()
   for one in stop:
     with contextlib.suppress(UnicodeEncodeError, UnknownByte):  # no generated text holds this
       first = tokenizer.encode_rendered(one)[:1].tolist()
-      named = bool(first) and first[0] in tokenizer.added_ids and tokenizer.name_token(first[0]) == one.strip()
+      named = bool(first) and first[0] in tokenizer.added_ids and tokenizer.name_token(first[0]) == one
       if named or not tokenizer.decode_within(first):
         found.update(first)
   return found

@@ -169,6 +169,8 @@ def _evaluate(
         )
       )
     found[-1]["config"]["model"] = "diffeq_nnx"
+    if count != 0:
+      found[-1]["config"]["examples"] = report.EXAMPLES
     if settings.apply_chat_template:
       found[-1]["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
   return found

@@ -182,7 +182,8 @@ class Checkpoints:
       theirs, known = read("run"), read("data")[BIT_SUMS].get("run")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
       return  # it is damaged, as restoring it finds
-    if known == _sum_json(theirs):
+    old = known is None and isinstance(theirs, dict) and theirs.keys() == self._run.keys()  # saved without this sum
+    if old or known == _sum_json(theirs):
       check_config(self._workdir, theirs, self._config, self._run["tokenizer_hash"])
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:

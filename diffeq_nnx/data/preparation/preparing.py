@@ -59,12 +59,6 @@ class Recipe:
     named = {"data.source": config.source, "data.validation": config.validation}
     return {key: sources.open_source(name, key, options) for key, name in named.items() if name is not None}
 
-  def has_changed(self) -> bool:
-    """Whether the text of a source is another one now than when it was opened."""
-    changing = [key for key, source in self.opened.items() if not source.pinned]
-    now = dataclasses.replace(self).opened if changing else {}
-    return any(now[key].fingerprint() != self.opened[key].fingerprint() for key in changing)
-
   @functools.cached_property
   def record(self) -> dict[str, Any]:
     """The recipe in JSON's types, with fingerprints of the files."""
@@ -156,7 +150,7 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _write_shards(place, unfinished, recipe)
-      if recipe.has_changed():
+      if any(source.has_changed() for source in recipe.opened.values()):
         remove_unfinished(place)  # which is of neither state of the files
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)

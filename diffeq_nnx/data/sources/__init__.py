@@ -33,7 +33,7 @@ class Source:
   """
 
   def __init__(self, source: str, key: str, options: Options, parts: Parts, state: list):
-    self.source, self.counts, self._parts = source, Counts(), parts
+    self.source, self.counts, self._key, self._parts = source, Counts(), key, parts
     self._prefix, self._options, self._state, self._reported = f"{key}={source}:", options, state, Counts()
     self.read = functools.partial(records.read_checked, prefix=self._prefix, options=options)
 
@@ -73,11 +73,12 @@ class Source:
     """Yields those of `records` that aren't empty; raises as `records`."""
     return filter(None, self.records())
 
-  @property
-  def pinned(self) -> bool:
-    """Whether it is read at a commit of the hub, so that what is read can't change."""
+  def has_changed(self) -> bool:
+    """Whether the source is another one now. What is read at a commit of the hub is not."""
     kind, *state = self._state
-    return kind == "hf" and state[0].startswith("hf://")
+    if kind == "hf" and state[0].startswith("hf://"):
+      return False
+    return open_source(self.source, self._key, self._options).fingerprint() != self.fingerprint()
 
   def fingerprint(self) -> str:
     """Returns a hash of the source's state, as its resolver gives it, and of reading options, in hex."""

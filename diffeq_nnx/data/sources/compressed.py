@@ -2,7 +2,7 @@
 
 The standard library's readers of xz and bz2 end without an error where a later member is damaged. Its decompressors
 read one member each, and this module goes from member to member. Importing it makes fsspec read .xz, .lzma, .bz2 and
-.zst files so, for `datasets` too. A .gz file is left to `gzip`, which reads all members.
+.zst files so, for `datasets` too, as streams that can't seek. A .gz file is left to `gzip`, which reads all members.
 """
 
 import bz2
@@ -26,7 +26,7 @@ _MAX_WINDOW_LOG = _WINDOW.bounds()[1]  # 31, which is 2 GiB, where addresses hav
 # By fsspec's name of a compression, the ends of files that have it, and what makes the decompressor of a member.
 _DECOMPRESSORS: dict[str, tuple[str, Callable[[], Any]]] = {
   "xz": ("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
-  "lzma": ("lzma", lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE)),
+  "lzma": ("lzma", lzma.LZMADecompressor),  # of either format, since fsspec writes xz into such files
   "bz2": ("bz2", bz2.BZ2Decompressor),
   "zstd": ("zst", lambda: zstd.ZstdDecompressor(options={_WINDOW: _MAX_WINDOW_LOG})),
 }

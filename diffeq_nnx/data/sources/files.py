@@ -166,7 +166,8 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
     raise UserError(f"{prefix} no file matches an empty glob; write for example {kind}:~/corpus/*.{kind}")
   named: dict[str, str] = {}  # one name of each file, whatever links lead to it
   for name in sorted(versions):
-    named.setdefault(name if is_url(name) else os.path.realpath(name), name)
+    folder, file = os.path.split(name)  # files that link to one blob are several documents
+    named.setdefault(name if is_url(name) else os.path.join(os.path.realpath(folder), file), name)
   parts, states = [], []
   for name in named.values():
     size, *version = versions[name]

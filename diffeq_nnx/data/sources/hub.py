@@ -12,6 +12,8 @@ import pathlib
 import posixpath
 from typing import Any
 
+from absl import logging
+
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources.files import PART_BYTES
 from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, read_rows
@@ -85,6 +87,9 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
     except Exception as error:
       raise UserError(f"{prefix} {explain(error, 'data set')}") from error
     path, revision, state = f"hf://datasets/{info.id}", info.sha, [info.sha]
+    if not asked:
+      advice = "name it, as in hf:ORG/NAME@COMMIT, to read the same text when the data set changes"
+      logging.warning("%s is read at the commit %s; %s", prefix.removesuffix(":"), info.sha, advice)
   try:
     configs = [] if _is_saved(path) else datasets.get_dataset_config_names(path, revision=revision)
     split = fields.pop() if fields and (len(fields) > 1 or fields[0] not in configs) else None
@@ -97,7 +102,7 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
       also = f", or a configuration: {', '.join(configs)}" if len(configs) > 1 and not config else ""
       raise UserError(f"{prefix} {path} has no split {split!r}; use one of {', '.join(splits)}{also}")
     if revision and names.get(split):
-      state = _identify(names[split], f"{path}@{revision}/")
+      state = _identify(names[split], f"datasets/{info.id}@{revision}/")
   except UserError:
     raise
   except Exception as error:
@@ -139,9 +144,10 @@ def _identify(files: Sequence[str], base: str) -> list[list[str]]:
   import huggingface_hub
 
   system: Any = huggingface_hub.HfFileSystem()
-  folders = sorted({posixpath.dirname(file) for file in files})
+  names = [posixpath.normpath(file.removeprefix("hf://")) for file in files]
+  folders = sorted({posixpath.dirname(name) for name in names})
   hashes = {one["name"]: one["blob_id"] for folder in folders for one in system.ls(folder) if one["type"] == "file"}
-  return [[file.removeprefix(base), hashes[file.removeprefix("hf://")]] for file in files]
+  return [[name.removeprefix(base), hashes[name]] for name in names]
 
 
 def _is_saved(path: str) -> bool:

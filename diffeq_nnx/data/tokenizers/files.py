@@ -103,7 +103,7 @@ def read_chat_template(folder: Folder) -> tuple[str | None, dict[str, str]]:
     extra = content.get("extra_special_tokens")
     found = {key: read_name(value) for key, value in content.items() if key.endswith("_token")}
     found |= {key: read_name(value) for key, value in extra.items()} if isinstance(extra, dict) else {}
-    names |= {key: value for key, value in found.items() if isinstance(value, str)}
+    names |= {key: value for key, value in found.items() if isinstance(value, str) and key.isidentifier()}
     template = content.get("chat_template", template)
   if isinstance(template, list):  # several, by name
     template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
