@@ -113,7 +113,7 @@ class OptimizerConfig(Section, prefix="optimizer."):
   b2: float = number(0.999, at_least=0, below=1)
   eps: float = number(1e-8, above=0)  # Added to the root of that mean.
   muon_by_head: bool = False  # Whether Muon updates each head's part of the q, k and v kernels by itself.
-  # Share of a kernel that is taken off in each train step, times the rate.
+  # Share of tables, head, and stored or shared kernels that is taken off in each train step, times the rate.
   weight_decay: float = number(0.1, at_least=0)
   # Whether F of generated kernels decays as stored kernels do. None: only with muon_weights.
   decay_generated: bool | None = None
@@ -129,7 +129,8 @@ class TrainConfig(Section, prefix="train."):
 
   steps: int = number(1000, above=0, below=2**31)  # Train steps.
   batch_size: int = number(32, above=0)  # Rows of a train step, over all devices and micro-batches.
-  # Rows of a micro-batch on a device. None: one micro-batch; -1: the fastest number, which is measured.
+  # Rows of a micro-batch on a device, or the largest divisor of the device's rows below. None: all its rows; -1: the
+  # fastest number, which is measured.
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
   step_counts: tuple[int, ...] = ()  # Numbers of solver steps, of which each train step draws one. (): model.num_steps.
   # Share of the train steps, or of optimizer.schedule_steps, before which model.num_steps is used.

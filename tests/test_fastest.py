@@ -54,6 +54,12 @@ def test_a_step_is_timed_unless_it_takes_more_memory_than_there_is(monkeypatch):
   assert describe(teacher) == describe(dataclasses.replace(teacher, origin="elsewhere")) != describe(None)
 
 
+@pytest.mark.parametrize("held,sizes", [(16, [2, 4, 8, 16]), (9, [1, 3, 9]), (12, [1, 3, 6, 12]), (1, [1])])
+def test_about_all_rows_of_a_device_a_half_a_quarter_and_an_eighth_are_measured(held, sizes):
+  config = tiny("train.remat=none", "train.device_batch_size=-1")
+  assert [size for _, size in fastest.list_candidates(config, held)] == sizes
+
+
 def test_the_fastest_that_fits_is_taken_and_nothing_larger_than_what_does_not_fit_is_tried(tmp_path, clock, capsys):
   times, asked = clock
   times |= {("full", 4): 0.9, ("none", 2): 0.8, ("none", 4): None, ("dots", 1): None}

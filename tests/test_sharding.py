@@ -59,6 +59,7 @@ def test_what_can_t_be_split_is_one_line():
   """Each mistake is mended before the next one is made."""
   mesh = types.SimpleNamespace(shape={"slice": 1, "data": 1, "fsdp": 5, "context": 5, "tensor": 3})
   model, train = {}, {}
+  assert "mesh.tensor=3" in told(lambda: sharding.check(small_config(), mesh, trains=False))  # of the model alone
   for mended, part in (
     ({}, "train.batch_size=4: must be a multiple of the 5 devices"),
     ({"batch_size": 5}, "mesh.tensor=3: must divide model.num_kv_heads=2"),

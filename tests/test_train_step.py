@@ -121,6 +121,8 @@ def test_the_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth_at_
   assert float(rate(98)) > float(rate(99)) == pytest.approx(0.2)
   for steps, warmup in itertools.product((1, 2, 20), (0.0, 0.01)):
     assert schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=warmup), steps)(0) == pytest.approx(2.0)
+  late = schedule(OptimizerConfig(peak_rate=2.0, warmup_fraction=0.99), 10)
+  assert [float(late(count)) for count in (8, 9)] == pytest.approx([2.0, 0.2])
   fixed = OptimizerConfig(schedule_steps=20)
   for count in (0, 10, 19):
     assert schedule(fixed, 40)(count) == schedule(OptimizerConfig(), 20)(count)

@@ -30,7 +30,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
       tokenizer, a mesh that the devices don't make, or a number of steps that the model has no weights for.
   """
-  mesh = checked_mesh(config)
+  mesh = checked_mesh(config, trains=False)
   with jax.set_mesh(mesh):
     run = Run.open(workdir, config, mesh=mesh)
     corpus, params, step = run.corpus, run.params, run.step

@@ -55,7 +55,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
   config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir), known=Config())
   config = config_lib.apply_settings(config, model_settings)
   check_model(config.model, model, "seq_len", "dtype")
-  mesh = checked_mesh(config)
+  mesh = checked_mesh(config, trains=False)
   with jax.set_mesh(mesh):
     workdir_lib.clear(workdir, tokenizer)  # the run's own from the start: the folder may go
     corpus = None if config.data.source == NO_TEXT else load_corpus(config)

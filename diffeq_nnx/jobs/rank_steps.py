@@ -54,7 +54,7 @@ def rank_steps(
     raise UserError(f"num_steps={num_steps}: is for by=loss, since by=influence ranks all steps; leave it out")
   if config.data.source == NO_TEXT:
     raise UserError("data.source=none: the run has no text yet; name one with --config.data.source")
-  mesh = checked_mesh(config)
+  mesh = checked_mesh(config, trains=False)
   run = Run.open(workdir, mesh=mesh)
   workdir_lib.require(workdir, dataclasses.replace(run.started, model=config.model))
   with jax.set_mesh(mesh):

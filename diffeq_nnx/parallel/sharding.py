@@ -82,10 +82,10 @@ def _fill_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
   return sizes
 
 
-def check(config: Config, mesh: Mesh) -> None:
-  """Raises UserError unless batch and model can be split over the mesh."""
+def check(config: Config, mesh: Mesh, trains: bool = True) -> None:
+  """Raises UserError unless the model and, if it `trains`, a batch can be split over the mesh."""
   shards = num_shards("batch", mesh.shape)
-  if config.train.batch_size % shards:
+  if trains and config.train.batch_size % shards:
     raise UserError(
       f"train.batch_size={config.train.batch_size}: must be a multiple of the {shards} devices that hold "
       f"different sequences (mesh {describe(mesh)}); change it, or raise mesh.context or mesh.tensor"

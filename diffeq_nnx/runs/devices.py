@@ -11,15 +11,18 @@ from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 
 
-def checked_mesh(config: Config) -> Mesh:
+def checked_mesh(config: Config, trains: bool = True) -> Mesh:
   """The config's mesh, after the checks that need devices; prints which attention implementation the run uses.
+
+  Args:
+    trains: whether the job takes train steps, whose batch the mesh must divide too.
 
   Raises:
     UserError: the devices or the backend don't fit the config, or the solver its adjoint.
   """
   with distributed.sync_errors():
     mesh = sharding.make_mesh(config.mesh)
-    sharding.check(config, mesh)
+    sharding.check(config, mesh, trains)
     if config.train.adjoint == "reversible":
       make_adjoint(config)
     odd = "an odd number of positions" if config.model.seq_len % 2 else None

@@ -76,8 +76,9 @@ def list_candidates(config: Config, held: int) -> list[Choice]:
   """The values worth measuring on devices that hold `held` sequences each, for each remat from few to many."""
   train = config.train
   remats = ["full", "dots", "none"] if _remat_is_open(config) else [train.remat]
-  halves = [held >> n for n in range(SIZES) if held % (1 << n) == 0]
-  sizes = sorted(halves) if train.device_batch_size == -1 else [train.device_batch_size]
+  # About all of them, a half, a quarter...: the fewest micro-batches that divide them evenly.
+  counts = {next(n for n in range(min(1 << power, held), held + 1) if held % n == 0) for power in range(SIZES)}
+  sizes = sorted(held // n for n in counts) if train.device_batch_size == -1 else [train.device_batch_size]
   return list(itertools.product(remats, sizes))
 
 

@@ -18,12 +18,12 @@ from diffeq_nnx.model.weight_sources import BlockSpecs, Heads
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate of the update after `count` others: a warm-up that is linear, then a cosine.
 
-  Of N updates (`schedule_steps`, or the `steps` of the run) the first w are the warm-up, at least one. Update n = count
-  + 1 has the rate n / w of the peak in the warm-up, so that the w-th has the peak; the N-th has `final_fraction` of
-  the peak, and so has each later one.
+  Of N updates (`schedule_steps`, or the `steps` of the run) the first w are the warm-up, at least one, and without the
+  last where there are several. Update n = count + 1 has the rate n / w of the peak in the warm-up, so that the w-th has
+  the peak; the N-th of several has `final_fraction` of the peak, and so has each later one.
   """
   steps = config.schedule_steps or steps
-  warmup = min(max(1, round(config.warmup_fraction * steps)), steps)
+  warmup = max(1, min(round(config.warmup_fraction * steps), steps - 1))
   by_number = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=config.peak_rate,
