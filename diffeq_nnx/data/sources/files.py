@@ -151,7 +151,7 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
   """Finds the files that a source of the kind "text", "jsonl" or "parquet" names; see `sources.RESOLVERS`.
 
   `globs` are paths, URLs and globs of both, separated by commas; `~` expands. The parts are sorted by the names of
-  their files, and a file that has several names is read once. The state of each file is its name, its size in bytes,
+  their files, and a file is read once if links give its folder several names. The state of each is its name, its size,
   and the time of its last change (ns), or for a URL what identifies this version. Raises UserError for a glob that
   matches nothing, or a file or file system that can't be accessed.
   """
