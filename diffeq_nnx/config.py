@@ -129,7 +129,7 @@ class TrainConfig(Section, prefix="train."):
 
   steps: int = number(1000, above=0, below=2**31)  # Train steps.
   batch_size: int = number(32, above=0)  # Rows of a train step, over all devices and micro-batches.
-  # Rows of a micro-batch on a device, or the largest divisor of the device's rows below. None: all its rows; -1: the
+  # Most rows of a micro-batch on a device; the largest divisor of the device's rows is taken. None: all; -1: the
   # fastest number, which is measured.
   device_batch_size: int | None = number(None, above=0, minus_one="the fastest")
   step_counts: tuple[int, ...] = ()  # Numbers of solver steps, of which each train step draws one. (): model.num_steps.

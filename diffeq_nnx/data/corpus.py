@@ -213,7 +213,7 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
     preparation.prepare(folder, recipe, wait=True)
   except UserError:
     with contextlib.suppress(UserError):  # of a source that can't be read now, whose finished work stays
-      if any(source.has_changed() for source in recipe.opened.values()):  # the text changed, and the work is of no use
+      if recipe.has_changed():  # the text changed, and the work is of no use
         files.remove(folder)
     raise
   except OSError as error:  # those of the sources are UserErrors by now

@@ -182,8 +182,8 @@ class Checkpoints:
       theirs, known = read("run"), read("data")[BIT_SUMS].get("run")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
       return  # it is damaged, as restoring it finds
-    old = known is None and isinstance(theirs, dict) and theirs.keys() == self._run.keys()  # saved without this sum
-    if old or known == _sum_json(theirs):
+    whole = isinstance(theirs, dict) and theirs.keys() == self._run.keys()
+    if whole and known in (None, _sum_json(theirs)):  # None: saved by a version without this sum
       check_config(self._workdir, theirs, self._config, self._run["tokenizer_hash"])
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from diffeq_nnx.kernels.backend import find_backend
+from diffeq_nnx.kernels.backend import takes_tpu_kernel
 
 ROWS_OF_A_PRODUCT = 8  # below which the TPU compiler computes products on the vector unit, at a fraction of the speed
 
@@ -36,10 +36,8 @@ def decode_attention(
     implementation: as in `attention`: where that is the TPU kernel, this is one too if D is a multiple of 128, and P
       of 16.
   """
-  by_backend = implementation in ("auto", "pallas", "pallas_deterministic")
-  on_tpu = implementation == "pallas_tpu" or (by_backend and find_backend() == "tpu")
   P, D = keys_BxKxPxD.shape[2:]
-  if on_tpu and D % 128 == 0 and P % 16 == 0 and q_BxHxQxD.dtype != jnp.float64:
+  if takes_tpu_kernel(implementation) and D % 128 == 0 and P % 16 == 0 and q_BxHxQxD.dtype != jnp.float64:
     from diffeq_nnx.kernels.attention.tpu_decode import decode_tpu
 
     return decode_tpu(q_BxHxQxD, keys_BxKxPxD, values_BxKxPxD, slot, next_B)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffeq_nnx.kernels.backend import find_backend
+from diffeq_nnx.kernels.backend import takes_tpu_kernel
 from diffeq_nnx.kernels.rotary.reference import rotate_reference
 
 MIN_POSITIONS = 128  # below which the kernel does not pay
@@ -29,10 +29,9 @@ def rotate(
   Returns:
     [B, L, H, C] in the dtype of x, computed in float32 or wider.
   """
-  by_backend = implementation in ("auto", "pallas", "pallas_deterministic")
-  on_tpu = implementation == "pallas_tpu" or (by_backend and find_backend() == "tpu")
   # The kernel has no gradient of arrays of frequencies, nor of positions that aren't integers.
-  on_tpu &= not isinstance(frequencies_R, jax.Array) and jnp.issubdtype(positions.dtype, jnp.integer)
+  has_gradients = not isinstance(frequencies_R, jax.Array) and jnp.issubdtype(positions.dtype, jnp.integer)
+  on_tpu = takes_tpu_kernel(implementation) and has_gradients
   _, L, H, C = x_BxLxHxC.shape
   if on_tpu and L >= MIN_POSITIONS and C in (32, 64, 128, 256) and H * C % 128 == 0 and x_BxLxHxC.dtype != jnp.float64:
     from diffeq_nnx.kernels.rotary.tpu import rotate_tpu

@@ -59,6 +59,10 @@ class Recipe:
     named = {"data.source": config.source, "data.validation": config.validation}
     return {key: sources.open_source(name, key, options) for key, name in named.items() if name is not None}
 
+  def has_changed(self) -> bool:
+    """Whether a source is another one now than when it was opened."""
+    return any(source.has_changed() for source in self.opened.values())
+
   @functools.cached_property
   def record(self) -> dict[str, Any]:
     """The recipe in JSON's types, with fingerprints of the files."""
@@ -150,7 +154,7 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _write_shards(place, unfinished, recipe)
-      if any(source.has_changed() for source in recipe.opened.values()):
+      if recipe.has_changed():
         remove_unfinished(place)  # which is of neither state of the files
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
