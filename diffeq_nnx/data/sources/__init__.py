@@ -1,7 +1,6 @@
 """Sources of text: read lazily, by record, in parts that processes can share."""
 
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -132,24 +131,18 @@ def documents(source: str, key: str = "data.source", options: Options = Options(
   return open_source(source, key, options).documents()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Builtin:
-  name: str = "Python's help topics"
-  size: int = 1 << 19
-
-  def read(self, prefix: str, options: Options) -> Iterator[str]:
-    return iter(_read_topics())
-
-
-def _read_topics() -> list[str]:
+def _read_topics(prefix: str, options: Options) -> Iterator[str]:
   from pydoc_data.topics import topics  # half a megabyte, needed for this kind only
 
-  return [topics[name] for name in sorted(topics)]
+  return (topics[name] for name in sorted(topics))
 
 
 RESOLVERS: dict[str, Callable[[str, str, Options], tuple[Parts, list]]] = {
   # kind: (text after the colon, start of error messages, options) -> (parts, JSON value that changes with the source)
-  "builtin": lambda rest, prefix, options: ([_Builtin()], [_read_topics()]),
+  "builtin": lambda rest, prefix, options: (
+    [Part("Python's help topics", 1 << 19, _read_topics)],
+    [list(_read_topics(prefix, options))],
+  ),
   "text": lambda rest, prefix, options: files.resolve("text", rest, prefix),
   "jsonl": lambda rest, prefix, options: files.resolve("jsonl", rest, prefix),
   "parquet": parquet.resolve,

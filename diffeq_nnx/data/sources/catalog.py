@@ -5,7 +5,6 @@ They are read through TFDS's data sources, which need files in the array_record 
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import difflib
 import functools
 import os
@@ -15,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from diffeq_nnx.data.sources.records import BadRecord, Options, make_not_utf8
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part, make_not_utf8
 from diffeq_nnx.errors import UserError, first_line
 
 RECORDS_PER_PART = 1 << 14  # large enough to make opening the files cheap, small enough to distribute parts
@@ -24,37 +23,19 @@ _VERSION = re.compile(r"[\d*]+\.[\d*]+\.[\d*]+")
 _BUILD = "tfds build {name} --file_format=array_record --data_dir={directory}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Records:
-  """A range of records of a data set as a part of a source."""
-
-  directory: str  # of the prepared data set
-  dataset: str  # name, configuration and version
-  split: str  # TFDS's split expression
-  start: int  # the index of the first record in the split
-  stop: int  # one more than the index of the last record
-
-  @property
-  def name(self) -> str:
-    """See `records.Part`."""
-    return f"{self.dataset}:{self.split} records {self.start} to {self.stop - 1}"
-
-  @property
-  def size(self) -> int:
-    """See `records.Part`. A record counts as 2 KiB."""
-    return (self.stop - self.start) << 11
-
-  def read(self, prefix: str, options: Options) -> Iterator[str | BadRecord]:
-    """See `records.Part.read`."""
-    data_source = _tfds().builder_from_directory(self.directory).as_data_source(self.split)
-    for start in range(self.start, self.stop, _RECORDS_PER_READ):
-      indices = list(range(start, min(start + _RECORDS_PER_READ, self.stop)))
-      for index, example in zip(indices, data_source.__getitems__(indices)):
-        try:
-          text = example[options.text_key].decode()
-        except UnicodeDecodeError as error:
-          text = make_not_utf8(error, f"{self.dataset}:{self.split} record {index}")
-        yield text
+def _read(
+  directory: str, dataset: str, split: str, indices: range, prefix: str, options: Options
+) -> Iterator[str | BadRecord]:
+  """Reads records of a split of the data set that was prepared in a directory; see `records.Part`."""
+  data_source = _tfds().builder_from_directory(directory).as_data_source(split)
+  for at in range(0, len(indices), _RECORDS_PER_READ):
+    some = list(indices[at : at + _RECORDS_PER_READ])
+    for index, example in zip(some, data_source.__getitems__(some)):
+      try:
+        text = example[options.text_key].decode()
+      except UnicodeDecodeError as error:
+        text = make_not_utf8(error, f"{dataset}:{split} record {index}")
+      yield text
 
 
 @functools.cache
@@ -74,7 +55,7 @@ def _tfds() -> Any:
   return tfds
 
 
-def resolve(name: str, prefix: str, options: Options) -> tuple[list[Records], list]:
+def resolve(name: str, prefix: str, options: Options) -> tuple[list[Part], list]:
   """Finds a data set on disk, or downloads and prepares it where the options allow that; see `sources.RESOLVERS`.
 
   `name` is `NAME[/CONFIG][:VERSION][:SPLIT]`, by default the newest version on disk, and the split `train`. SPLIT is
@@ -169,7 +150,7 @@ def _check_feature(tfds: Any, info: Any, prefix: str, options: Options) -> None:
     )
 
 
-def _divide(builder: Any, split: str, prefix: str) -> tuple[list[Records], list]:
+def _divide(builder: Any, split: str, prefix: str) -> tuple[list[Part], list]:
   """Divides a split into parts. Returns them, and name, directory, split and files with their sizes and times."""
   info, directory = builder.info, os.fspath(builder.data_path)
   try:
@@ -192,9 +173,12 @@ def _divide(builder: Any, split: str, prefix: str) -> tuple[list[Records], list]
       f"{prefix} {info.full_name} in {directory} can't be read ({error.strerror or _reason(error)}); remove it and "
       "prepare it again"
     ) from error
-  starts = range(0, num_records, RECORDS_PER_PART)
-  ranges = [(start, min(start + RECORDS_PER_PART, num_records)) for start in starts]
-  parts = [Records(directory, info.full_name, split, *ends) for ends in ranges]
+  parts = []
+  for start in range(0, num_records, RECORDS_PER_PART):
+    indices = range(num_records)[start : start + RECORDS_PER_PART]
+    name = f"{info.full_name}:{split} records {indices[0]} to {indices[-1]}"
+    read = functools.partial(_read, directory, info.full_name, split, indices)
+    parts.append(Part(name, len(indices) << 11, read))  # as if a record had 2 KiB
   return parts, [info.full_name, directory, split, shards]
 
 

@@ -6,12 +6,13 @@ etils.epath, the other candidate, has no `**`, and reads `gs://` through TensorF
 
 from collections.abc import Iterator
 import dataclasses
+import functools
 import glob
 import io
 import json
 import os
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 import urllib.parse
 
 import fsspec
@@ -19,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import records
-from diffeq_nnx.data.sources.records import BadRecord, Options
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import check_url, is_url
 
@@ -28,86 +29,72 @@ PART_BYTES = 32 << 20  # of a large file that is read in parts, and of a file wh
 _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c", "mtime", "LastModified", "created"]
 
 
-@dataclasses.dataclass(frozen=True)
-class File:
-  """A file, or the lines of one that begin in a range of bytes, as a part of a source."""
+def make_parts(kind: str, path: str, size: int) -> list[Part]:
+  """Makes the parts of a file: ranges of `PART_BYTES` if each can be read without what is before it, else all of it."""
+  if kind == "text":
+    return [Part(path, size, functools.partial(_read_text, path))]
+  step = sys.maxsize if kind != "jsonl" or is_url(path) or _find_compression(path) else PART_BYTES
+  parts = []
+  for start in range(0, max(size, 1), step):
+    name = f"{path} from byte {start}" if start else path
+    parts.append(Part(name, min(step, size - start), functools.partial(_read_lines, path, start, start + step)))
+  return parts
 
-  kind: str  # "text" (the file is one document) or "jsonl" (each line is one)
-  path: str  # or URL
-  size: int  # see `records.Part`
-  start: int = 0  # the first byte of the range
-  stop: int = sys.maxsize  # one more than the last byte of the range
 
-  @property
-  def name(self) -> str:
-    """See `records.Part`."""
-    return f"{self.path} from byte {self.start}" if self.start else self.path
+def _find_compression(path: str) -> str | None:
+  """Returns fsspec's name of a file's compression, by its end, or in a web URL by that of what is before a "?"."""
+  file = urllib.parse.urlsplit(path).path if path.startswith(("http://", "https://")) else path
+  return fsspec.utils.infer_compression(file)
 
-  @property
-  def _file(self) -> str:
-    """The path, of which the end says how the file is compressed: without what follows a question mark in a web URL."""
-    return urllib.parse.urlsplit(self.path).path if self.path.startswith(("http://", "https://")) else self.path
 
-  def divide(self) -> list["File"]:
-    """Divides the file into ranges of `PART_BYTES` if each range can be read without what is before it."""
-    if self.kind != "jsonl" or is_url(self.path) or fsspec.utils.infer_compression(self._file) or not self.size:
-      return [self]
-    starts = range(0, self.size, PART_BYTES)
-    sizes = [min(PART_BYTES, self.size - start) for start in starts]
-    return [File(self.kind, self.path, size, start, start + PART_BYTES) for start, size in zip(starts, sizes)]
+def _open(path: str) -> Any:
+  compression = _find_compression(path)
+  return open_bytes(path, None if compression == "zip" else compression)  # of a zip fsspec reads one member only
 
-  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
-    """See `records.Part.read`."""
-    # of a zip fsspec reads one member only
-    compression = None if self._file.endswith(".zip") else fsspec.utils.infer_compression(self._file)
-    with open_bytes(self.path, compression) as file:
-      if self.kind == "text":
-        yield from self._read_text(file)
-      else:  # a file of fsspec looks for its place before each line, which that of a web server may not tell
-        lines: Any = io.BufferedReader(file) if is_url(self.path) else file
-        yield from self._read_lines(lines, options)
 
-  def _read_text(self, file: BinaryIO) -> Iterator[str | BadRecord]:
+def _read_text(path: str, prefix: str, options: Options) -> Iterator[str | BadRecord]:
+  """Reads a file as one document; see `records.Part`."""
+  with _open(path) as file:
     data = file.read()
-    if b"\0" in data:
-      yield BadRecord(
-        "files with NUL bytes", "holds NUL bytes, as archives and UTF-16 do; unpack or convert it", self.path
-      )
-      return
-    try:
-      text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-      yield records.make_not_utf8(error, self._locate(data.count(b"\n", 0, error.start) + 1))
-      return
-    empty = not data
-    del data  # this frame lives on while the caller works on the text
-    yield self._make_empty() if empty else text
+  if b"\0" in data:
+    yield BadRecord("files with NUL bytes", "holds NUL bytes, as archives and UTF-16 do; unpack or convert it", path)
+    return
+  try:
+    text = data.decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    number = data.count(b"\n", 0, error.start) + 1
+    yield records.make_not_utf8(error, f"{path} line {number}")
+    return
+  empty = not data
+  del data  # this frame lives on while the caller works on the text
+  yield _make_empty(path) if empty else text
 
-  def _read_lines(self, file: BinaryIO, options: Options) -> Iterator[Document | BadRecord]:
-    at = number = 0
-    if self.start:  # the line that holds the byte before the range is of the range before
-      file.seek(self.start - 1)
-      at = self.start - 1 + len(file.readline())
-    for number, line in enumerate(file, start=1):
-      if at >= self.stop:
+
+def _read_lines(path: str, start: int, stop: int, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
+  """Reads the lines of a file that begin in a range of bytes, each as one document; see `records.Part`."""
+  at = number = 0
+  with _open(path) as file:
+    if start:  # the line that holds the byte before the range is of the range before
+      file.seek(start - 1)
+      at = start - 1 + len(file.readline())
+    # a file of fsspec looks for its place before each line, which that of a web server may not tell
+    for number, line in enumerate(io.BufferedReader(file) if is_url(path) else file, start=1):
+      if at >= stop:
         return
       at += len(line)
       if line.strip():
-        document = _parse_line(line, options, "utf-8-sig" if number == 1 and not self.start else "utf-8")
+        document = _parse_line(line, options, "utf-8-sig" if number == 1 and not start else "utf-8")
         if isinstance(document, BadRecord):
-          document = dataclasses.replace(document, where=self._locate(number))
+          before = _count_newlines(path, start - 1) + 1 if start else 0
+          document = dataclasses.replace(document, where=f"{path} line {before + number}")
         yield document
-    if number == self.start == 0:
-      yield self._make_empty()
+  if number == start == 0:
+    yield _make_empty(path)
 
-  def _make_empty(self) -> BadRecord:
-    detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
-    return BadRecord("empty files", detail, self.path)
 
-  def _locate(self, number: int) -> str:
-    """Returns the place of the `number`-th line of the range."""
-    before = _count_newlines(self.path, self.start - 1) + 1 if self.start else 0
-    return f"{self.path} line {before + number}"
+def _make_empty(path: str) -> BadRecord:
+  detail = "the file is empty; every file must hold text: fill it, remove it or narrow the glob"
+  return BadRecord("empty files", detail, path)
 
 
 def _parse_line(line: bytes, options: Options, encoding: str) -> Document | BadRecord:
@@ -147,7 +134,7 @@ def open_bytes(path: str, compression: str | None = None) -> Any:
   return (fsspec.open if is_url(path) else LocalFileSystem().open)(path, "rb", compression=compression)
 
 
-def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
+def resolve(kind: str, globs: str, prefix: str) -> tuple[list[Part], list]:
   """Finds the files that a source of the kind "text", "jsonl" or "parquet" names; see `sources.RESOLVERS`.
 
   `globs` are paths, URLs and globs of both, separated by commas; `~` expands. The parts are sorted by the names of
@@ -171,7 +158,7 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[File], list]:
   parts, states = [], []
   for name in named.values():
     size, *version = versions[name]
-    parts += File(kind, name, PART_BYTES if size is None else size).divide()
+    parts += make_parts(kind, name, PART_BYTES if size is None else size)
     states.append([name if is_url(name) else os.path.abspath(name), size, *version])
   return parts, states
 

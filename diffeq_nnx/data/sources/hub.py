@@ -5,7 +5,6 @@ are read by `parquet`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-import dataclasses
 import functools
 import os
 import pathlib
@@ -16,7 +15,7 @@ from absl import logging
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources.files import PART_BYTES
-from diffeq_nnx.data.sources.parquet import BATCH_ROWS, RowGroup, read_rows
+from diffeq_nnx.data.sources.parquet import BATCH_ROWS, read_file, read_rows
 from diffeq_nnx.data.sources.records import BadRecord, Options, Part, reason
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import absolute
@@ -24,35 +23,23 @@ from diffeq_nnx.files import absolute
 ROWS_PER_SHARD = 1 << 14  # of a folder that `save_to_disk` wrote
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
-  """A shard of a data set, mostly one of its files, as a part of a source."""
+def _read_shard(
+  name: str, place: tuple[str, str | None, str | None], split: str, num: int, index: int, prefix: str, options: Options
+) -> Iterator[Document | BadRecord]:
+  """Reads one of `num` shards of a data set, mostly one of its files; see `records.Part`.
 
-  path: str  # a folder, or hf://datasets/ and a name
-  revision: str | None  # a commit; None for a folder
-  config: str | None
-  split: str
-  index: int
-  num_shards: int
-  size: int = PART_BYTES  # an assumption, since `datasets` does not tell
-
-  @property
-  def name(self) -> str:
-    """See `records.Part`."""
-    return f"{self.path}:{self.split} shard {self.index}"
-
-  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
-    """See `records.Part.read`."""
-    splits, _ = _open(self.path, self.revision, self.config, prefix)
-    try:
-      shard = splits[self.split].shard(self.num_shards, self.index)
-      yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), self.name, 0, prefix, options)
-    except UserError:
-      raise
-    except Exception as error:
-      problem = f"{prefix} {self.name} can't be read ({reason(error)[:500]})"
-      remedy = "check the network, restore it if it is damaged, or name its files with jsonl:GLOB or parquet:GLOB"
-      raise UserError(f"{problem}; {remedy}, which read records of different keys and types") from error
+  `place` is a folder, or hf://datasets/ and a name; a commit, or None for a folder; and the configuration.
+  """
+  splits, _ = _open(*place, prefix)
+  try:
+    shard = splits[split].shard(num, index)
+    yield from read_rows(shard.with_format("arrow").iter(BATCH_ROWS), name, 0, prefix, options)
+  except UserError:
+    raise
+  except Exception as error:
+    problem = f"{prefix} {name} can't be read ({reason(error)[:500]})"
+    remedy = "check the network, restore it if it is damaged, or name its files with jsonl:GLOB or parquet:GLOB"
+    raise UserError(f"{problem}; {remedy}, which read records of different keys and types") from error
 
 
 def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
@@ -108,11 +95,16 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
   except Exception as error:
     remedy = "correct the source" + (", or check the network" if revision else "")
     raise UserError(f"{prefix} {path} can't be opened ({reason(error)[:500]}); {remedy}") from error
-  data, place = splits[split], (path, revision, config, split)
+  data, size = splits[split], PART_BYTES  # an assumption, since `datasets` does not tell
   if isinstance(data, list):
-    return [RowGroup(file, None, 0, PART_BYTES) for file in data], [path, config, split, state]
-  num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
-  return [Shard(*place, index, num_shards) for index in range(num_shards)], [path, config, split, state]
+    parts = [Part(file, size, functools.partial(read_file, file, None, 0)) for file in data]
+    return parts, [path, config, split, state]
+  num_shards, parts = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards, []
+  for index in range(num_shards):
+    name = f"{path}:{split} shard {index}"
+    read = functools.partial(_read_shard, name, (path, revision, config), split, num_shards, index)
+    parts.append(Part(name, size, read))
+  return parts, [path, config, split, state]
 
 
 @functools.lru_cache(2)

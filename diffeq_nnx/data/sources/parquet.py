@@ -14,38 +14,26 @@ from typing import Any
 
 from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import files, records
-from diffeq_nnx.data.sources.records import BadRecord, Options
+from diffeq_nnx.data.sources.records import BadRecord, Options, Part
 from diffeq_nnx.errors import UserError
 
 BATCH_ROWS = 64  # rows that are decoded at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class RowGroup:
-  """A row group of a file, or all of them in order, as a part of a source. Only the needed columns are read."""
-
-  path: str  # or URL
-  index: int | None  # of the row group in the file; None: all
-  start: int  # the number of rows in the row groups before it
-  size: int  # bytes of the row group before compression, all columns
-
-  @property
-  def name(self) -> str:
-    """See `records.Part`."""
-    return self.path if self.index is None else f"{self.path} row group {self.index}"
-
-  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
-    """See `records.Part.read`."""
-    with _open(self.path, prefix, options) as file:
-      # threads of Arrow might still use the file when Python ends
-      needed = records.choose_columns(file.schema_arrow.names, options)
-      read = functools.partial(file.iter_batches, BATCH_ROWS, columns=needed, use_threads=False)
-      groups = range(file.num_row_groups) if self.index is None else [self.index]
-      batches = (batch for index in groups for batch in read(row_groups=[index]))
-      yield from read_rows(batches, self.path, self.start, prefix, options)
+def read_file(
+  path: str, index: int | None, start: int, prefix: str, options: Options
+) -> Iterator[Document | BadRecord]:
+  """Reads a row group of a file, before which there are `start` rows, or all of them; see `records.Part`."""
+  with _open(path, prefix, options) as file:
+    needed = records.choose_columns(file.schema_arrow.names, options)
+    # threads of Arrow might still use the file when Python ends
+    read = functools.partial(file.iter_batches, BATCH_ROWS, columns=needed, use_threads=False)
+    groups = range(file.num_row_groups) if index is None else [index]
+    batches = (batch for group in groups for batch in read(row_groups=[group]))
+    yield from read_rows(batches, path, start, prefix, options)
 
 
-def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], list[RowGroup]], list]:
+def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], list[Part]], list]:
   """Finds the files that a source names, as `files.resolve` does. Their footers are read when the parts are needed.
 
   Raises:
@@ -55,10 +43,10 @@ def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], lis
   import pyarrow.parquet  # noqa: F401  (its lack is told here, and not when the first file is read)
 
   found, state = files.resolve("parquet", globs, prefix)
-  return functools.partial(_list_row_groups, [one.path for one in found], prefix, options), state
+  return functools.partial(_list_row_groups, [one.name for one in found], prefix, options), state
 
 
-def _list_row_groups(paths: list[str], prefix: str, options: Options) -> list[RowGroup]:
+def _list_row_groups(paths: list[str], prefix: str, options: Options) -> list[Part]:
   """Reads the footer of each file; raises UserError for one that isn't Parquet, is damaged, or lacks a column."""
   parts = []
   for path in paths:
@@ -66,7 +54,8 @@ def _list_row_groups(paths: list[str], prefix: str, options: Options) -> list[Ro
       start = 0
       for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
-        parts.append(RowGroup(path, index, start, group.total_byte_size))
+        read = functools.partial(read_file, path, index, start)
+        parts.append(Part(f"{path} row group {index}", group.total_byte_size, read))
         start += group.num_rows
   return parts
 

@@ -1,10 +1,10 @@
 """What the kinds of source share: options, records that can't be used, and counts of all records."""
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 
@@ -119,23 +119,18 @@ def make_rule(options: Options) -> str:
   return f"each record must be like {{{fields}}}"
 
 
-class Part(Protocol):
-  """A piece of a source that any process can read on its own: it holds names, no open files."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A piece of a source that any process can read on its own: it can be pickled, and holds no open files.
 
-  @property
-  def name(self) -> str:
-    """A readable name."""
+  `read(prefix, options)` yields the document of each record in order, or a `BadRecord`, and holds one record in memory.
+  It raises any error if the rest can't be read, so that the number of lost records is unknown. The message of a
+  UserError begins with `prefix`.
+  """
 
-  @property
-  def size(self) -> int:
-    """The bytes that store it, about; small parts are prepared together."""
-
-  def read(self, prefix: str, options: Options) -> Iterator[Document | BadRecord]:
-    """Yields the document of each record in order, or a `BadRecord`; holds one record in memory.
-
-    Raises any error if the rest can't be read, so that the number of lost records is unknown. The message of a
-    UserError begins with `prefix`.
-    """
+  name: str  # a readable one
+  size: int  # the bytes that store it, about; small parts are prepared together
+  read: Callable[[str, Options], Iterator[Document | BadRecord]]
 
 
 def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> Iterator[Document]:
