@@ -164,7 +164,7 @@ def _make_corpus(
 def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:
   """Raises UserError if the config names another tokenizer than that of the shards."""
   if config.tokenizer != "train":
-    asked = tokenizers.load_from_config(config)
+    asked = tokenizers.load(config.tokenizer, config, lossless=True)
     if asked.hash != tokenizer.hash:
       raise UserError(
         f"data.tokenizer={config.tokenizer}: is another tokenizer ({asked.hash[:12]}) than that of {name} "

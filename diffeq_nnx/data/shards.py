@@ -18,6 +18,7 @@ import zlib
 import numpy as np
 
 from diffeq_nnx import files
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
@@ -264,8 +265,8 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
     counted = info["counted"] if manifest.get("masked") else None
     splits[name] = Split(tokens, info["bytes"], info["documents"], counted)
   info = manifest["tokenizer"]
-  path = os.path.join(directory, info["file"])
-  tokenizer = tokenizers.load(path, begin_mark=info["bos_id"] is not None, lossless=True, key=f"{label}: tokenizer")
+  path, config = os.path.join(directory, info["file"]), DataConfig(begin_mark=info["bos_id"] is not None)
+  tokenizer = tokenizers.load(path, config, lossless=True, key=f"{label}: tokenizer")
   if tokenizer.hash != info["hash"]:
     raise UserError(
       f"{label}: {path} is another tokenizer ({tokenizer.hash[:12]}) than that of {MANIFEST} ({info['hash'][:12]}); "

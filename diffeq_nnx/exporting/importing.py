@@ -15,7 +15,7 @@ import safetensors
 
 from diffeq_nnx import files
 from diffeq_nnx.config import DataConfig, ModelConfig, RopeConfig
-from diffeq_nnx.data.tokenizers import Tokenizer, load_from_config
+from diffeq_nnx.data.tokenizers import Tokenizer, load
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.exporting import layouts
 from diffeq_nnx.exporting.hub import open_folder
@@ -95,7 +95,7 @@ def read_tokenizer(folder: str, config: DataConfig = DataConfig()) -> Tokenizer:
   Marks, and what becomes of unknown bytes, are chosen by `config`. Raises UserError if there is none, or it
   can't be used.
   """
-  return load_from_config(config, folder, lossless=False, key="from_hf")
+  return load(folder, config, key="from_hf")
 
 
 def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:

@@ -242,7 +242,8 @@ def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
   for path in (os.path.join(workdir, name) for name in ("tokenizer.model", "tokenizer.json")):
     for begin_mark in (config.data.begin_mark, False, True) if files.exists(path) else ():
       try:  # a sentencepiece file does not say whether documents begin with its mark
-        tokenizer = load_tokenizer(path, begin_mark=begin_mark, lossless=True, chat_template=template)
+        marks = DataConfig(begin_mark=begin_mark, chat_template=template)
+        tokenizer = load_tokenizer(path, marks, lossless=True)
         if tokenizer.hash == known["tokenizer_hash"]:
           return tokenizer
         problem = f"{path} is another ({tokenizer.hash[:12]}, not {known['tokenizer_hash'][:12]})"

@@ -98,7 +98,7 @@ def make_recipe(config: DataConfig, vocab_size: int, seed: int) -> Recipe:
   """
   tokenizer = None
   if config.tokenizer != "train":
-    tokenizer = tokenizers.load_from_config(config)
+    tokenizer = tokenizers.load(config.tokenizer, config, lossless=True)
     check_vocabulary(tokenizer, vocab_size, f"data.tokenizer={config.tokenizer}")
   elif config.begin_mark or config.begin_token or config.end_token:
     raise UserError(

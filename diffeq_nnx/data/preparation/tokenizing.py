@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import shards, tokenizers
 from diffeq_nnx.data.documents import NOT_COUNTED, Document, count_bytes, encode, text_of
 from diffeq_nnx.data.sources import Counts, Part
@@ -88,7 +89,7 @@ def tokenize(
   Raises:
     UserError: For a document that the tokenizer can't encode, and what `read` raises.
   """
-  tokenizer = tokenizers.load(tokenizer_file, begin_mark=begin_mark, lossless=True)
+  tokenizer = tokenizers.load(tokenizer_file, DataConfig(begin_mark=begin_mark), lossless=True)
   masked = records != "text"
   dtype, marks = choose_dtype(tokenizer, masked), (tokenizer.bos_id, tokenizer.eos_id)
   begin, end = (b"" if mark is None else np.array(mark, dtype).tobytes() for mark in marks)

@@ -3,8 +3,8 @@
 import copy
 import functools
 import itertools
-from typing import Any
 
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.tokenizers import byte_fallback, byte_pairs, files, marks, sentencepieces, specs
 from diffeq_nnx.data.tokenizers.base import Tokenizer
 from diffeq_nnx.data.tokenizers.byte_fallback import ByteFallbackTokenizer
@@ -18,33 +18,19 @@ from diffeq_nnx.files import parse_json
 
 
 def load(
-  name: str,
-  *,
-  begin_mark: bool | None = None,
-  begin_token: str | None = None,
-  end_token: str | None = None,
-  unknown_bytes: str | None = None,
-  lossless: bool = False,
-  chat_template: str | None = None,
-  key: str = "data.tokenizer",
+  name: str, config: DataConfig = DataConfig(), *, lossless: bool = False, key: str = "data.tokenizer"
 ) -> Tokenizer:
   """Loads the tokenizer with a name or path.
-
-  A file that this program wrote says all of this itself; arguments other than None come before it.
 
   Args:
     name: `bytes`, or the path of a sentencepiece model, a `tokenizer.json`, or a directory with `tokenizer.json`,
       `tokenizer.model`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`. Of a directory with the first
       two, `tokenizer.json` is taken, as by transformers.
-    begin_mark: Whether documents begin with the begin mark; None: yes with a `begin_token`, else as the files say, else
-      as the tokenizer's own post-processor does.
-    begin_token: The begin mark's token; None: as the files say.
-    end_token: The end mark's token; None: as the files say, else `<|endoftext|>`.
-    unknown_bytes: For a byte-level vocabulary without pieces for some bytes, whether such a byte in a text is an
-      `error` or becomes the `unknown` token; None: an error.
+    config: Of its begin_mark, begin_token, end_token, unknown_bytes and chat_template, those that aren't None come
+      before what the files say, also a file that this program wrote. A `begin_token` implies `begin_mark`. If neither
+      is given and no file says it, the tokenizer's own post-processor decides whether documents begin with the mark.
     lossless: Whether a sentencepiece model is used with its text normalization off; else it is used as it was trained,
       unless it is one that `train` made.
-    chat_template: The path of the chat template; None: as the files say.
     key: The configuration key that errors name.
 
   Raises:
@@ -52,16 +38,16 @@ def load(
   """
   try:
     folder, chosen = ({}, ()) if name == "bytes" else files.read_folder(name)
-    made = _make(tuple(folder.items()), chosen, begin_mark, begin_token, end_token, unknown_bytes, lossless)
+    made = _make(tuple(folder.items()), chosen, config, lossless)
     template, names = files.read_chat_template(folder)
   except UserError as error:
     raise UserError(f"{key}={name}: {error}") from error
   tokenizer = copy.copy(made)  # what is set below is the caller's
-  if chat_template is not None:
-    template = files.read_template_file(chat_template)
+  if config.chat_template is not None:
+    template = files.read_template_file(config.chat_template)
   own = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
   names = {key: tokenizer.name_token(number) for key, number in own.items() if number is not None} | names
-  given = {"bos_token": begin_token, "eos_token": end_token}
+  given = {"bos_token": config.begin_token, "eos_token": config.end_token}
   names |= {variable: token for variable, token in given.items() if token}
   tokenizer.chat_template = None if template is None else files.name_marks(template, names)
   return tokenizer
@@ -69,17 +55,12 @@ def load(
 
 @functools.lru_cache(2)  # a run, its text and its cache have one tokenizer, which takes a second to make if it is large
 def _make(
-  files_of_folder: tuple[tuple[str, bytes], ...],
-  chosen: tuple[str, ...],
-  begin_mark: bool | None,
-  begin_token: str | None,
-  end_token: str | None,
-  unknown_bytes: str | None,
-  lossless: bool,
+  files_of_folder: tuple[tuple[str, bytes], ...], chosen: tuple[str, ...], config: DataConfig, lossless: bool
 ) -> Tokenizer:
   """Makes the tokenizer in the chosen files, without its chat template; see `load`. No files: that of bytes."""
   folder = dict(files_of_folder)
   said = files.read_statements(folder)
+  begin_mark, begin_token, end_token = config.begin_mark, config.begin_token, config.end_token
   configured: Stated = {
     "eos": {"data.end_token": end_token} if end_token else {},
     "bos": {"data.begin_token": begin_token} if begin_token else {},
@@ -108,26 +89,10 @@ def _make(
   if falls_back:
     return ByteFallbackTokenizer(spec, found)
   noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
-  if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
+  if byte_pairs.find_missing_bytes(spec) and (config.unknown_bytes or noted) == "unknown":
     unknown = marks.find_unknown_token(stated["unknown"], found, ids)
   tokenizer, plain = BytePairTokenizer(spec, found, unknown), ByteTokenizer()
   return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
-
-
-def load_from_config(
-  config: Any, name: str | None = None, *, lossless: bool = True, key: str = "data.tokenizer"
-) -> Tokenizer:
-  """Loads the tokenizer that a config's section `data` names, or another with its keys; raises UserError as `load`."""
-  return load(
-    config.tokenizer if name is None else name,
-    begin_mark=config.begin_mark,
-    begin_token=config.begin_token,
-    end_token=config.end_token,
-    unknown_bytes=config.unknown_bytes,
-    lossless=lossless,
-    chat_template=config.chat_template,
-    key=key,
-  )
 
 
 def _make_sentencepieces(content: bytes, configured: Stated, said: Stated, folder: Folder, lossless: bool) -> Tokenizer:
