@@ -8,7 +8,7 @@ import pytest
 
 from diffeq_nnx import data
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data import Options, preparation, rows
+from diffeq_nnx.data import Options, batches, preparation
 from diffeq_nnx.data.documents import Piece, count_bytes, encode, read_ids
 from tests.conftest import told
 from tests.prepared_text import digest
@@ -94,7 +94,7 @@ def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path)
 
 @pytest.mark.parametrize("kind", ["completion", "text"])
 def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind, monkeypatch):
-  monkeypatch.setattr(rows, "_CHUNK", 50)  # tokens that are read at a time, fewer than a document has
+  monkeypatch.setattr(batches, "_CHUNK", 50)  # tokens that are read at a time, fewer than a document has
   if kind == "text":
     config = DataConfig(
       source=write_jsonl(tmp_path / "text.jsonl", prose(40)), tokenizer="bytes", cache_dir=str(tmp_path), rows="padded"
@@ -120,7 +120,7 @@ def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind,
 
 @pytest.mark.parametrize("too_long,chunk", [("cut", 7), ("drop", 1 << 20)])
 def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, caplog, monkeypatch, too_long, chunk):
-  monkeypatch.setattr(rows, "_CHUNK", chunk)
+  monkeypatch.setattr(batches, "_CHUNK", chunk)
   lengths = [(3, 4), (30, 4), (5, 30), (9, 0), (2, 16)]  # bytes of prompts and completions
   records = [{"prompt": "p" * p, "completion": "c" * (c or 10)} for p, c in lengths]
   held = write_jsonl(tmp_path / "held.jsonl", records)
