@@ -92,15 +92,7 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   """Finds the files or records of a source without reading them.
 
   Args:
-    source: One of
-      `builtin`: the prose of Python's own help topics;
-      `text:GLOB`: each file one document, UTF-8;
-      `jsonl:GLOB`: one JSON object a line, its text under `options.text_key`; GLOB may be several paths or globs
-        separated by commas, `~` expands, URLs like `gs://bucket/*.jsonl.gz` are read through fsspec, and files such as
-        `.gz`, `.xz` and `.zst` are decompressed;
-      `parquet:GLOB`: Parquet files, each row one document, its text in the column `options.text_key`;
-      `tfds:NAME[/CONFIG][:VERSION][:SPLIT]`: a TFDS data set, its text in the feature `options.text_key`;
-      `hf:NAME[@REVISION][:CONFIG][:SPLIT]`: a data set of the Hugging Face hub or in a folder, its text in that column.
+    source: One of `KINDS` but the last; docs/reference/text.md describes them.
     key: The configuration key that errors name.
     options: How to read it.
 
