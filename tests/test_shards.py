@@ -25,7 +25,7 @@ def test_slices_reach_over_records_and_shards(tmp_path, monkeypatch):
   sizes = [30, 0, 1, 14, 0, 55]
   pieces = np.split(expected, np.cumsum(sizes)[:-1])
   for number, piece in enumerate(pieces):
-    shards.write_shard(str(tmp_path / str(number)), piece, "x")
+    shards.write_shard(str(tmp_path / str(number)), piece)
   tokens = Tokens([str(tmp_path / str(number)) for number in range(6)], sizes, np.uint16)
   assert len(tokens) == 100
   for start, stop in itertools.product(range(0, 102, 5), repeat=2):

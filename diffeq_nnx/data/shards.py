@@ -32,16 +32,6 @@ _RESTORE = "restore it, or prepare the directory again"
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-  """One file of a split."""
-
-  file: str  # its name in the directory
-  tokens: int  # number of tokens
-  size: int  # bytes of the file
-  sha256: str  # of the file, in hex
-
-
-@dataclasses.dataclass(frozen=True)
 class Padding:
   """That each document is a row of its own, padded (data.rows=padded)."""
 
@@ -173,18 +163,21 @@ def join(splits: Sequence[Split]) -> Split:
   return dataclasses.replace(splits[0], tokens=tokens, joined=len(splits) > 1, **sums)
 
 
-def write_shard(path: str, tokens: np.ndarray, name: str) -> Shard:
-  """Writes tokens [num_tokens] to a file that will be renamed to `name`; raises OSError if it fails."""
+def write_shard(path: str, tokens: np.ndarray) -> dict[str, Any]:
+  """Writes tokens [num_tokens] to a file, and returns what the manifest says about it; raises OSError if it fails.
+
+  That is its name, the numbers of its tokens and bytes, and its SHA-256 in hex.
+  """
   tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
   records = [tokens[start : start + RECORD_TOKENS] for start in range(0, len(tokens), RECORD_TOKENS)]
   sums = np.array([zlib.crc32(record.tobytes()) for record in records], _CHECKSUM)
   sha256, size = hashlib.sha256(), 0
-  with open(path, "wb") as file:
+  with files.replacing(path) as part, open(part, "wb") as file:
     for record in (*records, sums):
       data = record.tobytes()  # since numpy's tofile does not tell when a full disk takes a part of it only
       sha256.update(data)
       size += file.write(data)
-  return Shard(name, len(tokens), size, sha256.hexdigest())
+  return {"file": os.path.basename(path), "tokens": len(tokens), "size": size, "sha256": sha256.hexdigest()}
 
 
 def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
@@ -211,23 +204,20 @@ def read_manifest(directory: str, label: str) -> dict[str, Any] | None:
 
 def _check_fields(manifest: dict[str, Any]) -> None:
   """Raises ValueError, KeyError or TypeError unless a manifest has all that is used later, and names its own files."""
-  manifest["recipe"]["source"]
-  tokenizer, splits = manifest["tokenizer"], manifest["splits"]
-  shards = {name: [Shard(**shard) for shard in info["shards"]] for name, info in splits.items()}
-  every = [shard for some in shards.values() for shard in some]
-  tokenizer["bos_id"]
-  counts = [one for shard in every for one in (shard.tokens, shard.size)]
-  masked = manifest.get("masked", False)
+  tokenizer, splits, masked = manifest["tokenizer"], manifest["splits"], manifest.get("masked", False)
+  manifest["recipe"]["source"], tokenizer["bos_id"]
+  shards = [shard for info in splits.values() for shard in info["shards"]]
   keys = ("tokens", "bytes", "documents", *(["counted"] if masked else []))
-  counts += [info[key] for info in splits.values() for key in keys]
+  counts = [info[key] for info in splits.values() for key in keys]
+  counts += [shard[key] for shard in shards for key in ("tokens", "size")]
   fits = (
     manifest["dtype"] in (("uint32",) if masked else ("uint16", "uint32")),
     not masked or all(info["counted"] for info in splits.values()),
-    shards.keys() == set(SPLITS),
+    splits.keys() == set(SPLITS),
     all(type(count) is int and count >= 0 for count in counts),
-    all(splits[name]["tokens"] == sum(shard.tokens for shard in some) for name, some in shards.items()),
-    all(map(files.is_name, [tokenizer["file"], *(shard.file for shard in every)])),
-    all(isinstance(text, str) for text in [tokenizer["hash"], *(shard.sha256 for shard in every)]),
+    all(info["tokens"] == sum(shard["tokens"] for shard in info["shards"]) for info in splits.values()),
+    all(map(files.is_name, [tokenizer["file"], *(shard["file"] for shard in shards)])),
+    all(isinstance(text, str) for text in [tokenizer["hash"], *(shard["sha256"] for shard in shards)]),
   )
   if not all(fits):
     raise ValueError
@@ -254,14 +244,14 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
   """
   splits, found = {}, files.list_sizes(directory)
   for name, info in manifest["splits"].items():
-    shards = [Shard(**shard) for shard in info["shards"]]
-    paths = [os.path.join(directory, shard.file) for shard in shards]
-    for path, shard in zip(paths, shards):
-      if shard.file not in found:
+    paths = [os.path.join(directory, shard["file"]) for shard in info["shards"]]
+    for path, shard in zip(paths, info["shards"]):
+      size, expected = found.get(shard["file"]), shard["size"]
+      if size is None:
         raise UserError(f"{label}: {path} is not there; {_RESTORE}")
-      if found[shard.file] != shard.size:
-        raise UserError(f"{label}: {path} has {found[shard.file]} bytes, expected {shard.size}: damaged; {_RESTORE}")
-    tokens = Tokens(paths, [shard.tokens for shard in shards], np.dtype(manifest["dtype"]))
+      if size != expected:
+        raise UserError(f"{label}: {path} has {size} bytes, expected {expected}: damaged; {_RESTORE}")
+    tokens = Tokens(paths, [shard["tokens"] for shard in info["shards"]], np.dtype(manifest["dtype"]))
     counted = info["counted"] if manifest.get("masked") else None
     splits[name] = Split(tokens, info["bytes"], info["documents"], counted)
   info = manifest["tokenizer"]

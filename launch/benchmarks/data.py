@@ -74,7 +74,7 @@ def reading(args: argparse.Namespace, folder: str) -> None:
   paths = [os.path.join(folder, str(number)) for number in range(SHARDS)]
   for number, path in enumerate(paths):
     tokens = np.random.default_rng(number).integers(50_000, size=each, dtype=np.uint16)
-    shards.write_shard(path, tokens, path)
+    shards.write_shard(path, tokens)
   tokens = shards.Tokens(paths, [each] * SHARDS, np.uint16)
   train = data.Mixture((data.Split(tokens, num_bytes=4 * len(tokens), num_documents=1),))
   choices = {"attention across documents": None, "within documents": 0}

@@ -15,7 +15,6 @@ from diffeq_nnx.data import shards, tokenizers
 from diffeq_nnx.data.documents import NOT_COUNTED, Document, count_bytes, encode, text_of
 from diffeq_nnx.data.sources import Counts, Part
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import replacing
 
 _BATCH = 16  # documents that are encoded at a time
 
@@ -56,9 +55,7 @@ class _Writer:
     """Writes the documents that are not in a shard yet, if there are any."""
     if self.waiting:
       path = f"{self.path}-{len(self.shards):03}.tokens"
-      with replacing(path) as written:
-        shard = shards.write_shard(written, np.frombuffer(self.waiting, self.dtype), os.path.basename(path))
-      self.shards.append(dataclasses.asdict(shard))
+      self.shards.append(shards.write_shard(path, np.frombuffer(self.waiting, self.dtype)))
       self.waiting = bytearray()
 
 
