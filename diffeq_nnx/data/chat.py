@@ -241,27 +241,21 @@ def _find_counted(messages: Sequence[Mapping[str, Any]], turns: Sequence[int]) -
 
 def _check_messages(messages: Any) -> None:
   if not isinstance(messages, Sequence) or isinstance(messages, str):
-    raise BadConversation(
-      "whose messages are no list", f"the messages are of type {type(messages).__name__}, not a list"
-    )
+    problem = f"the messages are of type {type(messages).__name__}, not a list"
+    raise BadConversation("whose messages are no list", problem)
   if not messages:
     raise BadConversation("without messages", "the list of messages is empty")
-  for number, message in enumerate(messages):
-    for key in ("role", "content"):
-      if key == "content" and isinstance(message, Mapping) and message.get(key) is None and _calls(message):
-        continue
-      if not isinstance(message, Mapping) or key not in message:
+  for number, one in enumerate(messages):
+    message = one if isinstance(one, Mapping) else {}
+    calls = any(message.get(key) for keys in _CALLS.values() for key in keys)
+    for key in ("role",) if calls and message.get("content") is None else ("role", "content"):
+      if key not in message:
         rule = 'each must be like {"role": "user", "content": "..."}'
         raise BadConversation("with a message without role and content", f"message {number} has no {key!r}; {rule}")
       if not isinstance(message[key], str):
         kind = type(message[key]).__name__
         problem = f"the {key} of message {number} is of type {kind}, not a string"
         raise BadConversation(f"with a {key} that is not a string", problem)
-
-
-def _calls(message: Mapping[str, Any]) -> bool:
-  """Whether a message calls tools, and may do without a content."""
-  return any(message.get(key) for keys in _CALLS.values() for key in keys)
 
 
 def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:

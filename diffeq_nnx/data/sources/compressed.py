@@ -32,11 +32,6 @@ _DECOMPRESSORS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def is_window_too_large(error: BaseException) -> bool:
-  """Whether a zstd frame needs more memory than the library allows, which is 2 GiB."""
-  return isinstance(error, zstd.ZstdError) and "too much memory" in str(error)
-
-
 class _Members(io.RawIOBase):
   """The content of all members of a file, which closes with it.
 

@@ -172,7 +172,7 @@ def describe_unreadable(prefix: str, name: str, error: BaseException) -> str:
   problem = reason(error)
   if isinstance(error, OSError) and error.strerror:
     problem, remedy = error.strerror, "make it readable or narrow the glob"
-  elif compressed.is_window_too_large(error):
+  elif isinstance(error, compressed.zstd.ZstdError) and "too much memory" in str(error):
     problem = "its zstd window is larger than 2 GiB"
     remedy = "compress it again with a smaller window, as --long=27"
   elif is_url(name):

@@ -30,11 +30,6 @@ WITHIN: dict[str, Any] = {  # a decoder that drops nothing
 }
 
 
-def divides_as_exported(given: dict[str, Any]) -> bool:
-  """Whether --job=export made a parsed `tokenizer.json` of a sentencepiece model that is used without loss."""
-  return all(given.get(key) == step for key, step in EXPORTED.items())
-
-
 def is_kind(given: Any) -> bool:
   """Whether a parsed `tokenizer.json` is of this kind."""
   model = given.get("model") if isinstance(given, dict) else None

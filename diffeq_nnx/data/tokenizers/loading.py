@@ -78,7 +78,8 @@ def _make(
       return _make_sentencepieces(content, configured, said, folder, lossless)
     given, model = parse_json(content, chosen[0]), folder.get(SentencePieceTokenizer.file_name)
     falls_back = byte_fallback.is_kind(given)
-    if falls_back and byte_fallback.divides_as_exported(given) and model is not None:
+    if falls_back and given.items() >= byte_fallback.EXPORTED.items() and model is not None:
+      # --job=export made it of the model
       return _make_sentencepieces(model, configured, said, folder, lossless=True)
     spec, own = (byte_fallback if falls_back else byte_pairs).from_tokenizer_json(given)
     if not falls_back:
