@@ -187,6 +187,7 @@ BAD_FILES = {  # of compressed ones one of each kind: what is damaged in each fo
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
   "nothing.text.xz": (b"", " can't be read"),
   "archive.text": (b"a.txt\0\0text", ": holds NUL bytes, as archives and UTF-16 do"),
+  "archive.text.ZIP": (b"PK\3\4\0\0text", ": holds NUL bytes, as archives and UTF-16 do"),
   "key.jsonl": (b'{"text": "x"}\n{"txt": "x"}', """ line 2: no key "text" (its keys: 'txt')"""),
 }
 

@@ -1,28 +1,22 @@
 """The paragraphs of a file as documents: configs/tiny.py with a data source of our own."""
 
-import dataclasses
+import functools
 import os
 import runpy
 
 from diffeq_nnx.data import sources
 
 
-@dataclasses.dataclass(frozen=True)
-class Paragraphs:
-  """A part: the paragraphs of a file, each one document."""
-
-  name: str
-  size: int = 0  # bytes, about; small parts are prepared together
-
-  def read(self, prefix, options):
-    """Yields the documents; errors may begin with `prefix`, and `options` are the keys of `data`."""
-    with open(self.name, encoding="utf-8") as file:
-      yield from file.read().split("\n\n")
+def read(path, prefix, options):
+  """Yields the documents of a file; errors may begin with `prefix`, and `options` are the keys of `data`."""
+  with open(path, encoding="utf-8") as file:
+    yield from file.read().split("\n\n")
 
 
 def resolve(path, prefix, options):
   """The parts of paragraphs:PATH, and a JSON value that changes with the source, as its cache must."""
-  return [Paragraphs(path)], [path, os.path.getsize(path), os.path.getmtime(path)]
+  size = os.path.getsize(path)  # small parts are prepared together
+  return [sources.Part(path, size, functools.partial(read, path))], [path, size, os.path.getmtime(path)]
 
 
 sources.RESOLVERS["paragraphs"] = resolve
