@@ -36,9 +36,10 @@ def load(
   Raises:
     UserError: For files that can't be read or used, that disagree or lose text, and for missing marks.
   """
+  asked = (config.begin_mark, config.begin_token, config.end_token, config.unknown_bytes)
   try:
     folder, chosen = ({}, ()) if name == "bytes" else files.read_folder(name)
-    made = _make(tuple(folder.items()), chosen, config, lossless)
+    made = _make(tuple(folder.items()), chosen, asked, lossless)
     template, names = files.read_chat_template(folder)
   except UserError as error:
     raise UserError(f"{key}={name}: {error}") from error
@@ -55,12 +56,15 @@ def load(
 
 @functools.lru_cache(2)  # a run, its text and its cache have one tokenizer, which takes a second to make if it is large
 def _make(
-  files_of_folder: tuple[tuple[str, bytes], ...], chosen: tuple[str, ...], config: DataConfig, lossless: bool
+  files_of_folder: tuple[tuple[str, bytes], ...],
+  chosen: tuple[str, ...],
+  asked: tuple[bool | None, str | None, str | None, str | None],
+  lossless: bool,
 ) -> Tokenizer:
   """Makes the tokenizer in the chosen files, without its chat template; see `load`. No files: that of bytes."""
   folder = dict(files_of_folder)
   said = files.read_statements(folder)
-  begin_mark, begin_token, end_token = config.begin_mark, config.begin_token, config.end_token
+  begin_mark, begin_token, end_token, unknown_bytes = asked
   configured: Stated = {
     "eos": {"data.end_token": end_token} if end_token else {},
     "bos": {"data.begin_token": begin_token} if begin_token else {},
@@ -90,7 +94,7 @@ def _make(
   if falls_back:
     return ByteFallbackTokenizer(spec, found)
   noted = spec["model"].get(specs.OURS, {}).get("unknown_bytes")
-  if byte_pairs.find_missing_bytes(spec) and (config.unknown_bytes or noted) == "unknown":
+  if byte_pairs.find_missing_bytes(spec) and (unknown_bytes or noted) == "unknown":
     unknown = marks.find_unknown_token(stated["unknown"], found, ids)
   tokenizer, plain = BytePairTokenizer(spec, found, unknown), ByteTokenizer()
   return plain if tokenizer.hash == plain.hash else tokenizer  # bytes need no merging
