@@ -44,7 +44,7 @@ class Counts:
   def describe(self) -> str:
     """Words the counts as part of a message."""
     reasons = [f"{number} {reason} (first: {self.examples[reason]})" for reason, number in self.bad.items()]
-    return f"{self.num_bad} of {self.records} records skipped as bad: {'; '.join(reasons) or 'none'}"
+    return f"{self.num_bad} of {self.records} records skipped as bad: {'; '.join(reasons)}"
 
   def warn_of_bad(self, prefix: str) -> None:
     """Logs in one line, which begins with `prefix`, how many records were skipped, if any were."""
