@@ -58,7 +58,7 @@ def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(preset, field, n
   for padded, row, length in zip(tokens_BxL, rows, lengths):
     padded[7 - length :] = row[:length]
   state = begin_state([length - 7 for length in lengths])
-  read, go_on = jax.jit(decoding.first_logits, static_argnums=3), jax.jit(decoding.more_logits)
+  read, go_on = jax.jit(decoding.next_logits, static_argnums=3), jax.jit(decoding.next_logits)
   state, logits_BxV = read(decoder.ready, state, tokens_BxL[:, :first], 16)
   found = [logits_BxV]
   for start in range(first, 7, 2):  # the rest of the prompts, two tokens at a time
@@ -82,8 +82,8 @@ def test_the_weights_are_made_once_and_a_token_needs_no_generator(monkeypatch):
   decoder = diffeq_nnx.Decoder(model)
   assert "weight_source" not in decoder.ready.rest
   tokens = jnp.zeros((1, 8), jnp.int32)
-  state, _ = jax.eval_shape(lambda: decoding.first_logits(decoder.ready, begin_state([0]), tokens, 64))
-  program = jax.jit(decoding.more_logits).trace(decoder.ready, state, tokens[:, :1]).lower().as_text()
+  state, _ = jax.eval_shape(lambda: decoding.next_logits(decoder.ready, begin_state([0]), tokens, 64))
+  program = jax.jit(decoding.next_logits).trace(decoder.ready, state, tokens[:, :1]).lower().as_text()
   # per solver step four products with kernels and two of attention's, then the head; and no loop
   assert program.count("stablehlo.dot_general") == 2 * (4 + 2) + 1 and "while" not in program
   for one in (decoder, decoder):  # a decoder's own weights serve many calls
@@ -234,7 +234,7 @@ def test_a_mesh_of_the_caller_s_changes_nothing():
 
 def test_calls_of_like_lengths_compile_nothing_anew(decoder):
   def compiled():
-    return decoding.read_first._cache_size(), decoding.read_more._cache_size()
+    return decoding.read_tokens._cache_size()
 
   diffeq_nnx.generate(decoder, [[1]], max_tokens=3, top_p=0.5)
   before = compiled()

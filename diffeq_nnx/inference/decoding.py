@@ -153,7 +153,7 @@ class Decoder:
     with jax.set_mesh(self.ready.mesh):
       next_B = jnp.array([len(prompt) - L for prompt in prompts], jnp.int32)
       state = DecodeState([], jnp.int32(0), next_B, options.make_sampler(row_numbers))
-      state, tokens_B = read_first(self.ready, state, tokens_BxL[:, :first], num_slots or L)
+      state, tokens_B = read_tokens(self.ready, state, tokens_BxL[:, :first], num_slots or L)
     for start in range(first, L, CHUNK):
       yield None
       state, tokens_B = self.advance(state, tokens_BxL[:, start : start + CHUNK])
@@ -162,7 +162,7 @@ class Decoder:
   def advance(self, state: DecodeState, tokens: jax.Array | np.ndarray) -> tuple[DecodeState, jax.Array]:
     """The state after more tokens, [B] or [B, Q], and the next ones; the old state is used up."""
     with jax.set_mesh(self.ready.mesh):
-      return read_more(self.ready, state, tokens)
+      return read_tokens(self.ready, state, tokens)
 
   def replace_row(
     self, state: DecodeState, tokens_B: jax.Array, row: int, new: DecodeState, new_token: jax.Array
@@ -200,32 +200,33 @@ def pad_slots(count: int) -> int:
   return -(-count // BUCKET) * BUCKET
 
 
-def first_logits(
-  ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array, num_slots: int
-) -> tuple[DecodeState, jax.Array]:
-  """The state after the first Q tokens of each row, with P = `num_slots` slots, and logits [B, V] after the last.
-
-  The state before has no cache, and its first token goes to slot 0.
-  """
-  Q = tokens_BxQ.shape[1]
-  positions_BxQ = _find_positions(state, Q)
-  context = PrefillCache((positions_BxQ >= 0).astype(jnp.int32), jnp.maximum(positions_BxQ, 0))
-  state, hidden_BxQxD = _read(ready, state, tokens_BxQ, context, num_slots)
-  return state, _compute_logits(ready, hidden_BxQxD[:, -1:])[:, 0]
-
-
-def more_logits(
-  ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array, after_each: bool = False
+def next_logits(
+  ready: ReadyModel,
+  state: DecodeState,
+  tokens_BxQ: jax.Array,
+  num_slots: int | None = None,
+  *,
+  after_each: bool = False,
 ) -> tuple[DecodeState, jax.Array]:
   """The state after Q more tokens in each row, and the logits [B, V] after the last; slot + Q is at most P.
 
-  If `after_each`, these are the logits [B, Q, V] after each of the tokens.
+  With `num_slots` these are the first tokens: the state before has no cache, the one after it has P = `num_slots`
+  slots, and the first token goes to slot 0. If `after_each`, the logits are those [B, Q, V] after each of the tokens.
   """
-  positions_BxQ = _find_positions(state, tokens_BxQ.shape[1])
-  if vector_fields.FIELDS[ready.config.field].learned_positions:
-    positions_BxQ = jnp.minimum(positions_BxQ, ready.config.seq_len - 1)  # a row beyond the last position has ended
-  context = DecodeCache(state.cache, state.slot, state.next_B, jnp.maximum(positions_BxQ, 0))
-  state, hidden_BxQxD = _read(ready, state, tokens_BxQ, context, state.num_slots)
+  Q = tokens_BxQ.shape[1]
+  positions_BxQ = state.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
+  context: PrefillCache | DecodeCache
+  if num_slots is not None:
+    P, context = num_slots, PrefillCache((positions_BxQ >= 0).astype(jnp.int32), jnp.maximum(positions_BxQ, 0))
+  else:
+    if vector_fields.FIELDS[ready.config.field].learned_positions:
+      positions_BxQ = jnp.minimum(positions_BxQ, ready.config.seq_len - 1)  # a row beyond the last position has ended
+    P, context = state.num_slots, DecodeCache(state.cache, state.slot, state.next_B, jnp.maximum(positions_BxQ, 0))
+  tokens_BxQ = sharding.constrain(tokens_BxQ, "batch", None)
+  hidden_BxQxD = ready.make_model().hidden_unrolled(tokens_BxQ, ready.weights, context)
+  fill = lambda x_BxKxNxC: _split(jnp.pad(x_BxKxNxC, ((0, 0), (0, 0), (0, P - x_BxKxNxC.shape[2]), (0, 0))))
+  cache = jax.tree.map(fill, context.stored)
+  state = dataclasses.replace(state, cache=cache, slot=(state.slot + Q) % P, next_B=state.next_B + Q)
   if after_each:
     return state, _compute_logits(ready, hidden_BxQxD)
   return state, _compute_logits(ready, hidden_BxQxD[:, -1:])[:, 0]
@@ -238,22 +239,6 @@ def _compute_logits(ready: ReadyModel, hidden_BxQxD: jax.Array) -> jax.Array:
   return jax.lax.platform_dependent(hidden_BxQxD, cpu=on_cpu, default=model.logits)
 
 
-def _find_positions(state: DecodeState, Q: int) -> jax.Array:
-  return state.next_B[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
-
-
-def _read(
-  ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array, context: PrefillCache | DecodeCache, P: int
-) -> tuple[DecodeState, jax.Array]:
-  """The state with the keys and values that the context stored in P slots, and hidden states [B, Q, D]."""
-  Q = tokens_BxQ.shape[1]
-  tokens_BxQ = sharding.constrain(tokens_BxQ, "batch", None)
-  hidden_BxQxD = ready.make_model().hidden_unrolled(tokens_BxQ, ready.weights, context)
-  fill = lambda x_BxKxNxC: _split(jnp.pad(x_BxKxNxC, ((0, 0), (0, 0), (0, P - x_BxKxNxC.shape[2]), (0, 0))))
-  cache = jax.tree.map(fill, context.stored)
-  return dataclasses.replace(state, cache=cache, slot=(state.slot + Q) % P, next_B=state.next_B + Q), hidden_BxQxD
-
-
 def _split(cached_BxKxPxC: jax.Array) -> jax.Array:
   return sharding.constrain(cached_BxKxPxC, "batch", "whole_heads", None, None)
 
@@ -263,22 +248,15 @@ def draw_next(state: DecodeState, logits_BxV: jax.Array) -> jax.Array:
   return sharding.constrain(state.sampler.draw(logits_BxV, state.next_B), None)
 
 
-@functools.partial(jax.jit, static_argnames="num_slots")
-def read_first(
-  ready: ReadyModel, state: DecodeState, tokens_BxQ: jax.Array, num_slots: int
+@functools.partial(jax.jit, static_argnames="num_slots", donate_argnames="state")
+def read_tokens(
+  ready: ReadyModel, state: DecodeState, tokens: jax.Array, num_slots: int | None = None
 ) -> tuple[DecodeState, jax.Array]:
-  """As `first_logits`, with the next tokens [B] drawn."""
-  state, logits_BxV = first_logits(ready, state, tokens_BxQ, num_slots)
-  return state, draw_next(state, logits_BxV)
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def read_more(ready: ReadyModel, state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
-  """As `more_logits`, for tokens [B, Q] or single ones [B], with the next tokens [B] drawn.
+  """As `next_logits`, for tokens [B, Q] or single ones [B], with the next tokens [B] drawn.
 
   The old state's buffers are donated, so that keys and values are updated in place.
   """
-  state, logits_BxV = more_logits(ready, state, tokens.reshape(tokens.shape[0], -1))
+  state, logits_BxV = next_logits(ready, state, tokens.reshape(tokens.shape[0], -1), num_slots)
   return state, draw_next(state, logits_BxV)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.inference.batching import MAX_ROWS, TakeToken, Texts
-from diffeq_nnx.inference.decoding import Decoder, DecodeState, draw_next, more_logits, pad_slots
+from diffeq_nnx.inference.decoding import Decoder, DecodeState, draw_next, next_logits, pad_slots
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import sharding
@@ -95,12 +95,12 @@ def run_round(
   """
   read, drafted_logits = [tokens_B], []
   for _ in range(N):
-    draft_state, logits_BxV = more_logits(draft_ready, draft_state, read[-1][:, None])
+    draft_state, logits_BxV = next_logits(draft_ready, draft_state, read[-1][:, None])
     drafted_logits.append(logits_BxV)
     read.append(draw_next(draft_state, logits_BxV))
-  draft_state, _ = more_logits(draft_ready, draft_state, read[-1][:, None])  # it may be kept
+  draft_state, _ = next_logits(draft_ready, draft_state, read[-1][:, None])  # it may be kept
   first_B = state.next_B + 1  # positions of the first new tokens
-  state, logits_BxN1xV = more_logits(ready, state, jnp.stack(read, 1), after_each=True)
+  state, logits_BxN1xV = next_logits(ready, state, jnp.stack(read, 1), after_each=True)
   new_BxN1, kept_B = verify_drafts(
     state.sampler, jnp.stack(read[1:], 1), jnp.stack(drafted_logits, 1), logits_BxN1xV, first_B
   )

@@ -73,7 +73,7 @@ class Pair:
 
   def token(self) -> jax.Array:
     """One token of each row; slots are overwritten one after the other, and all are read."""
-    self._state, self._tokens_B = decoding.read_more(self._decoder.ready, self._state, self._tokens_B)
+    self._state, self._tokens_B = decoding.read_tokens(self._decoder.ready, self._state, self._tokens_B)
     return self._tokens_B
 
   def read(self) -> jax.Array:
@@ -126,7 +126,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
     sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     for arrays in (read_by_a_token(ready, state), state.cache)
   )
-  token = seconds(decoding.read_more.trace(ready, state, tokens_B))
+  token = seconds(decoding.read_tokens.trace(ready, state, tokens_B))
   read = size / (1e9 * chip.bandwidth)
   products = rows * flops.forward_flops(dataclasses.replace(model, seq_len=slots), grid.num_steps) / peak
   mebibytes = [f"{part / 2**20:,.1f}" for part in (size - cached, cached)]
