@@ -27,7 +27,7 @@ def write(model: ModelConfig, params: Params, folder: str, base: str | None = No
     UserError: a model that the form hf can't hold, or a folder that is not empty.
   """
   stored, factors = dataclasses.replace(model, lora=LoraConfig()), huggingface.folded_factors(model)
-  architecture = huggingface.choose_architecture(stored, "hf")
+  architecture, _ = huggingface.choose_architecture(stored, "hf")
   arrays = layouts.to_adapters(architecture, stored, params["weight_source"]["lora"], factors)
   modules = {"target_modules": sorted({re.sub(r".*\.\d+\.", "", name.rsplit(".lora_", 1)[0]) for name in arrays})}
   tables = {

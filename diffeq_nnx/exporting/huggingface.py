@@ -66,8 +66,8 @@ def export_hf(
   return write(stored.config, params_of(stored), folder, tokenizer, form)
 
 
-def choose_architecture(model: ModelConfig, form: str) -> str:
-  """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer.
+def choose_architecture(model: ModelConfig, form: str) -> tuple[str, str]:
+  """The name of the architecture: gpt2, one of `layouts.LLAMAS`, or diffeqformer; and why it is diffeqformer.
 
   Raises UserError for an unknown form, or a model that it can't represent.
   """
@@ -78,13 +78,18 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
       f"model.field={model.field}, model.solver={model.solver}: Hugging Face folders support the fields gpt and llama, "
       "and the solvers of this package, Runge-Kutta methods and splittings; --format=stablehlo supports any"
     )
-  if form == "hf_code" or model.solver != "sequential":
-    return layouts.OWN
+  if model.solver != "sequential":
+    return layouts.OWN, "no architecture of transformers represents this model"
+  if form == "hf_code":
+    return layouts.OWN, "as requested"
   if model.field == "llama":
-    if model.block_shift or (model.qkv_bias and model.qk_norm) or model.embed_dim % model.num_heads:
-      return layouts.OWN
-    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-  problem = None
+    if model.embed_dim % model.num_heads:
+      return layouts.OWN, "the Llama of transformers requires a width that is a multiple of its number of heads"
+    if model.block_shift or (model.qkv_bias and model.qk_norm):
+      problem = "no Llama of transformers has a shift in its norms, or both biases and norms of queries and keys"
+      return layouts.OWN, problem
+    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama", ""
+  problem = ""
   if model.head_size * model.num_heads != model.embed_dim:
     problem = f"model.head_dim={model.head_dim}: GPT-2's heads have the width model.embed_dim / model.num_heads"
   elif model.kv_heads != model.num_heads:
@@ -92,12 +97,12 @@ def choose_architecture(model: ModelConfig, form: str) -> str:
     problem = f"model.num_kv_heads={model.kv_heads}: GPT-2 has no grouped-query heads, {rule}"
   if problem:
     raise UserError(f"{problem}; --format=hf_code (our own modeling file) and --format=stablehlo support others")
-  return "gpt2"
+  return "gpt2", ""
 
 
 def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer | None, form: str) -> dict[str, Any]:
   """`export_hf` of a config and parameters with stored weights."""
-  architecture = choose_architecture(stored, form)
+  architecture, reason = choose_architecture(stored, form)
   exported = _exported_config(stored, architecture)
   notes, params = [], jax.device_get(params)
   with folders.new_folder(folder, "config.json") as place:
@@ -107,7 +112,7 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     folders.write_json(place, "generation_config.json", marks | tokenizer_files.list_ends(tokenizer))
     if architecture == layouts.OWN:
       folders.copy_template(MODELING_FILE, place)
-      notes.append(_explain_own(stored, form))
+      notes.append(f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only")
     if tokenizer is not None:
       notes += tokenizer_files.write(tokenizer, place, stored.seq_len)
       if architecture == "qwen2":
@@ -139,18 +144,6 @@ def write(stored: ModelConfig, params: Params, folder: str, tokenizer: Tokenizer
     "logit_difference": difference,
     "notes": notes,
   }
-
-
-def _explain_own(stored: ModelConfig, form: str) -> str:
-  """The note on a folder that has its own modeling file."""
-  reason = "no Llama of transformers has a shift in its norms, or both biases and norms of queries and keys"
-  if stored.embed_dim % stored.num_heads:
-    reason = "the Llama of transformers requires a width that is a multiple of its number of heads"
-  if stored.solver != "sequential":
-    reason = "no architecture of transformers represents this model"
-  elif form == "hf_code":
-    reason = "as requested"
-  return f"{reason}: the folder has its own {MODELING_FILE}, and loads with trust_remote_code=True only"
 
 
 def folded_factors(stored: ModelConfig) -> tuple[float, ...] | None:
