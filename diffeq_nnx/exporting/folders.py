@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.runs.workdir import writing
 
 
 def check_new(folder: str) -> None:
@@ -29,13 +30,9 @@ def new_folder(folder: str, last: str) -> Iterator[str]:
   Raises UserError if the folder is not empty, or can't be written.
   """
   check_new(folder)
-  try:
-    with files.replacing_folder(folder, last) as place:
-      yield place
-  except OSError as error:
-    raise UserError(
-      f"out={folder}: can't be written ({error.strerror or error}); make room, or name another folder"
-    ) from error
+  advice = "; make room, or name another folder"
+  with writing(f"out={folder}", advice, UserError), files.replacing_folder(folder, last) as place:
+    yield place
 
 
 def write_tensors(folder: str, name: str, tensors: dict[str, np.ndarray]) -> str:
