@@ -8,8 +8,7 @@ import pytest
 
 from diffeq_nnx.model.parameters import params_of
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import load_corpus
+from diffeq_nnx.runs.run import checked_mesh, load_corpus
 from diffeq_nnx.training import fastest
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import batch_iterator

@@ -36,8 +36,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.ready import one_device_mesh
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.runs.devices import say_attention
-from diffeq_nnx.runs.run import Run
+from diffeq_nnx.runs.run import Run, say_attention
 from diffeq_nnx.training.evaluate import perplexity
 
 AUTO = 8  # the batch size that batch_size=auto stands for

@@ -11,8 +11,7 @@ from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import Run
+from diffeq_nnx.runs.run import Run, checked_mesh
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.evaluate import Evaluator
 

@@ -18,8 +18,7 @@ from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.runs.run import Run, checked_mesh, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import Reporter

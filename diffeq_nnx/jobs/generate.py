@@ -17,8 +17,7 @@ from diffeq_nnx.inference.generation import Continuation, continue_texts, encode
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.runs.devices import say_attention
-from diffeq_nnx.runs.run import Run
+from diffeq_nnx.runs.run import Run, say_attention
 
 
 def generate(

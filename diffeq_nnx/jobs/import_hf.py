@@ -14,8 +14,7 @@ from diffeq_nnx.exporting.hub import open_folder
 from diffeq_nnx.jobs.deriving import check_model, convert, derive_config, name_own_tokenizer
 from diffeq_nnx.parallel.console import print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import Run, load_corpus
+from diffeq_nnx.runs.run import Run, checked_mesh, load_corpus
 from diffeq_nnx.training.step import place_state
 
 

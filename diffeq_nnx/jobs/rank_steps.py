@@ -16,8 +16,7 @@ from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import Run
+from diffeq_nnx.runs.run import Run, checked_mesh
 
 WAYS = ("loss", "influence")
 RESULT, PICTURE = "steps.json", "steps.png"

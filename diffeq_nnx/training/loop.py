@@ -22,8 +22,7 @@ from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import load_corpus
+from diffeq_nnx.runs.run import checked_mesh, load_corpus
 from diffeq_nnx.training import fastest, flops
 from diffeq_nnx.training.evaluate import Evaluator, bits_per_byte, perplexity
 from diffeq_nnx.training.goodput import Goodput

@@ -16,7 +16,7 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.runs.checkpoint import Checkpoints
-from diffeq_nnx.runs.devices import checked_mesh
+from diffeq_nnx.runs.run import checked_mesh
 from diffeq_nnx.training.step import abstract_state, init_state, state_shardings
 from launch import programs
 from launch.experiments import tables

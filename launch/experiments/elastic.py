@@ -24,8 +24,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.runs import workdir as workdir_lib
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import Run
+from diffeq_nnx.runs.run import Run, checked_mesh
 from diffeq_nnx.training.evaluate import Evaluator
 from launch import programs
 from launch.experiments import tables

@@ -28,8 +28,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import path_names
 from diffeq_nnx.parallel import sharding
-from diffeq_nnx.runs.devices import checked_mesh
-from diffeq_nnx.runs.run import load_corpus
+from diffeq_nnx.runs.run import checked_mesh, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import batch_iterator
 from diffeq_nnx.training.step import State, all_params, init_state, make_train_step, state_shardings
