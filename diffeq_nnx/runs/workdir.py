@@ -203,29 +203,27 @@ def holds_run(workdir: str) -> bool:
 def config_of(workdir: str, flag: str = "workdir") -> Config:
   """The config that a run was started with, without settings that are unsafe to take from an untrusted run.
 
+  These are `harness.include_path`, since task files can run code, and a `data.cache_dir` in another bucket than the
+  run's, to which text of this machine would be copied.
+
   Raises:
     UserError: the directory holds no run; the line names `flag`.
   """
-  config = _drop_unsafe(workdir, config_lib.from_dict(_read_run(workdir, flag)["config"]))
+  config, changes = config_lib.from_dict(_read_run(workdir, flag)["config"]), {}
+  cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
+  if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
+    changes["cache_dir"] = DataConfig().cache_dir
+    logging.warning("workdir=%s: its data.cache_dir=%s is not used; name it yourself", workdir, printable(cache))
   path = os.path.expanduser(config.data.tokenizer)
   own = os.path.join(files.absolute(workdir), os.path.basename(path))
   whole = path == files.absolute(path)
   if whole and not files.exists(path) and files.exists(own):  # the directory was moved
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
-  return config
-
-
-def _drop_unsafe(workdir: str, config: Config) -> Config:
-  """A run's config without settings that are unsafe to take from an untrusted run.
-
-  These are `harness.include_path`, since task files can run code, and a `data.cache_dir` in another bucket than the
-  run's, to which text of this machine would be copied.
-  """
-  cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
-  if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=DataConfig().cache_dir))
-    logging.warning("workdir=%s: its data.cache_dir=%s is not used; name it yourself", workdir, printable(cache))
-  return dataclasses.replace(config, harness=dataclasses.replace(config.harness, include_path=None))
+    changes["tokenizer"] = own
+  return dataclasses.replace(
+    config,
+    data=dataclasses.replace(config.data, **changes),
+    harness=dataclasses.replace(config.harness, include_path=None),
+  )
 
 
 def tokenizer_of(workdir: str, config: Config) -> Tokenizer:
