@@ -108,11 +108,11 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | N
 def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None) -> None:
   """Writes the tokenizer, and then run.json, where there is none, or one without text for a run that has it now."""
   known = _read(workdir)
-  if known is not None and not _is_begun(workdir):  # it failed before it trained, since its keys had to be others
-    known = None
+  if known and not _is_begun(workdir):  # it failed before it trained, since its keys had to be others
+    known = {}
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
-  claimed = known is not None and (corpus is None or not _lacks_text(known))
-  if known is not None and not claimed:
+  claimed = bool(known) and (corpus is None or not _lacks_text(known))
+  if known and not claimed:
     check_config(workdir, known, config, *_hashes(corpus))
     source, identifier = known.get("source"), run_hash(workdir)
   with writing(f"workdir={workdir}", "; choose another directory", UserError):
@@ -170,13 +170,12 @@ def set_depth_order(workdir: str, order: Sequence[int]) -> None:
 
 def run_hash(workdir: str) -> str:
   """What identifies a run wherever its directory is, in hex; it stays when an imported run gets its text."""
-  kept = (_read(workdir) or {}).get("hash")
-  return kept or hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
+  return _read(workdir).get("hash") or hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
   """Raises UserError unless a run was started from the run in `from_workdir`, if that still exists."""
-  theirs = (_read(workdir) or {}).get("source")
+  theirs = _read(workdir).get("source")
   if holds_run(from_workdir) and theirs != run_hash(from_workdir):
     raise UserError(
       f"workdir={workdir}: holds a run that was not started from --from_workdir={from_workdir}; name "
@@ -209,7 +208,8 @@ def config_of(workdir: str, flag: str = "workdir") -> Config:
   Raises:
     UserError: the directory holds no run; the line names `flag`.
   """
-  config, changes = config_lib.from_dict(_read_run(workdir, flag)["config"]), {}
+  config = config_lib.from_dict(_read_run(workdir, flag)["config"])
+  changes: dict[str, Any] = {}
   cache, bucket = config.data.cache_dir, files.absolute(workdir).split("/")[:3]
   if files.is_url(cache) and ("::" in cache or cache.split("/")[:3] != bucket):
     changes["cache_dir"] = DataConfig().cache_dir
@@ -288,12 +288,13 @@ def _lacks_text(known: dict[str, Any]) -> bool:
 def _read_run(workdir: str, flag: str = "workdir") -> dict[str, Any]:
   """run.json; raises UserError where a directory holds no run."""
   known = _read(workdir)
-  if known is None:
+  if not known:
     raise UserError(f"--{flag}={workdir}: holds no run; name the directory of one, or train there first")
   return known
 
 
-def _read(workdir: str) -> dict[str, Any] | None:
+def _read(workdir: str) -> dict[str, Any]:
+  """run.json, or {} where a directory holds no run; raises UserError if the file can't be used."""
   path = os.path.join(workdir, RUN_FILE)
   try:
     known = files.read_json(path)
@@ -302,7 +303,7 @@ def _read(workdir: str) -> dict[str, Any] | None:
       raise ValueError
     return known
   except (FileNotFoundError, NotADirectoryError):
-    return None
+    return {}
   except OSError as error:
     raise UserError(f"{path}: can't be read ({error.strerror}); check the name and the permissions") from error
   except (ValueError, KeyError, TypeError) as error:
