@@ -235,7 +235,9 @@ class Checkpoints:
 
   def _set_aside_without_metrics(self) -> None:
     """Moves checkpoints whose loss can't be read, which would keep orbax from opening the others."""
-    for name in _numbered(self._folder):
+    for name in files.list_sizes(self._folder):
+      if not (name.isascii() and name.isdigit()):
+        continue
       try:
         files.read_json(os.path.join(self._folder, name, "metrics", "metrics"))
       except FileNotFoundError:
@@ -252,12 +254,6 @@ class Checkpoints:
     files.move_folder(os.path.join(self._folder, str(step)), target)
     say(f"the checkpoint of step {step} is damaged ({problem}); moved to {target}; the one before takes its place")
 
-  def _list_finished(self) -> list[int]:
-    """Steps of finished checkpoints. In a bucket, where nothing can be renamed, orbax marks them by a file."""
-    mark = lambda name: os.path.join(self._folder, name, "commit_success.txt")
-    names = _numbered(self._folder)
-    return sorted(int(name) for name in names if not files.is_url(self._folder) or files.exists(mark(name)))
-
   def close(self) -> None:
     """Waits for the current save; raises RunError if it could not be written."""
     with self._explain("finish saving the checkpoint"):
@@ -273,8 +269,8 @@ class Checkpoints:
       if distributed.is_process_death(error):
         raise
       kept: list[int] = []
-      with contextlib.suppress(OSError):
-        kept = self._list_finished()
+      with contextlib.suppress(Exception):  # packages for buckets raise what they like
+        kept = sorted(ocp.utils.checkpoint_steps(self._folder))
       raise RunError(
         f"could not {what} ({type(error).__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"
@@ -286,11 +282,6 @@ def _describe(error: Exception) -> str:
   refused = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
   passes = refused or isinstance(error, MemoryError) or any(status in str(error) for status in _PASSING)
   return f"{_UNDAMAGED if passes else ''}{type(error).__name__}: {first_line(error, 200)}"
-
-
-def _numbered(folder: str) -> list[str]:
-  """Names of checkpoints, finished or not."""
-  return [name for name in files.list_sizes(folder) if name.isascii() and name.isdigit()]
 
 
 def _sum_json(value: Any) -> list[int]:
