@@ -23,7 +23,7 @@ from diffeq_nnx.runs.checkpoint import Checkpoints
 
 
 class Run:
-  """A run, `open`ed or `create`d; what its properties hold is read at their first use.
+  """A run that `open` found; what its properties hold is read at their first use. `create` writes another one.
 
   Attributes:
     workdir: its directory.
@@ -31,7 +31,7 @@ class Run:
     config: that of `open`.
   """
 
-  def __init__(self, workdir: str, started: Config, config: Config, flag: str = "workdir"):
+  def __init__(self, workdir: str, started: Config, config: Config, flag: str):
     self.workdir, self.started, self.config, self._flag = workdir, started, config, flag
 
   @classmethod
@@ -57,9 +57,8 @@ class Run:
       run.mesh = mesh
     return run
 
-  @classmethod
+  @staticmethod
   def create(
-    cls,
     config: Config,
     workdir: str,
     tokenizer: Tokenizer,
@@ -67,7 +66,7 @@ class Run:
     state: dict[str, Any],
     loss: float | None = None,
     source: str | None = None,
-  ) -> "Run":
+  ) -> None:
     """Writes a run at step 0, with run.json last, so that a run is complete or absent; all processes must call it.
 
     Args:
@@ -87,7 +86,6 @@ class Run:
     checkpoints.save(state, {"windows": 0, "validate": False}, loss)
     checkpoints.close()
     workdir_lib.claim(workdir, config, tokenizer, corpus, source)
-    return cls.open(workdir)
 
   @property
   def hash(self) -> str:
