@@ -111,9 +111,9 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   if known and not _is_begun(workdir):  # it failed before it trained, since its keys had to be others
     known = {}
   identifier = uuid.uuid4().hex  # one for each start: two runs of one command are two runs of Weights & Biases
-  claimed = bool(known) and (corpus is None or not _lacks_text(known))
+  claimed = bool(known) and (corpus is None or config_lib.from_dict(known["config"]).data.source != NO_TEXT)
   if known and not claimed:
-    check_config(workdir, known, config, *_hashes(corpus))
+    require(workdir, config, corpus)
     source, identifier = known.get("source"), run_hash(workdir)
   with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
@@ -185,7 +185,8 @@ def check_source(workdir: str, from_workdir: str) -> None:
 
 def require(workdir: str, config: Config, corpus: Corpus | None = None, flag: str = "workdir") -> None:
   """Raises UserError unless a work directory holds a run of this config and corpus (None: any), without writing."""
-  check_config(workdir, _read_run(workdir, flag), config, *_hashes(corpus))
+  hashes = () if corpus is None else (corpus.tokenizer.hash, corpus.fingerprint)
+  check_config(workdir, _read_run(workdir, flag), config, *hashes)
 
 
 def require_none(workdir: str) -> None:
@@ -257,10 +258,9 @@ def check_config(
   workdir: str, known: dict[str, Any], config: Config, tokenizer_hash: str = "", fingerprint: str = ""
 ) -> None:
   """Raises UserError, naming the keys that differ, unless what a run notes of itself fits; "": any of these."""
-  ours = identity(config)
-  if _lacks_text(known):
+  ours, started = identity(config), config_lib.from_dict(known["config"])
+  if started.data.source == NO_TEXT:
     ours = {key: value for key, value in ours.items() if not key.startswith("data.")}
-  started = config_lib.from_dict(known["config"])
   theirs = config_lib.flatten(config_lib.to_dict(started)) | identity(started)
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   for what, there, here in (
@@ -274,15 +274,6 @@ def check_config(
       f"workdir={workdir}: belongs to another run: {'; '.join(differing)}; choose another directory, "
       "or the config and text that it was started with"
     )
-
-
-def _hashes(corpus: Corpus | None) -> tuple[str, str]:
-  return ("", "") if corpus is None else (corpus.tokenizer.hash, corpus.fingerprint)
-
-
-def _lacks_text(known: dict[str, Any]) -> bool:
-  section = known["config"].get("data")
-  return isinstance(section, dict) and section.get("source") == NO_TEXT
 
 
 def _read_run(workdir: str, flag: str = "workdir") -> dict[str, Any]:
