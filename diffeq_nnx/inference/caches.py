@@ -37,8 +37,7 @@ class PrefillCache:
   def attend(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, v_BxLxKxC: jax.Array, implementation: str) -> jax.Array:
     """As that of `Packing`."""
     self.stored.append((k_BxLxKxC.swapaxes(1, 2), v_BxLxKxC.swapaxes(1, 2)))
-    packing = Packing(self.segment_ids_BxL, self.positions_BxL)
-    return packing.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
+    return Packing(self.segment_ids_BxL).attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, implementation)
 
 
 @dataclasses.dataclass
