@@ -46,10 +46,8 @@ class TextStream:
     return piece
 
   def finish(self) -> str:
-    """The rest of the text."""
-    piece = self._release(self._decode(self._ids)[self._decoded :], last=True)
-    self._ids, self._decoded = [], 0
-    return piece
+    """The rest of the text, after which no token is added."""
+    return self._release(self._decode(self._ids)[self._decoded :], last=True)
 
   def _release(self, new: str, last: bool = False) -> str:
     """Appends decoded text, and returns the part of it that no stop string can take back."""
