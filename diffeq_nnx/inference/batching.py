@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from diffeq_nnx.inference.decoding import Decoder, pad_slots
+from diffeq_nnx.inference.decoding import Decoder, pad_slots, replace_row
 from diffeq_nnx.inference.sampling import GenerationOptions
 
 MAX_ROWS = 64  # of a batch, unless the caller says otherwise
@@ -94,7 +94,8 @@ def continue_prompts(
       read = next(chunks)
       if read is None:  # the rest of it after a token of the others
         break
-      state, tokens_B = decoder.replace_row(state, tokens_B, row, *read)
+      with jax.set_mesh(decoder.ready.mesh):
+        state, tokens_B = replace_row(state, tokens_B, np.int32(row), *read)
       held[row], coming = n, None
       note(read[1], {0: n})
     if held:

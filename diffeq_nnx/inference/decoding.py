@@ -85,8 +85,12 @@ class Decoder:
     if mesh is not None:
       ready = _place(model, dataclasses.replace(ready, mesh=sharding.without_fsdp(mesh)))
     self.platform = ready.mesh.devices.flat[0].platform
-    with jax.set_mesh(ready.mesh):  # and not in one of the caller's
-      self.ready = _store_for_cpu(ready) if self.platform == "cpu" else ready
+    if self.platform == "cpu" and vector_fields.only_multiplies(ready.config):
+      # A CPU reads kernels fastest as they are stored here.
+      with jax.set_mesh(ready.mesh):  # and not in one of the caller's
+        sets = jax.jit(lambda sets: [store_output_first(one) for one in sets])(ready.weights.sets)
+      ready = dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets))
+    self.ready = ready
     self.parts = ready.mesh.shape["data"]
 
   def limit_texts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
@@ -164,13 +168,6 @@ class Decoder:
     with jax.set_mesh(self.ready.mesh):
       return read_tokens(self.ready, state, tokens)
 
-  def replace_row(
-    self, state: DecodeState, tokens_B: jax.Array, row: int, new: DecodeState, new_token: jax.Array
-  ) -> tuple[DecodeState, jax.Array]:
-    """The state and newest tokens of a batch of which one row is now the only one of another; the state is used up."""
-    with jax.set_mesh(self.ready.mesh):
-      return replace_row(state, tokens_B, np.int32(row), new, new_token)
-
 
 def _place(model: Model, ready: ReadyModel) -> ReadyModel:
   """Weights as they are used on the mesh: split over its tensor axis alone.
@@ -185,14 +182,6 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
       rest[name] = at(table, getattr(model, name).get_metadata("axes"))
   places = dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets), rest=rest)
   return jax.jit(lambda tree: tree, out_shardings=places)(ready)
-
-
-def _store_for_cpu(ready: ReadyModel) -> ReadyModel:
-  """Weights with kernels stored as a CPU reads them fastest, for blocks that do nothing but multiply."""
-  if not vector_fields.only_multiplies(ready.config):
-    return ready
-  sets = jax.jit(lambda sets: [store_output_first(one) for one in sets])(ready.weights.sets)
-  return dataclasses.replace(ready, weights=dataclasses.replace(ready.weights, sets=sets))
 
 
 def pad_slots(count: int) -> int:
@@ -264,7 +253,10 @@ def read_tokens(
 def replace_row(
   state: DecodeState, tokens_B: jax.Array, row: jax.Array, new: DecodeState, new_token: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-  """A batch of which row `row` [] is replaced by the only one of `new`, whose N slots are all in use."""
+  """The state and newest tokens of a batch of which row `row` [] is replaced by the only one of `new`.
+
+  The N slots of `new` are all in use. The old state's buffers are donated.
+  """
 
   def put(cached_BxKxPxC, new_1xKxNxC):
     P, N = cached_BxKxPxC.shape[2], new_1xKxNxC.shape[2]
