@@ -63,10 +63,9 @@ class GenerationOptions:
     return Sampler(
       key_B=_fold_in(jax.random.key(self.seed, impl=RANDOM_BITS), np.array(row_numbers, np.uint32)),
       temperature=jnp.float32(self.temperature),
-      top_p=jnp.float32(self.top_p),
+      top_p=jnp.float32(self.top_p) if self.top_p < 1 else None,
       greedy=self.temperature < SMALLEST,
       top_k=self.top_k,
-      nucleus=self.top_p < 1,
     )
 
 
@@ -76,23 +75,21 @@ _fold_in = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Draws the next tokens of a batch, in compiled programs, which depend on its static fields.
+  """Draws the next tokens of a batch, in compiled programs, which depend on its static fields and on what is None.
 
   Attributes:
     key_B: the random key of each row.
     temperature: as in `GenerationOptions`, [].
-    top_p: as in `GenerationOptions`, [].
+    top_p: as in `GenerationOptions`, []; None: 1, which leaves all tokens.
     greedy: whether the likeliest token is always taken.
     top_k: as in `GenerationOptions`.
-    nucleus: whether top_p applies.
   """
 
   key_B: jax.Array
   temperature: jax.Array
-  top_p: jax.Array
+  top_p: jax.Array | None
   greedy: bool = dataclasses.field(metadata={"static": True})
   top_k: int | None = dataclasses.field(metadata={"static": True})
-  nucleus: bool = dataclasses.field(metadata={"static": True})
 
   def draw(self, logits_BxV: jax.Array, positions_B: jax.Array) -> jax.Array:
     """The next tokens [B], int32; `positions_B` are their positions in their rows."""
@@ -122,11 +119,11 @@ class Sampler:
     """Logits of the tokens that the filters leave, and these tokens, [B, N] each; None: all, in order."""
     # The largest becomes 0, so that a small temperature makes others minus infinity, and none infinity.
     logits_BxV = (logits_BxV - logits_BxV.max(-1, keepdims=True)) / self.temperature
-    if self.top_k is None and not self.nucleus:
+    if self.top_k is None and self.top_p is None:
       return logits_BxV, None
     V = logits_BxV.shape[1]
     logits_BxN, tokens_BxN = jax.lax.top_k(logits_BxV, min(self.top_k or V, V))  # the likeliest first
-    if self.nucleus:
+    if self.top_p is not None:
       shares_BxN = jax.nn.softmax(logits_BxN)
       before_BxN = shares_BxN.cumsum(-1) - shares_BxN
       included_BxN = (before_BxN < self.top_p).at[:, 0].set(True)
