@@ -92,15 +92,14 @@ class Checkpoints:
     norm = float(jax.jit(optax.tree.norm)(state["params"]))  # not finite where an element is not
     if not math.isfinite(norm):
       raise Diverged(f"step {step}: the norm of the parameters is {norm} after the update, so they are not saved", step)
-    save, json_save = ocp.args.StandardSave, ocp.args.JsonSave
     sums = {name: _bit_sums(item) for name, item in items.items()} | {"run": _sum_json(self._run)}
     if state.get("frozen"):
       self._frozen_sums = self._frozen_sums or _bit_sums(state["frozen"])
       sums[FROZEN_FOLDER] = self._frozen_sums
     args = ocp.args.Composite(
-      data=json_save({**data_state, BIT_SUMS: sums}),
-      run=json_save(self._run),
-      **{name: save(item) for name, item in items.items()},
+      data=ocp.args.JsonSave({**data_state, BIT_SUMS: sums}),
+      run=ocp.args.JsonSave(self._run),
+      **{name: ocp.args.StandardSave(item) for name, item in items.items()},
     )
     known = validation_loss is not None and math.isfinite(validation_loss)  # NaN has no place in an order
     with self._explain(f"save the checkpoint of step {step}"):
@@ -257,7 +256,6 @@ class Checkpoints:
   def close(self) -> None:
     """Waits for the current save; raises RunError if it could not be written."""
     with self._explain("finish saving the checkpoint"):
-      self._manager.wait_until_finished()
       self._manager.close()
 
   @contextlib.contextmanager
