@@ -16,7 +16,6 @@ import ml_collections
 
 from diffeq_nnx import config_fields
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
-from diffeq_nnx.config_fields import flatten as flatten
 from diffeq_nnx.config_fields import nearest as nearest
 from diffeq_nnx.config_model import LoraConfig as LoraConfig
 from diffeq_nnx.config_model import ModelConfig as ModelConfig

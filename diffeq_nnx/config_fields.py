@@ -8,7 +8,7 @@ import math
 import numbers
 import types
 import typing
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import ml_collections
 from ml_collections import config_dict
@@ -32,61 +32,50 @@ def one_of(default: str | None, *others: str, programs: tuple[str, ...] = ()) ->
 def number(
   default: Any,
   *,
-  above: float | None = None,
-  at_least: float | None = None,
-  below: float | None = None,
-  at_most: float | None = None,
+  above: float = -math.inf,
+  at_least: float = -math.inf,
+  below: float = math.inf,
+  at_most: float = math.inf,
   minus_one: str = "",
 ) -> Any:
   """Makes a field whose value, unless it is None, lies within these bounds: one from below, and perhaps one from above.
 
   `minus_one` says what -1 stands for, where it is a value too.
   """
-  low, high = above if at_least is None else at_least, below if at_most is None else at_most
-  if high is None:
-    rule = f"must be above {low}" if at_least is None else f"must be {low} or above"
+  if min(below, at_most) == math.inf:
+    rule = f"must be above {above}" if at_least == -math.inf else f"must be {at_least} or above"
     rule = f"{rule}, or -1 for {minus_one}" if minus_one else rule
   else:
-    ends = ("excluded" if at_least is None else "included", "excluded" if at_most is None else "included")
-    rule = f"must lie between {low} ({ends[0]}) and {high} ({ends[1]})"
+    low = f"{above} (excluded)" if at_least == -math.inf else f"{at_least} (included)"
+    high = f"{below} (excluded)" if at_most == math.inf else f"{at_most} (included)"
+    rule = f"must lie between {low} and {high}"
 
-  def find_problem(value: Any) -> str | None:
-    fits = value is None or (
-      (value > low if at_least is None else value >= low)
-      and (value < math.inf if high is None else value < high if at_most is None else value <= high)
-    )
-    return None if fits or minus_one and value == -1 else rule
+  def fits(value: Any) -> bool:
+    within = value is None or above < value < below and at_least <= value <= at_most
+    return within or bool(minus_one) and value == -1
 
-  return dataclasses.field(default=default, metadata={"find_problem": find_problem, "rule": rule})
+  return dataclasses.field(default=default, metadata={"fits": fits, "rule": rule})
 
 
-def list_fields(cls: type, prefix: str = "") -> dict[str, dataclasses.Field]:
-  """Returns the fields of nested dataclasses by their dotted keys."""
-  found: dict[str, dataclasses.Field] = {}
-  for field in dataclasses.fields(cls):
-    key = f"{prefix}{field.name}"
-    kind: Any = field.type
-    found |= list_fields(cast(type, kind), f"{key}.") if dataclasses.is_dataclass(kind) else {key: field}
-  return found
-
-
+@dataclasses.dataclass(frozen=True)
 class Section:
   """A part of a config, whose values are checked wherever it is made.
 
   Subclasses are frozen dataclasses, `class TimeConfig(Section, prefix="model.time.")`; their keys begin with `prefix`.
+  A field that is itself a section has one as its default.
 
   Raises:
     UserError: a value that breaks the rule of its field or has another type, or two that don't fit.
   """
 
-  _prefix: ClassVar[str] = ""
+  prefix: ClassVar[str] = ""
 
   def __init_subclass__(cls, prefix: str = ""):
-    cls._prefix = prefix
+    cls.prefix = prefix
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(cast(Any, self)):
-      value = _check(f"{self._prefix}{field.name}", getattr(self, field.name), field)
+    for field in dataclasses.fields(self):
+      value = _check(f"{self.prefix}{field.name}", getattr(self, field.name), field)
       object.__setattr__(self, field.name, value)
     self._check_together()
 
@@ -94,19 +83,30 @@ class Section:
     """Raises UserError: values that don't fit each other."""
 
 
+def list_fields(cls: type[Section]) -> dict[str, dataclasses.Field]:
+  """Returns the fields of a section, and of the sections in it, by their dotted keys."""
+  found: dict[str, dataclasses.Field] = {}
+  for field in dataclasses.fields(cls):
+    if isinstance(field.default, Section):
+      found |= list_fields(type(field.default))
+    else:
+      found[f"{cls.prefix}{field.name}"] = field
+  return found
+
+
 def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
   """Returns the value of a field in its type; raises UserError if it breaks the field's rule or has another type."""
-  kind: Any = field.type
+  kind = type(field.default)
   if "choices" in field.metadata:
     if value not in field.metadata["programs"]:
       _check_choice(key, value, field)
-  elif dataclasses.is_dataclass(kind):
-    if not isinstance(value, cast(type, kind)):
-      raise UserError(f"{key}={value!r}: must be a {cast(type, kind).__name__}, not {type(value).__name__}")
+  elif issubclass(kind, Section):
+    if not isinstance(value, kind):
+      raise UserError(f"{key}={value!r}: must be a {kind.__name__}, not {type(value).__name__}")
   else:
-    value = _convert(key, value, kind)
-    if problem := field.metadata.get("find_problem", lambda value: None)(value):
-      raise UserError(f"{key}={value}: {problem}")
+    value = _convert(key, value, field.type)
+    if "rule" in field.metadata and not field.metadata["fits"](value):
+      raise UserError(f"{key}={value}: {field.metadata['rule']}")
   return value
 
 
@@ -116,24 +116,24 @@ def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
     raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
 
 
-def freeze(cls: type, nested: Any, prefix: str = "") -> Any:
-  """Turns nested dicts or a ConfigDict into nested dataclasses of the type `cls`, a `Section`.
+def freeze(cls: type[Section], nested: Any) -> Any:
+  """Turns nested dicts or a ConfigDict into a section of the type `cls`.
 
   Raises:
     UserError: an unknown key, a value in place of a section, or what `Section` raises.
   """
   if not isinstance(nested, (dict, ml_collections.ConfigDict)):
-    raise UserError(f"{prefix[:-1]}={nested!r}: must be a section of keys")
+    raise UserError(f"{cls.prefix[:-1]}={nested!r}: must be a section of keys")
   fields = {field.name: field for field in dataclasses.fields(cls)}
   values = {}
   for name, value in nested.items():
-    key = f"{prefix}{name}"
+    key = f"{cls.prefix}{name}"
     if name not in fields:
       raise UserError(f"{key}: unknown key; {nearest(name, fields)}")
-    kind: Any = fields[name].type
     if "choices" in fields[name].metadata:
       _check_choice(key, value, fields[name])
-    values[name] = freeze(cast(type, kind), value, f"{key}.") if dataclasses.is_dataclass(kind) else value
+    kind = type(fields[name].default)
+    values[name] = freeze(kind, value) if issubclass(kind, Section) else value
   return cls(**values)
 
 
@@ -181,15 +181,6 @@ def to_config_dict(section: Any) -> ml_collections.ConfigDict:
     else:
       made[field.name] = value
   return made
-
-
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Turns nested dicts into one dict of dotted keys."""
-  flat: dict[str, Any] = {}
-  for name, value in nested.items():
-    key = f"{prefix}{name}"
-    flat |= flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
-  return flat
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+from flax import traverse_util
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -247,7 +248,7 @@ def agree(config: Config, job: str, workdir: str, options: dict[str, Any]) -> No
     "the code": hash_code(),
     "jax": jax.__version__,
     **{f"--{name}": value for name, value in options.items()},
-    **config_lib.flatten(config_lib.to_dict(config)),
+    **traverse_util.flatten_dict(config_lib.to_dict(config), sep="."),
   }
   del facts["data.tokenizer"]  # which a moved run names by a path of this machine; `load_corpus` compares tokenizers
   reports = exchange(facts)

@@ -15,6 +15,7 @@ from typing import Any
 import uuid
 
 from absl import logging
+from flax import traverse_util
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
@@ -42,7 +43,7 @@ def identity(config: Config) -> dict[str, Any]:
   Prepared shards are identified by `Corpus.fingerprint` of their tokens instead; they may be moved.
   """
   whole = config_lib.to_dict(config)
-  flat = config_lib.flatten({name: whole[name] for name in ("model", "data", "seed")})
+  flat = traverse_util.flatten_dict({name: whole[name] for name in ("model", "data", "seed")}, sep=".")
   flat["optimizer.name"] = config.optimizer.name  # of which checkpoints hold moments
   # the tokenizer is identified by its hash, and the others say where and how, not what
   of_place = ("chat_template", "cache_dir", "tfds_dir", "download", "num_processes")
@@ -261,7 +262,7 @@ def check_config(
   ours, started = identity(config), config_lib.from_dict(known["config"])
   if started.data.source == NO_TEXT:
     ours = {key: value for key, value in ours.items() if not key.startswith("data.")}
-  theirs = config_lib.flatten(config_lib.to_dict(started)) | identity(started)
+  theirs = traverse_util.flatten_dict(config_lib.to_dict(started), sep=".") | identity(started)
   differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
   for what, there, here in (
     ("tokenizer", known["tokenizer_hash"], tokenizer_hash),
