@@ -34,7 +34,7 @@ def test_a_file_of_prompts_has_a_line_for_each_line_feed(decoder, tmp_path):
   assert (texts, numbers) == (["x", "a\u2028b", "y"], [1, 2, 4])
   for number in numbers:
     answers.add(number, {"tokens": 1})
-  *answered, last = answers.close()
+  *answered, last = answers.finish()
   assert [answer["line"] for answer in answered] == [1, 2, 4]
   assert last == {"line": 5, "error": "prompt: the line sets max_tokens, which is the same for all; give --max_tokens"}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-import importlib
+import pkgutil
 from typing import Any
 
 from diffeq_nnx.errors import UserError
@@ -39,16 +39,11 @@ class Job:
   @property
   def function(self) -> Callable[..., Any]:
     """The function."""
-    return _named(self.home)
+    return pkgutil.resolve_name(f"diffeq_nnx.{self.home}")
 
   def prepared(self, config: Any) -> Any:
     """The config as `prepare` makes it."""
-    return _named(self.prepare)(config) if self.prepare else config
-
-
-def _named(path: str) -> Callable[..., Any]:
-  module, name = path.split(":")
-  return getattr(importlib.import_module(f"diffeq_nnx.{module}"), name)
+    return pkgutil.resolve_name(f"diffeq_nnx.{self.prepare}")(config) if self.prepare else config
 
 
 JOBS = {

@@ -85,7 +85,7 @@ def generate(
     for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
       answers.add(numbers[n], _to_record(one))
     with distributed.sync_errors():  # no process leaves while another still continues prompts
-      return answers.close()
+      return answers.finish()
 
 
 def _make_decoders(run: Run, num_steps: int | None, draft_steps: int | None) -> tuple[Decoder, Decoder | None]:

@@ -24,8 +24,8 @@ from diffeq_nnx.parallel import distributed
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # keys that lines of other programs have
 
 
-class Answers:
-  """The answers to a file of prompts; process 0 writes them. A context, after which the file is closed.
+class Answers(contextlib.ExitStack):
+  """The answers to a file of prompts; process 0 writes them. A context, after which the unfinished file is closed.
 
   An answer has `line`, the prompt's line from 1, and what its continuation says; or `error`, why there is none.
   """
@@ -36,6 +36,7 @@ class Answers:
     Raises:
       UserError: prompts that can't be read, or an `out` that is there already or in a bucket.
     """
+    super().__init__()
     try:
       content = files.read(prompts)
     except OSError as error:
@@ -50,14 +51,7 @@ class Answers:
     self._identity: dict[str, Any] = {"prompts": hashlib.sha256(content).hexdigest()}
     self._answers: dict[int, dict[str, Any]] = {}
     self._started = time.monotonic()
-    self._stack = contextlib.ExitStack()  # holds the unfinished file
     self._tokens = 0
-
-  def __enter__(self) -> "Answers":
-    return self
-
-  def __exit__(self, *unused: Any) -> None:
-    self._stack.close()
 
   def open(
     self, tokenizer: Tokenizer, decoder: Decoder, identity: dict[str, Any], template: ChatTemplate | None = None
@@ -105,7 +99,7 @@ class Answers:
     self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._started):.1f} tokens/s", refresh=False)
     self._bar.update()
 
-  def close(self) -> list[dict[str, Any]]:
+  def finish(self) -> list[dict[str, Any]]:
     """Writes the finished file, and returns its answers."""
     self._bar.close()
     answers = [self._answers[n] for n in sorted(self._answers)]
@@ -118,7 +112,7 @@ class Answers:
   def _read_unfinished(self) -> list[dict[str, Any]]:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
     files.make_folder(os.path.dirname(self._unfinished) or ".")
-    self._file = self._stack.enter_context(open(self._unfinished, "a", encoding="utf-8"))
+    self._file = self.enter_context(open(self._unfinished, "a", encoding="utf-8"))
     with contextlib.suppress(OSError):  # of a file system without locks
       if not files.lock(self._file.fileno()):
         raise UserError(f"--out={self._out}: another process writes it; wait for that, or name another file")
