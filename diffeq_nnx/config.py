@@ -13,6 +13,7 @@ import runpy
 from typing import Any
 
 import ml_collections
+from ml_collections import config_dict
 
 from diffeq_nnx import config_fields
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
@@ -286,7 +287,11 @@ def add_choice(key: str, name: str) -> None:
 
 def default() -> ml_collections.ConfigDict:
   """Returns every key with its default, optional ones as typed placeholders, for a config file to change."""
-  return config_fields.to_config_dict(Config())
+  made = ml_collections.ConfigDict(dataclasses.asdict(Config()))
+  for key, field in config_fields.list_fields(Config).items():
+    if field.default is None:
+      made.update_from_flattened_dict({key: config_dict.placeholder(config_fields.plain_type(field.type))})
+  return made
 
 
 def from_dict(nested: dict[str, Any] | ml_collections.ConfigDict) -> Config:

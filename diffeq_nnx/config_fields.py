@@ -1,4 +1,4 @@
-"""Rules and types of the keys that `config` declares, parsing of their values, and nested dicts of them."""
+"""Rules and types of the keys that `config` declares, parsing of their values, and sections from nested dicts."""
 
 import ast
 from collections.abc import Iterable
@@ -11,7 +11,6 @@ import typing
 from typing import Any, ClassVar
 
 import ml_collections
-from ml_collections import config_dict
 
 from diffeq_nnx.errors import UserError
 
@@ -167,20 +166,6 @@ def plain_type(annotation: Any) -> type:
   if isinstance(annotation, types.UnionType):
     annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
   return typing.get_origin(annotation) or annotation
-
-
-def to_config_dict(section: Any) -> ml_collections.ConfigDict:
-  """Turns nested dataclasses into a ConfigDict, None into a typed placeholder."""
-  made = ml_collections.ConfigDict()
-  for field in dataclasses.fields(section):
-    value = getattr(section, field.name)
-    if dataclasses.is_dataclass(value):
-      made[field.name] = to_config_dict(value)
-    elif value is None:
-      made[field.name] = config_dict.placeholder(plain_type(field.type))
-    else:
-      made[field.name] = value
-  return made
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
