@@ -85,15 +85,14 @@ class DiffEqLM(TemplateLM):
       workdir: the run's directory.
       model: used instead of a run, together with `tokenizer`; it is on one device.
       tokenizer: the tokenizer of `model`.
-      batch_size: sequences of `max_length` tokens that a device holds at a time (of shorter ones more), or auto: 8.
+      batch_size: as for `Scorer`, or auto: 8.
       num_steps: number of solver steps; None: eval.num_steps of the run, or else the model's own.
-      dtype: of the computation: bfloat16, float32, or model for the model's own.
-      begin_mark: auto (contexts begin with the tokenizer's begin mark if it has one), none, or always (its begin mark,
-        or else its end mark).
-      window: disjoint or sliding, for texts longer than `max_length`.
-      stride: tokens that each sliding window predicts; None: half of `max_length`.
+      dtype: as the key `harness.dtype`.
+      begin_mark: as the key `harness.begin_mark`.
+      window: as the key `harness.window`, for texts longer than `max_length`.
+      stride: as the key `harness.stride`; None: half of `max_length`.
       max_length: tokens that the model reads at a time; None: model.seq_len.
-      share: whether requests with a common beginning are computed together.
+      share: as for `Scorer`.
       seed: of sampled texts; each depends only on the seed, its prompt and its repetition.
       config: the run's config with changes, as for `Run.open`.
       **unknown: must be empty but for max_batch_size and device, which lm_eval passes and this model ignores.
@@ -293,15 +292,12 @@ class DiffEqLM(TemplateLM):
       perplexity_per_token, perplexity_per_word, perplexity_per_byte, bits_per_byte, nats (the corpus' negative
       log-likelihood), and how many documents, tokens, words and bytes.
     """
-    nats, counts = 0.0, {"documents": 0, "tokens": 0, "words": 0, "bytes": 0}
+    nats, counts = 0.0, collections.Counter[str]()
     documents = itertools.islice(documents, limit)
     while group := list(itertools.islice(documents, DOCUMENTS)):
       for text, (logprob, tokens) in zip(group, self.score_texts(group)):
         nats -= logprob
-        counts["documents"] += 1
-        counts["tokens"] += tokens
-        counts["words"] += len(re.split(r"\s+", text))
-        counts["bytes"] += len(text.encode())
+        counts.update(documents=1, tokens=tokens, words=len(re.split(r"\s+", text)), bytes=len(text.encode()))
     per = {f"perplexity_per_{unit}": perplexity(nats / counts[f"{unit}s"]) for unit in ("token", "word", "byte")}
     return {**per, "bits_per_byte": nats / counts["bytes"] / math.log(2), "nats": nats, **counts}
 

@@ -60,9 +60,7 @@ def read(path: str, folder: str) -> list[Results]:
   paths = [path]
   if files.is_folder(path):
     place = os.path.join(path, folder)
-    paths = [
-      os.path.join(place, name) for name in sorted(files.list_sizes(place)) if fnmatch.fnmatch(name, "results*.json")
-    ]
+    paths = [os.path.join(place, name) for name in sorted(fnmatch.filter(files.list_sizes(place), "results*.json"))]
     if not paths:
       raise UserError(
         f"--baseline={path}: holds no {os.path.join(folder, NAME)}; run --job=harness on it with the "

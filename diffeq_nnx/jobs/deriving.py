@@ -47,9 +47,7 @@ def start_from(config: Config, settings: Sequence[str]) -> Config:
   return config_lib.apply_settings(dataclasses.replace(config, data=kept, optimizer=optimizer, train=train), settings)
 
 
-def derive_config(
-  config: Config, model: ModelConfig, data_config: DataConfig | None = None, known: Config | None = None
-) -> Config:
+def derive_config(config: Config, model: ModelConfig, known: Config | None = None) -> Config:
   """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
   Of `train.step_counts`, those stay for which a model with a `depth_order` has weights. It says which keys about depth
@@ -61,7 +59,6 @@ def derive_config(
   made = dataclasses.replace(
     config,
     model=model,
-    data=data_config or config.data,
     train=dataclasses.replace(
       train,
       step_counts=counts,
@@ -102,10 +99,10 @@ def convert(params: Params, model: ModelConfig) -> Params:
   return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def name_own_tokenizer(data_config: DataConfig, tokenizer: Tokenizer, workdir: str) -> DataConfig:
-  """Returns data keys that name a run's own copy of its tokenizer, which `workdir.clear` writes."""
-  path = os.path.join(files.absolute(workdir), tokenizer.file_name)
-  return dataclasses.replace(data_config, tokenizer=path, begin_mark=tokenizer.bos_id is not None)
+def name_own_tokenizer(config: Config, tokenizer: Tokenizer, workdir: str) -> Config:
+  """Returns a config that names a run's own copy of its tokenizer, which `workdir.clear` writes."""
+  path, begin_mark = os.path.join(files.absolute(workdir), tokenizer.file_name), tokenizer.bos_id is not None
+  return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=path, begin_mark=begin_mark))
 
 
 def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
@@ -124,7 +121,7 @@ def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
       f"data.begin_mark={config.data.begin_mark}: is {begins} in the run in {source.workdir}; leave it out"
     )
   distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
-  return dataclasses.replace(config, data=name_own_tokenizer(config.data, source.tokenizer, workdir))
+  return name_own_tokenizer(config, source.tokenizer, workdir)
 
 
 def load_text(config: Config, source: Run) -> Corpus | None:

@@ -69,7 +69,7 @@ def finetune(
   orders = [setting for setting in model_settings if setting.startswith("model.depth_order=")]
   source, asked = config_lib.apply_settings(run.started, orders), config.model
   model = _change(discretized_config(source.model, num_steps, step_sizes), asked)
-  config = derive_config(config, model, known=source)
+  config = derive_config(config, model, source)
   check_fit(source.model, model, config, fit_tokens)
   graph(config.model)  # a mistake in lora.targets is reported before the text is read
   mesh = run.mesh = checked_mesh(config)
@@ -130,10 +130,10 @@ def _resume(
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
   known = Run.open(workdir).started
-  model, data_config = known.model, config.data
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
-    data_config = dataclasses.replace(config.data, **{key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER})
-  model = _change(model, config.model)
+    own = {key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))
+  model = _change(known.model, config.model)
   if config.model.seq_len > model.seq_len:
     say(f"model.seq_len={config.model.seq_len}: stays {model.seq_len}, that of the run in workdir={workdir}")
   if num_steps is not None and num_steps != model.num_steps:
@@ -146,4 +146,4 @@ def _resume(
       f"step_sizes={tuple(step_sizes)}: the run in workdir={workdir} has {grids.make_grid(model).dts}; name another "
       "directory, or leave it out"
     )
-  return train(derive_config(config, model, data_config, known=known), workdir)
+  return train(derive_config(config, model, known), workdir)

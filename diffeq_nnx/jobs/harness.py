@@ -30,14 +30,8 @@ ENVIRONMENT = {  # of lm_eval
   "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
   "LOCAL_RANK": "0",  # every process gets the results
 }
-CONDITIONS = (
-  "rolling_windows",
-  "max_length",
-  "mark_before_texts_without_context",
-  "dtype",
-  "num_steps",
-  "checkpoint_step",
-)  # on which the perplexity of a text depends
+# on which the perplexity of a text depends
+CONDITIONS = "rolling_windows max_length mark_before_texts_without_context dtype num_steps checkpoint_step".split()
 
 
 def evaluate_downstream(

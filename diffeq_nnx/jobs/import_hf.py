@@ -51,7 +51,7 @@ def import_run(config: Config, workdir: str, *, from_hf: str, model_settings: Se
   model = dataclasses.replace(model, attention=config.model.attention)
   if config.data.tokenizer != "train":
     say(f"data.tokenizer={config.data.tokenizer}: becomes the checkpoint's")
-  config = derive_config(config, model, name_own_tokenizer(config.data, tokenizer, workdir), known=Config())
+  config = derive_config(name_own_tokenizer(config, tokenizer, workdir), model, known=Config())
   config = config_lib.apply_settings(config, model_settings)
   check_model(config.model, model, "seq_len", "dtype")
   mesh = checked_mesh(config, trains=False)
