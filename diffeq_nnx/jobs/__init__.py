@@ -1,6 +1,5 @@
 """The jobs that `--job` names: what runs each, which flags it takes, and an example of its command line."""
 
-from collections.abc import Callable
 import dataclasses
 import pkgutil
 from typing import Any
@@ -35,11 +34,6 @@ class Job:
   config: str = "run"
   prepare: str = ""
   one_process: bool = False
-
-  @property
-  def function(self) -> Callable[..., Any]:
-    """The function."""
-    return pkgutil.resolve_name(f"diffeq_nnx.{self.home}")
 
   def prepared(self, config: Any) -> Any:
     """The config as `prepare` makes it."""
@@ -157,4 +151,4 @@ def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
 
     if jax.process_count() > 1:
       raise UserError(f"--job={name}: runs in one process; start it on one host")
-  return job.function(config, workdir, **options)
+  return pkgutil.resolve_name(f"diffeq_nnx.{job.home}")(config, workdir, **options)

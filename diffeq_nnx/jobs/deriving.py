@@ -169,12 +169,7 @@ def validate(config: Config, corpus: Corpus | None, mesh: Mesh, params: Params) 
 
 
 def store_params(
-  source: Config,
-  stored: Config,
-  params: Params,
-  mesh: Mesh,
-  corpus: Corpus | None = None,
-  fit_tokens: int | None = None,
+  source: Config, stored: Config, params: Params, mesh: Mesh, corpus: Corpus | None, fit_tokens: int | None
 ) -> Params:
   """Makes the parameters of the discretized model `stored` from those of `source`. Adapters, if it has any, are new.
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, check_num_steps
 from diffeq_nnx.depth.trained import say_untrained
-from diffeq_nnx.model.parameters import build
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs.run import Run, checked_mesh
@@ -33,9 +32,8 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
   with jax.set_mesh(mesh):
     run = Run.open(workdir, config, mesh=mesh)
     corpus, params, step = run.corpus, run.params, run.step
-    model = build(config.model, params)
     for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
-      model.grid(count)  # a number that can't be is reported before any work
+      check_num_steps(config.model, "num_steps", count)  # before any work
       say_untrained(config, step, count or config.eval.num_steps)
     if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)

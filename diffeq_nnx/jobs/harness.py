@@ -148,25 +148,24 @@ def _evaluate(
   for count in shots:
     lm.truncated = lm.merged = 0
     with _lm_eval_errors(settings), tasks.excluding_questions():
-      found.append(
-        simple_evaluate(
-          model=lm,
-          tasks=names,
-          num_fewshot=count,
-          limit=settings.limit,
-          batch_size=settings.batch_size,
-          apply_chat_template=settings.apply_chat_template,
-          fewshot_as_multiturn=settings.fewshot_as_multiturn,
-          task_manager=manager,
-          log_samples=False,
-          bootstrap_iters=BOOTSTRAP,
-        )
+      one = simple_evaluate(
+        model=lm,
+        tasks=names,
+        num_fewshot=count,
+        limit=settings.limit,
+        batch_size=settings.batch_size,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAP,
       )
-    found[-1]["config"]["model"] = "diffeq_nnx"
+    one["config"]["model"] = "diffeq_nnx"
     if count != 0:
-      found[-1]["config"]["examples"] = report.EXAMPLES
+      one["config"]["examples"] = report.EXAMPLES
     if settings.apply_chat_template:
-      found[-1]["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
+      one["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
+    found.append(one)
   return found
 
 
