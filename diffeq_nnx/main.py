@@ -252,7 +252,7 @@ def fail(error: BaseException, code: int) -> int:
   A process that fails alone ends at once, so that the processes that wait for it notice.
   """
   distributed = sys.modules.get("diffeq_nnx.parallel.distributed")  # importing it takes seconds
-  process, count = distributed.whoami() if distributed else (0, 1)
+  process = distributed.whoami()[0] if distributed else 0
   alike = distributed is None or distributed.all_end_with(error)
   if not alike or process == 0:
     prefix = "" if alike else f"process {process}: "
@@ -270,10 +270,8 @@ def main(argv: list[str]) -> int:
   try:
     run(argv)
     return 0
-  except UserError as error:
-    return fail(error, 2)
-  except RunError as error:
-    return fail(error, 1)
+  except (UserError, RunError) as error:
+    return fail(error, 2 if isinstance(error, UserError) else 1)
   except KeyboardInterrupt:
     return fail(RunError("interrupted; run the same command to continue from what is finished"), 130)
   except BrokenPipeError:  # as in `--job=generate | head`
@@ -285,10 +283,8 @@ def main(argv: list[str]) -> int:
     if "Unable to initialize backend" in str(error):  # what JAX_PLATFORMS names is missing, or another process uses it
       return fail(RunError(str(error)), 1)
     if isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "backends":  # JAX's
-      platforms = os.environ.get("JAX_PLATFORMS")
-      return fail(
-        RunError(f"JAX_PLATFORMS={platforms}: JAX finds no such devices; unset it, or install JAX for them"), 1
-      )
+      platforms = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+      return fail(RunError(f"{platforms}: JAX finds no such devices; unset it, or install JAX for them"), 1)
     traceback.print_exc()
     where = "unexpected: the lines above say where, please report them"
     return fail(RunError(f"{type(error).__name__}: {error}; {where}"), 1)

@@ -62,7 +62,7 @@ def generate(
   with distributed.sync_errors():
     answers = None if prompts is None or out is None else prompt_files.Answers(prompts, out)
   run = Run.open(workdir, config)
-  tokenizer, order = run.tokenizer, run.config.model.depth_order
+  tokenizer = run.tokenizer
   say_attention(run.config.model)
   template = template_of(tokenizer, f"--chat: workdir={workdir}") if chat else None
   if prompt is not None:
@@ -70,16 +70,16 @@ def generate(
     prompt = [prompt_files.write_prompt(one, template) for one in given]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
   decoder, draft = _make_decoders(run, num_steps, draft_steps)
-  identity = {"workdir": workdir, "step": run.step, "depth_order": list(order), "num_steps": decoder.grid.num_steps}
+  identity = {"workdir": workdir, "step": run.step, "depth_order": list(run.config.model.depth_order)}
+  identity |= {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None, **options}
+  identity.pop("rows", None)  # on which no text depends
+  identity |= {"chat": tokenizer.chat_template} if chat else {}
   del run  # the decoder has what it needs
   stop = () if template is None else template.end_of_turn
   continue_them = functools.partial(continue_texts, decoder, tokenizer, options=settings, stop=stop, draft=draft)
   if prompt is not None:
     return _print_texts(continue_them, prompt, prompt_ids)
   assert answers is not None
-  identity |= {"draft_steps": draft_steps, "draft_tokens": None, **options}
-  identity.pop("rows", None)  # on which no text depends
-  identity |= {"chat": tokenizer.chat_template} if chat else {}
   with answers:
     texts, ids, numbers = answers.open(tokenizer, decoder, identity, template)
     for n, one in continue_them(texts, ids, row_numbers=numbers) if texts else ():
