@@ -167,10 +167,9 @@ def _options(name: str) -> dict[str, Any]:
       others = [other for other, job in JOBS.items() if flag in job.flags]
       value = ",".join(value) if isinstance(value, list) else value
       raise UserError(f"--{flag}={value}: is for --job={' or '.join(others)}, and this is --job={name}; leave it out")
-  for either in JOBS[name].required:
-    either = (either,) if isinstance(either, str) else either
-    if all(given[flag] is None for flag in either):
-      raise UserError(f"--{either[0]}: missing; e.g. --job={name} {JOBS[name].example}")
+  required = JOBS[name].required
+  if required and all(given[flag] is None for flag in required):
+    raise UserError(f"--{required[0]}: missing; e.g. --job={name} {JOBS[name].example}")
   given = {flag: value for flag, value in given.items() if value is not None}
   for flag in sorted(given.keys() & {"num_steps", "step_sizes", "times"}):
     kind, rule = (int, "a whole number, e.g. 12") if flag == "num_steps" else (float, "numbers, e.g. 0.5,0.25,0.25")

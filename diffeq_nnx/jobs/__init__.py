@@ -16,7 +16,7 @@ class Job:
     home: module and name of its function, imported when it is called. Its first arguments are a config and a work
       directory, of the run or, where it makes a run, of the new one. The others are its flags, as --help explains them.
     flags: names of the flags that it takes beside those that every job takes.
-    required: those that must be given; of a tuple of flags, one of them.
+    required: those of which one must be given, if there are any.
     example: what to write after --job=NAME.
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given),
       file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
@@ -29,7 +29,7 @@ class Job:
   summary: str
   home: str
   flags: tuple[str, ...] = ()
-  required: tuple[str | tuple[str, ...], ...] = ()
+  required: tuple[str, ...] = ()
   example: str = "--config=configs/tiny.py --workdir=runs/tiny"
   config: str = "run"
   prepare: str = ""
@@ -97,7 +97,7 @@ JOBS = {
       *("prompt", "prompts", "out", "rows", "max_tokens", "temperature", "top_k", "top_p", "seed"),
       *("num_steps", "draft_steps", "draft_tokens", "chat"),
     ),
-    (("prompt", "prompts"),),
+    ("prompt", "prompts"),
     "--workdir=runs/tiny --prompt='The river'",
     prepare="runs.run:portable",
   ),
