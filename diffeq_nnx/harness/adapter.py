@@ -102,7 +102,8 @@ class DiffEqLM(TemplateLM):
     """
     super().__init__()
     for name in unknown.keys() - {"max_batch_size", "device"}:
-      raise UserError(f"model_args: {name}: unknown; {nearest(name, ARGUMENTS)}")
+      known = [*inspect.signature(DiffEqLM.__init__).parameters][1:-1]  # without `self` and `unknown`
+      raise UserError(f"model_args: {name}: unknown; {nearest(name, known)}")
     if (workdir is None) == (model is None) or (model is None) != (tokenizer is None):
       raise UserError("model_args: name a run, e.g. workdir=runs/tiny")
     self.batch_size = AUTO if str(batch_size).startswith("auto") else _read_count("batch_size", batch_size, ", or auto")
@@ -384,6 +385,3 @@ def _read_count(name: str, given: int | str, otherwise: str = "") -> int:
   if not str(given).isdecimal() or not int(given):
     raise UserError(f"{name}={given!r}: must be a whole number above 0{otherwise}")
   return int(given)
-
-
-ARGUMENTS = tuple(name for name in inspect.signature(DiffEqLM.__init__).parameters if name not in ("self", "unknown"))
