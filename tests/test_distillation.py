@@ -117,6 +117,7 @@ def test_a_teacher_that_does_not_fit_is_one_line_and_nothing_is_written(student,
   tokens = change(student, data=dict(tokenizer="bytes"))
   for config, part in (
     (change(student, train=dict(teacher=str(tmp_path))), "holds no run"),
+    (change(student, train=dict(teacher="xyz://run")), "xyz://run/run.json: this kind of URL can't be used"),
     (tokens, f"train.teacher={finished[1]}: has another tokenizer ("),
     (change(student, model=dict(seq_len=32)), "has model.seq_len=16, less than the 32 of the run that it teaches"),
   ):

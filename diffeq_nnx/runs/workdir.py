@@ -296,6 +296,8 @@ def _read(workdir: str) -> dict[str, Any]:
     return known
   except (FileNotFoundError, NotADirectoryError):
     return {}
+  except UserError:  # of a URL that can't be used
+    raise
   except OSError as error:
     raise UserError(f"{path}: can't be read ({error.strerror}); check the name and the permissions") from error
   except (ValueError, KeyError, TypeError) as error:

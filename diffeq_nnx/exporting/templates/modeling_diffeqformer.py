@@ -183,6 +183,9 @@ class DiffEqFormerForCausalLM(PreTrainedModel, GenerationMixin):
     self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
     self.post_init()
 
+  def get_input_embeddings(self):
+    return self.embed_tokens
+
   def forward(
     self,
     input_ids,
