@@ -8,7 +8,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec
 from diffeq_nnx.config import MeshConfig
 from diffeq_nnx.kernels.attention import attention, ring_attention
-from diffeq_nnx.parallel import context, sharding
+from diffeq_nnx.model import attention_context as context
+from diffeq_nnx.parallel import sharding
 
 # on three devices with documents in a window, and on four; each has an early and a late chunk, of 4 and of 3 positions
 jax.config.update("jax_enable_x64", True)
