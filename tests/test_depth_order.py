@@ -103,7 +103,7 @@ def test_a_step_of_size_0_is_as_if_it_were_not_there(solver, changes):
   tokens_BxL, context = pack(jnp.asarray(TOKENS_2x12), None, None)
   of_set = lambda u: jax.tree.map(lambda leaf: leaf[u], weights.sets)
   unrolled = [of_set(u) for u in range(len(model.times(weights.grid).points_UxQ))]
-  run = jax.jit(lambda sets: model.hidden_unrolled(tokens_BxL, GridWeights(sets, weights.grid), context))
+  run = jax.jit(lambda sets: model.hidden(tokens_BxL, GridWeights(sets, weights.grid), context=context))
   equal(run(unrolled), state_BxLxD, 1e-5)  # as decoding computes it
   if solver == "leapfrog":  # which steps from two states
     return

@@ -212,7 +212,7 @@ def next_logits(
       positions_BxQ = jnp.minimum(positions_BxQ, ready.config.seq_len - 1)  # a row beyond the last position has ended
     P, context = state.num_slots, DecodeCache(state.cache, state.slot, state.next_B, jnp.maximum(positions_BxQ, 0))
   tokens_BxQ = sharding.constrain(tokens_BxQ, "batch", None)
-  hidden_BxQxD = ready.make_model().hidden_unrolled(tokens_BxQ, ready.weights, context)
+  hidden_BxQxD = ready.make_model().hidden(tokens_BxQ, ready.weights, context=context)
   fill = lambda x_BxKxNxC: _split(jnp.pad(x_BxKxNxC, ((0, 0), (0, 0), (0, P - x_BxKxNxC.shape[2]), (0, 0))))
   cache = jax.tree.map(fill, context.stored)
   state = dataclasses.replace(state, cache=cache, slot=(state.slot + Q) % P, next_B=state.next_B + Q)

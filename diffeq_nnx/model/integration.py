@@ -7,7 +7,6 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def solve(
     solver: the method.
     field: the vector field; a pytree where `adjoint` is `Reversible`.
     x_BxLxD: the state at time 0.
-    weights: at `grid.times(solver.nodes)`, with their grid.
+    weights: at `grid.times(solver.nodes)`, with their grid; if they are unrolled, so is the loop over steps.
     key: from which each step's key is split.
     adjoint: how the backward pass gets the states; `Reversible` needs a solver with `undo`.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
@@ -86,6 +85,8 @@ def solve(
     UserError: `every` doesn't divide the number of steps.
     ValueError: as `links_of`.
   """
+  if isinstance(weights.sets, list):
+    return _solve_unrolled(solver, field, x_BxLxD, weights, key)
   grid = weights.grid
   advance, links = advance_of(solver, grid, gather), links_of(solver, weights, x_BxLxD.dtype, key)
   carry = solver.init(x_BxLxD)
@@ -197,15 +198,15 @@ def _solve_reversible_backward(advance, undo, residuals, gradient):
 _solve_reversible.defvjp(_solve_reversible_forward, _solve_reversible_backward)
 
 
-def solve_unrolled(solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights) -> jax.Array:
-  """The same state as `solve`, of unrolled weights, with the loop unrolled; no dropout, no rematerialization.
+def _solve_unrolled(solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights, key: jax.Array):
+  """`solve` with unrolled weights, without rematerialization.
 
-  For decoding: a loop slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token
-  takes many times as long.
+  For decoding, where a context counts the calls of its `attend`, one for each evaluation of attention. A loop also
+  slices each step's weights out of a stack, and where XLA copies the slice, as on CPUs, a token takes many times as
+  long.
   """
   grid, weights_U = weights.grid, weights.sets
   _check_sets(solver, grid, {len(weights_U)})
-  key: Any = jax.random.key(0)  # unused, since there is no dropout
   wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
   carry = solver.init(x_BxLxD)
   for index_N, dt in zip(grid.times(solver.nodes).index_SxN, grid.dts, strict=True):

@@ -108,7 +108,7 @@ class Model(nnx.Module):
 
     Args:
       tokens_BxL: token ids; L is at most `config.seq_len` where positions are learned.
-      weights: from `block_weights(grid)`.
+      weights: from `block_weights(grid)`, or unrolled, as they are used: gathered and prepared.
       segment_ids_BxL: the document of each token, to which its attention is limited; None: one document per row.
       positions_BxL: each token's place in its document, below L; None: 0 to L-1.
       context: the attention context, in place of these two; rows may then be longer than `config.seq_len`, as long
@@ -143,18 +143,6 @@ class Model(nnx.Module):
       gather=lambda weights: prepare(self.gather(weights)),
     )
     return self.normalize(unpack(x_BxLxD, context))
-
-  def hidden_unrolled(
-    self, tokens_BxL: jax.Array, weights: weight_sources.GridWeights, context: AttentionContext
-  ) -> jax.Array:
-    """The same state as `hidden` gives, [B, L, D], of unrolled weights with the loop over steps unrolled.
-
-    `context.attend` is called once for each evaluation of attention, in order. Positions must be below `config.seq_len`
-    where they are learned.
-    """
-    x_BxLxD = self.embed(tokens_BxL, context.positions_BxL)
-    field = vector_fields.BoundField(self.field, context)
-    return self.normalize(integration.solve_unrolled(self.solver, field, x_BxLxD, weights))
 
   def make_step(
     self, grid: grids.Grid, context: AttentionContext = Packing()
