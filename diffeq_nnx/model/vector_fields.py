@@ -34,8 +34,7 @@ def layer_norm(x_BxLxD: jax.Array, scale_D: jax.Array, shift_D: jax.Array, eps: 
   """LayerNorm over the last axis, computed in float32 or wider, returned in the dtype of x."""
   wide_BxLxD = x_BxLxD.astype(jnp.promote_types(x_BxLxD.dtype, jnp.float32))
   centered_BxLxD = wide_BxLxD - wide_BxLxD.mean(-1, keepdims=True)
-  normed_BxLxD = centered_BxLxD * jax.lax.rsqrt(jnp.square(centered_BxLxD).mean(-1, keepdims=True) + eps)
-  return (normed_BxLxD * scale_D[None, None] + shift_D[None, None]).astype(x_BxLxD.dtype)
+  return rms_norm(centered_BxLxD, scale_D, eps, shift_D).astype(x_BxLxD.dtype)
 
 
 def rms_norm(x_BxLxD: jax.Array, scale_D: jax.Array, eps: float, shift_D: jax.Array | None = None) -> jax.Array:
