@@ -17,6 +17,7 @@ from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import find_costliest
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.kernels import attention
+from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -29,7 +30,6 @@ from diffeq_nnx.training.step import (
   packs_documents,
   state_shardings,
 )
-from diffeq_nnx.training.teacher import Teacher
 
 FILE = "fastest.json"  # in the work directory: the devices, and what was the fastest on them
 SPARE = 0.05  # of a device's memory must stay free
@@ -39,7 +39,7 @@ SIZES = 4  # how many numbers of sequences are tried: all that a device holds, a
 Choice = tuple[str, int | None]  # train.remat, train.device_batch_size
 
 
-def autotune(config: Config, workdir: str, mesh: Mesh, teacher: Teacher | None = None) -> Config:
+def autotune(config: Config, workdir: str, mesh: Mesh, teacher: ReadyModel | None = None) -> Config:
   """The config with the fastest values in place of train.remat=auto and train.device_batch_size=-1.
 
   Every choice is compiled, and run for a few steps from the initial state on random tokens. What was found is kept in
@@ -82,7 +82,9 @@ def list_candidates(config: Config, held: int) -> list[Choice]:
   return list(itertools.product(remats, sizes))
 
 
-def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher | None = None) -> dict[Choice, float]:
+def measure(
+  config: Config, choices: list[Choice], mesh: Mesh, teacher: ReadyModel | None = None
+) -> dict[Choice, float]:
   """Seconds of a train step with each of these choices that fits."""
   found: dict[Choice, float] = {}
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
@@ -98,7 +100,7 @@ def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: Teacher 
   return found
 
 
-def time_step(config: Config, mesh: Mesh, teacher: Teacher | None = None) -> float | None:
+def time_step(config: Config, mesh: Mesh, teacher: ReadyModel | None = None) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
   most = find_costliest(config)
   step, fits = make_train_step(config, mesh), True
@@ -162,7 +164,7 @@ def _format_choice(choice: Choice) -> str:
   return f"train.remat={choice[0]}, train.device_batch_size={choice[1]}"
 
 
-def _describe(config: Config, mesh: Mesh, teacher: Teacher | None) -> str:
+def _describe(config: Config, mesh: Mesh, teacher: ReadyModel | None) -> str:
   """What the time of a step depends on."""
   devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sharding.describe(mesh)}, jax {jax.__version__}"
   train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)

@@ -18,6 +18,7 @@ from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, list_computed, say_untrained
 from diffeq_nnx.errors import Diverged, UserError
+from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -29,7 +30,7 @@ from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
-from diffeq_nnx.training.teacher import Teacher, find_teacher, load_teacher
+from diffeq_nnx.training.teacher import find_teacher, load_teacher
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
@@ -59,7 +60,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's checkpoints
         stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
     with goodput.spending("starting"):
-      teacher = None if of_teacher is None else load_teacher(of_teacher)
+      teacher, origin = (None, None) if of_teacher is None else load_teacher(of_teacher)
     del of_teacher  # which would keep its parameters in memory
     with goodput.spending("compiling"):
       config = fastest.autotune(config, workdir, mesh, teacher)
@@ -69,7 +70,8 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       state, position = start_state(config, checkpoints, mesh)
       say_untrained(config, config.train.steps, config.eval.num_steps)
       _say_another_schedule(config, position.get("schedule_steps"), int(state["step"]))
-      _say_another_teacher(teacher, position, int(state["step"]))
+      _say_another_teacher(origin, position, int(state["step"]))
+      position |= {"schedule_steps": config.optimizer.schedule_steps or config.train.steps, "teacher": origin}
     with distributed.sync_errors():
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
@@ -158,9 +160,8 @@ def _say_another_schedule(config: Config, before: int | None, step: int) -> None
     say(f"train.draw_from={config.train.draw_from}: depths are drawn again from train step {math.ceil(first)} on")
 
 
-def _say_another_teacher(teacher: Teacher | None, position: dict[str, Any], step: int) -> None:
+def _say_another_teacher(now: str | None, position: dict[str, Any], step: int) -> None:
   """Says so where the run had another teacher, or its teacher another model, before a step where it goes on."""
-  now = None if teacher is None else teacher.origin
   before = position.get("teacher", now)
   if before != now:
     say(f"train.teacher: was {before} until step {step}, and is {now} now")
@@ -198,12 +199,12 @@ class _Run:
   share: sharding.Share
   batches: grain.DatasetIterator
   start: int  # the step before the first of these batches
-  position: dict[str, Any]  # there; of `start_state`
+  position: dict[str, Any]  # there; of `start_state`, with the schedule and the teacher of this run
   checkpoints: Checkpoints
   report: Reporter
   preemption: distributed.Preemption
   goodput: Goodput
-  teacher: Teacher | None
+  teacher: ReadyModel | None
   saved: float = dataclasses.field(default_factory=time.monotonic)  # when the last checkpoint was, or this run began
 
   def must_save(self, step: int) -> bool:
@@ -222,10 +223,7 @@ class _Run:
     with self.goodput.spending("saving"):
       self.report.upload()
       windows = self.position["windows"] + (step - self.start) * self.config.train.batch_size
-      length = self.config.optimizer.schedule_steps or self.config.train.steps
-      position = {"windows": windows, "validate": validate, "schedule_steps": length}
-      position["teacher"] = self.teacher and self.teacher.origin
-      self.checkpoints.save(state, position, loss)
+      self.checkpoints.save(state, {**self.position, "windows": windows, "validate": validate}, loss)
     self.saved = time.monotonic()
 
 

@@ -19,11 +19,11 @@ from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.model import cpu_kernels, grids, integration, parameters, solvers, vector_fields, weight_sources
 from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import Params
+from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.training import optimizer as optimizer_lib
 from diffeq_nnx.training.loss import chunked_cross_entropy, chunked_losses
-from diffeq_nnx.training.teacher import Teacher
 
 # params (those that learn), opt_state, step [], key: what a checkpoint holds; frozen: the parameters that don't learn
 State = dict[str, Any]
@@ -99,7 +99,7 @@ def loss_and_gradients(
   batch: Batch,
   key: jax.Array,
   frozen: Params | None = None,
-  teacher: Teacher | None = None,
+  teacher: ReadyModel | None = None,
   full: grids.Grid | None = None,
 ) -> tuple[dict[str, jax.Array], Params]:
   """Mean losses in nats per counted token of the whole batch, and the gradient of "loss" with respect to `params`.
@@ -154,7 +154,7 @@ def _losses(
   config: Config,
   model: Model,
   batch: Batch,
-  teacher: Teacher | None,
+  teacher: ReadyModel | None,
   hidden_BxLxD: jax.Array,
   full_BxLxD: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -284,7 +284,7 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     out_shardings=places,
     compiler_options=known_options(mesh) if on_tpu else None,
   )
-  def train_step(state: State, batch: Batch, num_steps: int, teacher: Teacher | None = None):
+  def train_step(state: State, batch: Batch, num_steps: int, teacher: ReadyModel | None = None):
     grid, teaching = grids.make_grid(config.model, num_steps), find_teaching_count(config, num_steps)
     full = None if teaching is None else grids.make_grid(config.model, teaching)
     key = jax.random.fold_in(state["key"], state["step"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 from jax.sharding import Mesh
 
 from diffeq_nnx.config import Config
@@ -11,18 +10,6 @@ from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs.run import Run
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Teacher(ReadyModel):
-  """An argument of the train step, on the devices of the model in training.
-
-  Attributes:
-    origin: its run and the step of its model.
-  """
-
-  origin: str = dataclasses.field(metadata={"static": True})
 
 
 def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None:
@@ -58,6 +45,9 @@ def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None
   return run
 
 
-def load_teacher(run: Run) -> Teacher:
-  """The newest model of the teacher's run, at its own number of steps. Raises as `Run.model`."""
-  return Teacher(**vars(make_ready(run.model, mesh=run.mesh)), origin=f"{run.hash[:12]} at step {run.step}")
+def load_teacher(run: Run) -> tuple[ReadyModel, str]:
+  """The newest model of the teacher's run, at its own number of steps, and where it comes from. Raises as `Run.model`.
+
+  The train step takes it as an argument, on the devices of the model in training.
+  """
+  return make_ready(run.model, mesh=run.mesh), f"{run.hash[:12]} at step {run.step}"
