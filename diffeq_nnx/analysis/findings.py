@@ -34,7 +34,7 @@ class Findings:
   spectra: Spectra  # at the model's times, or at the requested ones
   between: Spectra | None  # of the heads at the steps and at times between; None where weights are stored or shared
   prefix_matching: np.ndarray | None  # [S, H], `attention.prefix_matching`; None where there are too few positions
-  prefix_half: int  # how many tokens were repeated for it
+  prefix_chance: float  # its value under uniform attention
   exact: np.ndarray  # exponents of the tokens up to n, [n + 1, r]
   per_token: np.ndarray  # exponents in the paper's form, [n + 1, r]
   rollout: np.ndarray  # shares of the tokens in n's attention rollout, [n + 1]
@@ -42,12 +42,6 @@ class Findings:
   next_token: tuple[str, float, int]  # that token's text, its probability and its id
   # label -> (spread, clustered share) over depth, [S + 1] each; None where the text has one token
   depth: dict[str, tuple[np.ndarray, np.ndarray]] | None
-
-  @property
-  def prefix_chance(self) -> float:
-    """The value of `attention.prefix_matching` under uniform attention."""
-    half = self.prefix_half
-    return float(np.mean(1 / np.arange(half + 1, 2 * half)))
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All arrays of numbers.npz, by name."""
@@ -138,7 +132,7 @@ def find(
     spectra=found,
     between=between,
     prefix_matching=attention.prefix_matching(analyzed, half) if half >= 2 else None,
-    prefix_half=half,
+    prefix_chance=float(np.mean(1 / np.arange(half + 1, 2 * half))) if half >= 2 else math.nan,
     exact=exponents["exact"],
     per_token=exponents["per_token"],
     rollout=attention.rollout(np.asarray(passed.attention[:, 0]))[-1],
